@@ -59,6 +59,8 @@ class BatchLeased:
         microbatches: per micro-batch [first row, end, width, rank].
         normalizer: of losses that divide by a constant.
         digest: of all that decides what the step computes.
+        by_run: whether the trainer is told which rows are of one run; steps of older versions did
+            not, and are computed again as they were.
     """
 
     version: ClassVar[int] = 1
@@ -78,6 +80,7 @@ class BatchLeased:
     microbatches: Sequence[Sequence[int]]
     normalizer: float | None
     digest: bytes
+    by_run: bool | None = optional(None)
 
 
 @dataclass(frozen=True, kw_only=True)

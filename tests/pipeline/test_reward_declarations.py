@@ -87,9 +87,9 @@ class Doubled(ASYMREGroupAdvantage):
     """An advantage function that declares itself, and yet does more."""
 
     @override
-    def score_groups(self, rewards: Rewards) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return what the class above does."""
-        return super().score_groups(rewards)
+        return super().score_groups(rewards, weights)
 
     @override
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:

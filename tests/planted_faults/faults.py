@@ -344,8 +344,8 @@ FAULTS = [
     Fault(
         "an outcome at the threshold is right",
         "algorithm/add_strategy/filters.py",
-        "outcome > self.correct_threshold",
-        "outcome >= self.correct_threshold",
+        "of_runs > self.correct_threshold",
+        "of_runs >= self.correct_threshold",
         "tests/algorithm/strategies/test_edges.py::test_an_outcome_at_the_threshold_is_wrong_and_one_success_is_enough",
     ),
     Fault(
@@ -358,15 +358,15 @@ FAULTS = [
     Fault(
         "of equal rewards the later run is kept",
         "algorithm/add_strategy/filters.py",
-        "key=lambda i: reward_of(group[i]), reverse=True)",
-        "key=lambda i: (reward_of(group[i]), i), reverse=True)",
+        'np.argsort(-rewards, axis=-1, kind="stable")[',
+        'rewards.shape[1] - 1 - np.argsort(-rewards[:, ::-1], axis=-1, kind="stable")[',
         "tests/algorithm/strategies/test_edges.py::test_of_equal_rewards_the_earlier_run_is_kept",
     ),
     Fault(
         "a run at the least reward is left out",
         "algorithm/add_strategy/filters.py",
-        "reward_of(e) >= self.min_reward",
-        "reward_of(e) > self.min_reward",
+        "(rewards >= self.min_reward)",
+        "(rewards > self.min_reward)",
         "tests/algorithm/strategies/test_edges.py::test_a_run_at_the_least_reward_is_kept",
     ),
     Fault(

@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm.group_scores import (
+    Over,
+    Rewards,
+    Runs,
+    as_rewards,
+    likelihood_ranks,
+    numbered,
+    run_means,
+)
 from trinity_buffer.algorithm.reward_scores import RewardScorer, asked
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience
@@ -56,16 +65,54 @@ def annotate(experience: Experience, score: float) -> None:
     experience.returns = experience.advantages.clone()
 
 
+def runs_of(exps: Sequence[Experience], over: Over = "runs") -> Runs | None:
+    """Return the number of the run of each of a group's rows; None where each counts for one."""
+    return numbered([e.eid.rid for e in exps]) if over == "runs" else None
+
+
+def num_runs(exps: Sequence[Experience], over: Over) -> int:
+    """Return how many runs a group has; where rows count, how many rows."""
+    return len({e.eid.rid for e in exps}) if over == "runs" else len(exps)
+
+
+def rank_penalized(
+    exps: Sequence[Experience], rewards: Rewards, penalty: float, over: Over
+) -> Rewards:
+    """Return the rewards of a group's rows, each lowered by the rank of its run's likelihood.
+
+    That is the mean over the rows of the run.
+    """
+    likelihoods = as_rewards([likelihood_of(e) for e in exps])
+    runs = runs_of(exps, over)
+    if runs is None:
+        return group_scores.rank_penalized(rewards, likelihoods.tolist(), penalty)
+    ranks = likelihood_ranks(run_means(likelihoods, runs).tolist())
+    return rewards * (1.0 - ranks[runs] * penalty)
+
+
+def share_rewards(exps: Sequence[Experience], over: Over) -> None:
+    """Give rows without a reward that of the last row of their run, where runs are what counts."""
+    if over == "rows" or all(e.reward is not None for e in exps):
+        return
+    last = {e.eid.rid: e.reward for e in exps}
+    for experience in exps:
+        if experience.reward is None:
+            experience.reward = last[experience.eid.rid]
+
+
 def annotate_group(
-    exps: Sequence[Experience], rewards: Rewards, score: RewardScorer
+    exps: Sequence[Experience], rewards: Rewards, score: RewardScorer, over: Over = "rows"
 ) -> tuple[list[Experience], dict[str, float]]:
     """Annotate one group with what ``score`` says; return who is kept, and the group's metrics.
 
     Args:
         exps: the group.
         rewards: of its members, finite, ``[G]``.
+        score: of rows.
+        over: what counts once.
     """
-    found = asked(score, rewards[np.newaxis])
+    runs = runs_of(exps, over)
+    found = asked(score, rewards[np.newaxis], None if runs is None else runs[np.newaxis])
     if found.scores is not None:
         for experience, value in zip(exps, found.scores[0].tolist(), strict=True):
             annotate(experience, value)

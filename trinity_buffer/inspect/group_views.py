@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -49,7 +50,8 @@ class GroupView:
 
     Attributes:
         rollouts: how many runs were planned; None: the batch was not.
-        mean, deviation: of the rewards; the deviation is the sample's (n - 1).
+        mean, deviation: of the rewards, each run taken once, without what came late; the deviation
+            is the sample's (n - 1).
         state: what became of its experiences, with how many where they differ.
         missing: planned runs that are not stored.
         newest: address of the experience that was recorded last, as an integer.
@@ -204,7 +206,7 @@ def _group(
                 state,
             )
         )
-    rewards = [run.reward for run in runs if run.reward is not None]
+    mean, deviation = _moments([run for run in runs if not run.state.endswith(": late")])
     rollouts = None if batch is None else batch.rollouts_per_group
     missing = 0
     if rollouts is not None:
@@ -213,13 +215,37 @@ def _group(
         rows[0].eid.batch,
         rows[0].eid.task,
         rollouts,
-        statistics.fmean(rewards) if rewards else None,
-        statistics.stdev(rewards) if len(rewards) > 1 else None,
+        mean,
+        deviation,
         _state([run.state for run in runs], missing),
         missing,
         tuple(runs),
         max(row.address for row in rows),
     )
+
+
+def _moments(rows: Sequence[RunView]) -> tuple[float | None, float | None]:
+    """Return mean and deviation of the rewards of a group, as its strategies take them.
+
+    A row without a reward has that of the last row of its run, and each row of a run of ``k`` rows
+    counts for ``1 / k``.
+    """
+    last = {row.run: row.reward for row in rows}
+    runs: dict[int, list[float]] = {}
+    for row in rows:
+        reward = last[row.run] if row.reward is None else row.reward
+        if reward is not None:
+            runs.setdefault(row.run, []).append(reward)
+    if not runs:
+        return None, None
+    if all(min(some) == max(some) for some in runs.values()):
+        rewards = [some[0] for some in runs.values()]
+        return statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else None
+    mean = statistics.fmean(map(statistics.fmean, runs.values()))
+    if len(runs) == 1:
+        return mean, None
+    squares = sum(statistics.fmean((one - mean) ** 2 for one in some) for some in runs.values())
+    return mean, math.sqrt(squares / (len(runs) - 1))
 
 
 def _state(states: Sequence[str], missing: int) -> str:

@@ -14,7 +14,14 @@ import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
-from trinity_buffer.algorithm.annotating import Problem, annotate_group, reward_of, unusable
+from trinity_buffer.algorithm.annotating import (
+    Problem,
+    annotate_group,
+    reward_of,
+    runs_of,
+    share_rewards,
+    unusable,
+)
 from trinity_buffer.algorithm.arguments import (
     declared_arguments,
     default_arguments,
@@ -22,12 +29,14 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.copies import left_out
+from trinity_buffer.algorithm.group_scores import Over
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.reward_scores import (
     RewardScorer,
     ScoredGroups,
     as_added,
     inherits,
+    over_runs,
     scorer_of,
 )
 from trinity_buffer.experience import Experience, group_by
@@ -61,10 +70,13 @@ class AddStrategy(ABC):
         needs: fields without which an experience is rejected as ``invalid`` before `add`.
         reference_args: constructor arguments with which the class computes what the reference
             implementation does.
+        over: what counts once in the statistics of a group: ``"runs"``, or each of their
+            ``"rows"``. Of an instance that takes it as an argument, that.
 
     A class that needs nothing but rewards says so by a method ``score_groups(rewards)``, which gets
     the rewards of ``k`` groups of one size, ``[k, G]``, and returns `ScoredGroups`: what `add`
-    would make of them. The consumer then makes no experiences.
+    would make of them. The consumer then makes no experiences. With ``over = "runs"`` the columns
+    are runs, not rows (see `reward_scores.over_runs`).
 
     Args:
         writer: where the kept experiences go.
@@ -81,6 +93,7 @@ class AddStrategy(ABC):
     needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
     reference_args: ClassVar[Mapping[str, Any]] = {}
     runtime_args: ClassVar[tuple[str, ...]] = ("writer", "on_unknown", "rng")
+    over: Over = "rows"
 
     def __init__(
         self, writer: BufferWriter, *, on_unknown: OnUnknown = "error", **kwargs: Any
@@ -100,8 +113,16 @@ class AddStrategy(ABC):
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Return the defaults of the constructor, without run-time arguments like the writer."""
-        return default_arguments(cls, leave_out=cls.runtime_args)
+        """Return the defaults of the constructor, without run-time arguments like the writer.
+
+        Nor is ``over`` among them: in a run it is ``"runs"``, unless it is said otherwise.
+        """
+        return default_arguments(cls, leave_out=(*cls.runtime_args, "over"))
+
+    @classmethod
+    def takes_over(cls) -> bool:
+        """Return whether the constructor can be told what counts once (``over``)."""
+        return "over" in declared_arguments(cls)
 
     @classmethod
     def unit_for(cls, **arguments: Any) -> Unit:
@@ -196,6 +217,7 @@ class GroupAdvantageStrategy(AddStrategy):
     @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all groups, then write them one by one, in order of first appearance."""
+        share_rewards(exps, self.over)
         groups = {
             group_id: self.usable(group, self.needs_of(group))
             for group_id, group in self.group_experiences(exps).items()
@@ -226,9 +248,20 @@ _DECIDING = (
 
 
 class RewardStrategy(GroupAdvantageStrategy):
-    """Scores the runs of each task by their rewards alone: write `score_groups`, and it is done."""
+    """Scores the runs of each task by their rewards alone: write `score_groups`, and it is done.
+
+    Args:
+        writer: where the scored groups go.
+        over: what counts once in the statistics of a group: ``"rows"``, as in the reference, or
+            their ``"runs"``, which is the default of a run.
+        kwargs: of `AddStrategy`.
+    """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
+
+    def __init__(self, writer: BufferWriter, *, over: Over = "rows", **kwargs: Any) -> None:
+        super().__init__(writer, **kwargs)
+        self.over = group_scores.check_over(over)
 
     @abstractmethod
     def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
@@ -259,7 +292,8 @@ class RewardStrategy(GroupAdvantageStrategy):
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, float]]:
         """Score one group; return the members that are kept."""
-        return annotate_group(exps, self.rewards_of(exps), self.score_groups)
+        score = over_runs(self.score_groups, self.over)
+        return annotate_group(exps, self.rewards_of(exps), score, self.over)
 
 
 @ADD_STRATEGY.register_module("grpo")
@@ -275,10 +309,15 @@ class GRPOAddStrategy(RewardStrategy):
         single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
         std_threshold: groups with a deviation at or below it, and groups of one, are rejected; None
             keeps all.
+        kwargs: of `RewardStrategy`.
     """
 
     left_out: ClassVar[str] = "zero_variance"
-    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+    reference_args: ClassVar[Mapping[str, Any]] = {
+        "on_unknown": "ignore",
+        "std_floor": 0.0,
+        "over": "rows",
+    }
 
     def __init__(
         self,
@@ -300,15 +339,25 @@ class GRPOAddStrategy(RewardStrategy):
         self.std_threshold = std_threshold
 
     @override
-    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+    def score_groups(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> ScoredGroups:
         """Return the scores; groups whose deviation is at or below the threshold are left out."""
-        mean, std = group_scores.group_moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
+        size = group_scores.size_of(rewards, weights)
+        mean, std = group_scores.group_moments(
+            rewards, weights, ddof=self.ddof, std_floor=self.std_floor
+        )
         scores = group_scores.scores_around(
-            rewards, mean[:, np.newaxis], std[:, np.newaxis], self.epsilon, self.single_member
+            rewards,
+            mean[:, np.newaxis],
+            std[:, np.newaxis],
+            self.epsilon,
+            self.single_member,
+            size=size,
         )
         kept = None
         if self.std_threshold is not None:
-            too_alike = (std <= self.std_threshold) | (rewards.shape[1] == 1)
+            too_alike = (std <= self.std_threshold) | (size == 1)
             kept = np.broadcast_to(~too_alike[:, np.newaxis], rewards.shape)
         metrics = {"reward_mean": mean, "reward_std": std}
         return ScoredGroups(scores=scores, kept=kept, metrics=metrics)
@@ -322,9 +371,10 @@ class OPMDAddStrategy(RewardStrategy):
         writer: where the scored groups go.
         opmd_baseline: ``"mean"`` or ``"logavgexp"``: ``tau log(mean(exp(reward / tau)))``.
         tau: temperature of the second.
+        kwargs: of `RewardStrategy`.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore"}
+    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "over": "rows"}
 
     def __init__(
         self, writer: BufferWriter, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any
@@ -335,9 +385,11 @@ class OPMDAddStrategy(RewardStrategy):
         self.tau = tau
 
     @override
-    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+    def score_groups(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> ScoredGroups:
         """Return the distance from the baseline."""
-        reference = group_scores.baselines(rewards, self.opmd_baseline, self.tau)
+        reference = group_scores.baselines(rewards, self.opmd_baseline, self.tau, weights)
         scores = rewards - reference[:, np.newaxis]
         return ScoredGroups(scores=scores, metrics={"group_baseline": reference})
 
@@ -350,12 +402,18 @@ class RewardVarianceAddStrategy(AddStrategy):
         writer: where the kept groups go.
         variance_threshold: groups of one, or with a population variance up to it, are rejected.
         std_floor: deviations below this share of the largest reward are 0.
+        over: what counts once: ``"rows"``, as in the reference, or ``"runs"``, which is the default
+            of a run.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
     annotates: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ("reward",)
-    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+    reference_args: ClassVar[Mapping[str, Any]] = {
+        "on_unknown": "ignore",
+        "std_floor": 0.0,
+        "over": "rows",
+    }
 
     def __init__(
         self,
@@ -363,16 +421,21 @@ class RewardVarianceAddStrategy(AddStrategy):
         variance_threshold: float = 0.0,
         *,
         std_floor: float = group_scores.RELATIVE_FLOOR,
+        over: Over = "rows",
         **kwargs: Any,
     ) -> None:
         super().__init__(writer, **kwargs)
         self.variance_threshold = variance_threshold
         self.std_floor = std_floor
+        self.over = group_scores.check_over(over)
 
-    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+    def score_groups(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> ScoredGroups:
         """Return which groups are kept, as `add` keeps them."""
-        spread = group_scores.variances(rewards, std_floor=self.std_floor)
-        kept = (spread > self.variance_threshold) & (rewards.shape[1] > 1)
+        spread = group_scores.variances(rewards, weights, std_floor=self.std_floor)
+        several = group_scores.size_of(rewards, weights) > 1
+        kept = (spread > self.variance_threshold) & several
         reasons = np.where(spread > 0, "filtered", "zero_variance").astype(object)[:, np.newaxis]
         metrics = {"kept_groups": kept.astype(float), "filtered_groups": (~kept).astype(float)}
         rows = np.broadcast_to(kept[:, np.newaxis], rewards.shape)
@@ -381,6 +444,7 @@ class RewardVarianceAddStrategy(AddStrategy):
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write the groups whose rewards differ, unchanged."""
+        share_rewards(experiences, self.over)
         groups = list(group_by(self.usable(experiences), "task").values())
         kept = self.informative(groups)
         for group in kept:
@@ -392,8 +456,11 @@ class RewardVarianceAddStrategy(AddStrategy):
         """Return the groups above the threshold; reject the others, with what they lack."""
         kept = []
         for group in groups:
-            spread = group_scores.variance([*map(reward_of, group)], std_floor=self.std_floor)
-            if len(group) > 1 and spread > self.variance_threshold:
+            rewards = group_scores.as_rewards([*map(reward_of, group)])
+            values, weights = group_scores.by_run(rewards, runs_of(group, self.over))
+            spread = group_scores.variance(values, weights, std_floor=self.std_floor)
+            several = group_scores.size_of(values, weights) > 1
+            if several and spread > self.variance_threshold:
                 kept.append(group)
             else:
                 self.reject(group, "filtered" if spread > 0 else "zero_variance")

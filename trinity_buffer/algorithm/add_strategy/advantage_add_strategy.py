@@ -15,6 +15,7 @@ from trinity_buffer.algorithm.advantage_fn import (
     RECGroupedAdvantage,
     REINFORCEGroupAdvantage,
 )
+from trinity_buffer.algorithm.arguments import declared_arguments
 from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.reward_scores import RewardScorer, as_added, inherits
 from trinity_buffer.experience import Experience, group_by
@@ -43,12 +44,19 @@ class AdvantageAddStrategy(AddStrategy):
     def __init__(self, writer: BufferWriter, **kwargs: Any) -> None:
         super().__init__(writer)
         self.advantage = self.advantage_fn(**kwargs)
+        self.over = self.advantage.over
 
     @classmethod
     @override
     def default_args(cls) -> dict[str, Any]:
         """Return the defaults of the advantage function."""
         return cls.advantage_fn.default_args()
+
+    @classmethod
+    @override
+    def takes_over(cls) -> bool:
+        """Return whether the advantage function can be told what counts once."""
+        return "over" in declared_arguments(cls.advantage_fn)
 
     @classmethod
     @override

@@ -13,8 +13,13 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, Add
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.arguments import made as made_of
 from trinity_buffer.algorithm.copies import original_uid
-from trinity_buffer.algorithm.group_scores import Rewards
-from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups, asked
+from trinity_buffer.algorithm.group_scores import Over, Rewards, Runs
+from trinity_buffer.algorithm.reward_scores import (
+    RewardScorer,
+    ScoredGroups,
+    asked,
+    renumbered,
+)
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.rejections import INVALID
@@ -41,6 +46,8 @@ class CompositeAddStrategy(AddStrategy):
     ) -> None:
         super().__init__(writer)
         self.stages = list(stages)
+        overs: set[Over] = {strategy.over for _, strategy, _ in self.stages}
+        self.over = "rows" if "rows" in overs else "runs"
 
     @override
     def from_rewards(self) -> RewardScorer | None:
@@ -50,7 +57,10 @@ class CompositeAddStrategy(AddStrategy):
             for name, strategy, _ in self.stages
             if (score := strategy.from_rewards()) is not None
         ]
-        return partial(_scored_in_turn, stages) if len(stages) == len(self.stages) else None
+        alike = len({strategy.over for _, strategy, _ in self.stages}) == 1
+        if len(stages) < len(self.stages) or not alike:
+            return None
+        return partial(_scored_in_turn, stages)
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
@@ -82,7 +92,9 @@ class CompositeAddStrategy(AddStrategy):
         return sum(len(group) for group in groups), metrics
 
 
-def _scored_in_turn(stages: Sequence[tuple[str, RewardScorer]], rewards: Rewards) -> ScoredGroups:
+def _scored_in_turn(
+    stages: Sequence[tuple[str, RewardScorer]], rewards: Rewards, runs: Runs | None = None, /
+) -> ScoredGroups:
     """Return what becomes of groups ``[k, G]`` when each stage sees what the one before kept."""
     kept = np.ones(rewards.shape, np.bool_)
     reasons = np.full(rewards.shape, "filtered", object)
@@ -96,7 +108,7 @@ def _scored_in_turn(stages: Sequence[tuple[str, RewardScorer]], rewards: Rewards
             groups = np.flatnonzero(sizes == size)
             members = np.nonzero(kept[groups])[1].reshape(len(groups), size)
             at = (groups[:, np.newaxis], members)
-            found = asked(score, rewards[at])
+            found = asked(score, rewards[at], None if runs is None else renumbered(runs[at]))
             if found.scores is not None:
                 scores = np.zeros_like(rewards) if scores is None else scores
                 scores[at] = found.scores

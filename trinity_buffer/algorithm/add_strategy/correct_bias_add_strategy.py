@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GRPOAddStrategy
-from trinity_buffer.algorithm.annotating import likelihood_of, reward_of
+from trinity_buffer.algorithm.annotating import num_runs, rank_penalized, reward_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import BufferWriter
 
@@ -29,7 +29,11 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
     """
 
     families: ClassVar[tuple[str, ...]] = ("light", "tokens")
-    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+    reference_args: ClassVar[Mapping[str, Any]] = {
+        "on_unknown": "ignore",
+        "std_floor": 0.0,
+        "over": "rows",
+    }
 
     def __init__(
         self, writer: BufferWriter, epsilon: float = 1e-6, rank_penalty: float = 0.25, **kwargs: Any
@@ -40,14 +44,12 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
     @override
     def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
         """Return the fields of GRPO, and logprobs where there is somebody to rank against."""
-        return (*self.needs, "logprobs") if len(exps) > 1 else self.needs
+        return (*self.needs, "logprobs") if num_runs(exps, self.over) > 1 else self.needs
 
     @override
     def rewards_of(self, exps: Sequence[Experience]) -> group_scores.Rewards:
         """Return the penalized rewards, shape ``(G,)``."""
         rewards = group_scores.as_rewards([reward_of(e) for e in exps])
-        if len(exps) == 1:
+        if num_runs(exps, self.over) == 1:
             return rewards
-        return group_scores.rank_penalized(
-            rewards, [likelihood_of(e) for e in exps], self.rank_penalty
-        )
+        return rank_penalized(exps, rewards, self.rank_penalty, self.over)

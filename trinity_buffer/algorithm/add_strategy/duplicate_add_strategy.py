@@ -13,6 +13,7 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import (
     ADD_STRATEGY,
     RewardVarianceAddStrategy,
 )
+from trinity_buffer.algorithm.annotating import share_rewards
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_experience, fresh_task
 from trinity_buffer.errors import InvalidArgumentError
@@ -51,6 +52,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     reference_args: ClassVar[Mapping[str, Any]] = {
         "on_unknown": "ignore",
         "std_floor": 0.0,
+        "over": "rows",
         "copy_ids": "offset",
         "seed": None,
     }
@@ -77,6 +79,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write the informative groups, then their copies, a write each."""
+        share_rewards(experiences, self.over)
         groups = list(group_by(self.usable(experiences), "task").values())
         kept = self.informative(groups)
         written = [*kept, *self._copies(kept, groups, len(experiences))]

@@ -10,11 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
-from trinity_buffer.algorithm.annotating import reward_of
-from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_rewards
+from trinity_buffer.algorithm.group_scores import (
+    Over,
+    Rewards,
+    as_rewards,
+    check_over,
+    run_means,
+)
 from trinity_buffer.algorithm.reward_scores import ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience, group_by
@@ -37,6 +44,8 @@ class OutcomeGateAddStrategy(AddStrategy):
         correct_threshold: a run succeeds if its outcome is above it.
         min_correct: groups with fewer successes are rejected as ``all_wrong``.
         min_wrong: groups with fewer failures are rejected as ``all_correct``.
+        over: what succeeds or fails: each of the ``"rows"`` of a run, or the run, by the mean
+            outcome of its rows, which is the default of a run.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
@@ -51,9 +60,11 @@ class OutcomeGateAddStrategy(AddStrategy):
         *,
         min_correct: int = 1,
         min_wrong: int = 0,
+        over: Over = "rows",
         **kwargs: Any,
     ) -> None:
         super().__init__(writer, **kwargs)
+        self.over = check_over(over)
         self.metric_key = metric_key
         self.correct_threshold = correct_threshold
         self.min_correct = min_correct
@@ -79,6 +90,7 @@ class OutcomeGateAddStrategy(AddStrategy):
 
     def _judged(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return those with an outcome: the metric, or else a reward; the others are refused."""
+        share_rewards(experiences, self.over)
         judged: list[Experience] = []
         for e in experiences:
             judged += [e] if self._metric(e) is not None else self.usable([e], ("reward",))
@@ -92,10 +104,11 @@ class OutcomeGateAddStrategy(AddStrategy):
         """Return why ``group`` is left out, or None."""
         metrics = [self._metric(e) for e in group]
         outcomes = [reward_of(e) if m is None else m for e, m in zip(group, metrics, strict=True)]
-        correct = sum(outcome > self.correct_threshold for outcome in outcomes)
+        of_runs = run_means(as_rewards(outcomes), runs_of(group, self.over))
+        correct = int((of_runs > self.correct_threshold).sum())
         if correct < self.min_correct:
             return "all_wrong"
-        return "all_correct" if len(group) - correct < self.min_wrong else None
+        return "all_correct" if len(of_runs) - correct < self.min_wrong else None
 
 
 @ADD_STRATEGY.register_module("dapo_dynamic_sampling")
@@ -109,6 +122,7 @@ class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
         correct_threshold: a run succeeds if its outcome is above it.
         min_correct: groups with fewer successes are rejected as ``all_wrong``.
         min_wrong: groups with fewer failures are rejected as ``all_correct``.
+        kwargs: of `OutcomeGateAddStrategy`.
     """
 
     def __init__(
@@ -139,6 +153,8 @@ class BestOfGroupAddStrategy(AddStrategy):
         writer: where the kept runs go.
         num_kept: how many runs of a group are kept; of equal ones the earlier.
         min_reward: runs below it are never kept; None keeps the best, however bad.
+        over: what is kept: each of the ``"rows"`` of a run by itself, or the run, by the mean
+            reward of its rows, which is the default of a run.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
@@ -151,9 +167,11 @@ class BestOfGroupAddStrategy(AddStrategy):
         num_kept: int = 1,
         *,
         min_reward: float | None = None,
+        over: Over = "rows",
         **kwargs: Any,
     ) -> None:
         super().__init__(writer, **kwargs)
+        self.over = check_over(over)
         if num_kept < 1:
             raise InvalidArgumentError(f"num_kept must be at least 1, it is {num_kept!r}")
         self.num_kept = num_kept
@@ -162,6 +180,7 @@ class BestOfGroupAddStrategy(AddStrategy):
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write the best of each group; the others are rejected as ``filtered``."""
+        share_rewards(experiences, self.over)
         groups = group_by(self.usable(experiences), "task").values()
         chosen = [self._best(group) for group in groups]
         for group, best in zip(groups, chosen, strict=True):
@@ -172,18 +191,22 @@ class BestOfGroupAddStrategy(AddStrategy):
 
     def score_groups(self, rewards: Rewards) -> ScoredGroups:
         """Return which runs are kept, as `add` keeps them."""
+        return ScoredGroups(kept=self._kept(rewards))
+
+    def _kept(self, rewards: Rewards) -> NDArray[np.bool_]:
+        """Return which runs are kept, by their rewards ``[k, R]``; of equal ones the earlier."""
         order = np.argsort(-rewards, axis=-1, kind="stable")[:, : self.num_kept]
         kept = np.zeros(rewards.shape, np.bool_)
         np.put_along_axis(kept, order, values=True, axis=-1)
-        return ScoredGroups(
-            kept=kept if self.min_reward is None else kept & (rewards >= self.min_reward)
-        )
+        return kept if self.min_reward is None else kept & (rewards >= self.min_reward)
 
     def _best(self, group: Sequence[Experience]) -> list[Experience]:
-        """Return the runs that are kept, in their order."""
-        ranked = sorted(range(len(group)), key=lambda i: reward_of(group[i]), reverse=True)
-        kept = [group[i] for i in sorted(ranked[: self.num_kept])]
-        return [e for e in kept if self.min_reward is None or reward_of(e) >= self.min_reward]
+        """Return the rows of the runs that are kept, in their order."""
+        rewards, runs = as_rewards([*map(reward_of, group)]), runs_of(group, self.over)
+        of_runs = run_means(rewards, runs)
+        (stay,) = self._kept(of_runs[np.newaxis])
+        kept = stay if runs is None else stay[runs]
+        return [e for e, stays in zip(group, kept.tolist(), strict=True) if stays]
 
 
 @ADD_STRATEGY.register_module("overlong_penalty")

@@ -15,7 +15,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.rows import Columns, Result, Rows
-from trinity_buffer.algorithm.annotating import Problem, annotate_group, reward_of, unusable
+from trinity_buffer.algorithm.annotating import (
+    Problem,
+    annotate_group,
+    reward_of,
+    share_rewards,
+    unusable,
+)
 from trinity_buffer.algorithm.arguments import (
     declared_arguments,
     default_arguments,
@@ -23,12 +29,13 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.batches import as_mapping
-from trinity_buffer.algorithm.group_scores import Rewards, as_rewards
+from trinity_buffer.algorithm.group_scores import Over, Rewards, as_rewards, check_over
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.reward_scores import (
     RewardScorer,
     ScoredGroups,
     inherits,
+    over_runs,
     scorer_of,
 )
 from trinity_buffer.experience import Experience, group_by
@@ -93,11 +100,25 @@ class PipelineAdvantage(AdvantageFn):
         unit: what one call of `process` must see whole.
         families: the column families that are read from the store.
         needs: fields without which an experience cannot be scored.
+        over: what counts once in the statistics of a group: ``"runs"``, or each of their
+            ``"rows"``. Of an instance that takes it as an argument, that.
     """
 
     unit: ClassVar[Unit] = "group"
     families: ClassVar[tuple[str, ...]] = ("light",)
     needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
+    over: Over = "rows"
+
+    @classmethod
+    @override
+    def default_args(cls) -> dict[str, Any]:
+        """Return the arguments for a configuration.
+
+        ``over`` is not among them: in a run it is ``"runs"``, unless it is said otherwise.
+        """
+        found = super().default_args()
+        found.pop("over", None)
+        return found
 
     @classmethod
     @override
@@ -152,7 +173,17 @@ class PipelineAdvantage(AdvantageFn):
 
 
 class GroupAdvantage(PipelineAdvantage):
-    """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`."""
+    """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`.
+
+    Args:
+        over: what counts once in the statistics of a group: ``"rows"``, as in the reference, or
+            their ``"runs"``, which is the default of a run.
+        kwargs: of `AdvantageFn`.
+    """
+
+    def __init__(self, *, over: Over = "rows", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.over = check_over(over)
 
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
         """Return the groups by their id, in order of first appearance: the runs of each task."""
@@ -164,7 +195,11 @@ class GroupAdvantage(PipelineAdvantage):
 
     @override
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
-        """Yield what keeps experiences from being scored, group by group."""
+        """Yield what keeps experiences from being scored, group by group.
+
+        Where runs are what counts, rows without a reward are given that of their run before.
+        """
+        share_rewards(exps, self.over)
         for group in self.group_experiences(list(exps)).values():
             needs = self.needs_of(group)
             found = ((e, unusable(e, needs)) for e in group)
@@ -209,7 +244,8 @@ class RewardAdvantage(GroupAdvantage):
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
         """Score one group."""
-        return annotate_group(exps, as_rewards([reward_of(e) for e in exps]), self.score_groups)
+        rewards = as_rewards([reward_of(e) for e in exps])
+        return annotate_group(exps, rewards, over_runs(self.score_groups, self.over), self.over)
 
 
 class TrainerAdvantage(AdvantageFn):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import override
@@ -18,9 +19,12 @@ from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.reward_scores import ScoredGroups
 
 
-def shifted_baseline(rewards: group_scores.Rewards, shift: float) -> float:
+def shifted_baseline(
+    rewards: group_scores.Rewards, shift: float, weights: group_scores.Rewards | None = None
+) -> float:
     """Return the mean plus ``shift``; 0 for a group of one, as the reference does."""
-    return 0.0 if len(rewards) == 1 else float(rewards.mean()) + shift
+    alone = group_scores.size_of(rewards, weights) == 1
+    return 0.0 if alone else float(group_scores.means(rewards, weights)) + shift
 
 
 @ADVANTAGE_FN.register_module("asymre")
@@ -31,15 +35,20 @@ class ASYMREGroupAdvantage(RewardAdvantage):
         baseline_shift: added to the mean; negative values keep average answers attractive.
     """
 
+    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
+
     def __init__(self, baseline_shift: float = -0.1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.baseline_shift = baseline_shift
 
     @override
-    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+    def score_groups(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> ScoredGroups:
         """Return the distance from the shifted mean."""
-        mean = rewards.mean(axis=-1)
-        reference = np.zeros_like(mean) if rewards.shape[1] == 1 else mean + self.baseline_shift
+        mean = group_scores.means(rewards, weights)
+        alone = group_scores.size_of(rewards, weights) == 1
+        reference = np.zeros_like(mean) if alone else mean + self.baseline_shift
         metrics = {"group_baseline": reference, "reward_mean": mean}
         return ScoredGroups(scores=rewards - reference[:, np.newaxis], metrics=metrics)
 
@@ -50,19 +59,28 @@ class ASYMREAdvantageFn(TrainerAdvantage):
 
     Args:
         baseline_shift: added to the mean.
+        over: what counts once in the statistics: ``"runs"``, where the batch says which rows are
+            one (``run_index``), or each of their ``"rows"``, as in the reference.
     """
 
-    def __init__(self, baseline_shift: float = -0.1, **kwargs: Any) -> None:
+    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
+
+    def __init__(
+        self, baseline_shift: float = -0.1, *, over: group_scores.Over = "runs", **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.baseline_shift = baseline_shift
+        self.over = group_scores.check_over(over)
 
-    def score(self, rewards: group_scores.Rewards) -> group_scores.Rewards:
+    def score(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> group_scores.Rewards:
         """Return the scores of one group."""
-        return rewards - shifted_baseline(rewards, self.baseline_shift)
+        return rewards - shifted_baseline(rewards, self.baseline_shift, weights)
 
     @override
     def compute(self, rows: Rows) -> Result:
         """Return the score of each row on its action tokens."""
         like = rows.raw("token_level_rewards")
-        advantages = broadcast(scored_rows(rows, self.score), rows, like)
+        advantages = broadcast(scored_rows(rows, self.score, self.over), rows, like)
         return Result(advantages, advantages.clone())

@@ -20,7 +20,13 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
 )
 from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.annotating import annotate, likelihood_of, reward_of
+from trinity_buffer.algorithm.annotating import (
+    annotate,
+    num_runs,
+    rank_penalized,
+    reward_of,
+    runs_of,
+)
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_experience, fresh_task
 from trinity_buffer.experience import Experience
@@ -52,7 +58,11 @@ class GRPOGroupedAdvantage(GroupAdvantage):
         seed: of the choice of copies; None draws from the global generator.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"rank_scores": "raw", "std_floor": 0.0}
+    reference_args: ClassVar[Mapping[str, Any]] = {
+        "rank_scores": "raw",
+        "std_floor": 0.0,
+        "over": "rows",
+    }
 
     def __init__(
         self,
@@ -100,7 +110,7 @@ class GRPOGroupedAdvantage(GroupAdvantage):
     @override
     def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
         """Return the usual fields, and logprobs where likelihoods are ranked."""
-        ranked = self.rank_penalty is not None and len(exps) > 1
+        ranked = self.rank_penalty is not None and num_runs(exps, self.over) > 1
         return (*self.needs, "logprobs") if ranked else self.needs
 
     @override
@@ -109,15 +119,17 @@ class GRPOGroupedAdvantage(GroupAdvantage):
     ) -> tuple[Group, dict[str, Any]]:
         """Score one group, by ``precomputed_std`` if given; return nothing if it is left out."""
         raw, compared = self._rewards(exps)
-        mean, std = group_scores.moments(compared, ddof=self.ddof, std_floor=self.std_floor)
+        values, weights = group_scores.by_run(compared, runs_of(exps, self.over))
+        mean, std = group_scores.moments(values, weights, ddof=self.ddof, std_floor=self.std_floor)
         metrics = {"reward_mean": mean, "reward_std": std}
-        if self.std_threshold is not None and (len(exps) == 1 or std <= self.std_threshold):
+        alone = group_scores.size_of(values, weights) == 1
+        if self.std_threshold is not None and (alone or std <= self.std_threshold):
             return [], metrics
-        if len(exps) == 1 and self.single_member == "zero":
-            mean = float(raw[0])
         scored = raw if self.rank_scores == "raw" else compared
         used = std if precomputed_std is None else float(precomputed_std)
-        if self.rank_scores == "raw":
+        if alone and self.single_member == "zero":
+            scores = np.zeros_like(scored)
+        elif self.rank_scores == "raw":
             scores = group_scores.divided(scored - mean, used + self.epsilon)
         else:
             scores = group_scores.scaled(scored - mean, used, self.epsilon)
@@ -142,18 +154,19 @@ class GRPOGroupedAdvantage(GroupAdvantage):
     def _rewards(self, exps: Group) -> tuple[group_scores.Rewards, group_scores.Rewards]:
         """Return the raw rewards, and those that enter mean and deviation."""
         raw = group_scores.as_rewards([reward_of(e) for e in exps])
-        if self.rank_penalty is None or len(exps) == 1:
+        if self.rank_penalty is None or num_runs(exps, self.over) == 1:
             return raw, raw
-        likelihoods = [likelihood_of(e) for e in exps]
-        return raw, group_scores.rank_penalized(raw, likelihoods, self.rank_penalty)
+        return raw, rank_penalized(exps, raw, self.rank_penalty, self.over)
 
     def _batch_std(self, groups: Sequence[Group]) -> float:
         """Return the deviation over all groups of what is scored; 1 if there is only one reward."""
         index = 0 if self.rank_scores == "raw" else 1
         rewards = np.concatenate([self._rewards(group)[index] for group in groups] or [np.zeros(0)])
-        if len(rewards) <= 1:
+        runs = runs_of([e for group in groups for e in group], self.over)
+        values, weights = group_scores.by_run(rewards, runs)
+        if group_scores.size_of(values, weights) <= 1:
             return 1.0
-        return group_scores.deviation(rewards, ddof=self.ddof, std_floor=self.std_floor)
+        return group_scores.deviation(values, weights, ddof=self.ddof, std_floor=self.std_floor)
 
     def _copies(self, kept: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
         """Return a copy of a random kept group for each one that was left out."""
@@ -182,9 +195,11 @@ class GRPOAdvantageFn(TrainerAdvantage):
         std_floor: deviations below this share of the largest reward are 0, and so are the
             advantages.
         single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
+        over: what counts once in the statistics: ``"runs"``, where the batch says which rows are
+            one (``run_index``), or each of their ``"rows"``, as in the reference.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0}
+    reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0, "over": "rows"}
 
     def __init__(
         self,
@@ -193,19 +208,24 @@ class GRPOAdvantageFn(TrainerAdvantage):
         ddof: int = 1,
         std_floor: float = group_scores.RELATIVE_FLOOR,
         single_member: group_scores.SingleMember = "raw",
+        over: group_scores.Over = "runs",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        self.over = group_scores.check_over(over)
         self.epsilon = epsilon
         self.ddof = ddof
         self.std_floor = std_floor
         self.single_member: group_scores.SingleMember = single_member
 
-    def score(self, rewards: group_scores.Rewards) -> group_scores.Rewards:
+    def score(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> group_scores.Rewards:
         """Return the scores of one group."""
         return group_scores.normalized_scores(
             rewards,
+            weights,
             epsilon=self.epsilon,
             ddof=self.ddof,
             std_floor=self.std_floor,
@@ -216,5 +236,5 @@ class GRPOAdvantageFn(TrainerAdvantage):
     def compute(self, rows: Rows) -> Result:
         """Return the score of each row on its action tokens."""
         like = rows.raw("token_level_rewards")
-        advantages = broadcast(scored_rows(rows, self.score), rows, like)
+        advantages = broadcast(scored_rows(rows, self.score, self.over), rows, like)
         return Result(advantages, advantages.clone())

@@ -28,6 +28,8 @@ class OPMDGroupAdvantage(RewardAdvantage):
         tau: temperature of the second.
     """
 
+    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
+
     def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         group_scores.check_baseline(opmd_baseline, tau)
@@ -35,10 +37,13 @@ class OPMDGroupAdvantage(RewardAdvantage):
         self.tau = tau
 
     @override
-    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+    def score_groups(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> ScoredGroups:
         """Return the distance from the baseline."""
-        reference = group_scores.baselines(rewards, self.opmd_baseline, self.tau)
-        metrics = {"group_baseline": reference, "reward_mean": rewards.mean(axis=-1)}
+        reference = group_scores.baselines(rewards, self.opmd_baseline, self.tau, weights)
+        mean = group_scores.means(rewards, weights)
+        metrics = {"group_baseline": reference, "reward_mean": mean}
         return ScoredGroups(scores=rewards - reference[:, np.newaxis], metrics=metrics)
 
 
@@ -51,9 +56,11 @@ class OPMDAdvantageFn(TrainerAdvantage):
         tau: temperature of the second.
         check_early: refuse a wrong baseline at once; False waits for a group that needs one, as the
             reference does.
+        over: what counts once in the statistics: ``"runs"``, where the batch says which rows are
+            one (``run_index``), or each of their ``"rows"``, as in the reference.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"check_early": False}
+    reference_args: ClassVar[Mapping[str, Any]] = {"check_early": False, "over": "rows"}
 
     def __init__(
         self,
@@ -61,21 +68,25 @@ class OPMDAdvantageFn(TrainerAdvantage):
         tau: float = 1.0,
         *,
         check_early: bool = True,
+        over: group_scores.Over = "runs",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.over = group_scores.check_over(over)
         if check_early:
             group_scores.check_baseline(opmd_baseline, tau)
         self.opmd_baseline = opmd_baseline
         self.tau = tau
 
-    def score(self, rewards: group_scores.Rewards) -> group_scores.Rewards:
+    def score(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> group_scores.Rewards:
         """Return the scores of one group."""
-        return rewards - group_scores.baseline(rewards, self.opmd_baseline, self.tau)
+        return rewards - group_scores.baseline(rewards, self.opmd_baseline, self.tau, weights)
 
     @override
     def compute(self, rows: Rows) -> Result:
         """Return the score of each row on its action tokens."""
         like = rows.raw("token_level_rewards")
-        advantages = broadcast(scored_rows(rows, self.score), rows, like)
+        advantages = broadcast(scored_rows(rows, self.score, self.over), rows, like)
         return Result(advantages, advantages.clone())

@@ -11,6 +11,7 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, Tra
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
 from trinity_buffer.algorithm.functional import masked_whiten
+from trinity_buffer.algorithm.group_scores import Over, check_over
 from trinity_buffer.errors import InvalidArgumentError
 
 
@@ -36,15 +37,24 @@ class PPOAdvantageFn(TrainerAdvantage):
         mask_aware: time runs over action tokens alone, and advantages are 0 elsewhere. False takes
             every column for a time step and leaves whitened numbers outside the mask, as the
             reference does.
+        over: what counts once when advantages are whitened: ``"runs"``, where the batch says which
+            rows are one (``run_index``), or each of their ``"rows"``, as in the reference.
     """
 
     tensors: ClassVar[tuple[str, ...]] = ("values",)
-    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False}
+    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False, "over": "rows"}
 
     def __init__(
-        self, gamma: float = 1.0, lam: float = 1.0, *, mask_aware: bool = True, **kwargs: Any
+        self,
+        gamma: float = 1.0,
+        lam: float = 1.0,
+        *,
+        mask_aware: bool = True,
+        over: Over = "runs",
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.over = check_over(over)
         check_discount("gamma", gamma)
         check_discount("lam", lam)
         self.gamma = gamma
@@ -61,4 +71,4 @@ class PPOAdvantageFn(TrainerAdvantage):
             return Result(masked_whiten(raw, rows.mask), raw + values)
         values = rows["values"]
         raw = generalized_advantages(rewards, values, self.gamma, self.lam, rows.mask)
-        return Result(whitened(raw, rows).where(rows.mask, 0.0), raw + values)
+        return Result(whitened(raw, rows, over=self.over).where(rows.mask, 0.0), raw + values)

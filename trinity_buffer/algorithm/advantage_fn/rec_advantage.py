@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
-from trinity_buffer.algorithm.annotating import annotate, reward_of
+from trinity_buffer.algorithm.annotating import annotate, reward_of, runs_of
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups
 from trinity_buffer.experience import Experience
@@ -33,7 +33,7 @@ class RECGroupedAdvantage(GroupAdvantage):
         seed: of the choice of answers that are dropped; None draws from the global generator.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0}
+    reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0, "over": "rows"}
 
     def __init__(
         self,
@@ -59,9 +59,11 @@ class RECGroupedAdvantage(GroupAdvantage):
         """Return `score_groups`, if no lots are drawn, which takes the name of the group."""
         return super().from_rewards() if self.drop is None else None
 
-    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+    def score_groups(
+        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
+    ) -> ScoredGroups:
         """Return the scores of groups of which nobody is dropped."""
-        mean, std = group_scores.group_moments(rewards, ddof=0, std_floor=self.std_floor)
+        mean, std = group_scores.group_moments(rewards, weights, ddof=0, std_floor=self.std_floor)
         scores = rewards - mean[:, np.newaxis]
         if self.std_normalize:
             scores = group_scores.scaled(scores, std[:, np.newaxis], self.epsilon)
@@ -74,13 +76,18 @@ class RECGroupedAdvantage(GroupAdvantage):
     ) -> tuple[list[Experience], dict[str, Any]]:
         """Score one group; members that are dropped are returned, with advantage 0."""
         rewards = group_scores.as_rewards([reward_of(e) for e in exps])
-        kept = self._kept(group_id, rewards)
-        mean, std = group_scores.moments(rewards[kept], ddof=0, std_floor=self.std_floor)
+        runs = runs_of(exps, self.over)
+        stay = self._kept(group_id, group_scores.run_means(rewards, runs))
+        dropped = 1.0 - float(stay.mean())
+        kept = stay if runs is None else stay[runs]
+        left = None if runs is None else group_scores.numbered(runs[kept].tolist())
+        mean, std = group_scores.moments(
+            *group_scores.by_run(rewards[kept], left), ddof=0, std_floor=self.std_floor
+        )
         centred = rewards - mean
         scores = group_scores.scaled(centred, std, self.epsilon) if self.std_normalize else centred
         for experience, score in zip(exps, np.where(kept, scores, 0.0), strict=True):
             annotate(experience, float(score))
-        dropped = 1.0 - float(kept.mean())
         return exps, {"drop_balance": dropped, "reward_mean": mean, "reward_std": std}
 
     def _kept(self, group_id: str, rewards: group_scores.Rewards) -> NDArray[np.bool_]:

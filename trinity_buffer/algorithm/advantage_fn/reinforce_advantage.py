@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, RewardAdvantage
-from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm.group_scores import Rewards, means
 from trinity_buffer.algorithm.reward_scores import ScoredGroups
 
 
@@ -16,9 +16,9 @@ from trinity_buffer.algorithm.reward_scores import ScoredGroups
 class REINFORCEGroupAdvantage(RewardAdvantage):
     """The reward on every action token."""
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore"}
+    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "over": "rows"}
 
     @override
-    def score_groups(self, rewards: Rewards) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the rewards."""
-        return ScoredGroups(scores=rewards, metrics={"reward_mean": rewards.mean(axis=-1)})
+        return ScoredGroups(scores=rewards, metrics={"reward_mean": means(rewards, weights)})

@@ -12,6 +12,7 @@ from trinity_buffer.algorithm.advantage_fn.ppo_advantage import check_discount
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns, whitened
 from trinity_buffer.algorithm.functional import masked_whiten
+from trinity_buffer.algorithm.group_scores import Over, check_over
 
 
 @ADVANTAGE_FN.register_module("reinforceplusplus")
@@ -22,12 +23,22 @@ class REINFORCEPLUSPLUSAdvantageFn(TrainerAdvantage):
         gamma: discount of a time step, which is an action token.
         mask_aware: time runs over action tokens alone; False takes every column for a time step, as
             the reference does.
+        over: what counts once when advantages are whitened: ``"runs"``, where the batch says which
+            rows are one (``run_index``), or each of their ``"rows"``, as in the reference.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False}
+    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False, "over": "rows"}
 
-    def __init__(self, gamma: float = 1.0, *, mask_aware: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        gamma: float = 1.0,
+        *,
+        mask_aware: bool = True,
+        over: Over = "runs",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
+        self.over = check_over(over)
         check_discount("gamma", gamma)
         self.gamma = gamma
         self.mask_aware = mask_aware
@@ -40,4 +51,4 @@ class REINFORCEPLUSPLUSAdvantageFn(TrainerAdvantage):
             returns = discounted_returns(rewards, self.gamma)
             return Result(masked_whiten(returns, rows.mask).where(rows.mask, 0.0), returns)
         returns = discounted_returns(rewards, self.gamma, rows.mask)
-        return Result(whitened(returns, rows).where(rows.mask, 0.0), returns)
+        return Result(whitened(returns, rows, over=self.over).where(rows.mask, 0.0), returns)

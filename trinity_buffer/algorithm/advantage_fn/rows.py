@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity_buffer.algorithm.group_scores import Over
 from trinity_buffer.errors import InvalidArgumentError
 
 VERL_NAMES = {
@@ -127,20 +129,49 @@ class Rows:
             found.setdefault(name, []).append(row)
         return list(found.values())
 
+    def runs(self) -> list[int] | None:
+        """Return the run of each row, where the batch says it."""
+        column = self._columns.batch.get("run_index")
+        return None if column is None else [int(run) for run in column.tolist()]
+
+    def weights(self, over: Over) -> Tensor | None:
+        """Return 1 divided by the number of rows of its run for each row, ``(B, 1)``.
+
+        None where each row is a run, or counts for one.
+        """
+        names = self.runs() if over == "runs" else None
+        if names is None or len(set(names)) == len(names):
+            return None
+        counts = Counter(names)
+        weights = torch.tensor([1.0 / counts[name] for name in names], dtype=torch.float64)
+        return weights.unsqueeze(-1).to(self.mask.device)
+
     def total(self, value: Tensor) -> Tensor:
         """Return ``value`` summed over the data-parallel ranks."""
         return value if self._reduce is None else self._reduce(value)
 
     def moments(
-        self, values: Tensor, mask: Tensor | None = None, *, ddof: int = 0
+        self,
+        values: Tensor,
+        mask: Tensor | None = None,
+        *,
+        ddof: int = 0,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return count, mean and variance of ``values`` under ``mask``, over all ranks, 0-d.
 
-        The variance is 0 where there are not more than ``ddof`` values.
+        The variance is 0 where there are not more than ``ddof`` values. Each row counts by its
+        weight ``(B, 1)``, if there are some.
         """
         chosen = self.mask if mask is None else mask
         kept = values.to(torch.float64).where(chosen, 0.0)
-        count = self.total(chosen.sum().to(torch.float64))
-        mean = self.total(kept.sum()) / count.clamp(min=1.0)
-        squares = self.total((kept - mean).square().where(chosen, 0.0).sum())
+        if weights is None:
+            count = self.total(chosen.sum().to(torch.float64))
+            mean = self.total(kept.sum()) / count.clamp(min=1.0)
+            squares = self.total((kept - mean).square().where(chosen, 0.0).sum())
+        else:
+            count = self.total((chosen * weights).sum())
+            mean = self.total((kept * weights).sum()) / count.clamp(min=1.0)
+            apart = (kept - mean).square().where(chosen, 0.0)
+            squares = self.total((apart * weights).sum())
         return count, mean, (squares / (count - ddof).clamp(min=1.0)).where(count > ddof, 0.0)

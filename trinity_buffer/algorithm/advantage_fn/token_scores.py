@@ -9,6 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from trinity_buffer.algorithm.advantage_fn.rows import Rows
+    from trinity_buffer.algorithm.group_scores import Over
 
 
 def discounted_returns(rewards: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
@@ -61,12 +62,13 @@ def generalized_advantages(
     return advantages
 
 
-def whitened(values: Tensor, rows: Rows, epsilon: float = 1e-8) -> Tensor:
+def whitened(values: Tensor, rows: Rows, epsilon: float = 1e-8, over: Over = "rows") -> Tensor:
     """Return ``(values - mean) / sqrt(var + epsilon)`` with the statistics of action tokens.
 
-    The variance is unbiased. Tokens outside the mask are transformed alike.
+    The variance is unbiased. Tokens outside the mask are transformed alike. Over runs, the tokens
+    of a row count by 1 divided by the number of rows of its run.
     """
-    _, mean, variance = rows.moments(values, ddof=1)
+    _, mean, variance = rows.moments(values, ddof=1, weights=rows.weights(over))
     return (values - mean.to(values.dtype)) * torch.rsqrt(variance + epsilon).to(values.dtype)
 
 

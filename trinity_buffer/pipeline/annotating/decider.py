@@ -130,7 +130,7 @@ class Decider:
         def compute() -> Decision:
             table = table_of(groups, events, assigned)
             with noting(name, lambda: _first_of(groups, events)):
-                found = verdicts_of(table, len(groups), score)
+                found = verdicts_of(table, len(groups), score, self._setup.strategy.over)
             return verdicts.decision_by_rewards(groups, found, seen=seen, calls=calls)
 
         return s.compute(compute)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.rejection_watch import FAULTS
 from trinity_buffer.pipeline.spoken_wait import one_line
 
 _logger = logging.getLogger(__name__)
+
+ROWS_NAMED = 3
+"""Of those that came late."""
 
 
 def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
@@ -20,6 +24,20 @@ def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
         of = counted(rejected + annotated, "experience")
         told = ", ".join(f"{reason} {number}" for reason, number in reasons.items())
         _logger.warning("strategy %r rejected %d of %s: %s", name, rejected, of, one_line(told))
+
+
+def say_late(name: str, eids: Sequence[EID]) -> None:
+    """Say whose rows came after their groups were decided."""
+    told = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids[:ROWS_NAMED])
+    more = f" and {len(eids) - ROWS_NAMED} more" if len(eids) > ROWS_NAMED else ""
+    _logger.warning(
+        "strategy %r rejects %s as late: %s%s came after the group was decided; write all rows of "
+        "a run in one call",
+        name,
+        counted(len(eids), "experience"),
+        one_line(told),
+        more,
+    )
 
 
 def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:

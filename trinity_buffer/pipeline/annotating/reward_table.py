@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trinity_buffer.algorithm.group_scores import Over
 from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups, asked
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.pipeline.annotating.grouping import Group
@@ -30,6 +31,7 @@ class RewardTable:
         addresses: of the experiences, ``[n]``.
         group: the number of each row's group, ascending, ``[n]``.
         rewards: NaN where there is none, ``[n]``.
+        runs: the number of each row's run, equal for rows of one run of one group, ``[n]``.
         tokens: how many the action mask covers, ``[n]``.
         trained: how many it selects, ``[n]``.
     """
@@ -37,6 +39,7 @@ class RewardTable:
     addresses: Integers
     group: Integers
     rewards: Numbers
+    runs: Integers
     tokens: Integers
     trained: Integers
 
@@ -87,7 +90,8 @@ def table_of(
         return found
 
     # Within a group batch and task read alike: what is left is whether they are numbers.
-    by = [column("suffix", np.str_), column("step", np.int64), column("run", np.int64)]
+    run = column("run", np.int64)
+    by = [column("suffix", np.str_), column("step", np.int64), run]
     texts = [[isinstance(key, str) for key in column(name, object)] for name in ("task", "batch")]
     order = np.lexsort([*by, *map(np.array, texts), group])
     found = addresses[order]
@@ -96,16 +100,20 @@ def table_of(
         given = [assigned.get(address, np.nan) for address in found.tolist()]
         rewards = np.array(given, np.float64)
     tokens, trained = (column(n, np.int64)[order] for n in ("response_length", "trained_tokens"))
-    return RewardTable(found, group, rewards, tokens, trained)
+    return RewardTable(found, group, rewards, run[order], tokens, trained)
 
 
-def verdicts_of(table: RewardTable, num_groups: int, score: RewardScorer) -> RowVerdicts:
+def verdicts_of(
+    table: RewardTable, num_groups: int, score: RewardScorer, over: Over = "rows"
+) -> RowVerdicts:
     """Return what ``score`` makes of all groups of a table: those of one size at a time.
 
     Rows without a finite reward are rejected as ``invalid`` before, rows without a finite score
-    behind it.
+    behind it. Over runs, a row without a reward has that of the last row of its run.
     """
-    usable = np.isfinite(table.rewards)
+    runs = _runs_of(table) if over == "runs" else None
+    rewards = table.rewards if runs is None else _shared(table.rewards, runs)
+    usable = np.isfinite(rewards)
     reasons = dict.fromkeys(table.addresses[~usable].tolist(), invalid("reward"))
     at = np.flatnonzero(usable)
     sizes = np.bincount(table.group[at], minlength=num_groups)
@@ -118,7 +126,7 @@ def verdicts_of(table: RewardTable, num_groups: int, score: RewardScorer) -> Row
     for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
         which = np.flatnonzero(sizes == size)
         rows = at[starts[which, np.newaxis] + np.arange(size)]
-        found = asked(score, table.rewards[rows])
+        found = asked(score, rewards[rows], None if runs is None else _numbered(runs[rows]))
         if found.scores is not None:
             scores = np.zeros(len(usable)) if scores is None else scores
             scores[rows] = found.scores
@@ -138,6 +146,47 @@ def verdicts_of(table: RewardTable, num_groups: int, score: RewardScorer) -> Row
         weights = weights[kept]
     addresses, groups = table.addresses[kept].tolist(), table.group[kept].tolist()
     return RowVerdicts(addresses, groups, weights, reasons, metrics)
+
+
+def _runs_of(table: RewardTable) -> Integers | None:
+    """Return the number of each row's run in the table; None if each row is one."""
+    wide = int(table.runs.max(initial=0)) + 1
+    keys = table.group * wide + table.runs
+    order = np.argsort(keys, kind="stable")
+    begins = np.diff(keys[order], prepend=-1) != 0
+    if begins.all():
+        return None
+    found = np.empty_like(keys)
+    found[order] = np.cumsum(begins) - 1
+    return found
+
+
+def _shared(rewards: Numbers, runs: Integers) -> Numbers:
+    """Return the rewards, of a row without one that of the last row of its run."""
+    lacking = np.isnan(rewards)
+    if not lacking.any():
+        return rewards
+    last = np.zeros(int(runs.max()) + 1)
+    last[runs] = rewards  # of several, the last one stays
+    return np.where(lacking, last[runs], rewards)
+
+
+def _numbered(runs: Integers) -> Integers | None:
+    """Return runs ``[k, G]`` from 0 on in each group, by first appearance; None if all differ."""
+    size = runs.shape[1]
+    order = np.argsort(runs, axis=1, kind="stable")
+    begins = np.diff(np.take_along_axis(runs, order, axis=1), axis=1, prepend=-1) != 0
+    if begins.all():
+        return None
+    places = np.empty_like(runs)
+    np.put_along_axis(places, order, np.cumsum(begins, axis=1) - 1, axis=1)
+    if bool((np.diff(places, axis=1) >= 0).all()):
+        return places
+    first = np.full(runs.shape, size)
+    np.minimum.at(first, (np.arange(len(runs))[:, np.newaxis], places), np.arange(size))
+    rank = np.argsort(np.argsort(first, axis=1, kind="stable"), axis=1, kind="stable")
+    found: Integers = np.take_along_axis(rank, places, axis=1)
+    return found
 
 
 def _weights(scores: Numbers, table: RewardTable) -> NDArray[np.float32]:

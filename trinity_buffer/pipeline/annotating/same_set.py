@@ -63,6 +63,44 @@ def _paths(config: Mapping[str, Any]) -> list[str]:
     return [name.replace(":", ".") for name in config["strategy"]]
 
 
+def with_over(
+    args: Mapping[str, Any], strategy: AddStrategy, recorded: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments of a set with what counts once in its statistics, for each strategy.
+
+    Runs do, unless the arguments say otherwise; and rows in a set that was made before one could
+    say: its arithmetic stays.
+
+    Args:
+        args: as they were given.
+        strategy: which was made with them.
+        recorded: the configuration of the set, if there is one.
+    """
+    if isinstance(strategy, CompositeAddStrategy):
+        return {
+            name: found
+            for name, stage, _ in strategy.stages
+            if (found := _with_over(args.get(name, {}), stage, _args_of(recorded, name)))
+        }
+    return _with_over(args, strategy, None if recorded is None else recorded["args"])
+
+
+def _args_of(recorded: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
+    if recorded is None or len(recorded["strategy"]) < 2:
+        return None
+    found: Mapping[str, Any] = recorded["args"].get(name, {})
+    return found
+
+
+def _with_over(
+    args: Mapping[str, Any], strategy: AddStrategy, recorded: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    if "over" in args or not strategy.takes_over():
+        return dict(args)
+    before = recorded is not None and "over" not in recorded
+    return {**args, "over": "rows" if before else "runs"}
+
+
 def _filled(config: Mapping[str, Any], strategy: AddStrategy) -> dict[str, Any]:
     """Return a configuration with all arguments of each strategy."""
     args = config["args"]
@@ -78,7 +116,10 @@ def _filled(config: Mapping[str, Any], strategy: AddStrategy) -> dict[str, Any]:
 def _defaults(strategy: AddStrategy) -> dict[str, Any]:
     """Return the defaults of a strategy that an argument from a configuration can be equal to."""
     found = {}
-    for name, default in type(strategy).default_args().items():
+    defaults = type(strategy).default_args()
+    if strategy.takes_over():  # what a set does that was made before one could say it
+        defaults["over"] = "rows"
+    for name, default in defaults.items():
         try:
             found[name] = as_json(name, default)
         except InvalidArgumentError:  # nothing that was recorded can be equal to it

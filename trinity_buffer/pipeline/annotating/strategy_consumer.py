@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from trinity_buffer.algorithm.add_strategy import compose
+from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
@@ -27,7 +28,7 @@ from trinity_buffer.pipeline.annotating.grouping import (
     chunks,
     has_rows,
 )
-from trinity_buffer.pipeline.annotating.last_words import say_rejected, say_waiting
+from trinity_buffer.pipeline.annotating.last_words import say_late, say_rejected, say_waiting
 from trinity_buffer.pipeline.annotating.named_strategy import (
     StrategyLike,
     list_of,
@@ -36,7 +37,7 @@ from trinity_buffer.pipeline.annotating.named_strategy import (
     strategy_class,
 )
 from trinity_buffer.pipeline.annotating.rehearsal import rehearse_deciding
-from trinity_buffer.pipeline.annotating.same_set import is_same_set, told_apart
+from trinity_buffer.pipeline.annotating.same_set import is_same_set, told_apart, with_over
 from trinity_buffer.pipeline.annotating.standing_by import StandBy
 from trinity_buffer.pipeline.annotating.strategy_lease import StrategyLease
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
@@ -46,12 +47,21 @@ from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
-from trinity_buffer.pipeline.spoken_wait import SpokenWait
+from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
 from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries, reads
+from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Session, Transaction
 from trinity_buffer.writer import StagedWriter
+
+_logger = logging.getLogger(__name__)
+
+_COUNTS_ROWS = (
+    "annotation set {!r} was made by an older version and goes on as it did: where a run has "
+    "several rows, each counts in the statistics of its group (over='rows'); a set of another "
+    "name= takes each run once"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +129,19 @@ class StrategyConsumer:
         self.experiment = experiment
         self._speaks = speaks
         self._staged = StagedWriter()
-        listed = list_of(strategy)
-        names = [name_of(one) for one in listed]
-        self.strategy = (
-            make_strategy(listed[0], self._staged, args or {})
-            if len(listed) == 1
-            else compose(self._staged, [strategy_class(one) for one in listed], args or {})
-        )
-        self.name = name or "+".join(names)
-        self.rules = rules or GroupingRules.of(experiment.config)
-        given = as_json(f"arguments of strategy {self.name!r}", dict(args or {}))
-        self.config = {"strategy": names, "args": given, "grouping": asdict(self.rules)}
-        if rewards is not None:
-            self.config["rewards"] = rewards
-        setup = StrategySetup(
-            self.name, self.strategy, self._staged, dict(args or {}), self.rules, rewards
-        )
-        self._unit = setup.unit
-        cache = EventCache(experiment.key, experiment.name)
+        self._listed = list_of(strategy)
+        self._given = dict(args or {})
         self._rewards = rewards
-        self._reader = UnitReader(experiment, self.name, self._unit, self.rules, cache, rewards)
-        self._decider = Decider(experiment, setup, self._reader, cache)
+        self.name = name or "+".join(map(name_of, self._listed))
+        self.rules = rules or GroupingRules.of(experiment.config)
+        self.strategy = self._made(self._given)
+        setup = self._configure(None)
+        self._unit = setup.unit
+        self._cache = EventCache(experiment.key, experiment.name)
+        self._reader = UnitReader(
+            experiment, self.name, self._unit, self.rules, self._cache, rewards
+        )
+        self._decider = Decider(experiment, setup, self._reader, self._cache)
         self._watch = RejectionWatch(
             f"strategy {self.name!r}",
             experiment.config.get("groups_per_step"),
@@ -154,6 +156,29 @@ class StrategyConsumer:
         self._annotated = 0
         self._rejected = 0
         self._reasons = Counter[str]()
+
+    def _made(self, args: Mapping[str, Any]) -> AddStrategy:
+        """Return the strategy with these arguments."""
+        if len(self._listed) == 1:
+            return make_strategy(self._listed[0], self._staged, args)
+        return compose(self._staged, [strategy_class(one) for one in self._listed], args)
+
+    def _configure(self, recorded: Mapping[str, Any] | None) -> StrategySetup:
+        """Make the strategy, with what counts once in its statistics.
+
+        Args:
+            recorded: the configuration of the set, where it is there already.
+        """
+        args = with_over(self._given, self.strategy, recorded)
+        self.strategy = self._made(args)
+        names = [name_of(one) for one in self._listed]
+        given = as_json(f"arguments of strategy {self.name!r}", args)
+        self.config = {"strategy": names, "args": given, "grouping": asdict(self.rules)}
+        if self._rewards is not None:
+            self.config["rewards"] = self._rewards
+        return StrategySetup(
+            self.name, self.strategy, self._staged, args, self.rules, self._rewards
+        )
 
     async def run(self, *, follow: bool = False) -> ConsumerReport:
         """Decide what is stored; with ``follow``, go on until the experiment is finished.
@@ -272,7 +297,8 @@ class StrategyConsumer:
             await self._decide(units)
         if look.late:
             decision = await self._decider.by_experiences([], look.late)
-            await database.session(lambda s: self._commit(s, decision, []))
+            rows = await database.session(lambda s: self._commit_late(s, decision, look.late))
+            say_late(self.name, [rows[address].eid for address in look.late])
         return look
 
     def _look(self, s: Session, *, live: bool) -> _Look:
@@ -341,6 +367,11 @@ class StrategyConsumer:
                 f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
                 "annotation set a name of its own with name="
             )
+        as_before = with_over(self._given, self.strategy, row.config)
+        if as_before != with_over(self._given, self.strategy, None):
+            _logger.warning("%s", one_line(_COUNTS_ROWS.format(self.name)))
+            setup = self._configure(row.config)
+            self._decider = Decider(self.experiment, setup, self._reader, self._cache)
         if not is_same_set(row.config, self.config, self.strategy):
             before, now = told_apart(row.config, self.config, self.strategy)
             raise ConflictingStrategyError(
@@ -374,6 +405,13 @@ class StrategyConsumer:
                 first = groups[0].members[0]
                 row = self._reader.rows(s, [first])[first]
                 self._watch.rejected(len(groups), decision.reasons, lambda: row.eid.uid)
+
+    def _commit_late(
+        self, s: Session, decision: Decision, late: Sequence[int]
+    ) -> dict[int, ExperienceRow]:
+        """Commit that what came late is rejected; return its rows."""
+        self._commit(s, decision, [])
+        return self._reader.rows(s, late)
 
 
 async def run_strategy(

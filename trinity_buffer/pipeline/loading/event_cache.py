@@ -32,6 +32,8 @@ class Facts:
     lengths: list[int]
     trained_tokens: list[int]
     sampling: list[Sequence[Sequence[Any]] | None]
+    runs: list[int]
+    steps: list[int]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -49,11 +51,13 @@ class Facts:
         self.lengths.extend(other.lengths[first:stop])
         self.trained_tokens.extend(other.trained_tokens[first:stop])
         self.sampling.extend(other.sampling[first:stop])
+        self.runs.extend(other.runs[first:stop])
+        self.steps.extend(other.steps[first:stop])
 
 
 def no_facts() -> Facts:
     """Return those of no rows, to be added to."""
-    return Facts([], [], [], [], [], [])
+    return Facts([], [], [], [], [], [], [], [])
 
 
 def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> Facts:
@@ -72,6 +76,8 @@ def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> F
         found.sampling.extend(
             map(said.get, range(first, first + z - a)) if said else [None] * (z - a)
         )
+        found.runs.extend(columns.run[chosen])
+        found.steps.extend(columns.step[chosen])
     return found
 
 

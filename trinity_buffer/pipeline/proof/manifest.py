@@ -46,6 +46,7 @@ class Manifest:
         sources: names of other experiments of the store, whose rows are an expert's; empty: there
             can be none.
         source: per row, 0 for the trainer's own experiment, k for ``sources[k - 1]``; empty: all 0.
+        by_run: whether micro-batches tell which rows are of one run.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Manifest:
     normalizer: float | None = None
     sources: tuple[str, ...] = ()
     source: tuple[int, ...] = ()
+    by_run: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -135,6 +137,7 @@ class Manifest:
             microbatches=[[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
             normalizer=self.normalizer,
             digest=self.digest,
+            by_run=self.by_run or None,
         )
 
     @classmethod
@@ -159,6 +162,7 @@ class Manifest:
             # Steps of one source alone do not say so, and older logs never did.
             sources=tuple(leased.sources),
             source=tuple(leased.source),
+            by_run=bool(leased.by_run),
         )
 
 

@@ -72,10 +72,11 @@ def collate_step(
     flat = dict(columns_of_step(columns, places, memory or StepMemory()))
     if any(rows.facts.sampling):
         flat |= _temperature(manifest, rows, places)
+    runs = run_numbers(manifest, rows) if manifest.by_run else None
     batches = []
     for plan, part in zip(plans, places.parts, strict=True):
         tensors = {name: _tensor(column, part, device) for name, column in flat.items()}
-        others = _per_row(manifest, plan, size, columns.recorded)
+        others = _per_row(manifest, plan, size, columns.recorded, runs)
         if places.padded:
             tensors["position_ids"] = Late(partial(_positions, part.shape, device))
         else:
@@ -136,7 +137,11 @@ def _each(items: Sequence[T], size: int) -> Sequence[T]:
 
 
 def _per_row(
-    manifest: Manifest, plan: MicroBatchPlan, size: int, recorded: Array | None
+    manifest: Manifest,
+    plan: MicroBatchPlan,
+    size: int,
+    recorded: Array | None,
+    runs: Array | None,
 ) -> dict[str, Any]:
     """Return the tensors ``[N]`` that say of each row what it is."""
     chosen = slice(plan.start, plan.stop)
@@ -151,7 +156,42 @@ def _per_row(
         found["expert_mask"] = torch.tensor(_each(manifest.source[chosen], size)) > 0
     if recorded is not None:
         found["logprob_mask"] = torch.from_numpy(recorded[chosen])
+    if runs is not None:
+        found["run_index"] = torch.from_numpy(runs[chosen].repeat(size))
     return found
+
+
+def run_numbers(manifest: Manifest, rows: LoadedRows) -> Array:
+    """Return a number for each row of a step, ``int32``, that only the rows of its run have."""
+    groups = np.array(manifest.groups, np.int64)
+    keys = (groups << 32) + np.array(rows.facts.runs, np.int64)
+    order = np.argsort(keys, kind="stable")
+    found = np.empty(len(keys), np.int32)
+    found[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
+    return found
+
+
+def rewards_of(manifest: Manifest, rows: LoadedRows) -> Sequence[float | None]:
+    """Return the reward of each row of a step: of one without, that of the last row of its run."""
+    facts = rows.facts
+    if not manifest.by_run or None not in facts.rewards:
+        return facts.rewards
+    last: dict[tuple[int, int], tuple[int, float | None]] = {}
+    runs = list(zip(manifest.groups, facts.runs, strict=True))
+    for run, step, reward in zip(runs, facts.steps, facts.rewards, strict=True):
+        if run not in last or step >= last[run][0]:
+            last[run] = step, reward
+    pairs = zip(runs, facts.rewards, strict=True)
+    return [last[run][1] if reward is None else reward for run, reward in pairs]
+
+
+def lacking_of(field: str, manifest: Manifest, rows: LoadedRows) -> list[int]:
+    """Return the rows of a step without a field; see `rewards_of`."""
+    missing = rows.lacking(field)
+    if field != "reward" or not missing:
+        return missing
+    rewards = rewards_of(manifest, rows)
+    return [row for row in missing if rewards[row] is None]
 
 
 def _layout_of_step(manifest: Manifest, columns: RowColumns, size: int, world: int) -> BatchLayout:
@@ -218,7 +258,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
         REWARDS: "token_level_reward",
     }
     responses = {name: rows.field(field) for name, field in stored.items()}
-    rewards: Sequence[float | None] = rows.facts.rewards
+    rewards = rewards_of(manifest, rows)
     if any(manifest.source):
         # What an expert's rows hold of a rollout was not the policy's: it is 0.
         expert = np.array(manifest.source) > 0

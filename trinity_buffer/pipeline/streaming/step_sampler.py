@@ -28,7 +28,7 @@ from trinity_buffer.pipeline.loading.ready_groups import ReadyGroup, ReadyGroups
 from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.proof.manifest import Manifest, plan_microbatches
 from trinity_buffer.pipeline.rejection_watch import MAX_REJECTED_STEPS, RejectionWatch
-from trinity_buffer.pipeline.streaming.collate import row_lengths
+from trinity_buffer.pipeline.streaming.collate import lacking_of, row_lengths
 from trinity_buffer.pipeline.streaming.resuming import Dropped
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
@@ -259,7 +259,7 @@ class StepSampler:
             self._require_advantages(s, rows, manifest)
         lacking: dict[int, list[str]] = {}
         for field in needs:
-            for place in _own(rows.lacking(field), manifest):
+            for place in _own(lacking_of(field, manifest, rows), manifest):
                 lacking.setdefault(place, []).append(field)
         tokens = np.subtract(rows.facts.lengths, rows.facts.prompt_lengths)
         for field in () if self._pairs else ANNOTATED:
@@ -392,6 +392,7 @@ def _planned(
         normalizer=None if options.max_tokens is None else float(options.max_tokens),
         sources=(options.expert_experiment,) if options.expert_experiment is not None else (),
         source=placed([taken[number].source for number in groups]) if mixes else (),
+        by_run=True,
     )
 
 
