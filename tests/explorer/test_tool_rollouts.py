@@ -302,6 +302,26 @@ def test_calls_are_taken_out_of_the_text(text: str, rest: str, arguments: list[A
     assert all(re.fullmatch(r"[0-9a-z]{9}", call["id"]) for call in calls)
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3),  # Optional[int] of pydantic
+        ({"oneOf": [{"type": ["number", "null"]}]}, 3),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "3"),
+        ({"type": ["string", "null"]}, "3"),
+        (True, "3"),
+        ({}, "3"),
+    ],
+)
+def test_an_argument_that_is_written_as_text_has_a_type_of_its_schema(
+    schema: Any, value: Any
+) -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": schema}}}
+    said = "<function=f>\n<parameter=a>\n3\n</parameter>\n</function>"
+    _, (call,) = tool_calls_in(said, [{"type": "function", "function": function}])
+    assert json.loads(call["function"]["arguments"]) == {"a": value}
+
+
 async def test_messages_that_know_their_tokens_are_stored_as_they_are(store_url: str) -> None:
     talk = await calculated(scripted(QWEN))
     row = tb.Experience(

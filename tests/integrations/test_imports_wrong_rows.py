@@ -30,6 +30,7 @@ VERL = {"input": "one two", "output": "three", "score": 1.0, "step": 1}
 SFT = DEMONSTRATIONS["texts"]
 PAIR = {"prompt": "one", "chosen": "two", "rejected": "three"}
 MESSAGE = {"role": "assistant", "content": "three"}
+USER, TOOL = {**MESSAGE, "role": "user"}, {**MESSAGE, "role": "tool", "tool_call_id": "c"}
 BAD_CALL = {"id": "c", "function": {"name": "add", "arguments": "a=2"}}
 
 
@@ -54,6 +55,15 @@ def without_messages() -> dict[str, Any]:
         ("sft", {"messages": "three"}, "neither a text nor a list of messages"),
         ("sft", {**SFT, "prompt": MESSAGE}, "neither a text nor a list of messages"),
         ("sft", {"messages": [{**MESSAGE, "tool_calls": [BAD_CALL]}] * 2}, "are no JSON object"),
+        (
+            "sft",
+            {"messages": [USER, {**MESSAGE, "content": None}]},
+            "neither content nor tool_calls",
+        ),
+        ("sft", {"messages": [USER, {"from": "gpt", "value": "two"}]}, "a message of role None"),
+        ("sft", {"prompt": [USER], "completion": [MESSAGE, USER, MESSAGE]}, "of role 'user'"),
+        ("sft", {"prompt": [USER], "completion": [MESSAGE, TOOL, MESSAGE]}, "of role 'tool'"),
+        ("preferences", {"chosen": [USER, MESSAGE, USER], "rejected": [USER]}, "of role 'user'"),
         ("preferences", {**PAIR, "chosen": None}, "neither a text nor a list of messages: None"),
         ("preferences", {**PAIR, "rejected": 2}, "neither a text nor a list of messages: 2"),
         ("preferences", {"chosen": None, "rejected": None}, "chosen=None"),

@@ -145,21 +145,32 @@ def _marked_up(text: str, tools: Tools) -> Iterator[_Span]:
         if _PARAMETER.sub("", body).strip():
             continue
         types = _types(name, tools)
-        arguments = {key: _value(text, types.get(key)) for key, text in _PARAMETER.findall(body)}
+        arguments = {
+            key: _value(text, types.get(key, ())) for key, text in _PARAMETER.findall(body)
+        }
         yield _Span(found.start(), found.end(), name, arguments)
 
 
-def _types(name: str, tools: Tools) -> dict[str, Any]:
+def _types(name: str, tools: Tools) -> dict[str, list[Any]]:
     """Return the types of the parameters of a tool, as far as its schema says them."""
     for tool in map(_function, tools):
         if tool.get("name") == name:
             properties = (tool.get("parameters") or {}).get("properties") or {}
-            return {key: schema.get("type") for key, schema in properties.items()}
+            return {key: [*_types_of(schema)] for key, schema in properties.items()}
     return {}
 
 
-def _value(text: str, kind: Any) -> Any:
-    if kind in (None, "string") or "string" in kind:
+def _types_of(schema: Any) -> Iterator[Any]:
+    """Yield the types that a JSON schema allows; ``Optional[int]`` is ``anyOf`` two of them."""
+    if isinstance(schema, Mapping):  # else True: anything goes
+        said = schema.get("type") or []
+        yield from [said] if isinstance(said, str) else said
+        for choice in schema.get("anyOf") or schema.get("oneOf") or ():
+            yield from _types_of(choice)
+
+
+def _value(text: str, types: Sequence[Any]) -> Any:
+    if not types or "string" in types:
         return text
     if text in _CONSTANTS:
         return _CONSTANTS[text]

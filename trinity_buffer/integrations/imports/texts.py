@@ -89,7 +89,7 @@ class Texts:
 
         Raises:
             InvalidExperienceError: the chat template changes the prompt once it is answered, or a
-                message holds more than texts.
+                message holds more than texts, is not of the assistant, or says nothing.
         """
         if isinstance(said, str):
             if not isinstance(prompt, str):
@@ -97,6 +97,7 @@ class Texts:
             else:
                 end = self._tokenizer.eos_token_id
                 return self._text(said) + ([] if end is None else [end])
+        _require_assistants(_messages(said))
         asked = [] if isinstance(prompt, str) else _messages(prompt)
         before = self.prompt(prompt, how)
         whole = self._chat([*asked, *_messages(said)], how, ask=False)
@@ -116,6 +117,21 @@ class Texts:
             return self._text(rendered(self._tokenizer, messages, tools, ask=ask, **how.options))
         except InvalidArgumentError as error:  # of this row
             raise InvalidExperienceError(str(error)) from error
+
+
+def _require_assistants(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Return if all ``messages`` of an answer are a model's: every token of it is trained."""
+    for message in messages:
+        if message.get("role") != "assistant":
+            raise InvalidExperienceError(
+                f"the answer has a message of role {message.get('role')!r:.40}, which would be "
+                "trained as if the model had said it: an answer has messages of role 'assistant'"
+            )
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise InvalidExperienceError(
+                "a message of the assistant has neither content nor tool_calls: nothing but its "
+                "end would be trained"
+            )
 
 
 def only_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
