@@ -387,3 +387,16 @@ async def test_a_step_that_is_committed_without_weights_after_one_with_them_is_w
             assert stream.resume.checkpoint is None
         (said,) = caplog.messages
         assert "goes on after step 3, whose commit names no checkpoint" in said
+
+
+async def test_a_checkpoint_that_is_written_over_the_last_one_is_warned_of(
+    store_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with annotated(store_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
+        for number in range(3):
+            (path := tmp_path / "latest").write_text(str(number))
+            await stream.commit(await anext(stream), path)
+            assert len(caplog.messages) == (number > 0)
+    (said,) = caplog.messages
+    assert "the checkpoint of step 2 was written over that of step 1" in said
+    assert "give each step a path of its own" in said

@@ -147,7 +147,7 @@ class LastCommits:
         self._named: dict[int, tuple[Path | None, Path | None]] = {}
         self._unknown: int | None = None  # the last step of which nobody remembers how
         self._saved_at = 0  # the last step with a checkpoint
-        self._warned = False
+        self._warned = self._warned_of_path = False
 
     def require_same(self, step: int, kept: Commit) -> None:
         """Return if a commit of ``step``, which is committed, names nothing that was not recorded.
@@ -169,10 +169,14 @@ class LastCommits:
                 )
 
     def add(self, steps: Sequence[int], kept: Commit) -> None:
-        """Note a commit; warn, once, of the first that names no checkpoint after one that did."""
+        """Note a commit; warn, once, of the first that names no checkpoint after one that did.
+
+        And of the first that names the checkpoint of an earlier step.
+        """
         if self._unknown is None:
             self._unknown = steps[0] - 1
         step = steps[-1]
+        self._warn_of_same_path(step, _named_by(kept)[0])
         self._named[step] = _named_by(kept)
         if len(self._named) > COMMITS_KEPT:
             self._unknown = min(self._named)
@@ -188,6 +192,20 @@ class LastCommits:
                 self._trainer,
                 step,
                 self._saved_at,
+            )
+
+    def _warn_of_same_path(self, step: int, checkpoint: Path | None) -> None:
+        earlier = [at for at, (path, _) in self._named.items() if path and path == checkpoint]
+        if earlier and not self._warned_of_path:
+            self._warned_of_path = True
+            _logger.warning(
+                "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
+                "while the next one is written, a crash leaves no checkpoint to go on from, and "
+                "explorers may read half of it; give each step a path of its own",
+                self._trainer,
+                step,
+                earlier[-1],
+                checkpoint,
             )
 
 
