@@ -17,7 +17,7 @@ import torch
 
 import trinity_buffer as tb
 from tests.trainer.test_damaged_steps import harmed
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, TrainingError
 
 GROUPS, RUNS, PER_STEP, ROLLOUTS = 40, 3, 2, 20
 
@@ -133,6 +133,35 @@ def test_what_was_added_comes_back_once_also_after_a_restart(slime: Any, tmp_pat
     assert len(rows) == len(set(rows)) == GROUPS * RUNS
     uris = anyio.run(published, f"sqlite:///{tmp_path}/run.db")
     assert [Path(uri).name for uri in uris] == [f"iter_{rollout:07d}" for rollout in (1, 3, 5)]
+
+
+def test_rows_are_trained_at_the_temperature_that_sampled_them(slime: Any, tmp_path: Path) -> None:
+    at_first = args(tmp_path)
+    del at_first.store_options["lease_ttl_s"]
+    at_first.rollout_temperature, at_first.rollout_top_k = 0.7, -1
+    source = slime.StoreDataSource(at_first)
+    source.add_samples([group(number) for number in range(2 * PER_STEP)])
+    assert len(source.get_samples(PER_STEP)) == PER_STEP
+    source.close()
+    with tb.open_train_stream(
+        f"sqlite:///{tmp_path}/run.db", experiment="run", strategy="grpo", consumer="ours"
+    ) as ours:
+        heat = next(iter(ours)).microbatches[0]["temperature"]
+    assert sorted(set(heat.flatten().tolist())) == [pytest.approx(0.7), 1]
+    later = args(tmp_path)
+    later.rollout_temperature = 1.0
+    source = slime.StoreDataSource(later)
+    with pytest.raises(TrainingError, match=r"row group-0/.* at temperature 0\.7, .* logits by 1:"):
+        source.get_samples(PER_STEP)
+    source.close()
+
+
+def test_rows_that_say_no_temperature_are_handed_out_as_before(slime: Any, tmp_path: Path) -> None:
+    source = slime.StoreDataSource(args(tmp_path))
+    source.add_samples([group(number) for number in range(PER_STEP)])
+    source.args.rollout_temperature = 0.7
+    assert len(source.get_samples(PER_STEP)) == PER_STEP
+    source.close()
 
 
 async def published(url: str) -> list[str]:

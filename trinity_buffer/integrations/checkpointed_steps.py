@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.errors import CheckpointError
+from trinity_buffer.errors import CheckpointError, TrainingError
+from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.sampling import sampled
 from trinity_buffer.store import trainer_queries
 
 
@@ -100,3 +102,21 @@ def last_saved(folder: Path) -> int:
     """
     latest = folder / "latest_checkpointed_iteration.txt"
     return int((latest.read_text() if latest.exists() else "") or 0)
+
+
+def require_temperature(rows: Sequence[Experience], temperature: float) -> None:
+    """Return if a trainer that divides all logits by ``temperature`` scores ``rows`` right.
+
+    Those that do not say how they were sampled are taken as they are.
+
+    Raises:
+        TrainingError: one says that it was sampled at another temperature.
+    """
+    for row in rows:
+        for said in sampled(row.info, row.prompt_length, len(row.tokens)) or ():
+            if abs(said.temperature - temperature) > 1e-4 * temperature:
+                raise TrainingError(
+                    f"row {row.eid.uid} was sampled at temperature {said.temperature:g}, and the "
+                    f"trainer divides all logits by {temperature:g}: give it the temperature of "
+                    "the rows, and sample all at one"
+                )

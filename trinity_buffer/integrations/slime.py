@@ -6,7 +6,7 @@ at 0d234f3): slime is on no package index, so that its own trainer was not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
@@ -18,12 +18,20 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.inspect.overviews import overview
-from trinity_buffer.integrations.checkpointed_steps import CheckpointedSteps, checkpointed_steps
+from trinity_buffer.integrations.checkpointed_steps import (
+    CheckpointedSteps,
+    checkpointed_steps,
+    require_temperature,
+)
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.row_loader import experiences_of
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.sync_stream import LoopThread
+from trinity_buffer.sampling import SEGMENTS, not_neutral
+
+SAMPLING = ("temperature", "top_p", "top_k")
+"""Options of slime that change the probabilities of tokens, ``rollout_`` before their names."""
 
 
 class StoreDataSource:
@@ -59,6 +67,7 @@ class StoreDataSource:
 
         Raises:
             CheckpointError: the weights have seen nothing of what was committed.
+            TrainingError: rows were sampled at another temperature than slime trains at now.
         """
         if self._steps is None:
             options = {"strategy": self._strategy, "groups_per_step": num_samples, "follow": True}
@@ -68,6 +77,7 @@ class StoreDataSource:
             )
         step = self._portal.call(self._steps.take)
         rows = self._portal.call(experiences_of, self._experiment, step.manifest)
+        require_temperature(rows, getattr(self.args, "rollout_temperature", 1.0))
         groups = groupby(rows, key=lambda one: (one.eid.batch, one.eid.task))
         return [[_sample(one) for one in group] for _, group in groups]
 
@@ -84,8 +94,12 @@ class StoreDataSource:
                 "a sample has group_index=None, and the store names its group by that: set it "
                 "where the sample is made, as slime's own data source does"
             )
+        sampling = not_neutral(
+            {key: getattr(self.args, f"rollout_{key}", None) for key in SAMPLING}
+        )
         for group in samples:
-            self._portal.call(self._write, [_experience(run, one) for run, one in enumerate(group)])
+            made = [_experience(run, one, sampling) for run, one in enumerate(group)]
+            self._portal.call(self._write, made)
 
     async def _write(self, group: Sequence[Experience]) -> None:
         writer = self._experiment.writer(actor="slime")
@@ -134,7 +148,7 @@ def stored_rollout(
     return data_source.get_samples(args.rollout_batch_size)
 
 
-def _experience(run: int, one: Sample) -> Experience:
+def _experience(run: int, one: Sample, sampling: Mapping[str, Any]) -> Experience:
     if getattr(one, "multimodal_inputs", None) or getattr(one, "multimodal_train_inputs", None):
         raise InvalidArgumentError(
             f"sample {one.index} has multimodal inputs, and this adapter stores texts alone: a "
@@ -155,6 +169,7 @@ def _experience(run: int, one: Sample) -> Experience:
         truncate_status="response_truncated" if one.status.value == "truncated" else None,
         info={
             **({} if version is None else {"model_version": version}),
+            **({SEGMENTS: [dict(sampling)]} if sampling else {}),
             "index": one.index,
             "group_index": one.group_index,
             "label": one.label,

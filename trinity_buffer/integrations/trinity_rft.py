@@ -22,6 +22,7 @@ from trinity_buffer.integrations.checkpointed_steps import (
     CheckpointedSteps,
     checkpointed_steps,
     last_saved,
+    require_temperature,
 )
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -125,6 +126,7 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
         experiment: its name.
         strategy: the annotation set.
         checkpoints: Trinity's ``checkpoint_job_dir``; None: commits name no checkpoint.
+        temperature: by which Trinity's trainer divides all logits.
         options: of the stream; see `StreamOptions`. It follows what explorers record until the
             experiment is finished; with ``follow=False`` it ends with what is stored.
     """
@@ -137,12 +139,14 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
         experiment: str,
         strategy: str = "grpo",
         checkpoints: str | None = None,
+        temperature: float = 1.0,
         **options: Any,
     ) -> None:
         super().__init__(buffer_config)
         self._url, self._name = url, experiment
         self._options = {"strategy": strategy, "follow": True, **options}
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
+        self._temperature = temperature
         self._stack = AsyncExitStack()
         self._opened: tuple[Experiment, CheckpointedSteps] | None = None
 
@@ -156,13 +160,18 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
             CheckpointError: the weights have not seen what was committed, and no checkpoint leads
                 back to them.
             StopAsyncIteration: the stream has ended; Trinity's trainer ends with it.
+            TrainingError: rows were sampled at another temperature, or no trainer can score them.
         """
         self._opened = self._opened or await self._open(step - 1)
         experiment, steps = self._opened
         saved = steps.newest if self._checkpoints is None else last_saved(self._checkpoints)
         await steps.commit(saved, self._checkpoints and self._checkpoints / f"global_step_{saved}")
         taken = await steps.take()
-        found = to_trinity(await experiences_of(experiment, taken.manifest))
+        for microbatch in taken.microbatches:
+            microbatch.require_scorable()
+        rows = await experiences_of(experiment, taken.manifest)
+        require_temperature(rows, self._temperature)
+        found = to_trinity(rows)
         metrics: dict[str, Any] = {}
         self.set_model_version_metric(found, metrics)
         return found, metrics, representative_sample(found)
