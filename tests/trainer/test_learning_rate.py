@@ -14,6 +14,7 @@ import trinity_buffer as tb
 from tests.trainer.data import policy, prepared
 from tests.trainer.gradients import train
 from trinity_buffer.algorithm import build
+from trinity_buffer.errors import CheckpointError
 
 SETTINGS = tb.TrainerSettings(
     checkpoints=Path("unused"),
@@ -127,3 +128,42 @@ def test_the_settings_of_a_given_optimizer_stay_and_a_warning_names_those_that_d
         "(not 0.02), param_groups[0]['weight_decay'] = 0.1 (not 0.3); to change them, assign to "
         "optimizer.param_groups once the Trainer is made"
     )
+
+
+def _two_groups(weights: list[Any], size: int) -> AdamW:
+    groups: Any = [{"params": weights[:size]}, {"params": weights[size:], "weight_decay": 0.0}]
+    return AdamW(groups)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (None, r"has groups of \[3, \d+\] weights, not of \[\d+\]"),
+        (lambda weights: _two_groups(weights, 5), r"not of \[5, \d+\]"),
+        (lambda weights: AdamW(weights[:4]), r"not of \[4\]"),
+        (lambda weights: _two_groups(weights[::-1], 3), "has its weights in another order"),
+        (
+            lambda weights: torch.optim.SGD(
+                [{"params": weights[:3]}, {"params": weights[3:]}], 0.1
+            ),
+            "has amsgrad, betas, .*: it is another optimizer",
+        ),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_at_a_restart(
+    make: Any, says: str, sqlite_url: str, tmp_path: Path
+) -> None:
+    anyio.run(prepared, sqlite_url, build("grpo"))
+
+    def life(steps: int, make: Any) -> None:
+        settings = tb.TrainerSettings(checkpoints=tmp_path, max_steps=steps)
+        options: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2}
+        with tb.open_train_stream(sqlite_url, experiment="run", **options) as stream:
+            model = policy()
+            optimizer = None if make is None else make(list(model.parameters()))
+            tb.Trainer(stream, model, build("grpo"), settings, optimizer=optimizer).run()
+
+    life(1, lambda weights: _two_groups(weights, 3))
+    with pytest.raises(CheckpointError, match=rf"not this (AdamW|SGD): it .*{says}"):
+        life(2, make)
+    life(2, lambda weights: _two_groups(weights, 3))

@@ -65,8 +65,12 @@ class OptimizerState(NamedTuple):
         Args:
             takes_groups: its parameter groups take the saved settings, such as the learning rate;
                 a warning names those that were others. False: they keep their own.
+
+        Raises:
+            CheckpointError: it is the state of another optimizer, or of other groups of weights.
         """
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._require_fitting(optimizer, weights)
         state: dict[int, dict[str, Any]] = {}
         for key, value in (*self.tensors.items(), *self.numbers.items()):
             number, _, name = key.partition(".")
@@ -82,6 +86,23 @@ class OptimizerState(NamedTuple):
             pairs = zip(own, self.groups, strict=True)
             groups = [{**group, "params": saved["params"]} for group, saved in pairs]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _require_fitting(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
+    ) -> None:
+        own = optimizer.param_groups
+        sizes = [[len(group["params"]) for group in groups] for groups in (self.groups, own)]
+        if sizes[0] != sizes[1]:
+            raise _other(optimizer, f"has groups of {sizes[0]} weights, not of {sizes[1]}")
+        for saved, group in zip(self.groups, own, strict=True):
+            gone, new = saved.keys() - group.keys(), group.keys() - saved.keys()
+            if gone and new:  # either alone: another version of torch
+                raise _other(optimizer, f"has {', '.join(sorted(gone))}: it is another optimizer")
+        for key, value in self.tensors.items():
+            weight = weights[int(key.partition(".")[0])]
+            if value.dim() == weight.dim() and value.shape != weight.shape:
+                shapes = f"{[*value.shape]}, its weight {[*weight.shape]}"
+                raise _other(optimizer, f"has its weights in another order ({key} is {shapes})")
 
     def _say_what_differs(
         self, optimizer: torch.optim.Optimizer, own: Sequence[Mapping[str, Any]]
@@ -120,6 +141,14 @@ def _require_json(optimizer: str, place: str, value: Any) -> None:
         json.dumps(value)
     except (TypeError, ValueError) as error:
         raise _refusal(optimizer, place, value) from error
+
+
+def _other(optimizer: torch.optim.Optimizer, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the optimizer of the checkpoint is not this {type(optimizer).__name__}: it {what}. Give "
+        "the Trainer (optimizer=) the one that it was trained with, of the same groups of weights, "
+        "or begin with a fresh one: let a trainer of another name (consumer=) load the weights"
+    )
 
 
 def _refusal(optimizer: str, place: str, value: Any) -> CheckpointError:
