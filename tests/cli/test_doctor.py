@@ -104,7 +104,8 @@ def test_another_explorer_brings_nothing_of_one_that_is_gone(cli: Cli, sqlite_ur
     (found,) = anyio.run(main)
     assert found["what"] == "1 group of batch b lacks 2 runs, no seal"
     assert found["remedy"] == (
-        "start explorer 'e0' again, which generates what is missing; or seal the batch as it is "
+        "start explorer 'e0' again, or another one with --take-over, which generates what is "
+        "missing; or seal the batch as it is "
         "(`trinity-buffer seal b`)"
     )
 

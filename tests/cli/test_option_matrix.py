@@ -116,6 +116,7 @@ KEYS: dict[str, dict[str, str]] = {
     "max_skipped_steps": {"1": TRAINS, "0": "max_skipped_steps=0"},
     "max_rejected_steps": {"1": TRAINS, "0": "max_rejected_steps=0"},
     "lease_ttl_s": {"0.5": TRAINS, "1e6": TRAINS, "0": "lease_ttl_s=0", "inf": "finite"},
+    "stalled_after_s": {"600": TRAINS, "null": TRAINS, "0": "stalled_after_s=0", "nan": "finite"},
     "tokens_per_microbatch": {"1": TRAINS, "1000000": TRAINS, "0": "microbatch=0"},
     "max_tokens": {"null": TRAINS, "0": "max_tokens=0", "1": "run of your own alone"},
     "rollout": {"null": TRAINS, "nowhere:f": "rollout", "x": "rollout"},
@@ -162,6 +163,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--acknowledge acks": TRAINS,
         "--acknowledge store.db": "store.db",
         "--batches 1": TRAINS,
+        "--take-over": TRAINS,
         "--batches 0": "--batches",
     },
     "annotate": {

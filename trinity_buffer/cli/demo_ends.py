@@ -125,6 +125,7 @@ class DemoEnds:
         actor: str,
         acknowledgements: Path | None,
         max_batches: int | None,
+        take_over: bool,
         report: Callable[[BatchReport], None],
     ) -> None:
         """Make rollouts of fresh problems until the experiment is finished."""
@@ -136,6 +137,7 @@ class DemoEnds:
             groups_per_write=8 if algorithm.type.use_rollout else config.groups_per_batch,
             acknowledgements=acknowledgements,
             max_batches=max_batches,
+            take_over=take_over,
         )
         await Explorer(experiment, sampler_of(config), settings).run(report)
 

@@ -96,6 +96,7 @@ class OwnEnds:
         actor: str,
         acknowledgements: Path | None,
         max_batches: int | None,
+        take_over: bool,
         report: Callable[[BatchReport], None],
     ) -> None:
         """Roll out the list of tasks until it is through, or the experiment is finished."""
@@ -115,6 +116,7 @@ class OwnEnds:
                     rollouts_per_group=config.rollouts_per_group,
                     acknowledgements=acknowledgements,
                     max_batches=max_batches,
+                    take_over=take_over,
                     report=report,
                     **options,
                 )

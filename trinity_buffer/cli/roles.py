@@ -84,6 +84,7 @@ async def explore(
     actor: str,
     acknowledgements: Path | None,
     max_batches: int | None,
+    take_over: bool = False,
     say: Say,
 ) -> None:
     """Explore until the experiment is finished."""
@@ -116,6 +117,7 @@ async def explore(
             actor=actor,
             acknowledgements=acknowledgements,
             max_batches=max_batches,
+            take_over=take_over,
             report=tell,
         )
         if not batches:

@@ -195,6 +195,10 @@ def explore(
             " count.",
         ),
     ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Finish batches of explorers that are gone, too."),
+    ] = False,
 ) -> None:
     """Generate rollouts with the newest published policy, until the experiment is finished.
 
@@ -214,7 +218,13 @@ def explore(
         name = await _prepared(url, experiment, config, overrides, explores=True)
         path = None if acknowledge is None else acknowledge / f"{actor}.ack"
         await roles.explore(
-            url, name, actor=actor, acknowledgements=path, max_batches=batches, say=roles.plain
+            url,
+            name,
+            actor=actor,
+            acknowledgements=path,
+            max_batches=batches,
+            take_over=take_over,
+            say=roles.plain,
         )
 
     _until_interrupted(anyio.run, main)

@@ -41,7 +41,7 @@ def seal(
     """Seal a batch as it is: its groups are decided with the runs that are stored.
 
     What comes later is recorded as rejected (late). To have the runs made that are missing, start
-    its explorer again, under the same name.
+    its explorer again under the same name, or another one with --take-over.
 
     Example: trinity-buffer seal e0-7 --store runs/demo.db
     """

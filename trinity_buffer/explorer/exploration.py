@@ -88,6 +88,8 @@ class ExploreOptions:
         on_failure: what becomes of a rollout whose last attempt failed too: ``"raise"`` ends
             `explore`, and the next one makes what is missing; ``"leave_out"`` seals the batch
             without it, and warns.
+        take_over: finish batches that another actor has begun, once no process of that name is
+            there: a second explorer makes what a dead one left.
         max_batches: end after this call has begun so many batches; None: at the end of the list.
         acknowledgements: file that records what the store has acknowledged; None: no file.
         report: called with each batch once it is sealed.
@@ -102,6 +104,7 @@ class ExploreOptions:
     retry_on: tuple[type[Exception], ...] = (OSError, InvalidExperienceError)
     retry_delay_s: float = 1.0
     on_failure: Literal["raise", "leave_out"] = "raise"
+    take_over: bool = False
     max_batches: int | None = None
     acknowledgements: Path | None = None
     report: Callable[[BatchReport], None] | None = None
@@ -251,6 +254,7 @@ class _Exploration:
     async def _claimed(self) -> AsyncIterator[_Batch]:
         """Yield the batches that are this actor's to make."""
         batches = self._batches()
+        taken: list[str] = []  # by others
         while page := dict(islice(batches, BATCHES_PER_LOOK)):
             rows = await self._writer.batches(list(page))
             known = await self._writer.contents_of(list(rows.values()))
@@ -262,11 +266,24 @@ class _Exploration:
                 try:
                     planned = await self._plan(batch, tasks)
                 except BatchTakenError:
+                    taken.append(batch)
                     continue
                 if not planned:
                     return
                 missing = await self._writer.missing(batch)
                 yield _Batch(batch, row is not None, missing)
+            async for left in self._left_behind(taken):
+                yield left
+        async for left in self._left_behind(taken):  # somebody may have died meanwhile
+            yield left
+
+    async def _left_behind(self, taken: list[str]) -> AsyncIterator[_Batch]:
+        """Yield, and take out of ``taken``, batches of other actors that are gone."""
+        if not (self._options.take_over and taken):
+            return
+        for batch in await self._writer.take_over(taken):
+            taken.remove(batch)
+            yield _Batch(batch, repaired=True, missing=await self._writer.missing(batch))
 
     def _batches(self) -> Iterator[tuple[str, list[Key]]]:
         keys, size = list(self._tasks), self._options.groups_per_batch

@@ -30,6 +30,7 @@ class ExplorerSettings:
         groups_per_write: how many groups are written in one call.
         acknowledgements: file that notes what the store has acknowledged; None: no proof is kept.
         max_batches: end after so many; None: when the experiment is finished.
+        take_over: finish batches of explorers that are gone, too.
     """
 
     actor: str
@@ -38,6 +39,7 @@ class ExplorerSettings:
     groups_per_write: int = 8
     acknowledgements: Path | None = None
     max_batches: int | None = None
+    take_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class Explorer:
             beside = (self._weights.follow, self._writer.stay_present, self._under_way.stay_known)
             async with running(*beside):
                 while self._settings.max_batches is None or number < self._settings.max_batches:
+                    for left in await self._left_behind():
+                        report(await self._finish(left, repaired=True))
                     batch = f"{self._settings.actor}-{number}"
                     tasks = list(range(self._settings.groups_per_batch))
                     planned = await self._writer.plan(
@@ -119,6 +123,10 @@ class Explorer:
         finally:
             if self._acknowledgements is not None:
                 self._acknowledgements.close()
+
+    async def _left_behind(self) -> list[str]:
+        """Return the batches of explorers that are gone, which are this one's to finish now."""
+        return await self._writer.take_over() if self._settings.take_over else []
 
     async def _finish(self, batch: Key, *, repaired: bool) -> BatchReport:
         """Generate and write what is missing of a planned batch, then seal it."""

@@ -303,8 +303,8 @@ def _is_its_lease(row: PresenceRow, owner: str) -> bool:
 def _remedy_of(lack: Lack) -> str:
     if lack.actor:
         return (
-            f"start explorer {lack.actor!r} again, which generates what is missing; or seal the "
-            "batch as it is "
+            f"start explorer {lack.actor!r} again, or another one with --take-over, which "
+            "generates what is missing; or seal the batch as it is "
             f"(`trinity-buffer seal {quote(lack.batch)}`)"
         )
     return "plan the batch, seal it, or run its strategy with rollouts_per_group= or deadline_s="

@@ -72,6 +72,11 @@ class Presence:
             with suppress(StoreBusyError):
                 await self._database.write(promises.note_presence, self._experiment, row)
 
+    def first(self) -> PresenceRow:
+        """Return what says at once that this process is there; the same again until it is gone."""
+        self._started_at = self._started_at or now_us()
+        return self._row()
+
     def note(self, tx: Transaction) -> None:
         """Say the same as the last thing in a transaction that is made anyway."""
         row = self._news()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -24,8 +24,9 @@ from trinity_buffer.pipeline.presence import Presence
 from trinity_buffer.pipeline.rejection_watch import FAULTS, MAX_REJECTED_STEPS, WARN_AFTER_STEPS
 from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
 from trinity_buffer.pipeline.stall import Stall
-from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.store import log, promises, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
+from trinity_buffer.store.asking import conservation
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
@@ -442,6 +443,35 @@ async def seal(database: Database, experiment: int, actor: str, batch: Key, expe
     _check_batch(batch)
     event = new_event(BatchSealed(batch=batch, expected=expected))
     await database.write(_seal, experiment, actor, batch, expected, event)
+
+
+def take_over(
+    tx: Transaction,
+    experiment: int,
+    presence_of: Callable[[str], Presence],
+    mine: Collection[str],
+    batches: Collection[str] | None,
+) -> list[conservation.OpenBatch]:
+    """Claim open batches of explorers that are gone; return them, oldest first.
+
+    From here on this process is there under their names, so that no other one claims them too.
+
+    Args:
+        presence_of: the presence of an explorer in this process, by its name.
+        mine: names under which the writer that asks is there already.
+        batches: those that may be claimed; None: all.
+    """
+    lock_experiment(tx, experiment)
+    around = diagnosis.Surroundings.of(tx, experiment)
+    gone = [
+        batch
+        for batch in conservation.open_batches(tx, experiment)
+        if batches is None or batch.key in batches
+        if batch.actor in mine or around.who("explorer", batch.actor) is None
+    ]
+    for actor in sorted({batch.actor for batch in gone}):
+        promises.note_presence(tx, experiment, presence_of(actor).first())
+    return gone
 
 
 def seal_as_it_is(tx: Transaction, experiment: int, batch: str, *, actor: str) -> int | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 
 import anyio
 from typing_extensions import override
@@ -14,7 +15,7 @@ from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.presence import Work, place_of
+from trinity_buffer.pipeline.presence import SEEN_EVERY_S, Presence, Work, place_of
 from trinity_buffer.pipeline.spoken_wait import one_line, wait_report_s
 from trinity_buffer.pipeline.writing import planning
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit
@@ -58,6 +59,7 @@ class SQLWriter(BufferWriter):
         self.actor = actor
         self._presence = group_commit.presence_of(experiment, actor)
         self._unpublished = planning.UnpublishedWatch(actor)
+        self._taken_over: dict[str, Presence] = {}
 
     @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
@@ -157,6 +159,30 @@ class SQLWriter(BufferWriter):
         """
         return await self._database.read(queries.batches_of_actor, self._experiment, self.actor)
 
+    async def take_over(self, batches: Collection[str] | None = None) -> list[str]:
+        """Claim planned batches whose explorers are gone, and return them, oldest first.
+
+        What is missing of them is this writer's to write, and they are its to seal. `stay_present`
+        keeps the claim; an explorer that is started again under its own name warns of this one.
+
+        Args:
+            batches: those that may be claimed; None: all.
+        """
+        of_experiment = partial(self._group_commit.presence_of, self._experiment)
+        taken = await self._database.write(
+            planning.take_over, self._experiment, of_experiment, set(self._taken_over), batches
+        )
+        for actor in {batch.actor for batch in taken}:
+            self._taken_over[actor] = of_experiment(actor)
+        for batch in taken:
+            _logger.warning(
+                "explorer %r takes over batch %r: %r, which planned it, is gone",
+                self.actor,
+                batch.key,
+                batch.actor,
+            )
+        return [batch.key for batch in taken]
+
     async def batches(self, batches: Sequence[str]) -> dict[str, BatchRow]:
         """Return those of ``batches`` that somebody has planned or sealed."""
         return await self._database.read(queries.batches, self._experiment, batches)
@@ -205,8 +231,16 @@ class SQLWriter(BufferWriter):
 
     async def stay_present(self) -> None:
         """Say until cancelled that this explorer is there, and then take it back."""
-        async with self._presence.kept():
-            await anyio.sleep_forever()
+        try:
+            async with self._presence.kept():
+                while True:
+                    await anyio.sleep(SEEN_EVERY_S)
+                    for presence in self._taken_over.values():
+                        with suppress(StoreError):  # whoever writes hears of it
+                            await presence.seen()
+        finally:
+            for presence in self._taken_over.values():
+                await presence.gone()
 
     async def waits_for(self, said: str) -> None:
         """Tell others what this explorer waits for, until `waits_no_more`."""

@@ -1,0 +1,89 @@
+"""A batch whose explorer is gone is finished by another one that is told to."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import pytest
+from sqlalchemy import delete
+
+import trinity_buffer as tb
+from tests.contract.making import living, opened
+from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.store.tables import presence
+
+WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
+
+
+async def die_in_the_first_batch(experiment: Experiment) -> None:
+    """Leave a batch planned by ``e0``, one run of it stored, and no such process."""
+    async with living(experiment, "e0"):
+        writer = experiment.writer("e0")
+        await writer.plan("epoch0-0", [0, 1], 2)
+        row = experience()
+        row.eid = tb.EID("epoch0-0", 0, 1, 0)
+        await writer.write([row])
+    await experiment.database.write(lambda tx: tx.execute(delete(presence)))
+
+
+@pytest.mark.parametrize("take_over", [True, False])
+async def test_another_explorer_makes_what_a_dead_one_left(
+    store_url: str, *, take_over: bool
+) -> None:
+    async with opened(store_url) as experiment:
+        await die_in_the_first_batch(experiment)
+        rollouts = Rollouts()
+        await tb.explore(
+            experiment,
+            actor="e1",
+            tasks=TASKS,
+            rollout=rollouts,
+            model=None,
+            take_over=take_over,
+            **SMALL,
+        )
+        left = {} if take_over else {"epoch0-0": 4}
+        assert await sealed(experiment) == {k: n for k, n in WHOLE.items() if k not in left}
+        assert rollouts.calls["ant"] == (1 if take_over else 0)  # the other run is stored
+        stored = await runs(experiment)
+        assert set(stored.values()) == {1}
+        assert len(stored) == (10 if take_over else 7)
+
+
+async def test_a_batch_of_an_explorer_that_is_there_is_left_to_it(store_url: str) -> None:
+    async with opened(store_url) as experiment:
+        await die_in_the_first_batch(experiment)
+        async with living(experiment, "e0"):
+            options = {"take_over": True, **SMALL}
+            await tb.explore(
+                experiment, actor="e1", tasks=TASKS, rollout=answer, model=None, **options
+            )
+        assert "epoch0-0" not in await sealed(experiment)
+
+
+async def test_two_explorers_take_a_batch_over_once(store_url: str) -> None:
+    async with opened(store_url) as experiment, opened(store_url) as other:
+        await die_in_the_first_batch(experiment)
+        rollouts = Rollouts()
+        async with anyio.create_task_group() as group:
+            for actor, of in (("e1", experiment), ("e2", other)):
+                call = partial(
+                    tb.explore, of, actor=actor, tasks=TASKS, rollout=rollouts, model=None
+                )
+                group.start_soon(partial(call, take_over=True, **SMALL))
+        assert await sealed(experiment) == WHOLE
+        assert sum(rollouts.calls.values()) == 9
+
+
+async def test_what_was_taken_over_is_said_to_be_alive_until_its_maker_ends(store_url: str) -> None:
+    async with opened(store_url) as experiment:
+        await die_in_the_first_batch(experiment)
+        first, second = experiment.writer("e1"), experiment.writer("e2")
+        async with anyio.create_task_group() as group:
+            group.start_soon(first.stay_present)
+            assert await first.take_over() == ["epoch0-0"]
+            assert await second.take_over() == []
+            group.cancel_scope.cancel()
+        assert await second.take_over() == ["epoch0-0"]
