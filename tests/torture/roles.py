@@ -155,6 +155,9 @@ def _poison(experiences: Sequence[Experience], each: int) -> None:
 PER_TOKEN = ("tokens", "logprobs", "action_mask")
 POISON_TOKENS = 500
 
+HEIR = "e1"
+"""The explorer that finishes the batches of others that are gone."""
+
 
 class _Insistent:
     """A writer that sends many calls again, in turn: afterwards, at the same time, or changed.
@@ -230,6 +233,7 @@ def explorer(url: str, experiment: str, actor: str, folder: str, sends: Sequence
                 rollouts_per_group=config.rollouts_per_group,
                 groups_per_write=1,
                 acknowledgements=Path(folder) / "acks" / f"{actor}.ack",
+                take_over=actor == HEIR,
             )
             first = first_policy(config)
             sampler = TaskSampler(first, task_of(config), config.seed)
