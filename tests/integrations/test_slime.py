@@ -138,7 +138,7 @@ def test_what_was_added_comes_back_once_also_after_a_restart(slime: Any, tmp_pat
 def test_rows_are_trained_at_the_temperature_that_sampled_them(slime: Any, tmp_path: Path) -> None:
     at_first = args(tmp_path)
     del at_first.store_options["lease_ttl_s"]
-    at_first.rollout_temperature, at_first.rollout_top_k = 0.7, -1
+    at_first.rollout_temperature = 0.7
     source = slime.StoreDataSource(at_first)
     source.add_samples([group(number) for number in range(2 * PER_STEP)])
     assert len(source.get_samples(PER_STEP)) == PER_STEP
