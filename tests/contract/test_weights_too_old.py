@@ -132,3 +132,19 @@ async def test_explorers_follow_the_trainer_that_the_configuration_names(
         found = await experiment.newest_policy()
         assert found is not None
         assert found.uri == "by-hand"
+
+
+async def test_a_trainer_of_another_name_is_followed_where_the_configured_one_is_not_there(
+    store_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.publish_policy(0, "by-hand")
+        for batch in range(2):
+            await experiment.writer("e0").plan(f"b{batch}", [0], 4)
+            await experiment.writer("e0").write(group(batch=f"b{batch}"))
+        await run_strategy(experiment, "grpo")
+        await _published_by(experiment, "mine", tmp_path, 2)
+        found = await experiment.newest_policy()
+        assert found is not None
+        assert found.uri.endswith("mine-2")
+    assert [line for line in caplog.messages if "pass over" in line] == []

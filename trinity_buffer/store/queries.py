@@ -364,8 +364,8 @@ def newest_policy(
 ) -> tuple[int, str, str, int] | None:
     """Return (version, uri, digest, position) of the policy that was published last, or None.
 
-    What trainers other than ``trainer`` published is passed over, unless nobody else has published:
-    explorers follow one model.
+    What trainers other than ``trainer`` published is passed over, unless that one is not there, or
+    nothing else is published: explorers follow one model.
     """
     own = _NEWEST_POLICY.rows(tx, of=experiment, by=trainer)
     for version, uri, digest, position in own or _NEWEST_OF_ALL.rows(tx, of=experiment):
@@ -393,7 +393,19 @@ _NEWEST = (
     .limit(1)
 )
 _NEWEST_OF_ALL = Prepared(_NEWEST)
-_NEWEST_POLICY = Prepared(_NEWEST.where(of_no_other_trainer(bindparam("by", type_=Text))))
+_BY = bindparam("by", type_=Text)
+_NEWEST_POLICY = Prepared(
+    _NEWEST.where(
+        select(consumer.c.name)
+        .where(
+            consumer.c.experiment == policy.c.experiment,
+            consumer.c.name == _BY,
+            consumer.c.kind == "trainer",
+        )
+        .exists(),
+        of_no_other_trainer(_BY),
+    )
+)
 
 
 def refused_runs(
