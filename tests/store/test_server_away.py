@@ -252,6 +252,29 @@ async def test_a_follower_hears_of_news_though_its_line_fell_silent(
                 assert (await anext(events)).kind == "ExperiencesRecorded"
 
 
+@pytest.mark.parametrize("how", ["it answers too late", "who waits is cancelled"])
+async def test_a_line_that_could_not_listen_is_waited_on_by_nobody(
+    postgres_store_url: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    is_late = how == "it answers too late"
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
+    monkeypatch.setattr(connecting, "COMMAND_TIMEOUT_S", 0.5 if is_late else 40.0)
+    async with (
+        wired(postgres_store_url) as (url, wire),
+        opened(url) as follower,
+        opened(postgres_store_url) as other,
+    ):
+        heard = follower.database.changes
+        wire.swallows = b"LISTEN"
+        with anyio.move_on_after(30 if is_late else 1):
+            state = await heard.state()
+        assert not wire.swallows
+        state = await heard.state()
+        await other.writer("e0").write(group())
+        with anyio.fail_after(30):
+            await heard.changed(state)
+
+
 async def _follows(experiment: Experiment) -> None:
     async for _ in experiment.events(follow=True):
         pass

@@ -17,6 +17,7 @@ class Wire:
         loses: a word of a client, after which it hears nothing and its connection is cut: the
             server has done what it said. Once.
         cuts: a word of a client at which the connection is cut, before the server hears it. Once.
+        swallows: a word of a client that the server never hears, with all that comes with it. Once.
         cut: the number of connections that were cut so.
     """
 
@@ -26,7 +27,7 @@ class Wire:
         self._ends: list[asyncio.StreamWriter] = []
         self._carrying: list[asyncio.Task[None]] = []
         self._silent = set[asyncio.StreamWriter]()
-        self.loses = self.cuts = b""
+        self.loses = self.cuts = self.swallows = b""
         self.cut = 0
 
     @property
@@ -68,6 +69,9 @@ class Wire:
     ) -> None:
         while chunk := await reader.read(1 << 16):
             if writer in self._silent:
+                continue
+            if client is not None and self.swallows and self.swallows in chunk:
+                self.swallows = b""
                 continue
             if client is not None and self.cuts and self.cuts in chunk:
                 self.cuts, self.cut = b"", self.cut + 1

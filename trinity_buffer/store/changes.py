@@ -168,21 +168,34 @@ class PostgresChanges(Changes):
         async with self._lock:
             if self._connection is None or self._connection.is_closed():
                 try:
-                    self._connection = await connect(**arguments_of(self._url))
-                    # Whoever waits must not wait for news over a connection that is gone.
-                    self._connection.add_termination_listener(self._heard)
-                    await self._connection.add_listener(CHANNEL, self._heard)
+                    self._connection = await self._listening()
                 except errors() as error:
                     said = str(error) or "it does not answer"
-                    lost = passes_by(error) or self._is_lost
-                    kind = StoreUnavailableError if lost else StoreError
+                    kind = StoreUnavailableError if passes_by(error) else StoreError
                     raise kind(f"{self._name}: cannot listen for changes: {said}") from error
                 # what came before the connection stood was not heard: read once more
                 self._others += 1
 
-    @property
-    def _is_lost(self) -> bool:
-        return self._connection is not None and bool(self._connection.is_closed())
+    async def _listening(self) -> Any:
+        """Return a new connection that listens: one that does not, whatever the reason, is closed.
+
+        No news would ever come over it.
+        """
+        connection = await connect(**arguments_of(self._url))
+        listens = False
+        try:
+            await connection.add_listener(CHANNEL, self._heard)
+            # Whoever waits must not wait for news over a connection that is gone.
+            connection.add_termination_listener(self._heard)
+            listens = True
+        except errors() as error:
+            if connection.is_closed():
+                raise ConnectionError(f"the connection was lost: {error}") from error
+            raise
+        finally:
+            if not listens:
+                connection.terminate()
+        return connection
 
     def _heard(self, *_: Any) -> None:
         self._others += 1
