@@ -20,6 +20,7 @@ from trinity_buffer.events import RankJoined
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.streaming.ranks import RankSession
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.store import log, tables
@@ -268,6 +269,45 @@ async def test_a_rank_hears_that_rank_0_is_gone(sqlite_url: str) -> None:
     (error,) = raised.value.exceptions
     assert isinstance(error, LeaseLostError)
     assert "rank 0 of trainer 'trainer' is gone" in str(error)
+
+
+async def read_all(experiment: Experiment, rank: int) -> None:
+    async with experiment.train_stream(**OPTIONS, rank=rank) as stream:
+        async for _ in stream:
+            pass
+
+
+async def test_a_rank_that_reads_while_rank_0_ends_hears_its_last_word(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, ended = anyio.Event(), anyio.Event()
+    read, end = RankSession._read, RankSession.end
+    wait_for_news = RankSession.wait_for_news
+
+    async def read_before_the_end(session: RankSession) -> None:
+        await read(session)
+        if reading.is_set() and session._rank == 1:
+            await ended.wait()
+
+    async def wait(session: RankSession, state: Any) -> None:
+        reading.set()
+        await wait_for_news(session, state)
+
+    async def end_late(session: RankSession, last_step: int) -> None:
+        await reading.wait()
+        await end(session, last_step)
+
+    monkeypatch.setattr(RankSession, "_read", read_before_the_end)
+    monkeypatch.setattr(RankSession, "wait_for_news", wait)
+    monkeypatch.setattr(RankSession, "end", end_late)
+
+    async with open_store(sqlite_url) as store:
+        experiment = await recorded(store, "run", "experience", rollouts())
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read_all, experiment, 1)
+                await read_all(experiment, 0)
+                ended.set()
 
 
 async def test_a_rank_hears_that_rank_0_started_again(store_url: str) -> None:

@@ -251,13 +251,14 @@ class RankSession:
         Raises:
             LeaseLostError: rank 0 is gone, or the ranks assembled anew without this one.
         """
-        # First the lease, then the log: rank 0 lets go of it after its last word.
+        # First the lease, then the log: rank 0 lets go of it, or ends, after its last word.
         held = await self._database.read(promises.holder, self._experiment.key, self._name)
+        is_gone = held is None or is_dead(held[0]) or self._watch.is_silent(held)
         await self._read()
         self._check()
         if self.ended is not None:
             return
-        if held is None or is_dead(held[0]) or self._watch.is_silent(held):
+        if held is None or is_gone:
             raise LeaseLostError(
                 f"rank 0 of trainer {self._name!r} is gone: start all ranks again; they resume "
                 "from the last commit"
