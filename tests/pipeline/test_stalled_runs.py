@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -10,12 +11,16 @@ import anyio
 import pytest
 
 import trinity_buffer as tb
-from tests.contract.making import group, opened, rollout
+from tests.contract.making import group, living, opened, rollout
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.presence import AT_WORK
+from trinity_buffer.pipeline.processes import this_host
+from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.store import promises
+from trinity_buffer.store.promises import PresenceRow
 
 AT_ONCE: dict[str, Any] = {"rollouts_per_group": 4, "max_staleness": 0, "stalled_after_s": 0.2}
 STALLED = r"nothing has moved for 0\.2 s \(stalled_after_s\): .*waits"
@@ -146,3 +151,61 @@ async def test_without_a_limit_nobody_ends(store_url: str) -> None:
     with pytest.raises(InvalidArgumentError, match="stalled_after_s=0: it must be a number"):
         async with opened(store_url, stalled_after_s=0):
             pass
+
+
+async def test_time_in_which_all_of_a_run_was_paused_is_no_stall(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AT_ONCE | {"stalled_after_s": 60}
+    async with opened(store_url, **config) as experiment, living(experiment, "e0") as pid:
+
+        async def says(seconds_ago: float) -> None:
+            at = now_us() - int(seconds_ago * 1e6)
+            row = PresenceRow(AT_WORK, "explorer e0", this_host(), pid, at, at, None)
+            await experiment.database.write(promises.note_presence, experiment.key, row)
+
+        async def look() -> float:
+            return await stall.require_moving(told, 0)
+
+        async def told() -> str:
+            return "strategy 'grpo' waits"
+
+        paused_s = 0.0
+        clock = time.monotonic
+        stall = Stall(experiment.database, experiment.key)
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + paused_s)
+        await says(0)
+        pause_s = await look()
+        await says(3600)  # as it was said before the pause
+        paused_s = 3600
+        await look()
+        for _ in range(3):  # nobody says anything any more: now it counts
+            paused_s += pause_s
+            await look()
+        with pytest.raises(RunStalledError):  # noqa: PT012 - the last looks
+            for _ in range(3):
+                paused_s += pause_s
+                await look()
+
+
+async def test_who_says_that_it_works_is_heard_however_wrong_its_clock_is(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AT_ONCE | {"stalled_after_s": 60}
+    async with opened(store_url, **config) as experiment:
+
+        async def told() -> str:
+            return "strategy 'grpo' waits"
+
+        past_s = 0.0
+        clock = time.monotonic
+        stall = Stall(experiment.database, experiment.key)
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + past_s)
+        for number in range(8):
+            at = now_us() - 600_000_000 + number
+            row = PresenceRow(AT_WORK, "explorer e0", "another", 1, at, at, None)
+            await experiment.database.write(promises.note_presence, experiment.key, row)
+            past_s += await stall.require_moving(told, 0)
+        with pytest.raises(RunStalledError):  # noqa: PT012 - it has ended
+            for _ in range(8):
+                past_s += await stall.require_moving(told, 0)

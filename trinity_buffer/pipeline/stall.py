@@ -21,9 +21,14 @@ STALLED_AFTER_S = 1800.0
 LOOKS = 4
 """So often it is looked during that time: somebody may be at work for a part of it."""
 
+LATE_S = 10.0
+"""A look that comes so late was kept from it by a machine that has much to do."""
+
 
 class _Seen(NamedTuple):
-    head: int
+    mark: tuple[
+        int, frozenset[PresenceRow]
+    ]  # moves with the logs, and with what says it is at work
     after_s: float
     at_work: bool
 
@@ -33,7 +38,8 @@ class Stall:
 
     That is: no event came (nor a turn of its recorder, or an expert's row), no explorer says that
     rollouts are under way, and no trainer, rank or strategy is at work. By the waiter's own clock:
-    those of other machines may be wrong.
+    those of other machines may be wrong. Time in which it could not look does not count: the run
+    was paused with it, or the server was away.
 
     Args:
         database: of the store.
@@ -47,13 +53,13 @@ class Stall:
         self._database = database
         self._experiment = experiment
         self._presence = presence
-        self._head = -1
+        self._mark: object = None
         self._since = 0.0
         self._next: float | None = None
 
     def begin(self) -> None:
         """Note that the next wait is a new one."""
-        self._head, self._next = -1, None
+        self._mark, self._next = None, None
 
     async def require_moving(
         self, tell: Callable[[], Awaitable[str]], first_look_s: float
@@ -73,8 +79,10 @@ class Stall:
         if now < self._next:
             return self._next - now
         seen = await self._database.read(self._look)
-        if seen.at_work or seen.head != self._head:
-            self._head, self._since = seen.head, now
+        now = time.monotonic()
+        self._since += max(0.0, now - self._next - LATE_S)
+        if seen.at_work or seen.mark != self._mark:
+            self._mark, self._since = seen.mark, now
         if now - self._since >= seen.after_s:
             raise RunStalledError(
                 f"nothing has moved for {seen.after_s:g} s (stalled_after_s): no event came, and "
@@ -91,23 +99,30 @@ class Stall:
         after_s: float | None = STALLED_AFTER_S
         if found is not None:
             after_s = found[0].get("stalled_after_s", STALLED_AFTER_S)
-        at_work = is_at_work(tx, self._experiment, self._presence)
+        rows = _others(tx, self._experiment, self._presence)
         names = [log.experiment_name(tx, self._experiment) + TURNS]  # a recorder's turns come there
         if found is not None and isinstance(expert := found[0].get("expert_experiment"), str):
             names.append(expert)
         beside = [log.find_experiment(tx, name) for name in names]
         keys = {self._experiment, *(key for key in beside if key is not None)}
         head = sum(log.head(tx, key) for key in keys)
-        return _Seen(head, math.inf if after_s is None else after_s, at_work)
+        # What is said anew is news, however wrong the clock of who says it may be.
+        mark = head, frozenset(row for row in rows if row.role == AT_WORK)
+        at_work = any(map(_is_at_work, rows))
+        return _Seen(mark, math.inf if after_s is None else after_s, at_work)
 
 
 LONGEST_PAUSE_S = 600.0
 
 
-def is_at_work(tx: Transaction, experiment: int, but: Presence | None = None) -> bool:
-    """Return whether any process of an experiment is at work, but the one that asks."""
+def is_at_work(tx: Transaction, experiment: int) -> bool:
+    """Return whether any process of an experiment is at work."""
+    return any(map(_is_at_work, promises.everybody(tx, experiment)))
+
+
+def _others(tx: Transaction, experiment: int, but: Presence | None) -> list[PresenceRow]:
     rows = promises.everybody(tx, experiment)
-    return any(_is_at_work(row) for row in rows if but is None or not but.is_own(row))
+    return [row for row in rows if but is None or not but.is_own(row)]
 
 
 def _is_at_work(row: PresenceRow) -> bool:
