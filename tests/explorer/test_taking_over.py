@@ -77,6 +77,19 @@ async def test_two_explorers_take_a_batch_over_once(store_url: str) -> None:
         assert sum(rollouts.calls.values()) == 9
 
 
+async def test_an_explorer_that_comes_back_leaves_what_was_taken_over(store_url: str) -> None:
+    """Else both would make the same runs, and one of them would be refused."""
+    async with opened(store_url) as experiment:
+        await die_in_the_first_batch(experiment)
+        rollouts = Rollouts()
+        async with living(experiment, "e0"):  # another process, under its name
+            await tb.explore(
+                experiment, actor="e0", tasks=TASKS, rollout=rollouts, model=None, **SMALL
+            )
+        assert rollouts.calls["ant"] + rollouts.calls["bee"] == 0
+        assert set(await sealed(experiment)) == {"epoch0-1", "epoch0-2"}
+
+
 async def test_what_was_taken_over_is_said_to_be_alive_until_its_maker_ends(store_url: str) -> None:
     async with opened(store_url) as experiment:
         await die_in_the_first_batch(experiment)

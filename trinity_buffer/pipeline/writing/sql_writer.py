@@ -215,19 +215,25 @@ class SQLWriter(BufferWriter):
         """
         await planning.seal(self._database, self._experiment, self.actor, batch, expected)
 
-    async def warn_of_namesake(self) -> None:
-        """Say that this explorer is there, and warn of another process that explores as it does."""
+    async def warn_of_namesake(self) -> bool:
+        """Say that this explorer is there; warn of processes that explore as it does.
+
+        Returns:
+            Whether there is one. What is planned under this name is its to make: it may have taken
+            that over.
+        """
         await self._presence.seen(at_once=True)
         here = await self._database.read(promises.everybody, self._experiment)
-        for other in here:
-            if self._presence.is_namesake(other):
-                _logger.warning(
-                    "%s",
-                    one_line(
-                        f"another process explores as {self.actor!r} too ({place_of(other)}): "
-                        "give each process an actor name of its own"
-                    ),
-                )
+        namesakes = [row for row in here if self._presence.is_namesake(row)]
+        for row in namesakes:
+            _logger.warning(
+                "%s",
+                one_line(
+                    f"another process explores as {self.actor!r} too ({place_of(row)}): give each "
+                    "process an actor name of its own; what is planned under this one is left to it"
+                ),
+            )
+        return bool(namesakes)
 
     async def stay_present(self) -> None:
         """Say until cancelled that this explorer is there, and then take it back."""
