@@ -11,9 +11,12 @@ import anyio
 import pytest
 from sqlalchemy import delete
 
-from tests.contract.making import group, living, opened
+from tests.conftest import Resize
+from tests.contract.making import group, living, opened, rollout
+from trinity_buffer.pipeline.annotating import unit_reader
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.diagnosis import abandoned_groups
+from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store.tables import presence
 
@@ -89,3 +92,19 @@ async def test_a_bound_counts_no_groups_that_nobody_completes(
             await stream.commit(await anext(stream))  # the whole group
         with anyio.fail_after(30):
             assert await experiment.writer("e0").plan("c", [0], 4, policy_version=0)
+
+
+@pytest.mark.parametrize("rule", ["idle_s", "deadline_s"])
+async def test_a_strategy_that_comes_late_closes_no_group_of_which_more_is_recorded(
+    store_url: str, resize: Resize, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    resize(events_per_page=2)
+    async with opened(store_url, **{rule: 60.0}) as experiment:
+        writer = experiment.writer("recorder")
+        for run in range(3):
+            for task in range(2):
+                await writer.write([rollout(task=task, run=run, reward=float(run))])
+        later = now_us() + 3600_000_000
+        monkeypatch.setattr(unit_reader, "now_us", lambda: later)
+        report = await run_strategy(experiment, "grpo")
+        assert (report.annotated, report.rejected, report.waiting) == (6, 0, 0)

@@ -79,6 +79,7 @@ class UnitReader:
         self.cursor = 0
         self.behind = False
         self.unscored: int | None = None
+        self._read_at: int | None = None  # when the last event was recorded, where more follow it
 
     @property
     def num_waiting(self) -> tuple[int, int]:
@@ -96,8 +97,12 @@ class UnitReader:
         return None if deadline is None else max(0.0, (deadline - now_us()) / 1e6)
 
     def take_ready(self) -> list[ReadyUnit]:
-        """Return, once, every unit that is ready."""
-        return self._grouping.take_ready(now_us())
+        """Return, once, every unit that is ready.
+
+        As long as more is recorded, time has passed only up to what was read: what came in time for
+        a group that is closed by the clock may lie on the next page.
+        """
+        return self._grouping.take_ready(now_us() if self._read_at is None else self._read_at)
 
     def take_late(self) -> list[int]:
         """Return, once, what came for groups that were decided before."""
@@ -184,6 +189,7 @@ class UnitReader:
 
         head, page = s.read(look)
         self.behind = len(page) == limit
+        self._read_at = page[-1].recorded_at if self.behind else None
         if head == self.seen:
             return False
         seen = page[-1].position if len(page) == limit else head
