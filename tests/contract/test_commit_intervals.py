@@ -71,8 +71,9 @@ async def test_a_loop_that_commits_too_seldom_is_named_once_in_its_circle(
 
         async def ends() -> None:
             said = r"are handed out and not committed, .*max_staleness=1 .* once in 1 step"
-            with pytest.raises(RunStalledError, match=said):
+            with pytest.raises(RunStalledError, match=said) as stalled:
                 await train()
+            assert str(stalled.value).count("which waits: ") == 1  # no quotes of quotes
 
         async def looked_at() -> None:
             found, remedies = list[str](), list[str]()
@@ -84,6 +85,7 @@ async def test_a_loop_that_commits_too_seldom_is_named_once_in_its_circle(
                     remedies = [one.remedy for one in stuck]
             assert len(found) == 1
             assert found[0].startswith("explorer 'e0' waits for trainer 'trainer' waits for explo")
+            assert "which waits" not in found[0]
             told = "2 steps are handed out and not committed: commit at least once in 1 step ("
             assert told in remedies[0]
 

@@ -47,8 +47,8 @@ RunsOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Rollouts of each task: it is decided when so many are closed. By default --idle-s "
-        "decides; an experiment that exists keeps its number.",
+        help="Rollouts of each task: it is decided when so many are closed. Without it, an "
+        "experiment that exists keeps its number; where there is none, --idle-s decides.",
     ),
 ]
 IdleOption = Annotated[

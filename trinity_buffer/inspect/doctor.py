@@ -10,7 +10,7 @@ from typing import Any
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.pipeline.presence import is_unheard, place_of
+from trinity_buffer.pipeline.presence import is_unheard, own_wait_of, place_of
 from trinity_buffer.pipeline.stall import is_at_work
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.writing.planning import (
@@ -255,7 +255,7 @@ class _Look:
             circle.append(strategy)
         names = [f"{row.role} {row.name!r}" for row in [*circle, circle[0]]]
         since = self._since(tx, log.head(tx, self._key))
-        what = f"{' waits for '.join(names)}: {'; '.join(str(row.waiting_for) for row in circle)}"
+        what = f"{' waits for '.join(names)}: {'; '.join(map(own_wait_of, circle))}"
         yield Stuck(self._name, what, since, remedy)
 
     def _of_unpublished(self, tx: Transaction, config: dict[str, Any]) -> Iterator[Stuck]:

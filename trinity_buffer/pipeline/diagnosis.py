@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from trinity_buffer.pipeline.presence import AT_WORK, is_here, place_of, was_silent
+from trinity_buffer.pipeline.presence import AT_WORK, is_here, own_wait_of, place_of, was_silent
 from trinity_buffer.store import counters, promises, queries
 from trinity_buffer.store.asking import conservation, tallies
 from trinity_buffer.store.promises import PresenceRow
@@ -123,7 +123,7 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
             f"set {name!r} has all that is recorded, and no process explores (if none will, "
             "`await experiment.finish(reason)` ends the run)"
         )
-    waits = f", which waits: {explorer.waiting_for}" if explorer.waiting_for else ""
+    waits = f", which waits: {own_wait_of(explorer)}" if explorer.waiting_for else ""
     return (
         f"set {name!r} has all that is recorded; explorer {explorer.name!r} is there "
         f"({place_of(explorer)}){waits}"
@@ -199,7 +199,7 @@ def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
     there = f"trainer {trainer!r} is there ({place_of(at_work)})"
     if at_work.waiting_for is None or known is None:
         return there
-    return f"{there}, which waits: {at_work.waiting_for}"
+    return f"{there}, which waits: {own_wait_of(at_work)}"
 
 
 def abandoned_groups(tx: Transaction, experiment: int) -> int:

@@ -210,6 +210,14 @@ def has_ended(row: PresenceRow) -> bool:
     return processes.is_this_host(row.host) and not processes.lives(row.pid)
 
 
+def own_wait_of(row: PresenceRow) -> str:
+    """Return what a process waits for, without what it says of the processes that it waits for.
+
+    Those quote it in turn: with all of it, each line would hold the one before, and grow for ever.
+    """
+    return (row.waiting_for or "").partition("; ")[0]
+
+
 def place_of(row: PresenceRow) -> str:
     """Return where a process runs and when it was seen, as people say it."""
     ago = max(0.0, (now_us() - row.last_seen) / 1e6)
