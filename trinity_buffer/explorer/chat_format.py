@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -17,6 +19,7 @@ from trinity_buffer.explorer.tool_calls import Tools, tool_calls_in, with_decode
 
 Messages = Sequence[Mapping[str, Any]]
 
+_LOG = logging.getLogger(__name__)
 _MARK = "TRINITYBUFFERMARK"
 """Stands for what a model said, where is looked for what a template writes behind it."""
 
@@ -44,6 +47,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Any, ends: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._end_ids = frozenset(ends)
+        self._has_compared_tools = False
 
     def prompt(self, messages: Messages, tools: Tools) -> Prompt:
         """Return the prompt of a conversation.
@@ -55,6 +59,9 @@ class ChatFormat:
             InvalidArgumentError: the template cannot write such messages.
         """
         text = rendered(self._tokenizer, messages, tools)
+        if tools and not self._has_compared_tools:
+            self._has_compared_tools = True  # they are written always, or never
+            self._warn_of_unseen_tools(text, messages)
         try:
             ids = self._continued(text, messages, tools)
         except InvalidArgumentError:  # a template that writes only conversations that end otherwise
@@ -73,6 +80,11 @@ class ChatFormat:
             text = text.replace(special, "")
         reason = "tool_calls" if made.finish_reason == "stop" else made.finish_reason
         return replace(made, text=text.strip(), tool_calls=calls, finish_reason=reason)
+
+    def _warn_of_unseen_tools(self, text: str, messages: Messages) -> None:
+        with suppress(InvalidArgumentError):  # it writes such a conversation only with tools
+            if rendered(self._tokenizer, messages) == text:
+                _tell_of_unseen_tools()
 
     def _continued(self, text: str, messages: Messages, tools: Tools) -> list[int] | None:
         """Return the tokens up to the last thing that the model said, and what follows it.
@@ -141,6 +153,14 @@ class ChatFormat:
         """The special tokens, which a text does not show, and how they are written."""
         added = self._tokenizer.added_tokens_decoder.items()
         return {token: str(text) for token, text in added if text.special}
+
+
+@cache  # once in a process
+def _tell_of_unseen_tools() -> None:
+    _LOG.warning(
+        "the chat template writes no tools: the model sees none of those that it is given "
+        "(tools=). Take a template that writes them, or describe them in a message"
+    )
 
 
 def rendered(
