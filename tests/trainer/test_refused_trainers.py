@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import trinity_buffer as tb
-from tests.trainer.data import policy, prepared, rollouts
+from tests.trainer.data import policy, prepared, recorded, rollouts
 from trinity_buffer.algorithm import build
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
@@ -150,3 +150,25 @@ def test_an_optimizer_of_some_of_the_weights_trains_as_if_the_others_were_frozen
     for name, weight in trained["free"].state_dict().items():
         assert torch.equal(weight, frozen[name]), name
         assert torch.equal(weight, before[name]) == (name != "head.weight"), name
+
+
+@pytest.mark.parametrize("name", ["rloo", "ppo", "grpo"])
+def test_an_algorithm_that_reads_recorded_rewards_is_refused_on_a_set_of_others(
+    name: str, store_url: str, tmp_path: Path
+) -> None:
+    async def scored_anew() -> None:
+        async with tb.open_store(store_url) as store:
+            experiment = await recorded(store, "run", "experience", rollouts())
+            await tb.assign_rewards(experiment, "other", lambda row: -float(row.reward or 0))
+            await tb.run_strategy(experiment, "grpo", rewards="other")
+
+    anyio.run(scored_anew)
+    algorithm, settings = build(name), tb.TrainerSettings(checkpoints=tmp_path, max_steps=1)
+    with tb.open_train_stream(
+        store_url, experiment="run", strategy="grpo", groups_per_step=2
+    ) as stream:
+        if name == "grpo":  # which takes the advantages of the set
+            tb.Trainer(stream, policy(), algorithm, settings).run()
+            return
+        with pytest.raises(InvalidArgumentError, match=r"the recorded rewards, .* scoring 'other'"):
+            tb.Trainer(stream, policy(), algorithm, settings)

@@ -29,6 +29,7 @@ from trinity_buffer.pipeline.streaming.stream_options import (
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.streaming.train_stream import TrainStream
 from trinity_buffer.pipeline.writing.planning import Admission
+from trinity_buffer.store import queries
 from trinity_buffer.store.url import StoreURL
 
 T = TypeVar("T")
@@ -169,6 +170,12 @@ class SyncTrainStream(StepStream):
     def columns(self) -> frozenset[str] | None:
         """Return what the first stored experience has, None where there is none yet."""
         return self._call(self._experiment.columns)
+
+    def scoring(self) -> str | None:
+        """Return the scoring whose rewards its set was computed from; None: the recorded ones."""
+        key, name = self._experiment.key, self.options.annotation_set
+        row = self._call(self._experiment.database.read, queries.consumer_row, key, name)
+        return None if row is None else row.config.get("rewards")
 
     @override
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:

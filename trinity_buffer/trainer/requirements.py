@@ -193,6 +193,15 @@ def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) 
         teacher=teacher,
         expert=stream.expert_experiment,
     )
+    reads_rewards = algorithm.advantage is not None and algorithm.advantage.reads_rewards
+    scoring = stream.scoring() if reads_rewards else None
+    if scoring is not None:
+        raise InvalidArgumentError(
+            f"algorithm {algorithm.name!r} computes its advantages from the recorded rewards, and "
+            f"set {stream.options.annotation_set!r} was computed from those of scoring "
+            f"{scoring!r}: train it with an algorithm that takes the set's advantages, or on "
+            "strategy=None"
+        )
     recorded = stream.options.annotation_set == RECORDED_SET
     brought = {*(columns or ()), *stream.options.needs}
     if algorithm.needs_advantages and recorded and "advantages" not in brought:
