@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
+import asyncpg
 import pytest
 from typing_extensions import override
 
@@ -26,6 +28,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import changes, connecting, log, sqlite
+from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.url import parse_url
 
 COMMIT = b"COMMIT\0"
@@ -357,6 +360,33 @@ def test_several_hosts_stand_where_one_would(url: str, hosts: tuple[str, ...]) -
     assert parsed.query["host"] == hosts
     assert parsed.database == "x"
     assert parse_url(parsed.set(drivername="postgresql").render_as_string()).query == parsed.query
+
+
+async def test_a_connection_that_breaks_while_it_is_made_is_made_again(
+    postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that shuts down in the middle of the first statement leaves asyncpg confused."""
+    made = connecting.connect
+    broken: list[object] = []
+
+    async def break_first(**arguments: Any) -> Any:
+        connection = await made(**arguments)
+        if not broken:
+            broken.append(connection)
+            raise_confused = AsyncMock(side_effect=asyncpg.InternalClientError("another operation"))
+            monkeypatch.setattr(type(connection), "prepare", raise_confused)
+        else:
+            monkeypatch.undo()
+        return connection
+
+    async with opened(postgres_store_url) as experiment:
+        pool = experiment.database._connections
+        assert isinstance(pool, Server)
+        await pool.close()
+        monkeypatch.setattr(connecting, "connect", break_first)
+        pool._engine = pool._new_engine()
+        assert await experiment.is_finished() is False
+    assert broken
 
 
 @pytest.mark.parametrize(

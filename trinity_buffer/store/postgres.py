@@ -180,14 +180,16 @@ class PostgresTransaction(Transaction):
             return self._adapted.run_async(call)
         except asyncpg.exceptions.IntegrityConstraintViolationError as error:
             raise IntegrityError(str(error), None, error) from error
-        except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except (
+            asyncpg.PostgresError,
+            asyncpg.InterfaceError,
+            asyncpg.InternalClientError,
+        ) as error:
             if passes_by(error) or self._adapted.driver_connection.is_closed():
                 raise ConnectionError(f"the connection was lost: {error}") from error
             if getattr(error, "severity_en", "") in {"FATAL", "PANIC"}:
                 self._connection.invalidate()  # the pool would lend it once more
             raise DBAPIError(str(error), None, error) from error
-        except asyncpg.InternalClientError as error:  # ended by the server, and not yet closed
-            raise ConnectionError(f"the connection is broken: {error}") from error
 
 
 _SPACE = 7
