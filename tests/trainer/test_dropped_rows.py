@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trinity_buffer as tb
+from tests.contract import making
 from tests.pipeline.planting import events_of
 from tests.planted_faults.scenes import RUNS, nothing_is_wrong, opened
 from tests.trainer.data import RUNS as RUNS_OF_DATA
@@ -276,3 +277,29 @@ async def _of_policies(url: str, name: str) -> None:
     async with open_store(url) as store:
         experiment = await recorded(store, name, "experience", rollouts())
         await run_strategy(experiment, "grpo")
+
+
+@pytest.mark.parametrize("is_leased", [True, False])
+async def test_rows_whose_reward_was_that_of_a_dropped_row_are_not_trained_as_0(
+    store_url: str, *, is_leased: bool
+) -> None:
+    options: dict[str, Any] = {"strategy": None, "groups_per_step": 1, "needs": ("reward",)}
+    async with making.opened(store_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(
+            [
+                making.rollout(run=run, step=step, reward=run + 1.0 if step else None)
+                for run in range(2)
+                for step in range(2)
+            ]
+        )
+        if is_leased:
+            async with experiment.train_stream(**options) as stream:
+                await anext(stream)
+        async with experiment.train_stream(**options, drop=["b/0/1/1/"]) as stream:
+            step = await anext(stream)
+            rewards = [m["token_level_rewards"].sum(-1).tolist() for m in step.microbatches]
+            assert rewards == [[1.0, 1.0]]
+            await stream.commit(step)
+        report = await verify(experiment)
+        assert report.trainers[0].rejected == {"dropped": 1, "invalid: reward": 1}
+        assert report.problems == ()

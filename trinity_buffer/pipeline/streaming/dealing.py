@@ -36,11 +36,11 @@ from trinity_buffer.pipeline.proof.manifest import (
     plans_of,
 )
 from trinity_buffer.pipeline.spoken_wait import one_line
-from trinity_buffer.pipeline.streaming.collate import row_lengths
+from trinity_buffer.pipeline.streaming.collate import lacking_of, row_lengths
 from trinity_buffer.pipeline.streaming.resuming import Dropped
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.trainer_lease import TrainerLease
-from trinity_buffer.rejections import DROPPED, OVERSIZE
+from trinity_buffer.rejections import DROPPED, OVERSIZE, invalid
 from trinity_buffer.store import log, trainer_queries
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
@@ -202,6 +202,7 @@ class Dealer:
         self._drops = options.damaged_rows == "drop"
         self._dropped = dropped
         self._max_tokens = options.max_tokens
+        self._needs = options.needs
         self._pairs = experiment.config.get("schema") == "dpo"
 
     async def dealt(self, steps: Sequence[StepRow]) -> list[StepRow]:
@@ -279,7 +280,10 @@ class Dealer:
         while True:
             manifest = found.first.dealt(kept, found.first.microbatches)
             try:
-                return kept, self._loader.load(s, manifest), lost
+                rows = self._loader.load(s, manifest)
+                gone = self._without_reward(manifest, rows) if lost else {}
+                if not gone:
+                    return kept, rows, lost
             except UNREADABLE as error:
                 gone = self._loader.unreadable(s, manifest)
                 if not (self._drops and gone):
@@ -287,6 +291,14 @@ class Dealer:
                     raise _refusal(s, self._loader, manifest, name, gone, error) from error
             lost |= {kept[place]: why for place, why in gone.items()}
             kept = [place for place in kept if place not in lost]
+
+    def _without_reward(self, manifest: Manifest, rows: LoadedRows) -> dict[int, str]:
+        """Return the rows whose reward was that of the last row of their run, which is lost."""
+        if "reward" not in self._needs:
+            return {}
+        source = manifest.source or (0,) * len(manifest.groups)
+        lacking = lacking_of("reward", manifest, rows)
+        return {place: invalid("reward") for place in lacking if not source[place]}
 
     def _dealt(
         self,
