@@ -126,8 +126,12 @@ HARMONY = Form(
 FORMS = {"qwen": QWEN, "coder": CODER, "llama": LLAMA, "mistral": MISTRAL, "gpt-oss": HARMONY}
 
 
-def tokenizer_of(form: Form) -> Any:
-    """Return a tokenizer of bytes and a few pairs of them, with the template of ``form``."""
+def tokenizer_of(form: Form, **options: Any) -> Any:
+    """Return a tokenizer of bytes and a few pairs of them, with the template of ``form``.
+
+    Args:
+        options: of the tokenizer's own.
+    """
     letters = bytes_to_unicode()
     vocabulary = {letter: byte for byte, letter in letters.items()}
     for number, pair in enumerate(MERGES, 256):
@@ -139,7 +143,7 @@ def tokenizer_of(form: Form) -> Any:
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens([*form.special, *form.ends])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=form.ends[0], chat_template=form.template
+        tokenizer_object=inner, eos_token=form.ends[0], chat_template=form.template, **options
     )
 
 

@@ -95,6 +95,22 @@ async def test_three_turns_with_a_tool_are_one_row_of_what_was_sampled(name: str
     assert [turn.finish_reason for turn in talk.turns] == ["tool_calls", "tool_calls", "stop"]
 
 
+async def test_texts_and_arguments_are_as_they_were_said_whatever_a_tokenizer_takes_out() -> None:
+    """Older versions of transformers take blanks before punctuation out, as Llama 3 has it."""
+    said = '<tool_call>\n{"name": "run", "arguments": {"code": "f(1 , 2) .x"}}\n</tool_call>'
+    texts = [said + "<|im_end|>", "it is [1 , 2] . do n't<|im_end|>"]
+    turns = [letter_by_letter(tokenizer_of(QWEN), text) for text in texts]
+    asked = ("", "_for_bpe_even_though_it_will_corrupt_output")
+    cleaning = dict.fromkeys((f"clean_up_tokenization_spaces{one}" for one in asked), True)
+    tokenizer = tokenizer_of(QWEN, **cleaning)
+    assert tokenizer.decode(turns[1]) != texts[1]
+    ends = tokenizer.convert_tokens_to_ids(list(QWEN.ends))
+    model = LocalModel(Scripted(tokenizer, turns, ends), tokenizer, temperature=0)
+    (call,) = (await model.chat([QUESTION], tools=[ADD])).tool_calls
+    assert json.loads(call["function"]["arguments"]) == {"code": "f(1 , 2) .x"}
+    assert (await model.chat([QUESTION])).text == texts[1].removesuffix("<|im_end|>")
+
+
 @pytest.mark.parametrize("name", FORMS)
 async def test_a_prompt_is_what_was_sampled_and_what_the_template_writes_behind_it(
     name: str,

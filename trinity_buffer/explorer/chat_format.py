@@ -146,7 +146,7 @@ class ChatFormat:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return decoded(self._tokenizer, ids, skip_special_tokens=False)
 
     @cached_property
     def _special(self) -> dict[int, str]:
@@ -160,6 +160,15 @@ def _tell_of_unseen_tools() -> None:
     _LOG.warning(
         "the chat template writes no tools: the model sees none of those that it is given "
         "(tools=). Take a template that writes them, or describe them in a message"
+    )
+
+
+def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of tokens as it is: some tokenizers take out blanks before punctuation."""
+    return str(
+        tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
     )
 
 

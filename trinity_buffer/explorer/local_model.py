@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.explorer.chat_format import ChatFormat
+from trinity_buffer.explorer.chat_format import ChatFormat, decoded
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.extras import extra
 from trinity_buffer.sampling import LEAST_TEMPERATURE
@@ -140,7 +140,7 @@ class LocalModel:
         finally:
             if asked in self._waiting:
                 self._waiting.remove(asked)
-        text = self.tokenizer.decode(asked.said, skip_special_tokens=True)
+        text = decoded(self.tokenizer, asked.said, skip_special_tokens=True)
         reason = "stop" if asked.said[-1] in self._ends else "length"
         return Completion(
             prompt_ids=ids,
