@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from signal import SIGKILL
 
 import anyio
 import pytest
@@ -11,7 +13,11 @@ from sqlalchemy import delete
 import trinity_buffer as tb
 from tests.contract.making import living, opened
 from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
+from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.processes import this_host
+from trinity_buffer.store import promises
+from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.tables import presence
 
 WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
@@ -77,17 +83,60 @@ async def test_two_explorers_take_a_batch_over_once(store_url: str) -> None:
         assert sum(rollouts.calls.values()) == 9
 
 
-async def test_an_explorer_that_comes_back_leaves_what_was_taken_over(store_url: str) -> None:
+async def says(experiment: Experiment, name: str, pid: int, host: str) -> None:
+    """Say that a process explores under this name."""
+    now = now_us()
+    row = PresenceRow("explorer", name, host, pid, now, now, None)
+    await experiment.database.write(promises.note_presence, experiment.key, row)
+
+
+@pytest.mark.parametrize("how", ["seals", "dies"])
+async def test_an_explorer_that_comes_back_waits_for_who_took_its_batch_over(
+    store_url: str, how: str
+) -> None:
     """Else both would make the same runs, and one of them would be refused."""
-    async with opened(store_url) as experiment:
+    async with opened(store_url) as experiment, opened(store_url) as other:
         await die_in_the_first_batch(experiment)
         rollouts = Rollouts()
-        async with living(experiment, "e0"):  # another process, under its name
+        explore = partial(tb.explore, actor="e0", tasks=TASKS, rollout=rollouts, model=None)
+        with anyio.fail_after(60):
+            async with living(other, "e0") as pid, anyio.create_task_group() as tasks:
+                await says(other, "e1", pid, this_host())
+                tasks.start_soon(partial(explore, experiment, **SMALL))
+                with anyio.move_on_after(0.5) as waited:
+                    await other.until_finished()
+                assert waited.cancelled_caught
+                assert not rollouts.calls
+                if how == "seals":
+                    await other.writer("e1").seal("epoch0-0", 1)
+                else:
+                    os.kill(pid, SIGKILL)
+        left = {} if how == "dies" else {"epoch0-0": 1}
+        assert await sealed(experiment) == WHOLE | left
+
+
+async def test_an_explorer_makes_its_batch_though_its_last_process_seems_to_live(
+    store_url: str,
+) -> None:
+    """A container that is started again is another machine, and the dead one was just heard of."""
+    async with opened(store_url) as experiment:
+        await die_in_the_first_batch(experiment)
+        await says(experiment, "e0", 1, "pod#before")
+        with anyio.fail_after(60):
             await tb.explore(
-                experiment, actor="e0", tasks=TASKS, rollout=rollouts, model=None, **SMALL
+                experiment, actor="e0", tasks=TASKS, rollout=answer, model=None, **SMALL
             )
-        assert rollouts.calls["ant"] + rollouts.calls["bee"] == 0
-        assert set(await sealed(experiment)) == {"epoch0-1", "epoch0-2"}
+        assert await sealed(experiment) == WHOLE
+
+
+async def test_an_heir_takes_nothing_from_an_explorer_that_is_back(store_url: str) -> None:
+    async with opened(store_url) as experiment:
+        await die_in_the_first_batch(experiment)
+        heir = experiment.writer("e1")
+        assert await heir.take_over() == ["epoch0-0"]
+        async with living(experiment, "e0"):
+            await experiment.writer("e0").plan("epoch0-1", [2, 3], 2)
+            assert await heir.take_over() == []
 
 
 async def test_what_was_taken_over_is_said_to_be_alive_until_its_maker_ends(store_url: str) -> None:

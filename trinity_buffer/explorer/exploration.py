@@ -224,7 +224,6 @@ class _Exploration:
         self._options = options
         self._slots = anyio.Semaphore(options.concurrency)
         self._under_way = UnderWay(self._writer, options.timeout_s)
-        self._is_shared = False  # another process explores under this name
         path = options.acknowledgements
         self._acknowledgements = None if path is None else Acknowledgements(path)
 
@@ -233,7 +232,7 @@ class _Exploration:
         under_way = self._under_way
         beside = [self._writer.stay_present, under_way.watch, under_way.stay_known]
         try:
-            self._is_shared = await self._writer.warn_of_namesake()
+            await self._writer.begin_exploring()
             if self._weights is not None:
                 await self._weights.load_newest()
                 beside.append(self._weights.follow)
@@ -261,7 +260,8 @@ class _Exploration:
             known = await self._writer.contents_of(list(rows.values()))
             for batch, tasks in page.items():
                 row = rows.get(batch)
-                if row is not None and self._is_made(row, tasks, known):
+                if row is not None and row.sealed_at is not None and self._is(row, tasks):
+                    require_same_contents(batch, known, self._contents(tasks))
                     continue
                 try:
                     planned = await self._plan(batch, tasks)
@@ -290,13 +290,6 @@ class _Exploration:
         for epoch in range(self._options.epochs):
             for number, start in enumerate(range(0, len(keys), size)):
                 yield f"epoch{epoch}-{number}", keys[start : start + size]
-
-    def _is_made(self, row: BatchRow, tasks: Sequence[Key], known: Mapping[str, bytes]) -> bool:
-        """Return whether a planned batch is sealed, or another process of this name makes it."""
-        if row.sealed_at is not None and self._is(row, tasks):
-            require_same_contents(row.batch, known, self._contents(tasks))
-            return True
-        return self._is_shared and row.actor == self._writer.actor
 
     def _is(self, row: BatchRow, tasks: Sequence[Key]) -> bool:
         same = list(map(str, row.tasks)) == list(map(str, tasks))

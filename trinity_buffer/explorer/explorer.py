@@ -98,10 +98,10 @@ class Explorer:
     async def run(self, report: Callable[[BatchReport], None]) -> None:
         """Explore until the experiment is finished or ``max_batches`` are planned."""
         try:
-            is_shared = await self._writer.warn_of_namesake()
+            await self._writer.begin_exploring()
             await self._weights.load_newest()
             number, unfinished = await self._writer.unsealed()
-            for batch in [] if is_shared else unfinished:
+            for batch in unfinished:
                 report(await self._finish(batch, repaired=True))
             beside = (self._weights.follow, self._writer.stay_present, self._under_way.stay_known)
             async with running(*beside):

@@ -20,7 +20,7 @@ from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.pipeline import diagnosis
 from trinity_buffer.pipeline.events import decoded, new_event, now_us
-from trinity_buffer.pipeline.presence import Presence
+from trinity_buffer.pipeline.presence import Presence, place_of
 from trinity_buffer.pipeline.rejection_watch import FAULTS, MAX_REJECTED_STEPS, WARN_AFTER_STEPS
 from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
 from trinity_buffer.pipeline.stall import Stall
@@ -28,6 +28,7 @@ from trinity_buffer.store import log, promises, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.asking import conservation
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 _logger = logging.getLogger(__name__)
@@ -462,16 +463,62 @@ def take_over(
         batches: those that may be claimed; None: all.
     """
     lock_experiment(tx, experiment)
-    around = diagnosis.Surroundings.of(tx, experiment)
+    here = diagnosis.Surroundings.of(tx, experiment).here
+
+    def is_there(actor: str) -> bool:
+        rows = [row for row in here if (row.role, row.name) == ("explorer", actor)]
+        return any(actor not in mine or not presence_of(actor).is_own(row) for row in rows)
+
     gone = [
         batch
         for batch in conservation.open_batches(tx, experiment)
         if batches is None or batch.key in batches
-        if batch.actor in mine or around.who("explorer", batch.actor) is None
+        if not is_there(batch.actor)
     ]
     for actor in sorted({batch.actor for batch in gone}):
         promises.note_presence(tx, experiment, presence_of(actor).first())
     return gone
+
+
+def heirs_of(presence: Presence, here: Sequence[PresenceRow]) -> list[PresenceRow]:
+    """Return who is there under the name of an explorer and under one of its own: it took over."""
+    names: dict[tuple[str, int], set[str]] = {}
+    for row in here:
+        if row.role == presence.role:
+            names.setdefault((row.host, row.pid), set()).add(row.name)
+    namesakes = filter(presence.is_namesake, here)
+    return [row for row in namesakes if len(names[row.host, row.pid]) > 1]
+
+
+async def wait_for_heirs(database: Database, experiment: int, presence: Presence) -> None:
+    """Return once what an explorer had left is sealed, or nobody is there who took it over."""
+    actor = presence.name
+
+    def look(tx: Transaction) -> tuple[list[PresenceRow], list[str]]:
+        here = promises.everybody(tx, experiment)
+        _, left = queries.batches_of_actor(tx, experiment, actor)
+        return heirs_of(presence, here), left
+
+    async def tell() -> str:
+        return (
+            f"explorer {actor!r} waits for batch {open_ones[0]!r}, which another process took over "
+            f"({place_of(heirs[0])})"
+        )
+
+    wait = SpokenWait(database.changes, tell, presence, stall=Stall(database, experiment, presence))
+    left: list[str] | None = None
+    while True:
+        state = await database.changes.state()
+        heirs, open_ones = await database.read(look)
+        left = open_ones if left is None else [batch for batch in left if batch in open_ones]
+        if not (heirs and left):
+            wait.over()
+            return
+        await wait.changed(state, LOOK_FOR_HEIRS_S)
+
+
+LOOK_FOR_HEIRS_S = 2.0
+"""Nobody says that one was killed."""
 
 
 def seal_as_it_is(tx: Transaction, experiment: int, batch: str, *, actor: str) -> int | None:

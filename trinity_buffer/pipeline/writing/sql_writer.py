@@ -163,7 +163,7 @@ class SQLWriter(BufferWriter):
         """Claim planned batches whose explorers are gone, and return them, oldest first.
 
         What is missing of them is this writer's to write, and they are its to seal. `stay_present`
-        keeps the claim; an explorer that is started again under its own name warns of this one.
+        keeps the claim; an explorer that is started again under its own name waits for this one.
 
         Args:
             batches: those that may be claimed; None: all.
@@ -215,25 +215,27 @@ class SQLWriter(BufferWriter):
         """
         await planning.seal(self._database, self._experiment, self.actor, batch, expected)
 
-    async def warn_of_namesake(self) -> bool:
-        """Say that this explorer is there; warn of processes that explore as it does.
+    async def begin_exploring(self) -> None:
+        """Say that this explorer is there; warn of namesakes, and wait for who took its batches.
 
-        Returns:
-            Whether there is one. What is planned under this name is its to make: it may have taken
-            that over.
+        A process that is there under another name too has taken over what this one left behind: it
+        makes that, and seals it, or ends. One of the same name alone may be what is left of this
+        explorer, as it was before it was killed.
         """
         await self._presence.seen(at_once=True)
         here = await self._database.read(promises.everybody, self._experiment)
-        namesakes = [row for row in here if self._presence.is_namesake(row)]
-        for row in namesakes:
-            _logger.warning(
-                "%s",
-                one_line(
-                    f"another process explores as {self.actor!r} too ({place_of(row)}): give each "
-                    "process an actor name of its own; what is planned under this one is left to it"
-                ),
-            )
-        return bool(namesakes)
+        heirs = planning.heirs_of(self._presence, here)
+        for row in filter(self._presence.is_namesake, here):
+            if row not in heirs:
+                _logger.warning(
+                    "%s",
+                    one_line(
+                        f"another process explores as {self.actor!r} too ({place_of(row)}): give "
+                        "each process an actor name of its own"
+                    ),
+                )
+        if heirs:
+            await planning.wait_for_heirs(self._database, self._experiment, self._presence)
 
     async def stay_present(self) -> None:
         """Say until cancelled that this explorer is there, and then take it back."""
