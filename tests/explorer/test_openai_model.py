@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
+from tests.contract.making import group, opened
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
+from trinity_buffer.explorer import weight_sync
 from trinity_buffer.explorer.conversation import Completion, Conversation
 from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.explorer.server import Server
-from trinity_buffer.explorer.weight_sync import push_weights
+from trinity_buffer.explorer.weight_sync import PushReport, push_weights, sync_weights
+from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import PublishedPolicy
 from trinity_buffer.trainer.token_scores import token_scores
 
@@ -336,6 +341,39 @@ async def test_a_server_that_names_other_weights_is_not_resumed(
             await push_weights(server, published, dialect=dialect)
     assert vllm.said
     assert resume not in vllm.said
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_a_server_that_was_restarted_is_given_the_newest_weights_again(
+    url: str,
+    vllm: VLLM,
+    published: PublishedPolicy,
+    dialect: Any,
+    sqlite_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_sync, "LOOKED_AT_EVERY_S", 0.01)
+    pushed: list[int] = []
+
+    async def restart() -> None:
+        vllm.version = "0"
+
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment, Server(url) as server:
+        await experiment.writer("e0").write(group())
+        await run_strategy(experiment, "grpo")
+        async with experiment.train_stream(strategy="grpo") as stream:
+            async for step in stream:
+                await stream.commit(step, checkpoint=Path(published.uri))
+
+        def note(report: PushReport) -> None:
+            pushed.append(report.version)
+            tasks.start_soon(restart if len(pushed) < 3 else partial(experiment.finish, "done"))
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                await sync_weights(experiment, [server], dialect=dialect, follow=True, report=note)
+    assert pushed == [1, 1, 1]
+    assert vllm.version == "1"
 
 
 async def test_a_server_that_could_not_load_stays_paused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Literal
 import anyio.to_thread
 
 from trinity_buffer.errors import CheckpointError, InferenceServerError
-from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.explorer.server import Dialect, Server
 from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
 from trinity_buffer.pipeline.proof.checkpoint import being_read, require_digest
 
 PauseMode = Literal["wait", "keep", "abort"]
+
+LOOKED_AT_EVERY_S = 5.0
+"""How often a server is asked whether it still holds the weights: a restarted one does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +128,35 @@ async def sync_weights(
 ) -> int:
     """Push the newest published policy to every server; return its version, 0 if there is none.
 
-    With ``follow`` go on with whatever is published, until the experiment is finished.
+    With ``follow`` go on with whatever is published, until the experiment is finished, and push
+    again to a server that names other weights, as one does that was restarted.
 
     Raises:
         CheckpointError, InferenceServerError: see `push_weights`.
     """
-    pushed = await _push_newest(experiment, servers, None, dialect, mode, report)
-    if follow:
-        position = 0 if pushed is None else pushed.position
-        async for _ in experiment.events(position, follow=True, kinds=kinds_of(PolicyPublished)):
-            pushed = await _push_newest(experiment, servers, pushed, dialect, mode, report)
-    return 0 if pushed is None else pushed.version
+    changes = experiment.database.changes
+    pushed: PublishedPolicy | None = None
+    due = 0.0
+    while True:
+        state = await changes.state()
+        is_last = not follow or await experiment.is_finished()
+        pushed = await _push_newest(experiment, servers, pushed, dialect, mode, report)
+        if is_last:
+            return 0 if pushed is None else pushed.version
+        if pushed is not None and time.monotonic() >= due:
+            behind = [one for one in servers if await _holds_others(one, pushed, dialect)]
+            await _push_newest(experiment, behind, None, dialect, mode, report)
+            due = time.monotonic() + LOOKED_AT_EVERY_S
+        await changes.changed(state, LOOKED_AT_EVERY_S)
+
+
+async def _holds_others(server: Server, pushed: PublishedPolicy, dialect: Dialect) -> bool:
+    """Return whether a server names other weights; one that is away is asked again later."""
+    try:
+        held = await server.weight_version(dialect)
+    except InferenceServerError:
+        return False
+    return held not in (None, str(pushed.version))
 
 
 async def _push_newest(
