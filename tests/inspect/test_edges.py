@@ -205,7 +205,7 @@ async def test_a_row_whose_experience_is_lost_is_shown_without_what_it_knew(
         await store.database.write(lambda tx: tx.execute(lost))
         (after,) = [row for row in (await blame(now(experiment), 1)).rows if row.experiment]
     assert (before.length, before.trained_tokens) != (0, 0)
-    assert after == replace(before, uid="", reward=None, length=0, trained_tokens=0)
+    assert after == replace(before, uid="", run=None, reward=None, length=0, trained_tokens=0)
 
 
 async def test_ages_are_whole_numbers_however_large(sqlite_url: str) -> None:

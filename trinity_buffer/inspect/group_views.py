@@ -50,8 +50,8 @@ class GroupView:
 
     Attributes:
         rollouts: how many runs were planned; None: the batch was not.
-        mean, deviation: of the rewards, each run taken once, without what came late; the deviation
-            is the sample's (n - 1).
+        mean, deviation: of the rewards, each run taken once, without what came late or was refused
+            at the door; the deviation is the sample's (n - 1).
         state: what became of its experiences, with how many where they differ.
         missing: planned runs that are not stored.
         newest: address of the experience that was recorded last, as an integer.
@@ -188,25 +188,27 @@ def _group(
     fates_of: dict[int, Fate | None],
     events: dict[int, EventWithSegment],
 ) -> GroupView:
-    runs = []
+    runs: list[RunView] = []
+    taken: list[RunView] = []  # those that strategies compare
     for row in sorted(rows, key=lambda row: (row.eid.run, row.eid.step, row.eid.suffix)):
         fate = fates_of[row.address]
         state = "recorded" if fate is None else str(fate)
         advantage = _advantage(fate, events)
         eid = row.eid
-        runs.append(
-            RunView(
-                eid.uid,
-                eid.run,
-                eid.step,
-                row.reward,
-                advantage,
-                row.policy_version,
-                row.length,
-                state,
-            )
+        run = RunView(
+            eid.uid,
+            eid.run,
+            eid.step,
+            row.reward,
+            advantage,
+            row.policy_version,
+            row.length,
+            state,
         )
-    mean, deviation = _moments([run for run in runs if not run.state.endswith(": late")])
+        runs.append(run)
+        if row.refused is None and not state.endswith(": late"):
+            taken.append(run)
+    mean, deviation = _moments(taken)
     rollouts = None if batch is None else batch.rollouts_per_group
     missing = 0
     if rollouts is not None:

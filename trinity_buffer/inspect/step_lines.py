@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from trinity_buffer.inspect.measured import Measured, Numbers, measured
 from trinity_buffer.inspect.source import Source
 from trinity_buffer.inspect.tensors import mean_of
 from trinity_buffer.pipeline.events import Event
+from trinity_buffer.pipeline.run_rewards import mean_over_runs, rewards_by_run
 from trinity_buffer.store import log, queries, trainer_queries
 from trinity_buffer.store.asking import inspection
 from trinity_buffer.store.asking.columns import NO_VERSION, row_numbers
@@ -36,7 +38,8 @@ class StepLine:
             was wrong: it went backward in between, or two machines differ.
         rows, groups: of it, an expert's included; all that follows leaves the expert's out.
         tokens, trained_tokens: of its rows.
-        reward: mean over its rows.
+        reward: mean over its runs, each taken once: its reward is the mean of its rows', of which
+            one without a reward has that of the last.
         staleness, oldest: mean and greatest (step - 1 - policy version) of its rows.
         metrics: what the trainer measured; without `StepMeasured` only at the last of a commit.
     """
@@ -66,6 +69,8 @@ class EatenRow:
 
     Attributes:
         experiment: "" for the trainer's own, else the expert's.
+        run: of its task; the rows of a run share it and the group.
+        run_reward: of that run, as `StepLine.reward` takes it; None of an expert's rows.
         advantage: mean over its tokens, or the number that stands before the mask.
         annotation, address: ``position:slot`` of its annotation and of the experience.
         actor: who recorded the experience.
@@ -78,7 +83,9 @@ class EatenRow:
     microbatch: int
     rank: int
     group: int
+    run: int | None
     reward: float | None
+    run_reward: float | None
     advantage: float | None
     policy_version: int | None
     staleness: int | None
@@ -121,6 +128,13 @@ class Staleness:
     mean: float
     greatest: int
     state: str = "committed"
+
+
+class _Counted(NamedTuple):
+    """`NUMBERS` of the trainer's own rows of a lease, and the group of each in the step."""
+
+    numbers: Numbers
+    groups: Numbers
 
 
 class _Eaten(NamedTuple):
@@ -309,25 +323,30 @@ async def _experiences(source: Source, of: str, addresses: list[int]) -> list[Ex
     return await source.database.read(look)
 
 
-async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[Numbers]:
-    """Return `NUMBERS` of the trainer's own rows of each lease, where they are known."""
-    sides = [zip(fact.experiences, _experiments(fact), strict=True) for fact in facts]
-    own = [[address for address, of in pairs if not of] for pairs in sides]
+async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[_Counted]:
+    """Return what is counted of the trainer's own rows of each lease, where they are known."""
+    sides = [[not of for of in _experiments(fact)] for fact in facts]
+    own = [list(compress(f.experiences, mine)) for f, mine in zip(facts, sides, strict=True)]
+    groups = [list(compress(f.groups, mine)) for f, mine in zip(facts, sides, strict=True)]
     wanted = sorted(set(chain.from_iterable(own)))
     numbers = await source.read(row_numbers, source.key, wanted)
     known, ended = numbers["address"], np.append(numbers["address"], -1)
     places = [np.searchsorted(known, some) for some in own]
-    return [numbers[at[ended[at] == some]] for some, at in zip(own, places, strict=True)]
+    found = []
+    for some, of, at in zip(own, groups, places, strict=True):
+        there = ended[at] == some
+        found.append(_Counted(numbers[at[there]], np.array(of, np.int64)[there]))
+    return found
 
 
 def _line(
-    name: str, row: StepRow, events: Mapping[int, Event], fact: BatchLeased, numbers: Numbers
+    name: str, row: StepRow, events: Mapping[int, Event], fact: BatchLeased, counted: _Counted
 ) -> StepLine:
     leased = events[row.leased_at]
     commit = None if row.committed_at is None else events[row.committed_at]
     seconds = None if commit is None else commit.recorded_at - leased.recorded_at
-    rewards, versions = numbers["reward"], numbers["policy_version"]
-    rewards = rewards[~np.isnan(rewards)]
+    numbers = counted.numbers
+    versions = numbers["policy_version"]
     lags = row.step - 1 - versions[versions != NO_VERSION]
     return StepLine(
         trainer=name,
@@ -342,7 +361,7 @@ def _line(
         microbatches=len(fact.microbatches),
         tokens=int(numbers["length"].sum()),
         trained_tokens=int(numbers["trained_tokens"].sum()),
-        reward=fmean(rewards.tolist()) if len(rewards) else None,
+        reward=mean_over_runs(numbers["reward"], counted.groups, numbers["run"], numbers["step"]),
         staleness=fmean(lags.tolist()) if len(lags) else None,
         oldest=int(lags.max()) if len(lags) else None,
         checkpoint=row.checkpoint,
@@ -363,12 +382,33 @@ def _metrics(commit: Event | None, step: int) -> Mapping[str, Any]:
     return fact.metrics
 
 
+def _run_rewards(eaten: _Eaten) -> dict[int, float]:
+    """Return slot -> reward of the run, of the trainer's own rows where one is known."""
+    slots = [at for at, row in enumerate(eaten.rows) if row and not eaten.experiments[at]]
+    rows = [row for row in map(eaten.rows.__getitem__, slots) if row is not None]
+    rewards = rewards_by_run(
+        np.array([row.reward for row in rows], np.float64),
+        np.array([eaten.fact.groups[slot] for slot in slots], np.int64),
+        np.array([row.eid.run for row in rows], np.int64),
+        np.array([row.eid.step for row in rows], np.int64),
+    )
+    pairs = zip(slots, rewards.tolist(), strict=True)
+    return {slot: reward for slot, reward in pairs if not math.isnan(reward)}
+
+
+def rewards_of_runs(rows: Sequence[EatenRow]) -> list[float]:
+    """Return the rewards of the trainer's own runs among rows of a step, each once."""
+    runs = {(r.group, r.run): r.run_reward for r in rows if r.run_reward is not None}
+    return list(runs.values())
+
+
 async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[EatenRow, ...]:
     fact = eaten.fact
     rows = zip(fact.annotations, eaten.experiments, eaten.rows, strict=True)
     own = {position_of(a): "" if row is None else row.eid.uid for a, of, row in rows if not of}
     events = await events_with_segments(source, own, ["annotation"])
     who = await _actors(source, {row.address for row in _own(eaten)})
+    of_runs = _run_rewards(eaten)
     found = []
     for slot, (row, of) in enumerate(zip(eaten.rows, eaten.experiments, strict=True)):
         note = fact.annotations[slot]
@@ -385,7 +425,9 @@ async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[
                 microbatch=at,
                 rank=rank,
                 group=fact.groups[slot],
+                run=None if row is None else row.eid.run,
                 reward=None if row is None else row.reward,
+                run_reward=of_runs.get(slot),
                 advantage=None
                 if segment is None
                 else mean_of(segment, "advantages", slot_of(note)),

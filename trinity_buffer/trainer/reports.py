@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 
@@ -17,6 +14,7 @@ class StepReport:
     """What is said of one gradient step, in numbers: of all ranks, except ``seconds``.
 
     Attributes:
+        reward: see `TrainStep.reward`, without penalties; 0 where no reward is known.
         staleness: see `TrainStep.staleness`; 0 where no version is known.
         seconds: from the arrival of the batch to the end of its commit, if there was one.
         skipped: the loss or the gradient norm was not finite, and the weights are what they were.
@@ -38,16 +36,9 @@ class StepReport:
     measures: StepMeasures | None = field(default=None, repr=False)
 
 
-def reward_share(step: TrainStep) -> Tensor:
-    """Return this rank's share of the mean reward of a step that has rows; the shares add up."""
-    rewards = sum(m["token_level_rewards"].double().sum() for m in step.microbatches)
-    return torch.as_tensor(rewards / len(step.manifest.experiences))
-
-
 def report_of(
     step: TrainStep,
     metrics: dict[str, float],
-    reward: float,
     begin: float,
     *,
     committed: bool,
@@ -57,7 +48,7 @@ def report_of(
     return StepReport(
         step=step.step,
         loss=metrics["loss"],
-        reward=reward,
+        reward=step.reward or 0.0,
         gradient_norm=metrics["gradient_norm"],
         staleness=step.staleness or 0.0,
         rows=len(step.manifest.experiences),

@@ -12,9 +12,6 @@ from trinity_buffer.algorithm.functional import mask_of_rows
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.trainer.parallel import Processes, gather_texts
 
-REWARD = "reward"
-"""A rank's share of the mean reward of the step: shares add up."""
-
 
 class Number(NamedTuple):
     """A number of one rank, and how much it counts beside those of others."""
@@ -134,7 +131,7 @@ def _tokens_of(name: str) -> str:
 
 def _joined(name: str, values: Tensor, weights: Tensor) -> Number:
     """Return one number of several."""
-    if _adds_up(name):
+    if name.endswith("loss"):
         return Number(values.sum())
     # A mean over no token at all counts for next to nothing, and is said where there is no other.
     known = weights.clamp(min=1e-30).where(~values.isnan(), 0.0)
@@ -144,10 +141,6 @@ def _joined(name: str, values: Tensor, weights: Tensor) -> Number:
         return Number(sign * most.where(most > -torch.inf, torch.nan), known.sum())
     total = known.sum()
     return Number((values.where(known > 0, 0.0) * known).sum() / total, total)
-
-
-def _adds_up(name: str) -> bool:
-    return name.endswith("loss") or name == REWARD
 
 
 def _double(value: Any, device: torch.device) -> Tensor:

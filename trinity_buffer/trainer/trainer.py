@@ -40,10 +40,10 @@ from trinity_buffer.trainer.non_finite import largest_rows
 from trinity_buffer.trainer.noting import noting, require_known, require_taken, settle_sampling
 from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
-from trinity_buffer.trainer.reports import StepReport, report_of, reward_share
+from trinity_buffer.trainer.reports import StepReport, report_of
 from trinity_buffer.trainer.requirements import require_of, require_same_ranks
 from trinity_buffer.trainer.settings import TrainerSettings
-from trinity_buffer.trainer.step_numbers import REWARD, Number, StepNumbers, combined
+from trinity_buffer.trainer.step_numbers import Number, StepNumbers, combined
 
 __all__ = ["StepReport", "Trainer", "TrainerSettings"]
 
@@ -189,7 +189,6 @@ class Trainer:
             begin = time.perf_counter()
             meter = self._meter(step)
             metrics = self._train(step, meter)
-            reward = metrics.pop(REWARD)
             self._remember(step)
             if step.staleness is not None:
                 metrics["staleness"] = step.staleness
@@ -203,7 +202,7 @@ class Trainer:
                 committed = self._commit(step, metrics)
                 last = None
             skipped = self._skipped_in_a_row > 0
-            told = report_of(step, metrics, reward, begin, committed=committed, skipped=skipped)
+            told = report_of(step, metrics, begin, committed=committed, skipped=skipped)
             stop = report(replace(told, measures=measures))
             if self._gives_up:
                 raise self._given_up(step)
@@ -232,7 +231,7 @@ class Trainer:
         """Step the optimizers if all is finite; return the numbers of the step."""
         if not step.microbatches:  # every row was dropped: it changes nothing
             self._skipped_in_a_row = 0
-            return {"loss": 0.0, "gradient_norm": 0.0, REWARD: 0.0}
+            return {"loss": 0.0, "gradient_norm": 0.0}
         recomputed = self._settings.recompute_old_logprob
         settle_sampling(step, self._algorithm, recomputed=recomputed)
         require_taken(step, self._stream.uids, self._models)
@@ -260,7 +259,6 @@ class Trainer:
         deciding = [found["loss"].value, norm]
         found["gradient_norm"] = Number(norm)
         found["learning_rate"] = Number(self._rate(step))
-        found[REWARD] = Number(reward_share(step))
         if self.state.critic is not None:
             of_critic, of_critic_norm = self._critic_gradient(step, *self.state.critic)
             found |= of_critic

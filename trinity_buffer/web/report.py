@@ -20,7 +20,7 @@ from trinity_buffer.inspect import (
 )
 from trinity_buffer.inspect.doctor import examine
 from trinity_buffer.inspect.source import Source, now
-from trinity_buffer.inspect.step_lines import EatenRow
+from trinity_buffer.inspect.step_lines import EatenRow, rewards_of_runs
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.web.charts import Lines, histogram, lines
 from trinity_buffer.web.templating import cut, rendered
@@ -69,7 +69,7 @@ def charts_of(some: Sequence[StepLine]) -> list[Lines]:
     recorded = {name: [_number(line.metrics.get(name)) for line in some] for name in names}
     made = [
         lines(name, [(line.step, value) for line, value in zip(some, values, strict=True)])
-        for name, values in {**own, **recorded}.items()
+        for name, values in {**own, **recorded, **own}.items()
     ]
     return [one for one in made if one is not None]
 
@@ -92,7 +92,7 @@ async def _last_step(source: Source, some: Sequence[StepLine]) -> Mapping[str, A
     return {
         "line": found.line,
         "proven": found.proven,
-        "bars": histogram([row.reward for row in own if row.reward is not None]),
+        "bars": histogram(rewards_of_runs(own)),
         "rows": [(row, await _text(source, row)) for row in heaviest],
     }
 

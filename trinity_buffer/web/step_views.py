@@ -12,6 +12,7 @@ from trinity_buffer.inspect import (
     steps,
 )
 from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspect.step_lines import rewards_of_runs
 from trinity_buffer.web.asked import Asked, Page, whole
 from trinity_buffer.web.charts import histogram, lanes, step_bar
 from trinity_buffer.web.report import charts_of
@@ -64,7 +65,7 @@ async def step_page(asked: Asked) -> Page:
         "bar": step_bar([(line.step, line.reward) for line in near], current=number),
         "before": number - 1 if near[0].step < number else None,
         "after": number + 1 if near[-1].step > number else None,
-        "bars": histogram([row.reward for row in found.rows if row.reward is not None]),
+        "bars": histogram(rewards_of_runs(found.rows)),
         "shares": any("loss_share" in row.measured for row in found.rows),
         "rows": rows[start : start + PAGE],
         "matching": len(rows),
@@ -74,13 +75,13 @@ async def step_page(asked: Asked) -> Page:
 
 
 def _chosen(asked: Asked, eaten: tuple[EatenRow, ...]) -> list[EatenRow]:
-    """Return the rows between the rewards that are asked for, in the order that is asked for."""
+    """Return the rows of runs between the rewards asked for, in the order that is asked for."""
     low, high = asked.real("low"), asked.real("high")
     rows = [
         row
         for row in eaten
-        if (low is None or (row.reward is not None and row.reward >= low))
-        and (high is None or (row.reward is not None and row.reward <= high))
+        if (low is None or (row.run_reward is not None and row.run_reward >= low))
+        and (high is None or (row.run_reward is not None and row.run_reward <= high))
     ]
     if asked.text("sort") == "abs-advantage":
         rows.sort(key=lambda row: -abs(row.advantage or 0.0))

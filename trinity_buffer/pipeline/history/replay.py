@@ -23,7 +23,12 @@ from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.proof.manifest import Manifest
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
+from trinity_buffer.pipeline.streaming.collate import (
+    collate_step,
+    known_versions,
+    mean_reward,
+    rows_in,
+)
 from trinity_buffer.pipeline.streaming.committing import Commit
 from trinity_buffer.pipeline.streaming.dealing import dealt_to, leased_step
 from trinity_buffer.pipeline.streaming.stream_options import Resume
@@ -77,11 +82,11 @@ async def replayed_steps(
             manifest, rows = _dealt(_fit(manifest, rows, needs), rows, world_size)
             part = partial(collate_step, rank=rank, world=world_size, device=device)
             microbatches = await anyio.to_thread.run_sync(part, manifest, rows)
-            versions = [one for one in rows.facts.policy_versions if one is not None]
             step = TrainStep(manifest.step, microbatches, manifest, link, recorded=True)
             yield replace(
                 step,
-                policy_versions=versions,
+                policy_versions=known_versions(manifest, rows),
+                reward=mean_reward(manifest, rows),
                 skipped=skipped,
                 rows=rows_in(microbatches, rows),
                 log_head=head,

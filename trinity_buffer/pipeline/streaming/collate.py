@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from trinity_buffer.pipeline.loading.blocks import Array, Field, field_of_values
 from trinity_buffer.pipeline.loading.row_loader import LoadedRows
 from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
 from trinity_buffer.pipeline.proof.manifest import Manifest, MicroBatchPlan
+from trinity_buffer.pipeline.run_rewards import mean_over_runs
 from trinity_buffer.pipeline.streaming.collate_buffers import Part, Places, StepMemory
 from trinity_buffer.pipeline.streaming.step_columns import (
     REWARDS,
@@ -183,6 +184,34 @@ def rewards_of(manifest: Manifest, rows: LoadedRows) -> Sequence[float | None]:
             last[run] = step, reward
     pairs = zip(runs, facts.rewards, strict=True)
     return [last[run][1] if reward is None else reward for run, reward in pairs]
+
+
+def mean_reward(manifest: Manifest, rows: LoadedRows) -> float | None:
+    """Return the mean reward of the trainer's own rows of a step, each run once; None: unknown.
+
+    A row that recorded rewards of its tokens alone has their sum.
+    """
+    facts = rows.facts
+    rewards = np.array(facts.rewards, np.float64)
+    field, unknown = rows.field("token_level_reward"), np.flatnonzero(np.isnan(rewards))
+    if field.blocks and len(unknown):
+        values = field.values(len(facts))
+        for row in unknown.tolist():
+            of_tokens = values[row]
+            if isinstance(of_tokens, float):
+                rewards[row] = of_tokens * facts.trained_tokens[row]
+            elif of_tokens is not None:
+                rewards[row] = of_tokens.sum()
+    own = np.flatnonzero(np.array(manifest.source or [0] * len(facts)) == 0)
+    columns = (manifest.groups, facts.runs, facts.steps)
+    return mean_over_runs(rewards[own], *(np.array(one, np.int64)[own] for one in columns))
+
+
+def known_versions(manifest: Manifest, rows: LoadedRows) -> list[int]:
+    """Return the policy versions of the trainer's own rows of a step, where they are known."""
+    versions = rows.facts.policy_versions
+    expert = manifest.source or repeat(0)
+    return [v for v, of in zip(versions, expert, strict=False) if v is not None and not of]
 
 
 def lacking_of(field: str, manifest: Manifest, rows: LoadedRows) -> list[int]:

@@ -22,7 +22,12 @@ from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.proof.manifest import Manifest
-from trinity_buffer.pipeline.streaming.collate import collate_step, rows_in
+from trinity_buffer.pipeline.streaming.collate import (
+    collate_step,
+    known_versions,
+    mean_reward,
+    rows_in,
+)
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
 from trinity_buffer.pipeline.streaming.dealing import leased_step, load_leased
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
@@ -49,7 +54,8 @@ class TrainStep:
         chain: link of the manifest chain after this step; keep it with the weights that went
             through the step.
         recorded: True if this step was leased before a restart and is served again.
-        policy_versions: of the experiences, where known.
+        policy_versions: of the trainer's own experiences, where known.
+        reward: mean over the trainer's own runs, each once, as it was recorded; None: unknown.
         skipped: True in a replay of a step whose commit says that the weights did not go through
             it.
         rows: how many rows of the manifest this rank was given.
@@ -62,6 +68,7 @@ class TrainStep:
     chain: bytes
     recorded: bool
     policy_versions: list[int] = field(default_factory=list)
+    reward: float | None = None
     skipped: bool = False
     rows: int = 0
     log_head: str = ""
@@ -302,7 +309,8 @@ class StepMaker:
             manifest,
             self._chain,
             recorded=False,
-            policy_versions=[one for one in rows.facts.policy_versions if one is not None],
+            policy_versions=known_versions(manifest, rows),
+            reward=mean_reward(manifest, rows),
             rows=rows_in(microbatches, rows),
             log_head="" if log_head is None else log_head.hex(),
         )

@@ -36,11 +36,14 @@ NUMBERS = np.dtype(
         ("address", np.int64),
         ("length", np.int64),
         ("trained_tokens", np.int64),
+        ("run", np.int64),
+        ("step", np.int64),
         ("policy_version", np.int64),
         ("reward", np.float64),
     ]
 )
 """What is counted of an experience; see `NO_VERSION`, and a reward that is not there is NaN."""
+_WHOLE = ("address", "length", "trained_tokens", "run", "step")
 NO_VERSION = int(np.iinfo(np.int64).min)
 
 
@@ -63,7 +66,7 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
 
 @by_dialect
 def _numbers(dialect: str) -> Prepared:
-    columns = [experience.c[name] for name in ("address", "length", "trained_tokens")]
+    columns = [experience.c[name] for name in _WHOLE]
     version = func.coalesce(experience.c.policy_version, literal(NO_VERSION, BigInteger))
     some = select(*columns, version, experience.c.reward).where(
         experience.c.experiment == bindparam("of"),
