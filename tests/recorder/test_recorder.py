@@ -326,6 +326,7 @@ async def test_a_recorder_that_was_killed_is_followed_by_one_that_knows(
     assert len(first.json()["uids"]) == 2  # the same was asked twice: two prompts, two answers
     assert (again.status_code, again.json()["duplicates"]) == (200, 2)
     assert other.status_code == 409
+    assert "rollout recorded/t/0 is closed with another reward" in other.text
     assert len(await stored(store_url, "agent.turns")) == 2
 
 

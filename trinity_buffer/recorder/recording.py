@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from trinity_buffer.errors import (
     ConflictError,
+    ConflictingExperienceError,
     InvalidArgumentError,
     StoreError,
     TrinityBufferError,
@@ -264,7 +265,13 @@ class Recording:
             made = _closed(turns, reward)
             for step, experience in enumerate(made):
                 experience.eid = EID(rollout.batch, rollout.task, rollout.run, step)
-            receipt = await self._writer.write(made)
+            try:
+                receipt = await self._writer.write(made)
+            except ConflictingExperienceError as error:
+                raise ConflictingExperienceError(
+                    f"rollout {rollout} is closed with another reward, which stays: begin another "
+                    "rollout"
+                ) from error
             found.is_closed = True
         if receipt.rejected or (receipt.duplicates and not await self._is_closed(rollout)):
             raise ConflictError(
