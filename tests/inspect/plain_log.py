@@ -113,10 +113,12 @@ class Log:
     notes: dict[int, int] = field(default_factory=dict)
 
 
-async def log_of(experiment: Experiment) -> Log:
-    """Read an experiment."""
+async def log_of(experiment: Experiment, up_to: int | None = None) -> Log:
+    """Read an experiment, or what it was at a position."""
     log = Log()
     async for event in experiment.events():
+        if up_to is not None and event.position > up_to:
+            break
         log.events.append(event)
         log.kinds[event.kind] += 1
         match event.fact:

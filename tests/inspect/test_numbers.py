@@ -33,6 +33,8 @@ pytestmark = pytest.mark.long
 Shown = Iterator[tuple[str, Any, Any]]
 """What is shown where, and what it should be."""
 LAST_STEPS = 20
+EARLIER = ("TrainerRewound", "StepDealt", "RanksAssembled")
+"""As the run was after these events, too."""
 
 
 def same(one: Any, other: Any) -> bool:
@@ -157,6 +159,20 @@ def by_actor(log: Log, trainer: Trainer) -> list[dict[str, Any]]:
     return found
 
 
+def measured(log: Log, logs: Mapping[str, Log]) -> Shown:
+    """Yield the metrics that are means over the rows of a step that have the number."""
+    names = {"kl": "kl", "clipped": "clipped", "entropy": "entropy"}
+    names |= {"ratio": "ratio_mean", "gap": "gap_mean"}
+    for name, trainer in log.trainers.items():
+        for step in trainer.committed:
+            rows = [logs[row.source or "run"].rows[row.experience] for row in step.rows]
+            for metric, column in names.items():
+                values = zip(step.measured[column].tolist(), rows, strict=True)
+                known = [(v, row.trained_tokens) for v, row in values if not math.isnan(v)]
+                wanted = sum(v * n for v, n in known) / sum(n for _, n in known)
+                yield f"{metric} of {name} {step.number}", step.metrics.get(metric), wanted
+
+
 def strategy_of(log: Log, name: str) -> dict[str, Any]:
     """Return what `stats` should say of a set."""
     rows, seen = log.rows.values(), log.sets[name]["seen"]
@@ -181,11 +197,12 @@ def trainer_of(log: Log, name: str) -> dict[str, Any]:
     """Return what `stats` should say of a trainer."""
     trainer = log.trainers[name]
     steps, committed = list(trainer.steps.values()), trainer.committed
-    rows = log.sets[trainer.annotation_set]["rows"]
+    annotated = log.sets.get(trainer.annotation_set, {"rows": 0, "planned": 0})
+    rows = annotated["rows"]
     handed = [row.note for step in steps for row in step.rows if not row.source]
     done = [row.note for step in committed for row in step.rows if not row.source]
     groups = sum(len(tasks) for tasks, _ in log.plans.values())
-    groups -= log.sets[trainer.annotation_set]["planned"]
+    groups -= annotated["planned"]
     last = steps[-LAST_STEPS:]
     return {
         "name": name,
@@ -294,17 +311,33 @@ def of_groups(shown: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def commands(url: str, cli: Cli, logs: Mapping[str, Log]) -> Shown:
     """Yield what the commands say."""
-    log = logs["run"]
-
-    def asked(*args: object) -> list[Any]:
-        ended = cli(*args, "--store", url, "--json")
-        assert ended.code == 0, ended.err
-        return ended.json
-
-    (stats,) = asked("stats")
+    (stats,) = cli("stats", "--store", url, "--json").json
     for one in stats["experiments"]:
         wanted = overview_of(logs[one["name"]], one["name"])
         yield from ((f"stats {key}", one[key], wanted[key]) for key in wanted)
+    yield from questions(url, cli, logs)
+    yield from _top(cli("top", "--once", "--store", url, "--experiment=run").out, logs["run"])
+
+
+def earlier(url: str, cli: Cli, logs: Mapping[str, Log]) -> Shown:
+    """Yield what the commands say of the run as it was."""
+    log, at = logs["run"], f"--as-of={len(logs['run'].events)}"
+    (one,) = cli("stats", "--store", url, "--experiment=run", "--json", at).json
+    (one,) = one.get("experiments", [one])
+    wanted = overview_of(log, "run")
+    yield from ((f"{at}: stats {key}", one[key], wanted[key]) for key in wanted)
+    yield from ((f"{at}: {what}", *pair) for what, *pair in questions(url, cli, logs, at))
+
+
+def questions(url: str, cli: Cli, logs: Mapping[str, Log], *at: str) -> Shown:
+    """Yield what the commands that know ``--as-of`` say."""
+    log = logs["run"]
+
+    def asked(*args: object) -> list[Any]:
+        ended = cli(*args, *at, "--store", url, "--json")
+        assert ended.code == 0, ended.err
+        return ended.json
+
     yield "rejected", *_rejected(asked("rejected", "--experiment=run", "--limit=999"), log)
     for name in log.sets:
         shown = of_groups(asked("groups", "--experiment=run", f"--set={name}", "--limit=99"))
@@ -322,7 +355,6 @@ def commands(url: str, cli: Cli, logs: Mapping[str, Log]) -> Shown:
             yield f"blame {name} {step.number}", blamed["line"], line
             yield f"digest {name} {step.number}", blamed["digest"], step.digest.hex()
             yield f"rows of {name} {step.number}", blamed["rows"], rows
-    yield from _top(cli("top", "--once", "--store", url, "--experiment=run").out, log)
 
 
 def _rejected(shown: Sequence[Mapping[str, Any]], log: Log) -> tuple[Any, Any]:
@@ -677,9 +709,10 @@ def reported(reports: Mapping[str, Sequence[Reports]], log: Log) -> Shown:
 def test_every_number_is_that_of_a_plain_count(store_url: str, tmp_path: Path, cli: Cli) -> None:
     reports = made(store_url, tmp_path)
 
-    async def read() -> dict[str, Log]:
+    async def read(up_to: int | None = None) -> dict[str, Log]:
         async with open_store(store_url, read_only=True) as store:
-            return {name: await log_of(await store.experiment(name)) for name in ("expert", "run")}
+            expert, run = [await store.experiment(name) for name in ("expert", "run")]
+            return {"expert": await log_of(expert), "run": await log_of(run, up_to)}
 
     logs = anyio.run(read)
     log = logs["run"]
@@ -688,7 +721,10 @@ def test_every_number_is_that_of_a_plain_count(store_url: str, tmp_path: Path, c
     with TestClient(inspector(store_url), base_url=BASE) as client:
         some += pages(client, logs)
     some += [one for name in log.sets for one in table_of(store_url, log, name)]
-    some += reported(reports, log)
+    some += [*reported(reports, log), *measured(log, logs)]
+    for event in log.events:
+        if event.kind in EARLIER:
+            some += earlier(store_url, cli, anyio.run(read, event.position))
     wrong = [
         f"{what}: {shown}\n  and not {wanted}"
         for what, shown, wanted in some

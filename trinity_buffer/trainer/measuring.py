@@ -111,7 +111,7 @@ class StepMeter:
             "gap_max": torch.where(count > 0, most[1], unknown),
         }
         known = {name: values.numpy() for name, values in rows.items()}
-        whole = {name: float(sums[name].sum() / count.sum()) for name in _MEANS}
+        whole = {name: _mean(sums[name], count) for name in _MEANS}
         tokens = {} if self._tokens is None else self._of_tokens(processes)
         return StepMeasures(self._step, known, {**whole, **metrics}, tokens)
 
@@ -128,6 +128,12 @@ class StepMeter:
             every[:, begins[place] + behind] = values
         parts = processes.sum(every).cpu().split_with_sizes(sizes.tolist(), dim=1)
         return {name: [part[at].clone() for part in parts] for at, name in enumerate(_TOKENS)}
+
+
+def _mean(sums: Tensor, count: Tensor) -> float:
+    """Return the mean over the action tokens of the rows that have the number."""
+    known = ~sums.isnan()
+    return float(sums[known].sum() / count[known].sum())
 
 
 def _difference(microbatch: MicroBatch, name: str, logprob: Tensor) -> Tensor:
