@@ -64,7 +64,7 @@ async def is_there(experiment: Experiment, role: str) -> None:
         rows = await experiment.database.read(promises.everybody, experiment.key)
         found = any(row.role == role for row in rows)
         if not found:
-            await changes.changed(state)
+            await changes.changed(state, 0.1)  # a server sends no news of who is there
 
 
 ROLES = (explores, plans, annotates, trains, partial(trains, strategy="of nobody"))
