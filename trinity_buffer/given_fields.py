@@ -63,7 +63,7 @@ def tensor_of(eid: EID, name: str, value: Any, dtype: torch.dtype | None) -> Any
 
 
 def _check_mask(eid: EID, name: str, value: Any) -> None:
-    """Return if a list holds nothing but 0 and 1, of which torch would make True as well."""
+    """Raise unless a list holds nothing but 0 and 1, of which torch would make True as well."""
     try:
         others = set(value) - {0, 1}
     except TypeError:  # lists in it, or no list at all: the next look says what is wrong

@@ -142,7 +142,7 @@ def require_all_sampled(
     url: str,
     remedy: str = LEAVE_OUT,
 ) -> None:
-    """Return if the choices of an answer hold as many ids as the server says it sampled.
+    """Raise unless the choices of an answer hold as many ids as the server says it sampled.
 
     What parses reasoning and tool calls in a server may drop tokens of a stream. Of a server that
     says no number, a warning tells once.
@@ -179,7 +179,7 @@ def pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_OUT) -> None:
-    """Return if the server's log-probs are those of what it samples; None counts as not given.
+    """Raise unless the server's log-probs are those of what it samples; None counts as not given.
 
     Raises:
         InvalidArgumentError: with these options they are not, in the log-prob ``mode``, or it is
@@ -204,7 +204,7 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
 
 
 def require_texts(messages: Sequence[Mapping[str, Any]], remedy: str = LEAVE_OUT) -> None:
-    """Return if ``messages`` hold nothing but texts.
+    """Raise unless ``messages`` hold nothing but texts.
 
     Raises:
         InvalidArgumentError: they hold a picture, say, which no trainer would see; the message ends

@@ -105,7 +105,7 @@ def last_saved(folder: Path) -> int:
 
 
 def require_temperature(rows: Sequence[Experience], temperature: float) -> None:
-    """Return if a trainer that divides all logits by ``temperature`` scores ``rows`` right.
+    """Raise unless a trainer that divides all logits by ``temperature`` scores ``rows`` right.
 
     Those that do not say how they were sampled are taken as they are.
 

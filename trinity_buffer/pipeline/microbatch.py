@@ -129,7 +129,7 @@ class MicroBatch(Mapping[str, Any]):
             self.read_zeros = None
 
     def require_scorable(self, *, compared: bool | None = None) -> None:
-        """Return if log-probabilities of a trainer can be compared with the recorded ones.
+        """Raise unless log-probabilities of a trainer can be compared with the recorded ones.
 
         Args:
             compared: whether they are; None: they are where ``old_logprob`` is what was recorded.
@@ -150,7 +150,7 @@ class MicroBatch(Mapping[str, Any]):
             )
 
     def require_plain(self, temperature: float) -> None:
-        """Return if a trainer that is given tokens alone can train it at its one temperature.
+        """Raise unless a trainer that is given tokens alone can train it at its one temperature.
 
         Raises:
             TrainingError: rows have pictures or the like, were sampled at another temperature, or

@@ -133,7 +133,7 @@ class SyncTrainStream(StepStream):
         self._stream.measure(measures)
 
     def require_commits(self, every_steps: int, what: str) -> None:
-        """Return if explorers get on with a trainer that commits after so many steps.
+        """Raise unless explorers get on with a trainer that commits after so many steps.
 
         Args:
             every_steps: its interval.

@@ -195,7 +195,7 @@ class Recording:
                 found.last = dict(turn.completion.message())  # without its tokens
 
     async def require_open(self, rollout: Rollout, choices: Any = 1) -> None:
-        """Return if ``rollout``, and of several choices each run from its run on, takes a turn.
+        """Raise unless ``rollout``, and of several choices each run from its run on, takes a turn.
 
         Raises:
             ConflictError: one is closed, or lacks a turn.

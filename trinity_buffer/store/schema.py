@@ -205,7 +205,7 @@ _OTHER_STORE = (
 
 
 def _require_no_other(tx: Transaction, name: str) -> None:
-    """Return if the database holds no store that this role would not see.
+    """Raise unless the database holds no store that this role would not see.
 
     A role makes its tables in a schema of its own name, if there is one. Explorers and trainers of
     two roles would then have a store each, and wait for each other for ever.

@@ -74,7 +74,7 @@ def _with_hosts_apart(said: str) -> str:
 
 
 def _require_values(url: URL) -> None:
-    """Return if what stands behind the ``?`` of a server's URL can be.
+    """Raise unless what stands behind the ``?`` of a server's URL can be.
 
     Raises:
         InvalidArgumentError: it cannot.

@@ -149,7 +149,7 @@ class CausalLM:
         return CausalLM(deepcopy(self._own))
 
     def _require_fresh_adapter(self) -> None:
-        """Return if the model scores as it does without its adapter."""
+        """Raise unless the model scores as it does without its adapter."""
         with torch.no_grad(), in_eval_mode(self._own):
             ids = torch.tensor([[3, 4, 5, 6, 7, 8]], device=next(self.parameters()).device)
             batch = {"input_ids": ids % (self.vocabulary or 9)}

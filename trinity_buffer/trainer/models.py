@@ -56,7 +56,7 @@ def require_models(algorithm: Algorithm, models: Models) -> None:
 
 
 def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> None:
-    """Return if steps of ``optimizer`` can change ``policy``, and a checkpoint keeps the change.
+    """Raise unless steps of ``optimizer`` can change ``policy``, and a checkpoint keeps the change.
 
     Args:
         policy: what is trained.

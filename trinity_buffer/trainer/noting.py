@@ -92,7 +92,7 @@ def settle_sampling(step: TrainStep, algorithm: Algorithm, *, recomputed: bool) 
 
 
 def require_taken(step: TrainStep, uids: Uids, models: Models) -> None:
-    """Return if the models read all that the rows of a step bring.
+    """Raise unless the models read all that the rows of a step bring.
 
     Raises:
         TrainingError: names a row, and the model whose ``takes`` lacks what the row brings.

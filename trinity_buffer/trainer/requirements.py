@@ -26,7 +26,7 @@ RECORDED = frozenset({"logprobs", "reward"})
 
 
 def require_same_ranks(stream: SyncTrainStream, processes: Processes) -> None:
-    """Return if a stream serves each of the processes whose gradients are averaged its own part.
+    """Raise unless a stream serves each of the processes whose gradients are averaged its own part.
 
     Raises:
         InvalidArgumentError: it does not: rows would be trained twice, or gradients be of a part.

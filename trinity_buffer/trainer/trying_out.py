@@ -129,7 +129,7 @@ def require_known(
 def _require_apart(
     model: Any, layer: nn.Module, head: OutputHead, *, packed: bool, device: torch.device
 ) -> None:
-    """Return if a row scores the same among other rows, and the head is what it seems."""
+    """Raise unless a row scores the same among other rows, and the head is what it seems."""
     rows = []
     width = min(8, getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8)
     long = torch.arange(3, 3 + width, device=device) % len(head.weight)
@@ -243,7 +243,7 @@ def name_of(model: Any) -> str:
 
 
 def _require_short(model: Any, microbatch: Mapping[str, Any]) -> None:
-    """Return if no row is so long that it changes how its neighbours are computed.
+    """Raise unless no row is so long that it changes how its neighbours are computed.
 
     Raises:
         InvalidArgumentError: names the model and its limit.

@@ -120,7 +120,7 @@ class Texts:
 
 
 def _require_assistants(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Return if all ``messages`` of an answer are a model's: every token of it is trained."""
+    """Raise unless all ``messages`` of an answer are a model's: every token of it is trained."""
     for message in messages:
         if message.get("role") != "assistant":
             raise InvalidExperienceError(

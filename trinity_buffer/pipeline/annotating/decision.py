@@ -134,7 +134,7 @@ class Verdicts:
         return kept
 
     def require_fitting(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
-        """Return if each experience is there once, as itself, with one number for each token.
+        """Raise unless each experience is there once, as itself, with one number for each token.
 
         Raises:
             InvalidArgumentError: names the first that is not.
@@ -152,7 +152,7 @@ class Verdicts:
                     )
 
     def _require_own_addresses(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
-        """Return if each experience has its own address, and each copy one that is nobody's.
+        """Raise unless each experience has its own address, and each copy one that is nobody's.
 
         Raises:
             InvalidArgumentError: names the first that has not.

@@ -44,7 +44,7 @@ OfRanks = RankJoined | RanksAssembled | StepPartDone | StreamEnded
 
 
 def require_one_process() -> None:
-    """Return if this process is none of several ranks, asked where a stream is opened as by one.
+    """Raise if this process is one of several ranks and opens a stream as if it were alone.
 
     Each would be a trainer on its own: the first would train, and the others would wait for it.
 

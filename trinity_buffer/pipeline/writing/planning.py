@@ -108,7 +108,7 @@ class Admission:
         return None if self.max_staleness is None else max(self.max_staleness, 1)
 
     def require_commits(self, every_steps: int, what: str) -> None:
-        """Return if explorers get on with a trainer that commits after so many steps.
+        """Raise unless explorers get on with a trainer that commits after so many steps.
 
         Args:
             every_steps: its interval.
