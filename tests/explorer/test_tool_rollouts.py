@@ -23,7 +23,7 @@ from tests.explorer.chat_templates import (
 )
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.chat_format import _tell_of_unseen_tools, rendered
+from trinity_buffer.explorer.chat_format import rendered, warn_of_unseen_tools
 from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.explorer.tool_calls import tool_calls_in
@@ -355,7 +355,7 @@ async def test_messages_that_know_their_tokens_are_stored_as_they_are(store_url:
 async def test_a_template_that_writes_no_tools_is_warned_of_once(
     writes_tools: bool, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _tell_of_unseen_tools.cache_clear()
+    warn_of_unseen_tools.cache_clear()
     form = QWEN if writes_tools else QWEN._replace(template=QWEN.template.partition("endif %}")[2])
     await calculated(scripted(form))
     assert caplog.text.count("the chat template writes no tools") == warnings

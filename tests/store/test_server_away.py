@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
-from unittest.mock import AsyncMock
 
 import anyio
 import asyncpg
@@ -28,7 +27,6 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import changes, connecting, log, sqlite
-from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.url import parse_url
 
 COMMIT = b"COMMIT\0"
@@ -363,29 +361,34 @@ def test_several_hosts_stand_where_one_would(url: str, hosts: tuple[str, ...]) -
 
 
 async def test_a_connection_that_breaks_while_it_is_made_is_made_again(
-    postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
+    postgres_server: PostgresServer, postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that shuts down in the middle of the first statement leaves asyncpg confused."""
-    made = connecting.connect
+    connect, prepare = connecting.connect, asyncpg.Connection.prepare
+    made: list[object] = []
     broken: list[object] = []
 
-    async def break_first(**arguments: Any) -> Any:
-        connection = await made(**arguments)
-        if not broken:
-            broken.append(connection)
-            raise_confused = AsyncMock(side_effect=asyncpg.InternalClientError("another operation"))
-            monkeypatch.setattr(type(connection), "prepare", raise_confused)
-        else:
-            monkeypatch.undo()
-        return connection
+    async def note(**arguments: Any) -> Any:
+        made.append(await connect(**arguments))
+        return made[-1]
 
+    async def break_once(self: asyncpg.Connection, *arguments: Any, **named: Any) -> Any:
+        if self is made[-1] and not broken:
+            broken.append(self)
+            raise asyncpg.InternalClientError("another operation is in progress")
+        return await prepare(self, *arguments, **named)
+
+    monkeypatch.setattr(connecting, "connect", note)
     async with opened(postgres_store_url) as experiment:
-        pool = experiment.database._connections
-        assert isinstance(pool, Server)
-        await pool.close()
-        monkeypatch.setattr(connecting, "connect", break_first)
-        pool._engine = pool._new_engine()
+        name = postgres_store_url.partition("?")[0].rpartition("/")[2]
+        gone = (
+            f"SELECT pg_terminate_backend(pid, 9000) FROM pg_stat_activity WHERE datname='{name}'"
+        )
+        await anyio.to_thread.run_sync(postgres_server.execute, gone)
+        monkeypatch.setattr(asyncpg.Connection, "prepare", break_once)
+        number = len(made)
         assert await experiment.is_finished() is False
+    assert len(made) > number
     assert broken
 
 

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import anyio
 import torch
+from typing_extensions import override
 
 from tests.crash.forking import become
 from tests.torture.effects import note
@@ -27,6 +28,7 @@ from trinity_buffer.cli import roles
 from trinity_buffer.cli.demo_ends import first_policy, task_of
 from trinity_buffer.cli.run_algorithm import algorithm_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment
+from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
@@ -38,6 +40,7 @@ from trinity_buffer.pipeline.proof import checkpoint as checkpoints
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.store import sqlite
+from trinity_buffer.trainer.policy import TokenScores
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 from trinity_buffer.writer import WriteReceipt
 
@@ -355,13 +358,19 @@ def _trainer_on(stream: Any, config: RunConfig, folder: Path) -> Trainer:
         max_gradient_norm=optimizer.max_gradient_norm,
     )
     policy = first_policy(config)
-    policy._check_length = _lack_memory  # type: ignore[method-assign]
+    policy.__class__ = _SmallPolicy
     return Trainer(stream, policy, algorithm_of(config), settings)
 
 
-def _lack_memory(length: int) -> None:
-    if length > POISON_TOKENS:
-        raise MemoryError(f"{length} tokens")
+class _SmallPolicy(TransformerPolicy):
+    """One that has no memory for a poison row."""
+
+    @override
+    def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
+        tokens = microbatch["input_ids"].shape[-1]
+        if tokens > POISON_TOKENS:
+            raise MemoryError(f"{tokens} tokens")
+        return super().scores(microbatch)
 
 
 def _silence(_: Any) -> None:

@@ -33,7 +33,7 @@ from trinity_buffer.trainer.settings import TrainerSettings
 def state() -> TrainerState[TransformerPolicy]:
     """Return a trainer after one step."""
     model = policy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return TrainerState(model, optimizer, step=7, manifests=GoneThrough().after(bytes(16)))
 
 
@@ -142,7 +142,7 @@ def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:
 
     def optimizer_of(model: Any, *, is_critic: bool = False) -> torch.optim.Optimizer:
         assert not is_critic
-        return torch.optim.SGD(model.parameters(), lr=0.1)
+        return torch.optim.AdamW(model.parameters(), lr=0.1)
 
     assert load_checkpoint(second, optimizer_of, policy()).step == 7
 

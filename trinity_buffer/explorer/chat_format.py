@@ -84,7 +84,7 @@ class ChatFormat:
     def _warn_of_unseen_tools(self, text: str, messages: Messages) -> None:
         with suppress(InvalidArgumentError):  # it writes such a conversation only with tools
             if rendered(self._tokenizer, messages) == text:
-                _tell_of_unseen_tools()
+                warn_of_unseen_tools()
 
     def _continued(self, text: str, messages: Messages, tools: Tools) -> list[int] | None:
         """Return the tokens up to the last thing that the model said, and what follows it.
@@ -156,7 +156,8 @@ class ChatFormat:
 
 
 @cache  # once in a process
-def _tell_of_unseen_tools() -> None:
+def warn_of_unseen_tools() -> None:
+    """Warn, once in a process, of a chat template that writes no tools."""
     _LOG.warning(
         "the chat template writes no tools: the model sees none of those that it is given "
         "(tools=). Take a template that writes them, or describe them in a message"
