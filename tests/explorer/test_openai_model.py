@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from starlette.responses import Response
 
 from tests.contract.making import group, opened
 from tests.explorer.vllm_dialect import VLLM, served
@@ -373,6 +374,35 @@ async def test_a_server_that_was_restarted_is_given_the_newest_weights_again(
             async with anyio.create_task_group() as tasks:
                 await sync_weights(experiment, [server], dialect=dialect, follow=True, report=note)
     assert pushed == [1, 1, 1]
+    assert vllm.version == "1"
+
+
+async def test_a_server_that_was_away_is_given_the_newest_weights_when_it_is_back(
+    vllm: VLLM, published: PublishedPolicy, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not there when they were published: a follower waits for it."""
+    monkeypatch.setattr(weight_sync, "LOOKED_AT_EVERY_S", 0.01)
+    app, refused = vllm.app(), 0
+
+    async def away_at_first(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal refused
+        if scope["type"] == "http" and refused < 5:
+            refused += 1
+            await Response(status_code=503)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    with served(away_at_first) as url:
+        async with opened(sqlite_url, rollouts_per_group=4) as experiment, Server(url) as server:
+            await experiment.publish_policy(1, published.uri)
+            with anyio.fail_after(60):
+                async with anyio.create_task_group() as tasks:
+
+                    def note(_: PushReport) -> None:
+                        tasks.start_soon(partial(experiment.finish, "done"))
+
+                    await sync_weights(experiment, [server], follow=True, report=note)
+    assert refused == 5
     assert vllm.version == "1"
 
 

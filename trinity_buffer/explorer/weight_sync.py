@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import anyio.to_thread
 
-from trinity_buffer.errors import CheckpointError, InferenceServerError
+from trinity_buffer.errors import CheckpointError, InferenceServerError, RefusedRequestError
 from trinity_buffer.explorer.server import Dialect, Server
 from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
 from trinity_buffer.pipeline.proof.checkpoint import being_read, require_digest
+
+_logger = logging.getLogger(__name__)
 
 PauseMode = Literal["wait", "keep", "abort"]
 
@@ -129,43 +132,88 @@ async def sync_weights(
     """Push the newest published policy to every server; return its version, 0 if there is none.
 
     With ``follow`` go on with whatever is published, until the experiment is finished, and push
-    again to a server that names other weights, as one does that was restarted.
+    again to a server that names other weights, as one does that was restarted, or that was away.
 
     Raises:
-        CheckpointError, InferenceServerError: see `push_weights`.
+        CheckpointError, InferenceServerError: see `push_weights`; with ``follow`` a server that
+            does not answer at all is waited for.
     """
     changes = experiment.database.changes
     pushed: PublishedPolicy | None = None
+    pusher = _Pusher(dialect, mode, report, waits=follow)
     due = 0.0
     while True:
         state = await changes.state()
         is_last = not follow or await experiment.is_finished()
-        pushed = await _push_newest(experiment, servers, pushed, dialect, mode, report)
+        pushed = await _push_newest(experiment, servers, pushed, pusher.push)
         if is_last:
             return 0 if pushed is None else pushed.version
         if pushed is not None and time.monotonic() >= due:
-            behind = [one for one in servers if await _holds_others(one, pushed, dialect)]
-            await _push_newest(experiment, behind, None, dialect, mode, report)
+            behind = [one for one in servers if await pusher.holds_others(one, pushed)]
+            await _push_newest(experiment, behind, None, pusher.push)
             due = time.monotonic() + LOOKED_AT_EVERY_S
         await changes.changed(state, LOOKED_AT_EVERY_S)
 
 
-async def _holds_others(server: Server, pushed: PublishedPolicy, dialect: Dialect) -> bool:
-    """Return whether a server names other weights; one that is away is asked again later."""
-    try:
-        held = await server.weight_version(dialect)
-    except InferenceServerError:
+class _Pusher:
+    """Pushes weights to servers, and knows which of them were away.
+
+    Args:
+        waits: a server that is away is pushed to later; otherwise that is an error.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        mode: PauseMode,
+        report: Callable[[PushReport], None],
+        *,
+        waits: bool,
+    ) -> None:
+        self._dialect = dialect
+        self._mode = mode
+        self._report = report
+        self._waits = waits
+        self._away: set[Server] = set()
+
+    async def push(self, server: Server, policy: PublishedPolicy) -> None:
+        """Push ``policy`` to ``server``, or note that it is away."""
+        try:
+            pushed = await push_weights(server, policy, dialect=self._dialect, mode=self._mode)
+        except InferenceServerError as error:
+            if not self._waits or not await self._is_away(server):
+                raise
+            if server not in self._away:
+                _logger.warning("%s; it is given the newest weights when it is there again", error)
+            self._away.add(server)
+        else:
+            self._away.discard(server)
+            self._report(pushed)
+
+    async def holds_others(self, server: Server, pushed: PublishedPolicy) -> bool:
+        """Return whether a server is to be pushed to again: it was away, or names other weights."""
+        try:
+            held = await server.weight_version(self._dialect)
+        except InferenceServerError:
+            return server in self._away and not await self._is_away(server)
+        return server in self._away or held not in (None, str(pushed.version))
+
+    async def _is_away(self, server: Server) -> bool:
+        """Return whether a server answers nothing, or is not ready; a refusal is an answer."""
+        try:
+            await server.weight_version(self._dialect)
+        except RefusedRequestError:
+            return False
+        except InferenceServerError:
+            return True
         return False
-    return held not in (None, str(pushed.version))
 
 
 async def _push_newest(
     experiment: Experiment,
     servers: Sequence[Server],
     pushed: PublishedPolicy | None,
-    dialect: Dialect,
-    mode: PauseMode,
-    report: Callable[[PushReport], None],
+    push: Callable[[Server, PublishedPolicy], Awaitable[None]],
 ) -> PublishedPolicy | None:
     """Push what was published last, if it is not ``pushed``; return what is pushed now.
 
@@ -177,7 +225,7 @@ async def _push_newest(
             return pushed
         try:
             for server in servers:
-                report(await push_weights(server, policy, dialect=dialect, mode=mode))
+                await push(server, policy)
         except CheckpointError:
             # The trainer keeps only its newest checkpoints; a newer one may have come meanwhile.
             newer = await experiment.newest_policy()
