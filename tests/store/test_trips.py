@@ -242,6 +242,6 @@ async def test_on_a_connection_that_is_ended_and_not_yet_closed_nothing_is_asked
 
     async with opened(url) as experiment:
         await experiment.database.write(go_on)
-        assert "the connection is broken" in caplog.text
+        assert "the connection was lost" in caplog.text
         await experiment.writer("e0").write(group(task=0))
         assert (await verify(experiment)).experiences == 4

@@ -75,6 +75,7 @@ class Presence:
     def first(self) -> PresenceRow:
         """Return what says at once that this process is there; the same again until it is gone."""
         self._started_at = self._started_at or now_us()
+        self._told, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
         return self._row()
 
     def note(self, tx: Transaction) -> None:

@@ -249,6 +249,8 @@ async def plan(
         found = _look(tx, experiment, actor, wanted, own)
         if found.answer is Answer.PLAN:
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+            # With the plan: bounds count no batch of an explorer that is not there.
+            promises.note_presence(tx, experiment, presence.first())
         return found
 
     async def tell() -> str:
