@@ -91,6 +91,7 @@ def test_a_release_that_was_not_tested_is_named_where_an_import_fails(tmp_path: 
         )
     (tmp_path / "trl").mkdir()
     (tmp_path / "trl" / "__init__.py").write_text("GRPOConfig = GRPOTrainer = object")
+    (tmp_path / "datasets.py").write_text("Dataset = object")  # which TRL brings
     information = tmp_path / "trl-1.18.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.18.0\n")

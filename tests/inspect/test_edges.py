@@ -135,14 +135,17 @@ class AlmostNothing(AddStrategy):
 
 async def test_what_rounding_leaves_of_zero_is_zero_between_two_sets(sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
-        experiment = await store.experiment("run", config={"rollouts_per_group": 3})
-        await experiment.writer("e0").write([rollout(run=run) for run in range(3)])
-        for name, noise in (("a", (-2e-16, 1.0, 0.1)), ("b", (3e-16, 1.0 + 1e-15, -0.1))):
+        experiment = await store.experiment("run", config={"rollouts_per_group": 4})
+        await experiment.writer("e0").write([rollout(run=run) for run in range(4)])
+        for name, noise in (
+            ("a", (-2e-16, 1.0, 0.1, 0.0)),
+            ("b", (3e-16, 1.0 + 1e-15, -0.1, 0.05)),
+        ):
             AlmostNothing.noise = noise
             await run_strategy(experiment, AlmostNothing, name=name)
         found = await compare_sets(now(experiment), "a", "b")
-    assert (found.both, found.equal, found.opposite) == (3, 2, 1)
-    assert [one.uid for one in found.rows] == ["b/0/2/0/"]
+    assert (found.both, found.equal, found.opposite) == (4, 2, 1)
+    assert [one.uid for one in found.rows] == ["b/0/2/0/", "b/0/3/0/"]
 
 
 async def test_a_commit_by_a_clock_that_went_back_took_no_negative_time(sqlite_url: str) -> None:

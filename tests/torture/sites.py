@@ -277,7 +277,7 @@ class PostgresSite(Site):
             if kind == "server killed":
                 self._server.kill9()
             else:
-                self._server.stop()
+                self._server.stop(patience_s=10.0)
             self._server.start()
             return True
         pids = self._backends(_database_of(url))
