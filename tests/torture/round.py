@@ -147,7 +147,8 @@ def _live_through(
 ) -> None:
     """Let the processes of a round live, suffer and end."""
     fleet = scene.fleet
-    slots = {slot.name: slot.role for slot in fleet.slots.values()}
+    # A fault of the one that dies for good would be waited for in vain.
+    slots = {slot.name: slot.role for slot in fleet.slots.values() if slot.name != MORTAL}
     fleet.start()
     try:
         if _go_on(fleet, scene.url, report, "at first", steps=1):
