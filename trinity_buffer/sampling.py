@@ -65,7 +65,7 @@ def not_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problem_of_segments(segments: object, prompt_length: int, length: int) -> str | None:
-    """Return what is wrong with ``info["sampling_segments"]`` of an experience; None: nothing."""
+    """Describe the fault of an experience's ``info["sampling_segments"]``; None: it has none."""
     if not isinstance(segments, Sequence) or not all(isinstance(one, dict) for one in segments):
         return f"is {segments!r:.80}: make it a list of mappings, such as {{'temperature': 0.7}}"
     last = prompt_length

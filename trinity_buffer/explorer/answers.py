@@ -119,7 +119,7 @@ def generated(answer: Mapping[str, Any], prompt: Sequence[int]) -> Completion:
 
 
 def require_ids(completion: Completion, url: str, remedy: str = LEAVE_OUT) -> None:
-    """Return if a completion has ids and as many log-probs.
+    """Raise unless a completion has token ids and a log-prob for each.
 
     Raises:
         InferenceServerError: it has not; the message ends with the ``remedy``.

@@ -217,7 +217,7 @@ class ServedWeights:
 
 
 def _refusal(url: str, status: int, text: str) -> InferenceServerError:
-    """Return the error for an answer that is none; only some may be asked for again."""
+    """Return the error for a failed request; one refused with 4xx is not sent again."""
     message = f"{url}: {status} {text[:300]}"
     if not 400 <= status < 500 or status in WAIT_AND_ASK_AGAIN:
         return InferenceServerError(message)
