@@ -167,7 +167,7 @@ def test_a_recorder_keeps_the_turns_of_what_is_asked_for(tmp_path: Path, cli: Cl
 
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-AGENT = f"""#!{sys.executable}
+AGENT = """#!/usr/bin/env python
 from openai import OpenAI
 
 messages = [dict(role="user", content="hello")]
