@@ -53,8 +53,8 @@ def test_their_jsonl_holds_what_we_read(tmp_path: Path, monkeypatch: pytest.Monk
     for one in given:
         one.prompt_text = "one two"
     asyncio.run(write(JSONWriter(config(storage_type="file", path=str(path))), given))
-    monkeypatch.setattr(Texts, "prompt", lambda _, said: [0] * len(said))
-    monkeypatch.setattr(Texts, "answer", lambda _, prompt, said: [1] * len(said))
+    monkeypatch.setattr(Texts, "prompt", lambda _, said, how: [0] * len(said))
+    monkeypatch.setattr(Texts, "answer", lambda _, prompt, said, how: [1] * len(said))
     found = list(trinity.read(path, Texts(None), Rows("experience")))
     assert [one.reward for one in found] == [one.reward for one in given]
     assert [one.response_text for one in found] == [one.response_text for one in given]
