@@ -64,7 +64,8 @@ class Sizes:
             eighth of the writers' own limit.
         wal_pages_limit: at which a writer makes the checkpoint itself, where the process never
             gets to one beside it. Read when a store is opened.
-        bytes_per_hash: of a checkpoint file, read and hashed at once.
+        bytes_per_hash: of a checkpoint file, read and hashed at once; each time the thread waits
+            for the interpreter's lock, which may take 5 ms beside a trainer.
     """
 
     events_per_page: int = 256
@@ -101,7 +102,7 @@ class Sizes:
     bytes_per_row_group: int = 16 * _MIB
     wal_pages_per_checkpoint: int = 2_048
     wal_pages_limit: int = 16_384
-    bytes_per_hash: int = _MIB
+    bytes_per_hash: int = 8 * _MIB
 
 
 _current = Sizes()

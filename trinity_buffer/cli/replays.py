@@ -102,8 +102,10 @@ def replay(
     if overrides:  # else it needs what the run had
         span["needs"] = stream_options(algorithm_of(config))["needs"]
     then = partial(_score_as_then, without_heads=end.without_heads)
-    digest, losses = _trained_again(url, experiment, config, from_checkpoint, span, then, say)
     recorded = end.digest
+    digest, losses = _trained_again(
+        url, experiment, config, from_checkpoint, span, then, say, recorded
+    )
     unchanged = not overrides and recorded is not None
     return ReplayReport(
         first,
@@ -138,8 +140,13 @@ def _trained_again(
     span: dict[str, Any],
     score_as_then: Callable[[Trainer, int], None],
     say: Say,
+    recorded: str | None,
 ) -> tuple[str, list[float]]:
-    """Return the digest of the weights after the replayed steps, and the losses on the way."""
+    """Return the digest of the weights after the replayed steps, and the losses on the way.
+
+    Args:
+        recorded: digest of the weights then, whose version the other has.
+    """
     losses: list[float] = []
 
     def tell(report: StepReport) -> None:
@@ -162,7 +169,7 @@ def _trained_again(
         with own_code(parts_of(algorithm)):
             trainer.run(tell)
         folder = save_checkpoint(Path(scratch), trainer.state)
-        return digest_of(folder / trainer.policy.file_name), losses
+        return digest_of(folder / trainer.policy.file_name, like=recorded), losses
 
 
 def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:

@@ -6,13 +6,15 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_buffer.errors import CheckpointError
+from trinity_buffer.pipeline.proof import file_digest
+from trinity_buffer.pipeline.proof.file_digest import contents_of, is_content, marked, version_of
 from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, GoneThrough
-from trinity_buffer.sizes import sizes
 
 MANIFESTS_FILE = "manifests.json"
 """In the folder of a checkpoint: the manifests that its weights went through, as `GoneThrough`."""
@@ -21,12 +23,14 @@ MANIFESTS_FILE = "manifests.json"
 def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
     """Write a checkpoint (a file or a folder) through to the disk and return its digest.
 
-    The digest is sha256 over the sorted (relative path, size, sha256) of its files, those that
-    symbolic links lead to included: what is loaded through a link is part of the checkpoint.
+    The digest is sha256 over the sorted (relative path, size, hash of the content) of its files,
+    those that symbolic links lead to included: what is loaded through a link is part of the
+    checkpoint. Where a file is hashed in pieces (`contents_of`) it begins with its version, "v2:".
 
     Args:
         checkpoint: its path.
-        known: file -> sha256 of what `written` has already seen to; the other files are added.
+        known: file -> what `written` returned of it; the other files are added, and those whose
+            hash is not of the form that is computed now.
 
     Raises:
         CheckpointError: there is nothing at this path, it is empty, it goes meanwhile, or it has a
@@ -41,38 +45,57 @@ def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
                     f"checkpoint {checkpoint} lacks {file.relative_to(checkpoint)}, which another "
                     "rank wrote: all ranks need the same folder, on a file system that they share"
                 )
-        for file in files:
-            if file not in known:
-                known[file] = written(file)
+        new = [file for file in files if not is_content(known.get(file), file.stat().st_size)]
+        known.update(zip(new, _written(new), strict=True))
         for folder in (*folders, checkpoint.parent):
             _fsync(folder)
     return digest_of(checkpoint, known)
 
 
 def written(file: Path) -> str:
-    """Write a file through to the disk and return the sha256 of its content."""
-    _fsync(file)
-    return _sha256(file)
+    """Write a file through to the disk and return the hash of its content, see `contents_of`."""
+    return _written([file])[0]
 
 
-def digest_of(checkpoint: Path, known: Mapping[Path, str] | None = None) -> str:
+def _written(files: Sequence[Path]) -> list[str]:
+    """Write ``files`` through to the disk and return the hashes of their contents."""
+    if sum(file.stat().st_size for file in files) <= file_digest.PIECE_BYTES:
+        for file in files:
+            _fsync(file)
+        return contents_of(files)
+    # The disk and the processors have work for some time: both at once.
+    with ThreadPoolExecutor(len(files), thread_name_prefix="fsync") as pool:
+        flushing = [pool.submit(_fsync, file) for file in files]
+        contents = contents_of(files)
+        for flushed in flushing:
+            flushed.result()
+    return contents
+
+
+def digest_of(
+    checkpoint: Path, known: Mapping[Path, str] | None = None, *, like: str | None = None
+) -> str:
     """Return the digest of a checkpoint, as `make_durable` does, without touching the disk.
 
     Args:
         checkpoint: its path.
-        known: file -> sha256, of those that need not be read.
+        known: file -> hash of its content, of those that need not be read.
+        like: a recorded digest that this one is compared with: it is of the same version then.
 
     Raises:
-        CheckpointError: there is nothing at this path, it is empty, or it goes meanwhile.
+        CheckpointError: there is nothing at this path, it is empty, or it goes meanwhile; or the
+            version of ``like`` is not known.
     """
-    total, known = hashlib.sha256(), {} if known is None else known
+    total, known, version = hashlib.sha256(), {} if known is None else known, version_of(like)
     with _staying(checkpoint):
-        for file in _content(checkpoint)[0]:
+        files = _content(checkpoint)[0]
+        new = [file for file in files if file not in known]
+        contents = {**known, **dict(zip(new, contents_of(new, version), strict=True))}
+        for file in files:
             name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
-            content = known.get(file) or _sha256(file)
-            said = f"\0{file.stat().st_size}\0{content}\n".encode()
-            total.update(os.fsencode(name) + said)  # a name may be no text at all
-    return total.hexdigest()
+            line = f"\0{file.stat().st_size}\0{contents[file]}\n".encode()
+            total.update(os.fsencode(name) + line)  # a name may be no text at all
+    return marked(total.hexdigest(), [contents[file] for file in files])
 
 
 @contextmanager
@@ -135,7 +158,7 @@ def require_digest(checkpoint: Path, digest: str) -> None:
     Raises:
         CheckpointError: it is missing, or its content is another.
     """
-    found = digest_of(checkpoint)
+    found = digest_of(checkpoint, like=digest)
     if found != digest:
         raise CheckpointError(
             f"checkpoint {checkpoint} is not the one that was committed (sha256 {found[:12]}…, "
@@ -235,14 +258,6 @@ def found_again(path: str, digest: str | None, beside: Path | None) -> Path:
     parts = recorded.parts[1:]
     moved = (beside.joinpath(*parts[start:]) for start in range(len(parts)))
     return next((one for one in moved if one.exists()), recorded)
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while chunk := handle.read(sizes().bytes_per_hash):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _fsync(path: Path) -> None:

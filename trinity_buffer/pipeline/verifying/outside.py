@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.proof import checkpoint as checkpoints
+from trinity_buffer.pipeline.proof.file_digest import version_of
 from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.pipeline.verifying.addresses import unpacked
 from trinity_buffer.pipeline.verifying.findings import Problem
@@ -122,7 +123,7 @@ class Chain:
     Attributes:
         checkpoint: the file or folder.
         manifests: what its weights went through.
-        digest: of the checkpoint itself.
+        digest: of the checkpoint itself, of the version that is made now.
         head: of the log, when its last step was handed out; empty where it does not say so.
     """
 
@@ -130,6 +131,20 @@ class Chain:
     manifests: GoneThrough
     digest: str
     head: bytes
+    _of_version: dict[int, str] = field(default_factory=dict, compare=False)
+
+    def digest_like(self, recorded: str | None) -> str:
+        """Return the digest of the checkpoint, of the version of a recorded one.
+
+        Raises:
+            CheckpointError: that version is not known, or the checkpoint is gone meanwhile.
+        """
+        version = version_of(recorded)
+        if version == version_of(None):
+            return self.digest
+        if version not in self._of_version:  # it reads all files again: of a large one, slowly
+            self._of_version[version] = checkpoints.digest_of(self.checkpoint, like=recorded)
+        return self._of_version[version]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +269,9 @@ def _sharing_rows(known: Sequence[LeasedManifest]) -> set[bytes]:
 def _commit_of(chain: Chain, trainer: TrainerAudit) -> Commit | None:
     """Return the last commit of this checkpoint; it may have been moved since."""
     for commit in reversed(trainer.commits):
-        if commit.checkpoint == str(chain.checkpoint) or commit.digest == chain.digest:
+        if commit.checkpoint == str(chain.checkpoint):
+            return commit
+        if commit.digest is not None and commit.digest == chain.digest_like(commit.digest):
             return commit
     return None
 
@@ -268,8 +285,8 @@ def _contradictions(
         found.append(Problem("commits", where, f"its chain goes through the steps {steps}"))
     if commit is None:
         found.append(Problem("commits", where, f"no commit names its sha256, {chain.digest}"))
-    elif commit.digest != chain.digest:
-        what = f"its sha256 is {chain.digest}, position {commit.position} recorded {commit.digest}"
+    elif commit.digest != (digest := chain.digest_like(commit.digest)):
+        what = f"its sha256 is {digest}, position {commit.position} recorded {commit.digest}"
         found.append(Problem("commits", where, what))
     elif commit.chain != chain.manifests.link:
         what = f"position {commit.position} committed another chain of manifests than it carries"

@@ -315,7 +315,8 @@ class _Verification:
             for step, digest in trainer.twice
         }
         if chain is not None:
-            found = outside.examine_chain(chain, audit.trainers, consumer)
+            examine = partial(outside.examine_chain, chain, audit.trainers, consumer)
+            found = await anyio.to_thread.run_sync(examine)
             lost += found.lost
             trained_twice |= set(found.duplicated)
             self._problems += found.problems
