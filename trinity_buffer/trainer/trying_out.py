@@ -9,13 +9,20 @@ the last bit, or nearly so, unless it reads its neighbours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.packed_attention import (
+    UnfitAttentionError,
+    attending,
+    limits_of,
+    offer,
+    withdraw,
+)
 from trinity_buffer.trainer.parallel import unwrapped
 from trinity_buffer.trainer.policy import in_eval_mode
 
@@ -64,7 +71,10 @@ def hidden_and_logits(
 
     handle = layer.register_forward_pre_hook(keep)
     try:
-        logits: Tensor = model(**_inputs(model, microbatch)).logits
+        logits = _logits_of(model, microbatch)
+    except UnfitAttentionError as error:
+        withdraw(unwrapped(model), str(error))
+        logits = _logits_of(model, microbatch)
     finally:
         handle.remove()
     if not seen:
@@ -76,6 +86,12 @@ def hidden_and_logits(
     return seen[0], logits
 
 
+def _logits_of(model: Any, microbatch: Mapping[str, Any]) -> Tensor:
+    with attending(model, microbatch):
+        logits: Tensor = model(**_inputs(model, microbatch)).logits
+    return logits
+
+
 def _inputs(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model of transformers.
 
@@ -83,20 +99,20 @@ def _inputs(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
     Packed sequences are told apart by their positions, which begin anew; attention of variable
     length takes the limits.
     """
-    ids, limits = microbatch["input_ids"], microbatch.get("cu_seqlens")
-    if limits is None:
+    ids = microbatch["input_ids"]
+    if "cu_seqlens" not in microbatch:
         return {"input_ids": ids, "use_cache": False}
     positions = microbatch["position_ids"]
     inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-    if "flash" in str(getattr(unwrapped(model).config, "_attn_implementation", None)):
-        longest = microbatch["max_seqlen"]
-        inputs |= {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits}
-        inputs |= {"max_length_q": longest, "max_length_k": longest}
-    return inputs
+    attention = getattr(unwrapped(model).config, "_attn_implementation", None)
+    return inputs | limits_of(microbatch, attention)
 
 
-_TRIED_OUT: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
-"""Models, and in which layouts: packed or not."""
+_Pair: TypeAlias = "list[tuple[dict[str, Any], slice]]"
+"""Two micro-batches, and where one and the same row is in each."""
+
+_TRIED_OUT: WeakKeyDictionary[nn.Module, set[tuple[bool, str]]] = WeakKeyDictionary()
+"""Models, and in which layouts: packed or not, and the kind of device."""
 
 
 def require_known(
@@ -116,31 +132,32 @@ def require_known(
         InvalidArgumentError: names the model, and what to do.
     """
     inner, packed = unwrapped(model), "cu_seqlens" in microbatch
+    device = microbatch["input_ids"].device
     _require_short(inner, microbatch)
     tried = _TRIED_OUT.setdefault(inner, set())
-    if packed in tried:
+    if (packed, device.type) in tried:
         return
     # Not the wrapper of DDP, which would exchange buffers; and nothing is compiled for this shape.
     with torch.no_grad(), in_eval_mode(inner), torch.compiler.set_stance("force_eager"):
-        _require_apart(inner, layer, head, packed=packed, device=microbatch["input_ids"].device)
-    tried.add(packed)
+        _require_apart(inner, layer, head, packed=packed, device=device)
+    tried.add((packed, device.type))
 
 
 def _require_apart(
     model: Any, layer: nn.Module, head: OutputHead, *, packed: bool, device: torch.device
 ) -> None:
     """Raise unless a row scores the same among other rows, and the head is what it seems."""
-    rows = []
     width = min(8, getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8)
     long = torch.arange(3, 3 + width, device=device) % len(head.weight)
-    for batch, place in _pair(long, packed=packed):
-        try:
-            states, _ = hidden_and_logits(model, layer, batch, lambda states: states[:, :1])
-        except TypeError as error:
-            raise InvalidArgumentError(
-                f"{name_of(model)} takes no {'packed' if packed else 'padded'} rows: {error}"
-            ) from error
-        rows.append(states.flatten(0, -2)[place])
+    pair = list(_pair(long, packed=packed))
+    try:
+        rows = _scored(model, layer, pair)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"{name_of(model)} takes no {'packed' if packed else 'padded'} rows: {error}"
+        ) from error
+    if packed and offer(model, device):
+        rows = _scored_by_limits(model, layer, pair, rows)
     off, allowed = difference(*rows), noise_of(rows[0])
     if off > allowed:
         remedy = (
@@ -153,7 +170,37 @@ def _require_apart(
             f"{name_of(model)} scores a row otherwise when other rows are beside it (its hidden "
             f"states differ by {off:.1g} of their size): {remedy}"
         )
-    _require_own(model, layer, head, batch)
+    _require_own(model, layer, head, pair[-1][0])
+
+
+def _scored(model: Any, layer: nn.Module, pair: _Pair) -> list[Tensor]:
+    """Return the hidden states of the row that is in both micro-batches."""
+    found = []
+    for batch, place in pair:
+        states, _ = hidden_and_logits(model, layer, batch, lambda states: states[:, :1])
+        found.append(states.flatten(0, -2)[place])
+    return found
+
+
+def _scored_by_limits(model: Any, layer: nn.Module, pair: _Pair, own: list[Tensor]) -> list[Tensor]:
+    """Return the hidden states as packed rows will have them: of the kernel, if they are ``own``.
+
+    Kernels round differently, by some bits more than one kernel with itself.
+    """
+    try:
+        found = _scored(model, layer, pair)
+    except (RuntimeError, TypeError, ValueError) as error:  # whatever model or kernel refuses
+        withdraw(model, f"with torch's attention of variable length it fails ({error})")
+        return own
+    off = max(difference(*both) for both in zip(own, found, strict=True))
+    if off <= 5 * noise_of(own[0]):
+        return found
+    withdraw(
+        model,
+        "with torch's attention of variable length its hidden states differ by "
+        f"{off:.1g} of their size",
+    )
+    return own
 
 
 def _pair(long: Tensor, *, packed: bool) -> Iterator[tuple[dict[str, Any], slice]]:
