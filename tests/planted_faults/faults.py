@@ -559,6 +559,13 @@ FAULTS = [
         "tests/trainer/test_non_finite.py::test_skipped_steps_with_another_between_them_are_not_in_a_row",
     ),
     Fault(
+        "a replay computes with the threads of its own process",
+        "trainer/trainer.py",
+        "self._bits.asked(step.environment)",
+        "self._bits.asked()",
+        "tests/trainer/test_determinism.py::test_a_replay_restores_what_it_can_and_names_the_rest_before_its_first_step",
+    ),
+    Fault(
         "a packed row is predicted by the row before it",
         "trainer/token_scores.py",
         "real[limits[:-1].long()] = False",

@@ -29,6 +29,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries
 
 if TYPE_CHECKING:
+    from trinity_buffer.cli import replays
     from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport
 
 
@@ -46,12 +47,21 @@ def replay(
         typer.Option(help="Another algorithm; one with a strategy reads the recorded advantages."),
     ] = None,
     overrides: SetOption = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Pass if no weight differs by more than this part of the largest of its tensor; "
+            "by default, if all bits are the same.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train again on the recorded batches, without explorers and without changing the store.
 
-    With the run's own configuration the weights come out bit for bit (on the same software and
-    processor); exit code 1 if they do not.
+    With the run's own configuration the weights come out bit for bit, on the same software, device
+    and settings: a warning names those that differ. Exit code 1 if the weights are others, or with
+    --tolerance, if they are too far apart.
 
     Example: trinity-buffer replay --steps 1:40 --json
     """
@@ -69,6 +79,7 @@ def replay(
         steps=steps,
         from_checkpoint=from_checkpoint,
         overrides=changed,
+        tolerance=tolerance,
         say=(lambda _: None) if as_json else roles.plain,
     )
     if as_json:
@@ -77,10 +88,27 @@ def replay(
         verdict = _verdict(report.identical, changed)
         console().print(
             f"steps {report.first} to {report.last}: weights {verdict}\n"
-            f"replayed {report.digest}\nrecorded {report.recorded}",
+            f"replayed {report.digest}\nrecorded {report.recorded}{_last_line(report, tolerance)}",
             markup=False,
+            soft_wrap=True,
         )
-    raise typer.Exit(1 if report.identical is False else 0)
+    failed = report.identical is False if report.within is None else not report.within
+    raise typer.Exit(1 if failed else 0)
+
+
+def _last_line(report: replays.ReplayReport, tolerance: float | None) -> str:
+    """Return how far the weights are apart, where that was asked or their bits differ."""
+    if report.tensor is not None:
+        verdict = "" if tolerance is None else f": {'within' if report.within else 'above'}"
+        allowed = "" if tolerance is None else f" {tolerance:g}"
+        largest = f"{report.largest_difference:.3g}"
+        return f"\nlargest relative difference {largest}, in {report.tensor}{verdict}{allowed}"
+    if tolerance is None and report.identical is not False:
+        return ""
+    return (
+        "\nlargest relative difference unknown: the recorded weights are not on the disk any more "
+        "(`train --keep-checkpoints` keeps them)"
+    )
 
 
 def _verdict(identical: bool | None, changed: list[str]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-import torch
 
 from trinity_buffer.cli.roles import (
     Say,
@@ -23,13 +23,13 @@ from trinity_buffer.cli.roles import (
 from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of
 from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
 from trinity_buffer.demo.policy import TransformerPolicy
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.history.replay import RecordedEnd, open_replay_stream, recorded_end
-from trinity_buffer.pipeline.proof.checkpoint import digest_of
+from trinity_buffer.pipeline.proof.checkpoint import digest_of, require_digest
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.committing import environment_of_run
 from trinity_buffer.trainer.checkpoint_folder import read_step, save_checkpoint
+from trinity_buffer.trainer.comparing import LargestDifference, largest_difference
 from trinity_buffer.trainer.requirements import stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer
 
@@ -60,8 +60,12 @@ class ReplayReport:
             None where that cannot be asked: another loss, or nothing was published then.
         digest: sha256 of the replayed weights.
         recorded: sha256 of the recorded ones, None if there are none.
-        differences: of torch, device, threads and flags, recorded -> here.
+        differences: of software, device and settings: name -> recorded, here.
         mean_loss: over the steps.
+        largest_difference: of the weights, as a part of the size of their tensor; None: they were
+            not compared, or it is infinite.
+        tensor: the tensor with that difference; None: they were not compared.
+        within: whether it is within the tolerance; None: there is none, or they were not compared.
     """
 
     first: int
@@ -71,6 +75,9 @@ class ReplayReport:
     recorded: str | None
     differences: dict[str, list[Any]]
     mean_loss: float
+    largest_difference: float | None
+    tensor: str | None
+    within: bool | None
 
 
 def replay(
@@ -80,6 +87,7 @@ def replay(
     steps: str | None,
     from_checkpoint: Path | None,
     overrides: list[str],
+    tolerance: float | None,
     say: Say,
 ) -> ReplayReport:
     """Train again on the recorded batches, changing nothing in the store.
@@ -88,6 +96,7 @@ def replay(
         steps: ``A:B``; either may be left out.
         from_checkpoint: begin with these weights, after the step that they went through.
         overrides: of the run's configuration, such as ``algorithm=gspo``; the weights then differ.
+        tolerance: compare the weights too, and not their bits alone: so far they may differ.
     """
     use_one_thread()
     recorded_config, _ = anyio.run(config_of, url, experiment)
@@ -95,27 +104,43 @@ def replay(
     _require_effect(overrides)
     first, last = _span(steps, from_checkpoint)
     end = anyio.run(_end, url, experiment, config.trainer, last)
-    last, environment = end.step, end.environment
-    _require_same(environment)
-    span = {"consumer": config.trainer, "first": first, "last": last}
+    span = {"consumer": config.trainer, "first": first, "last": end.step}
     span["repeat_skips"] = not overrides
     if overrides:  # else it needs what the run had
         span["needs"] = stream_options(algorithm_of(config))["needs"]
     then = partial(_score_as_then, without_heads=end.without_heads)
-    recorded = end.digest
-    digest, losses = _trained_again(
-        url, experiment, config, from_checkpoint, span, then, say, recorded
-    )
-    unchanged = not overrides and recorded is not None
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer, losses = _trained_again(
+            url, experiment, config, Path(scratch), from_checkpoint, span, then, say
+        )
+        weights = save_checkpoint(Path(scratch), trainer.state) / trainer.policy.file_name
+        recorded = end.digest
+        digest = digest_of(weights, like=recorded)
+        identical = None if overrides or recorded is None else digest == recorded
+        wanted = tolerance is not None or identical is False
+        largest = _compared(end, weights) if wanted else None
     return ReplayReport(
         first,
-        last,
-        digest == recorded if unchanged else None,
+        end.step,
+        identical,
         digest,
         recorded,
-        _differences(environment),
+        dict(trainer.differences),
         sum(losses) / len(losses) if losses else 0.0,
+        None if largest is None else largest.relative,
+        None if largest is None else largest.tensor,
+        None if largest is None or tolerance is None else largest.relative <= tolerance,
     )
+
+
+def _compared(end: RecordedEnd, weights: Path) -> LargestDifference | None:
+    """Return how far ``weights`` are from the recorded ones; None: those are not there any more."""
+    if end.weights is None or end.digest is None or not end.weights.exists():
+        return None
+    with suppress(CheckpointError):  # other ones are there now
+        require_digest(end.weights, end.digest)
+        return largest_difference(end.weights, weights)
+    return None
 
 
 def _require_effect(overrides: list[str]) -> None:
@@ -136,17 +161,13 @@ def _trained_again(
     url: str,
     experiment: str,
     config: RunConfig,
+    scratch: Path,
     from_checkpoint: Path | None,
     span: dict[str, Any],
     score_as_then: Callable[[Trainer, int], None],
     say: Say,
-    recorded: str | None,
-) -> tuple[str, list[float]]:
-    """Return the digest of the weights after the replayed steps, and the losses on the way.
-
-    Args:
-        recorded: digest of the weights then, whose version the other has.
-    """
+) -> tuple[Trainer, list[float]]:
+    """Return a trainer that went through the replayed steps, and the losses on the way."""
     losses: list[float] = []
 
     def tell(report: StepReport) -> None:
@@ -156,20 +177,16 @@ def _trained_again(
 
     # The trainer must not commit on the way: what it writes is thrown away.
     config = config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        open_replay_stream(
-            url, experiment=experiment, from_checkpoint=from_checkpoint, **span
-        ) as stream,
-    ):
-        settings = replace(settings_of(config, Path(scratch)), max_skipped_steps=None)
+    with open_replay_stream(
+        url, experiment=experiment, from_checkpoint=from_checkpoint, **span
+    ) as stream:
+        settings = replace(settings_of(config, scratch), max_skipped_steps=None)
         algorithm = algorithm_of(config)
         trainer = trainer_on(stream, config, algorithm, settings)
         score_as_then(trainer, span["first"])
         with own_code(parts_of(algorithm)):
             trainer.run(tell)
-        folder = save_checkpoint(Path(scratch), trainer.state)
-        return digest_of(folder / trainer.policy.file_name, like=recorded), losses
+    return trainer, losses
 
 
 def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:
@@ -203,25 +220,8 @@ async def _end(url: str, experiment: str, trainer: str, last: int | None) -> Rec
         return await recorded_end(await store.experiment(experiment), trainer, last)
 
 
-def _require_same(environment: dict[str, Any]) -> None:
-    """Restore what can be restored of the recorded environment."""
-    if environment.get("threads"):
-        torch.set_num_threads(environment["threads"])
-    if environment.get("deterministic"):
-        torch.use_deterministic_algorithms(mode=True)
-
-
 def _score_as_then(trainer: Trainer, step: int, *, without_heads: int) -> None:
     """Let a step be scored as it was: before the log had heads, from all logits at once."""
     for model in trainer.scoring:
         if isinstance(model, TransformerPolicy):
             model.whole_logits = step <= without_heads
-
-
-def _differences(environment: dict[str, Any]) -> dict[str, list[Any]]:
-    here = environment_of_run(environment.get("device", "cpu"))
-    return {
-        name: [value, here.get(name)]
-        for name, value in environment.items()
-        if name != "seed" and here.get(name) != value
-    }

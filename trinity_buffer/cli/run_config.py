@@ -224,6 +224,10 @@ class RunConfig(Section):
         default=True, description="record with each commit what its steps measured of each row"
     )
     record_tokens: bool = Field(default=False, description="and of each token: 16 bytes")
+    deterministic: bool = Field(
+        default=True,
+        description="ask torch for deterministic algorithms, so that a replay gives the same bits",
+    )
     max_steps: int | None = Field(
         None,
         ge=1,

@@ -19,6 +19,7 @@ from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer.chat_format import ChatFormat, decoded
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.extras import extra
+from trinity_buffer.pipeline.environment import settle_cublas
 from trinity_buffer.sampling import LEAST_TEMPERATURE
 
 
@@ -75,6 +76,7 @@ class LocalModel:
         if isinstance(model, str | Path):
             tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
             model = load_causal_lm(model)
+        settle_cublas()  # a trainer in this process may come later
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._temperature = temperature

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -16,6 +17,7 @@ from anyio.from_thread import BlockingPortal
 from typing_extensions import Unpack, override
 
 from trinity_buffer.errors import UnknownExperimentError
+from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
@@ -40,9 +42,11 @@ class StepStream(Protocol):
 
     Attributes:
         resume: the last commit, or None at the very beginning.
+        device: where the tensors of its steps are.
     """
 
     resume: Resume | None
+    device: str
 
     def __iter__(self) -> Iterator[TrainStep]:
         return self
@@ -89,6 +93,7 @@ class SyncTrainStream(StepStream):
 
     Attributes:
         resume: the last commit (`Resume`), or None at the very beginning.
+        device: where the tensors of its steps are.
     """
 
     def __init__(self, portal: BlockingPortal, stream: TrainStream, experiment: Experiment) -> None:
@@ -96,6 +101,7 @@ class SyncTrainStream(StepStream):
         self._experiment = experiment
         self._stream = stream
         self.resume: Resume | None = stream.resume
+        self.device = stream.options.device
 
     def _call(self, f: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Return ``await f(*args)`` of the stream's event loop.
@@ -121,7 +127,9 @@ class SyncTrainStream(StepStream):
 
     @override
     def _commit(self, step: TrainStep, kept: Commit) -> None:
-        self._call(self._stream.record, step, kept)
+        # Here, not in the thread of the event loop: each thread has its own number of threads.
+        environment = kept.environment or environment_of_run(self.device)
+        self._call(self._stream.record, step, replace(kept, environment=environment))
 
     @override
     def fail(self, error: Exception) -> None:

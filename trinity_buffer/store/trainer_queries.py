@@ -318,11 +318,13 @@ def first_undelivered(tx: Transaction, trainer: Reader) -> int:
     return int(tx.execute(handed).scalar() or 0) + 1
 
 
-def weights_after(tx: Transaction, experiment: int, trainer: str, found: StepRow) -> str | None:
-    """Return the digest of the policy that was published after a step of ``trainer``, or None.
+def weights_after(
+    tx: Transaction, experiment: int, trainer: str, found: StepRow
+) -> tuple[str, str] | None:
+    """Return digest and place of the policy that was published after a step of ``trainer``.
 
     The first one since its commit: mostly that of the same transaction. Else the last before. Those
-    of other trainers are passed over.
+    of other trainers are passed over. None: none was.
     """
     committed = found.committed_at or found.leased_at
     of_step = (
@@ -330,8 +332,8 @@ def weights_after(tx: Transaction, experiment: int, trainer: str, found: StepRow
         policy.c.version == found.step,
         of_no_other_trainer(literal(trainer)),
     )
-    query = select(policy.c.digest).where(*of_step)
+    query = select(policy.c.digest, policy.c.uri).where(*of_step)
     since = query.where(policy.c.position > committed).order_by(policy.c.position)
     before = query.where(policy.c.position < committed).order_by(policy.c.position.desc())
-    digest = tx.execute(since.limit(1)).scalar()
-    return tx.execute(before.limit(1)).scalar() if digest is None else digest
+    row = tx.execute(since.limit(1)).first() or tx.execute(before.limit(1)).first()
+    return None if row is None else (row.digest, row.uri)

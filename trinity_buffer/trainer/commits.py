@@ -25,11 +25,13 @@ class Committed(NamedTuple):
 
     Attributes:
         metrics: of the step.
+        environment: in which the steps were computed.
         skipped: steps that the weights did not go through -> uids of the rows to look at.
     """
 
     step: TrainStep
     metrics: Mapping[str, float]
+    environment: Mapping[str, Any]
     skipped: Mapping[int, Sequence[str]]
 
 
@@ -129,6 +131,7 @@ class Commits:
             what.step,
             checkpoint=saved.folder,
             policy=saved.folder / self._file_name,
+            environment=what.environment,
             metrics=what.metrics,
             skipped=what.skipped,
             digests=saved.digests,

@@ -42,6 +42,9 @@ class TrainerSettings:
         seed: seeds torch at the start of a run, as for dropout, with this number plus the rank; a
             resumed run restores the random state of its checkpoint. None: torch is not seeded, and
             a replay may differ.
+        deterministic: ask torch for deterministic algorithms while the trainer computes, so that
+            the same steps give the same bits again (`same_bits`); an operation that has no
+            deterministic form is an error. False: leave torch as it is.
     """
 
     checkpoints: Path
@@ -63,6 +66,7 @@ class TrainerSettings:
     record_facts: bool = True
     record_tokens: bool = False
     seed: int | None = 0
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         if self.commit_every_steps < 1:

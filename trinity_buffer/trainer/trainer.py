@@ -26,6 +26,7 @@ from trinity_buffer.trainer.causal_lm import policy_of, reference_of
 from trinity_buffer.trainer.checkpoint_folder import TrainerState, load_checkpoint
 from trinity_buffer.trainer.commits import Commits, Committed
 from trinity_buffer.trainer.critic import ValueLossFn
+from trinity_buffer.trainer.determinism import SameBits
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import (
     Models,
@@ -102,7 +103,9 @@ class Trainer:
             reference = policy_of(reference)
         elif algorithm.needs_reference:
             reference = reference_of(policy)  # before it takes the weights of a commit
-        self.state = self._begun(policy, stream.resume)
+        self._bits = SameBits(stream, self._processes, deterministic=settings.deterministic)
+        with self._bits.asked():
+            self.state = self._begun(policy, stream.resume)
         for name, coefficient in self.state.coefficients.items():
             getattr(algorithm, name).kl_coef = coefficient
         critic = None if self.state.critic is None else self.state.critic[0]
@@ -142,6 +145,14 @@ class Trainer:
     def policy(self) -> Any:
         """The policy as it is now."""
         return self.state.policy
+
+    @property
+    def differences(self) -> Mapping[str, list[Any]]:
+        """What differs here from what the commits say that are replayed, or that it resumed from.
+
+        Name of a setting -> what was recorded, and what it is here.
+        """
+        return self._bits.differences
 
     @property
     def scoring(self) -> list[Any]:
@@ -188,7 +199,9 @@ class Trainer:
             self._commits.look()
             begin = time.perf_counter()
             meter = self._meter(step)
-            metrics = self._train(step, meter)
+            with self._bits.asked(step.environment):
+                self._bits.compare(step, self.policy)
+                metrics = self._train(step, meter)
             self._remember(step)
             if step.staleness is not None:
                 metrics["staleness"] = step.staleness
@@ -398,7 +411,8 @@ class Trainer:
     def _commit(self, step: TrainStep, metrics: dict[str, float]) -> bool:
         """Commit all steps up to ``step``; return whether that is done, or only begun."""
         skipped, self._skipped = self._skipped, {}
-        return self._commits.commit(Committed(step, metrics, skipped), self.state)
+        what = Committed(step, metrics, self._bits.environment, skipped)
+        return self._commits.commit(what, self.state)
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -19,6 +19,7 @@ from trinity_buffer.pipeline.events import fact_at
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
+from trinity_buffer.pipeline.proof.checkpoint import found_again
 from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, chain
 from trinity_buffer.pipeline.proof.manifest import Manifest
 from trinity_buffer.pipeline.step_measures import StepMeasures
@@ -77,7 +78,7 @@ async def replayed_steps(
     async for recorded in _steps(experiment, consumer, first, last):
         link = recorded.chain or chain(link, recorded.manifest_digest)
         if first <= recorded.step:
-            manifest, skipped, head = await _recorded(experiment, recorded)
+            manifest, commit, head = await _recorded(experiment, recorded)
             rows = await database.read_session(partial(loader.load, manifest=manifest))
             manifest, rows = _dealt(_fit(manifest, rows, needs), rows, world_size)
             part = partial(collate_step, rank=rank, world=world_size, device=device)
@@ -87,9 +88,10 @@ async def replayed_steps(
                 step,
                 policy_versions=known_versions(manifest, rows),
                 reward=mean_reward(manifest, rows),
-                skipped=skipped,
+                skipped=commit is not None and recorded.step in commit.skipped_steps,
                 rows=rows_in(microbatches, rows),
                 log_head=head,
+                environment={} if commit is None else commit.environment,
             )
 
 
@@ -129,16 +131,17 @@ async def _steps(
         page = await database.read(trainer_queries.steps, key, consumer, after=after, limit=limit)
 
 
-async def _recorded(experiment: Experiment, recorded: StepRow) -> tuple[Manifest, bool, str]:
-    """Return the manifest of a step, whether its commit says that it was skipped, and its head."""
+async def _recorded(
+    experiment: Experiment, recorded: StepRow
+) -> tuple[Manifest, StepsCommitted | None, str]:
+    """Return the manifest of a step, its commit if there was one, and its head."""
     leased = await experiment.database.read_session(
         partial(leased_step, experiment=experiment, row=recorded)
     )
     places = [] if recorded.committed_at is None else [recorded.committed_at]
     stored = await experiment.database.read(log.read_at, experiment.key, places)
-    committed = [fact_at(experiment.name, event, StepsCommitted) for event in stored]
-    skipped = any(recorded.step in commit.skipped_steps for commit in committed)
-    return leased.manifest, skipped, (leased.log_head or b"").hex()
+    commit = fact_at(experiment.name, stored[0], StepsCommitted) if stored else None
+    return leased.manifest, commit, (leased.log_head or b"").hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +152,13 @@ class RecordedEnd:
         step: the last one that is run again.
         digest: of the weights that were published after it; None: none were, or a checkpoint as a
             whole was, optimizer and all, which no other weights can be compared with.
-        environment: in which the trainer made its last commit.
+        weights: where they should be; None as above.
         without_heads: the last step that was committed before the log had heads; 0: none.
     """
 
     step: int
     digest: str | None
-    environment: dict[str, Any]
+    weights: Path | None
     without_heads: int
 
 
@@ -171,17 +174,14 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
         raise InvalidArgumentError(f"trainer {consumer!r} has committed no step yet")
     end = row.committed_step if last is None else last
     at = trainer_queries.step_at
-    done = await database.read(at, key, consumer, row.committed_step)
     found = await database.read(at, key, consumer, end)
-    assert done is not None
-    stored = await database.read(log.read_at, key, [done.committed_at or 0])
-    environment = dict(fact_at(experiment.name, stored[0], StepsCommitted).environment)
-    digest = None
+    digest = weights = None
     if found is not None:
-        digest = await database.read(trainer_queries.weights_after, key, consumer, found)
-        digest = None if digest == found.checkpoint_digest else digest
+        after = await database.read(trainer_queries.weights_after, key, consumer, found)
+        if after is not None and after[0] != found.checkpoint_digest:
+            digest, weights = after[0], found_again(after[1], after[0], database.folder)
     without_heads = await database.read(trainer_queries.steps_without_heads, key, consumer)
-    return RecordedEnd(end, digest, environment, without_heads)
+    return RecordedEnd(end, digest, weights, without_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +201,7 @@ class ReplayStream(StepStream):
 
     Attributes:
         resume: where the replay begins: the given checkpoint, or None for the very beginning.
+        device: where the tensors of its steps are.
     """
 
     def __init__(
@@ -209,12 +210,14 @@ class ReplayStream(StepStream):
         replayed: _Replayed,
         resume: Resume | None,
         *,
+        device: str,
         repeat_skips: bool,
     ) -> None:
         self._portal = portal
         self._replayed = replayed
         self._repeat_skips = repeat_skips
         self.resume = resume
+        self.device = device
 
     @override
     def __next__(self) -> TrainStep:
@@ -284,4 +287,5 @@ def open_replay_stream(
     first = options.get("first", 1)
     resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
     with in_portal(_opened(url, experiment, options)) as (portal, replayed):
-        yield ReplayStream(portal, replayed, resume, repeat_skips=repeat_skips)
+        device = str(options.get("device", "cpu"))
+        yield ReplayStream(portal, replayed, resume, device=device, repeat_skips=repeat_skips)

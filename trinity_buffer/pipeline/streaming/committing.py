@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import anyio.to_thread
-import torch
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import PolicyPublished, StepsCommitted
@@ -279,14 +278,3 @@ def _make_durable(path: str | Path, known: dict[Path, str]) -> tuple[str, str]:
     """Return the absolute path and the digest of what is there, which is on the disk then."""
     whole = Path(path).absolute()
     return str(whole), checkpoints.make_durable(whole, known)
-
-
-def environment_of_run(device: str) -> dict[str, Any]:
-    """Return torch's version, device, threads, flags and seed, as `StepsCommitted` has them."""
-    return {
-        "torch": torch.__version__,
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "seed": torch.initial_seed() % (1 << 63),
-    }

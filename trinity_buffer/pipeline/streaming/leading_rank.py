@@ -16,6 +16,7 @@ from trinity_buffer.pipeline.annotating.recorded_strategy import recorder
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.diagnosis import counted, is_being_decided
+from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
@@ -29,7 +30,6 @@ from trinity_buffer.pipeline.streaming.committing import (
     CommitRecords,
     DeliveredSteps,
     commit_records,
-    environment_of_run,
     finite,
     skips,
 )

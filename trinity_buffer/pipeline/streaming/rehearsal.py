@@ -7,13 +7,13 @@ from functools import cache
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.annotating.rehearsal import decided
 from trinity_buffer.pipeline.background import settle_imports
+from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.lease_holders import TTL_S
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.row_loader import RowLoader
 from trinity_buffer.pipeline.proof.manifest import LayoutName
-from trinity_buffer.pipeline.streaming.committing import environment_of_run
 from trinity_buffer.pipeline.streaming.step_sampler import StepSampler
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import StepMaker

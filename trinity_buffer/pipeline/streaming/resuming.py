@@ -60,7 +60,15 @@ async def last_commit(
         await anyio.to_thread.run_sync(require_digest, path, last.checkpoint_digest)
     commit = await _commit_of(experiment, last)
     skipped = await _skipped_in_a_row(experiment, trainer, commit)
-    return Resume(last.step, path, last.checkpoint_digest, chain, skipped, commit.metrics)
+    return Resume(
+        last.step,
+        path,
+        last.checkpoint_digest,
+        chain,
+        skipped,
+        metrics=commit.metrics,
+        environment=commit.environment,
+    )
 
 
 async def _commit_of(experiment: ExperimentHandle, row: StepRow) -> StepsCommitted:

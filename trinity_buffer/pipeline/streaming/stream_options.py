@@ -178,6 +178,7 @@ class Resume:
         chain: link of the manifest chain after that step.
         skipped: how many steps in a row, up to and including ``step``, changed no weight.
         metrics: the numbers that its commit remembers.
+        environment: in which that commit was made; empty: it is not known.
     """
 
     step: int
@@ -186,6 +187,7 @@ class Resume:
     chain: bytes
     skipped: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
 
 F = TypeVar("F", bound=Callable[..., object])

@@ -60,6 +60,7 @@ class TrainStep:
             it.
         rows: how many rows of the manifest this rank was given.
         log_head: of the event that leased the step, as hex; it proves the log up to there.
+        environment: in a replay, that in which the step was committed; else empty.
     """
 
     step: int
@@ -72,6 +73,7 @@ class TrainStep:
     skipped: bool = False
     rows: int = 0
     log_head: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def staleness(self) -> float | None:

@@ -1,0 +1,151 @@
+"""The software, device and settings on which the bits of a gradient step depend.
+
+They are recorded with each commit. A replay restores what can be restored and names the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable without which torch refuses deterministic products of matrices on a GPU."""
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+class Flag(NamedTuple):
+    """A setting of torch that changes bits, and that a replay restores."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def environment_of_run(device: str) -> dict[str, Any]:
+    """Return what the bits of a step depend on, as `StepsCommitted` records it.
+
+    Args:
+        device: on which the steps are computed.
+    """
+    transformers = sys.modules.get("transformers")
+    environment = {
+        "torch": str(torch.__version__),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "seed": torch.initial_seed() % (1 << 63),
+        **{name: flag.get() for name, flag in flags(device).items()},
+        "transformers": getattr(transformers, "__version__", None),
+        "only_warns": torch.is_deterministic_algorithms_warn_only_enabled() or None,
+        **(_of_gpu(device) if _is_cuda(device) else {"processor": _processor()}),
+    }
+    return {name: value for name, value in environment.items() if value is not None}
+
+
+def flags(device: str) -> dict[str, Flag]:
+    """Return the settings that change bits on a device, by the names under which they are recorded.
+
+    `threads` is one of them; those that make operations deterministic are not.
+    """
+    settings = {
+        "threads": Flag(torch.get_num_threads, torch.set_num_threads),
+        "matmul_precision": Flag(_matmul_precision, _set_matmul_precision),
+    }
+    if _is_cuda(device):
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        settings |= {
+            "matmul_bf16_reduction": _attribute(matmul, "allow_bf16_reduced_precision_reduction"),
+            "matmul_fp16_reduction": _attribute(matmul, "allow_fp16_reduced_precision_reduction"),
+            "cudnn_tf32": _attribute(cudnn, "allow_tf32"),
+        }
+    return settings
+
+
+def settle_cublas() -> None:
+    """Choose the workspace of cuBLAS, unless somebody has; call it before a model is used.
+
+    Torch looks for it once, at the first product of matrices on a GPU, and refuses deterministic
+    ones from then on if it was not there: nothing that is set or cleared later changes that.
+    """
+    if torch.version.cuda is not None:  # not `is_available()`, after which no child may use a GPU
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+
+
+def differences(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return which recorded values are others here: name -> recorded, here.
+
+    What older versions did not record is not compared, nor is the seed: a run that goes on has the
+    random numbers of its checkpoint.
+    """
+    return {
+        name: [value, here.get(name)]
+        for name, value in recorded.items()
+        if name != "seed" and here.get(name) != value
+    }
+
+
+def in_words(differing: Mapping[str, list[Any]]) -> str:
+    """Return differences as people say them: ``threads 4 (here 1)``."""
+    return ", ".join(f"{name} {then} (here {here})" for name, (then, here) in differing.items())
+
+
+def _is_cuda(device: str) -> bool:
+    return device.startswith("cuda")
+
+
+def _attribute(owner: Any, name: str) -> Flag:
+    def get() -> Any:
+        with suppress(RuntimeError):  # old and new settings of TF32 were mixed: it cannot say
+            return getattr(owner, name)
+        return None
+
+    return Flag(get, lambda value: setattr(owner, name, value))
+
+
+_PRECISIONS = ("highest", "high", "medium")
+
+
+def _matmul_precision() -> str:
+    """Return how exact float32 products are; where the newer setting says it, that."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # old and new settings were mixed, which only the new one can say
+        return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+def _set_matmul_precision(value: str) -> None:
+    if value in _PRECISIONS:
+        torch.set_float32_matmul_precision(value)
+    else:
+        torch.backends.cuda.matmul.fp32_precision = value
+
+
+def _processor() -> str:
+    """Return the instructions that torch uses, which choose its kernels."""
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _of_gpu(device: str) -> dict[str, Any]:
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cublas_workspace": os.environ.get(CUBLAS_WORKSPACE),
+    }
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver, which torch does not tell; None: it is not known."""
+    with suppress(OSError):
+        words = DRIVER_FILE.read_text().split("\n", 1)[0].split()
+        # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024
+        return next((word for word in words if word[0].isdigit() and "." in word), None)
+    return None

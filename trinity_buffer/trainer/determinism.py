@@ -1,0 +1,194 @@
+"""Steps that come out bit for bit again: what torch is asked for, and what it cannot do.
+
+On CUDA, ``torch.use_deterministic_algorithms(True)`` leaves out cuDNN's attention, makes the
+backward passes of flash and memory-efficient attention deterministic (with ``warn_only=True`` it
+does not), and refuses every operation that has no deterministic form.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+from torch import nn
+
+from trinity_buffer.errors import TrainingError
+from trinity_buffer.pipeline.environment import (
+    CUBLAS_WORKSPACE,
+    differences,
+    environment_of_run,
+    flags,
+    in_words,
+    settle_cublas,
+)
+from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.sync_stream import StepStream
+from trinity_buffer.trainer.parallel import Processes, unwrapped
+
+_logger = logging.getLogger(__name__)
+
+FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
+"""The variable that transformers reads whenever it calls the package flash-attn."""
+
+_NO_SUCH_FORM = re.compile(r"(.+) does not have a deterministic implementation")
+
+
+@contextmanager
+def same_bits(
+    device: str, *, deterministic: bool, recorded: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Compute inside the context so that the same again gives the same bits.
+
+    Afterwards all is as it was, but the workspace of cuBLAS: torch reads that once in a process.
+
+    Args:
+        device: on which is computed.
+        deterministic: ask torch for deterministic algorithms; False leaves torch as it is.
+        recorded: in a replay, what the commit of the step says of its environment: threads and
+            precision become those, and nothing is asked for that was not asked for then.
+
+    Raises:
+        TrainingError: an operation has no deterministic form; names it.
+    """
+    recorded = recorded or {}
+    asked = deterministic and recorded.get("deterministic", True)
+    with ExitStack() as stack:
+        _restore(stack, device, recorded)
+        if not asked:
+            yield
+            return
+        _ask(stack)
+        try:
+            yield
+        except RuntimeError as error:
+            message = _refusal(str(error))
+            if message is None:
+                raise
+            refused = TrainingError(message)
+            for note in getattr(error, "__notes__", ()):
+                refused.add_note(note)
+            raise refused from error
+
+
+def _restore(stack: ExitStack, device: str, recorded: Mapping[str, Any]) -> None:
+    """Set what was recorded; ``stack`` puts back what was there."""
+    for name, flag in flags(device).items():
+        before = flag.get()
+        if before is not None and recorded.get(name, before) != before:
+            stack.callback(flag.set, before)
+            flag.set(recorded[name])
+
+
+def _ask(stack: ExitStack) -> None:
+    """Ask for deterministic algorithms; ``stack`` puts back what was there."""
+    settle_cublas()
+    stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+    # What `use_deterministic_algorithms` does, without the second that importing the settings of
+    # torch.compile takes: on a CPU they choose nothing by measuring it.
+    torch.set_deterministic_debug_mode("error")
+    if torch.cuda.is_initialized():
+        _set(stack, import_module("torch._inductor.config"), "deterministic", value=True)
+    _set(stack, torch.utils.deterministic, "fill_uninitialized_memory", value=False)  # is slow
+    _set(stack, torch.backends.cudnn, "deterministic", value=True)
+    _set(stack, torch.backends.cudnn, "benchmark", value=False)
+    stack.callback(_set_variable, FLASH_ATTENTION, os.environ.get(FLASH_ATTENTION))
+    os.environ[FLASH_ATTENTION] = "1"
+
+
+def _set(stack: ExitStack, owner: Any, name: str, *, value: bool) -> None:
+    if hasattr(owner, name):  # some are newer than the oldest torch that we take
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _refusal(message: str) -> str | None:
+    """Return what to do about an error of torch's, if that was a refused operation."""
+    costs = (
+        "deterministic=False (of TrainerSettings, or in the configuration of the run), after which "
+        "a replay gives the same weights only within a tolerance"
+    )
+    if refused := _NO_SUCH_FORM.search(message):
+        return (
+            f"torch {torch.__version__} has no deterministic form of {refused[1]}, so that this "
+            f"step would not come out the same again: compute it otherwise, or set {costs}"
+        )
+    if CUBLAS_WORKSPACE in message:
+        return (
+            "this process multiplied matrices on the GPU before torch was told which workspace "
+            f"cuBLAS has, so that products are not deterministic in it: set {CUBLAS_WORKSPACE}="
+            f":4096:8 in its environment before it starts, or set {costs}"
+        )
+    return None
+
+
+def attention_of(policy: Any) -> str | None:
+    """Return how a model of transformers computes attention; None: it is no such model."""
+    model = unwrapped(getattr(policy, "model", policy))
+    config = getattr(model, "config", None) if isinstance(model, nn.Module) else None
+    attention = getattr(config, "_attn_implementation", None)
+    return None if attention is None else str(attention)
+
+
+class SameBits:
+    """Lets a trainer compute what comes out the same again, and says where that cannot be expected.
+
+    Args:
+        stream: of the trainer.
+        processes: its ranks.
+        deterministic: see `same_bits`.
+
+    Attributes:
+        environment: in which the last step was computed, as commits record it.
+        differences: what was recorded otherwise: name -> recorded, here.
+    """
+
+    def __init__(self, stream: StepStream, processes: Processes, *, deterministic: bool) -> None:
+        self._device = stream.device
+        self._processes = processes
+        self._deterministic = deterministic
+        self._resumed_from = {} if stream.resume is None else stream.resume.environment
+        self.environment: Mapping[str, Any] = {}
+        self.differences: dict[str, list[Any]] = {}
+
+    def asked(self, recorded: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+        """Return the context to compute in; see `same_bits`."""
+        return same_bits(self._device, deterministic=self._deterministic, recorded=recorded)
+
+    def compare(self, step: TrainStep, policy: Any) -> None:
+        """Note in which environment ``step`` is about to be computed.
+
+        A warning says which settings differ from those of the recorded step, in a replay, or of the
+        commit that was resumed from: once, and again when others do.
+        """
+        self.environment = environment_of_run(self._device) | {
+            "ranks": self._processes.world_size,
+            **({} if (attention := attention_of(policy)) is None else {"attention": attention}),
+        }
+        recorded, self._resumed_from = step.environment or self._resumed_from, {}
+        differing = differences(recorded, self.environment)
+        new = any(self.differences.get(name) != pair for name, pair in differing.items())
+        self.differences |= differing
+        if new and not self._processes.rank:
+            told = _REPLAYED if step.environment else _RESUMED
+            _logger.warning(told, step.step, in_words(differing))
+
+
+_REPLAYED = "step %s was trained with %s: do not expect the same bits from this replay"
+_RESUMED = (
+    "step %s: the commit before it was made with %s: from here on, the bits are not those that the "
+    "run would have had there"
+)
