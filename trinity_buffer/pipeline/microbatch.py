@@ -98,7 +98,8 @@ class MicroBatch(Mapping[str, Any]):
     Attributes:
         tensors: the mapping itself; assign to it what the trainer computes (``values``,
             ``ref_logprob``, ...). What few losses read is made when it is first looked at, of large
-            steps every column.
+            steps every column; so is it moved to another device, unless it was looked at in an
+            earlier step.
         layout: sequence boundaries, and the denominators of the whole step.
         multi_modal_inputs: one mapping per row, name -> tensor.
         policy_versions: one per row, None where unknown.

@@ -32,6 +32,7 @@ from trinity_buffer.pipeline.streaming.collate import (
 )
 from trinity_buffer.pipeline.streaming.committing import Commit
 from trinity_buffer.pipeline.streaming.dealing import dealt_to, leased_step
+from trinity_buffer.pipeline.streaming.moving import Mover
 from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
@@ -73,7 +74,7 @@ async def replayed_steps(
         raise InvalidArgumentError(
             f"steps {first}:{last}: trainer {consumer!r} was handed steps 1 to {row.leased_step}"
         )
-    link = FIRST_LINK
+    link, mover = FIRST_LINK, Mover(device)
     loader = RowLoader(EventCache(key, experiment.name))
     async for recorded in _steps(experiment, consumer, first, last):
         link = recorded.chain or chain(link, recorded.manifest_digest)
@@ -81,7 +82,7 @@ async def replayed_steps(
             manifest, commit, head = await _recorded(experiment, recorded)
             rows = await database.read_session(partial(loader.load, manifest=manifest))
             manifest, rows = _dealt(_fit(manifest, rows, needs), rows, world_size)
-            part = partial(collate_step, rank=rank, world=world_size, device=device)
+            part = partial(collate_step, rank=rank, world=world_size, mover=mover)
             microbatches = await anyio.to_thread.run_sync(part, manifest, rows)
             step = TrainStep(manifest.step, microbatches, manifest, link, recorded=True)
             yield replace(

@@ -7,25 +7,22 @@ position 0 holds 0.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import compress, repeat
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.loading.blocks import Array, Field, field_of_values
 from trinity_buffer.pipeline.loading.row_loader import LoadedRows
-from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
+from trinity_buffer.pipeline.microbatch import LateTensors, MicroBatch
 from trinity_buffer.pipeline.proof.manifest import Manifest, MicroBatchPlan
 from trinity_buffer.pipeline.run_rewards import mean_over_runs
 from trinity_buffer.pipeline.streaming.collate_buffers import Part, Places, StepMemory
+from trinity_buffer.pipeline.streaming.moving import Column, Mover
 from trinity_buffer.pipeline.streaming.step_columns import (
     REWARDS,
     LateColumn,
@@ -45,7 +42,7 @@ def collate_step(
     *,
     rank: int = 0,
     world: int = 1,
-    device: str = "cpu",
+    mover: Mover | None = None,
     memory: StepMemory | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batches of one rank, each with the denominators of the whole step.
@@ -56,7 +53,7 @@ def collate_step(
     Args:
         manifest, rows: of the step, and what it names.
         rank, world: whose micro-batches, of how many ranks.
-        device: where the tensors are put.
+        mover: puts the tensors where they are computed with; None: that is here.
         memory: of earlier steps, to be used again.
 
     Raises:
@@ -74,19 +71,19 @@ def collate_step(
     if any(rows.facts.sampling):
         flat |= _temperature(manifest, rows, places)
     runs = run_numbers(manifest, rows) if manifest.by_run else None
+    mover = mover or Mover("cpu")
     batches = []
     for plan, part in zip(plans, places.parts, strict=True):
-        tensors = {name: _tensor(column, part, device) for name, column in flat.items()}
-        others = _per_row(manifest, plan, size, columns.recorded, runs)
+        some = {name: _part(column, part) for name, column in flat.items()}
         if places.padded:
-            tensors["position_ids"] = Late(partial(_positions, part.shape, device))
-        else:
-            others |= _boundaries(columns.lengths[part.rows])
-        tensors |= {name: _moved(value, device) for name, value in others.items()}
+            some["position_ids"] = mover.positions(part.shape)
+        tensors = mover.columns(some | _per_row(manifest, plan, size, columns.recorded, runs))
+        if not places.padded:
+            tensors |= _boundaries(columns.lengths[part.rows], mover)
         if "rollout_logprob" in tensors:
             tensors["old_logprob"] = tensors["rollout_logprob"]
         chosen = slice(plan.start, plan.stop)
-        modal = [_on(device, inputs) for inputs in _each(rows.multi_modal[chosen], size)]
+        modal = [mover.inputs(inputs) for inputs in _each(rows.multi_modal[chosen], size)]
         versions = list(_each(rows.facts.policy_versions[chosen], size))
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
         batches.append(
@@ -143,22 +140,22 @@ def _per_row(
     size: int,
     recorded: Array | None,
     runs: Array | None,
-) -> dict[str, Any]:
-    """Return the tensors ``[N]`` that say of each row what it is."""
+) -> dict[str, Column]:
+    """Return the columns ``[N]`` that say of each row what it is."""
     chosen = slice(plan.start, plan.stop)
     slots = np.arange(plan.start, plan.stop, dtype=np.int32).repeat(size)
     groups = np.array(manifest.groups[chosen], np.int32).repeat(size)
-    found = {
-        "sample_index": torch.from_numpy(slots),
-        "group_index": torch.from_numpy(groups),
-        "step": torch.full((len(slots),), manifest.step, dtype=torch.int32),
+    found: dict[str, Column] = {
+        "sample_index": slots,
+        "group_index": groups,
+        "step": np.full(len(slots), manifest.step, np.int32),
     }
     if manifest.sources:
-        found["expert_mask"] = torch.tensor(_each(manifest.source[chosen], size)) > 0
+        found["expert_mask"] = np.array(_each(manifest.source[chosen], size)) > 0
     if recorded is not None:
-        found["logprob_mask"] = torch.from_numpy(recorded[chosen])
+        found["logprob_mask"] = recorded[chosen]
     if runs is not None:
-        found["run_index"] = torch.from_numpy(runs[chosen].repeat(size))
+        found["run_index"] = runs[chosen].repeat(size)
     return found
 
 
@@ -250,29 +247,11 @@ def _totals(groups: Sequence[int], tokens: Sequence[int]) -> Totals:
     )
 
 
-def _on(device: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _moved(value, device) for name, value in inputs.items()}
-
-
-def _moved(value: Any, device: str) -> Any:
-    if not isinstance(value, Tensor) or device == "cpu":
-        return value
-    return value.pin_memory().to(device, non_blocking=True)
-
-
-def _tensor(column: Array | LateColumn, part: Part, device: str) -> Any:
+def _part(column: Array | LateColumn, part: Part) -> Column:
     """Return what a column is in one micro-batch, or what makes that."""
     if isinstance(column, LateColumn):
-        return Late(partial(_made, column, part, device))
-    return _moved(torch.from_numpy(column[part.elements].reshape(part.shape)), device)
-
-
-def _made(column: LateColumn, part: Part, device: str) -> Any:
-    """Return a late column in one micro-batch; `torch.compile` does not look into its making."""
-    cut = column.part
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled; to import it takes a second
-        cut = torch.compiler.disable(cut)
-    return _moved(torch.from_numpy(cut(part.elements).reshape(part.shape)), device)
+        return lambda: column.part(part.elements).reshape(part.shape)
+    return column[part.elements].reshape(part.shape)
 
 
 def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
@@ -366,15 +345,14 @@ def _places(columns: RowColumns, plans: Sequence[MicroBatchPlan], *, padded: boo
     return Places(begins, columns.prompt_lengths, lengths, extents, parts, padded)
 
 
-def _positions(shape: tuple[int, ...], device: str) -> Any:
-    return _moved(torch.arange(shape[1]), device).expand(shape)
+def _boundaries(lengths: Array, mover: Mover) -> dict[str, Any]:
+    """Return where rows of these lengths end that are packed one after another.
 
-
-def _boundaries(lengths: Array) -> dict[str, Any]:
-    """Return where rows of these lengths end that are packed one after another."""
+    They are read of the layout, too, which is there whole.
+    """
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     return {
-        "cu_seqlens": torch.from_numpy(ends.astype(np.int32)),
+        "cu_seqlens": mover.now(ends.astype(np.int32)),
         "max_seqlen": int(lengths.max(initial=0)),
     }

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from trinity_buffer.pipeline.loading.blocks import Array, Block
 from trinity_buffer.sizes import sizes
+
+_Allocate: TypeAlias = "Callable[[int], npt.NDArray[np.uint8]]"
 
 
 class Rectangle(NamedTuple):
@@ -230,23 +232,28 @@ class Arena:
     def __init__(self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]]) -> None:
         self._dtypes = iter(dtypes)
         self._size = size
-        self._memory = memory.take(sum(_aligned(size * np.dtype(one).itemsize) for one in dtypes))
+        self._memory = memory.take(sum(aligned(size * np.dtype(one).itemsize) for one in dtypes))
         self._used = 0
 
     def column(self) -> Array:
         """Return the next column, which holds anything."""
         dtype = next(self._dtypes)
         begin, end = self._used, self._used + self._size * np.dtype(dtype).itemsize
-        self._used = _aligned(end)
+        self._used = aligned(end)
         return self._memory[begin:end].view(dtype)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return the place where the next column may begin."""
     return size + -size % 64
 
 
 _OUR_REFERENCES = 3
 """To a piece that no tensor looks at: the deque's, the loop's, and that of the question itself."""
+
+
+def _usual(size: int) -> npt.NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
 
 
 class StepMemory:
@@ -255,9 +262,13 @@ class StepMemory:
     The first touch of fresh memory costs more than what is then written to it: the kernel has to
     find, clear and map each page. So pieces are kept, and one that no array and no tensor refers to
     is handed out again. Not to be shared by threads that run at the same time.
+
+    Args:
+        allocate: returns so many fresh bytes; None: of the usual memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: _Allocate | None = None) -> None:
+        self._allocate = allocate or _usual
         self._pieces: deque[npt.NDArray[np.uint8]] = deque(maxlen=sizes().pieces_kept)
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
@@ -266,6 +277,6 @@ class StepMemory:
             fits = size <= len(piece) <= 4 * size
             if fits and sys.getrefcount(piece) <= _OUR_REFERENCES:
                 return piece[:size]
-        new = np.empty(size + size // 8, np.uint8)  # steps differ a little
+        new = self._allocate(size + size // 8)  # steps differ a little
         self._pieces.append(new)
         return new[:size]

@@ -30,6 +30,7 @@ from trinity_buffer.pipeline.streaming.collate import (
 )
 from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
 from trinity_buffer.pipeline.streaming.dealing import leased_step, load_leased
+from trinity_buffer.pipeline.streaming.moving import Mover
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession
@@ -244,6 +245,7 @@ class StepMaker:
         self._options = options
         self._loader = loader
         self._memory = StepMemory()
+        self._mover = Mover(options.device)
         self._chain = FIRST_LINK
         self._zeros = _Zeros(options.consumer, options.annotation_set)
 
@@ -264,7 +266,7 @@ class StepMaker:
             rows,
             rank=self._options.rank,
             world=self._options.world_size,
-            device=self._options.device,
+            mover=self._mover,
             memory=self._memory,
         )
         asked = self._options.needs or self._options.annotation_set == RECORDED
