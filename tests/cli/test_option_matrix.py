@@ -112,7 +112,12 @@ KEYS: dict[str, dict[str, str]] = {
     "max_waiting_groups": {"1": TRAINS, "null": TRAINS, "0": "max_waiting_groups=0"},
     "max_staleness": {"0": TRAINS, "null": TRAINS, "-1": "max_staleness=-1"},
     "commit_every_steps": {"2": TRAINS, "3": "commit at least every 2", "0": "steps=0"},
-    "async_checkpoints": {"true": TRAINS, "false": TRAINS, "3": "async_checkpoints=3"},
+    "async_checkpoints": {
+        "true": TRAINS,
+        "false": TRAINS,
+        "null": TRAINS,
+        "3": "async_checkpoints=3",
+    },
     "max_steps": {"4": TRAINS, "0": "max_steps=0"},
     "max_skipped_steps": {"1": TRAINS, "0": "max_skipped_steps=0"},
     "max_rejected_steps": {"1": TRAINS, "0": "max_rejected_steps=0"},

@@ -731,8 +731,8 @@ FAULTS = [
     ),
     Fault(
         "what is written beside the training is what the training changes",
-        "trainer/sharded.py",
-        "here.clone() if copied and is_same else here",
+        "trainer/host_copies.py",
+        "here.clone() if self.copied and is_same else here",
         "here",
         "tests/trainer/test_async_checkpoints.py"
         "::test_the_next_step_is_trained_while_the_disk_is_slow",

@@ -19,15 +19,15 @@ from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.proof.checkpoint import being_read, digest_of, make_durable
 from trinity_buffer.pipeline.proof.gone_through import GoneThrough
-from trinity_buffer.trainer import checkpoint_folder
+from trinity_buffer.trainer import checkpoint_folder, sharded
 from trinity_buffer.trainer.checkpoint_folder import (
     POLICY_FILE,
     TrainerState,
     load_checkpoint,
     remove_old,
-    save_checkpoint,
 )
 from trinity_buffer.trainer.settings import TrainerSettings
+from trinity_buffer.trainer.shared_checkpoint import save_checkpoint
 
 
 def state() -> TrainerState[TransformerPolicy]:
@@ -39,7 +39,7 @@ def state() -> TrainerState[TransformerPolicy]:
 
 WRITES = [
     (TransformerPolicy, "save"),
-    (checkpoint_folder, "save_file"),
+    (sharded, "save_file"),
     (checkpoint_folder, "_random_of"),
 ]
 
@@ -50,9 +50,9 @@ def test_a_folder_that_goes_while_it_is_written_is_named(
 ) -> None:
     original: Any = vars(owner)[write]
 
-    def removed_before(*arguments: Any) -> Any:
+    def removed_before(*arguments: Any, **options: Any) -> Any:
         shutil.rmtree(tmp_path / "step-00000007")  # as `remove_old` of who took over does
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(owner, write, removed_before)
     with pytest.raises(CheckpointError, match=r"step-00000007 was removed while it was written"):
@@ -74,10 +74,10 @@ def test_a_file_that_goes_before_its_folder_does_is_named(
 def test_what_fails_for_another_reason_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_folder, "save_file", full)
+    monkeypatch.setattr(sharded, "save_file", full)
     with pytest.raises(CheckpointError, match=r"step-00000007 cannot be written: .*No space left"):
         save_checkpoint(tmp_path, state())
 

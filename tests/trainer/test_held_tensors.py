@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.pipeline.proof.checkpoint import make_durable, written
+from trinity_buffer.trainer.host_copies import HostCopies
 from trinity_buffer.trainer.models import require_trained
 from trinity_buffer.trainer.sharded import opened, owners_of, part_like, whole_tensors, write_share
 
@@ -31,7 +32,7 @@ def test_what_is_copied_stays_when_the_weights_change(mesh: Any) -> None:
         "sharded": distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
         "plain": torch.ones(4),
     }
-    kept = whole_tensors(held, list(held), copied=True)
+    kept = whole_tensors(held, list(held), HostCopies(copied=True))
     for tensor in held.values():
         tensor.mul_(3)
     assert [one.tolist() for one in kept.values()] == [[1.0] * 4] * 2

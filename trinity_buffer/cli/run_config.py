@@ -217,8 +217,10 @@ class RunConfig(Section):
         2, ge=0, description="explorers wait for new weights beyond this; null: no bound"
     )
     commit_every_steps: int = Field(1, ge=1, description="interval of commits (checkpoints)")
-    async_checkpoints: bool = Field(
-        default=False, description="write checkpoints in the background; the commit follows"
+    async_checkpoints: bool | None = Field(
+        None,
+        description="write checkpoints in the background; the commit follows; null: those of a "
+        "model of transformers on a GPU",
     )
     record_facts: bool = Field(
         default=True, description="record with each commit what its steps measured of each row"

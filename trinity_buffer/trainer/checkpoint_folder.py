@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
 from trinity_buffer.pipeline.proof.checkpoint import (
@@ -35,9 +35,9 @@ from trinity_buffer.trainer.sharded import opened
 
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER = "optimizer"
-OPTIMIZER_FILE = f"{OPTIMIZER}.safetensors"
 CRITIC_FILE = "critic.safetensors"
-CRITIC_OPTIMIZER_FILE = "critic_optimizer.safetensors"
+CRITIC_OPTIMIZER = "critic_optimizer"
+CRITIC_OPTIMIZER_FILE = f"{CRITIC_OPTIMIZER}.safetensors"
 STATE_FILE = "state.json"
 
 
@@ -96,24 +96,6 @@ def fresh_folder(root: Path, step: int) -> Path:
     raise AssertionError  # count() does not end
 
 
-def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
-    """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
-
-    Raises:
-        CheckpointError: somebody removed the folder meanwhile; the disk is full, or fails; or an
-            optimizer keeps what is neither a tensor nor a number. No folder is left.
-        NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
-    """
-    folder = fresh_folder(root, state.step)
-    try:
-        with writing(folder):
-            _write(folder, state)
-    except (CheckpointError, NonFiniteError):
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder
-
-
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Say in a sentence why the folder of a checkpoint cannot be written.
@@ -150,27 +132,6 @@ def require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> No
                 "hold NaN or Inf; lower the learning rate or max_gradient_norm, and go on from the "
                 "last checkpoint"
             )
-
-
-def _write(folder: Path, state: TrainerState[Any]) -> None:
-    kept = OptimizerState.of(state.optimizer)
-    require_finite(state.step, state.policy, kept)
-    numbers = write_critic(folder, state)
-    state.policy.save(folder / state.policy.file_name)
-    save_file({**kept.tensors, **random_of_ranks(state)}, folder / OPTIMIZER_FILE)
-    write_numbers(folder, state, kept, numbers)
-
-
-def write_critic(folder: Path, state: TrainerState[Any]) -> dict[str, Any]:
-    """Write the critic, where there is one; return what `STATE_FILE` says of it."""
-    if state.critic is None:
-        return {}
-    critic, optimizer = state.critic
-    kept = OptimizerState.of(optimizer)
-    require_finite(state.step, critic, kept)
-    critic.save(folder / CRITIC_FILE)
-    save_file(dict(kept.tensors), folder / CRITIC_OPTIMIZER_FILE)
-    return {"critic_optimizer": kept.groups}
 
 
 def write_numbers(

@@ -12,12 +12,13 @@ from trinity_buffer.crash_points import reached
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.trainer.checkpoint_folder import TrainerState, remove_old, save_checkpoint
+from trinity_buffer.trainer.checkpoint_folder import TrainerState, remove_old
+from trinity_buffer.trainer.host_copies import HostCopies
 from trinity_buffer.trainer.parallel import OneProcess, Processes, processes_of_writers
 from trinity_buffer.trainer.policy import Policy
 from trinity_buffer.trainer.random_numbers import random_state
 from trinity_buffer.trainer.settings import TrainerSettings
-from trinity_buffer.trainer.shared_checkpoint import Saved, begin, end, is_shared
+from trinity_buffer.trainer.shared_checkpoint import Begun, begin, end, is_shared
 
 
 class Committed(NamedTuple):
@@ -33,6 +34,15 @@ class Committed(NamedTuple):
     metrics: Mapping[str, float]
     environment: Mapping[str, Any]
     skipped: Mapping[int, Sequence[str]]
+
+
+def is_beside(settings: TrainerSettings, policy: Policy) -> bool:
+    """Return whether checkpoints of ``policy`` are written beside the training."""
+    if settings.async_checkpoints is not None:
+        return settings.async_checkpoints
+    # Of another policy a copy is made where it is, which may be more than a GPU has room for.
+    in_parts = hasattr(policy, "held")
+    return in_parts and any(weight.device.type == "cuda" for weight in policy.parameters())
 
 
 class Commits:
@@ -57,6 +67,8 @@ class Commits:
         self._processes = processes
         self._shared = is_shared(policy)
         self._file_name = policy.file_name
+        self._beside = is_beside(settings, policy)
+        self._copies = HostCopies(copied=self._beside)
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         self._writers: Processes = OneProcess()
@@ -74,19 +86,18 @@ class Commits:
         state = replace(state, random=self._processes.gather(random_state()))
         if self._processes.rank and not self._shared:
             self._stream.commit(what.step)  # rank 0 writes for all
-            return not self._settings.async_checkpoints
+            return not self._beside
         reached("before-checkpoint")
-        root = self._settings.checkpoints
-        if self._settings.async_checkpoints:
-            begun = begin(root, state, self._writers, copied=True)
-            self._begin(partial(self._write, lambda: end(begun, begun.write), what))
+        begun = begin(self._settings.checkpoints, state, self._writers, self._copies)
+        if self._beside:
+            self._begin(partial(self._write, begun, what))
             return False
-        if self._shared:
-            begun = begin(root, state, self._writers, copied=False)
-            self._write(lambda: end(begun, begun.write), what)
-        else:
-            self._write(lambda: Saved(save_checkpoint(root, state), {}), what)
+        self._write(begun, what)
         return True
+
+    def hold(self) -> None:
+        """Let a GPU change no weight before they are copied; called before an optimizer's step."""
+        self._copies.hold()
 
     def look(self) -> None:
         """Raise what went wrong beside the training; it is waited for by nobody."""
@@ -104,10 +115,11 @@ class Commits:
             last.result()
 
     def close(self) -> None:
-        """Wait until what is being written is committed, and end the thread."""
+        """Wait until what is being written is committed, end the thread, give back memory."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+        self._copies.close()
 
     def _begin(self, work: Callable[[], None]) -> None:
         if self._thread is None:
@@ -121,8 +133,8 @@ class Commits:
         if isinstance(error, Exception):
             self._stream.fail(error)
 
-    def _write(self, write: Callable[[], Saved], what: Committed) -> None:
-        saved = write()
+    def _write(self, begun: Begun, what: Committed) -> None:
+        saved = end(begun, begun.write)
         reached("after-checkpoint")
         if self._processes.rank:
             self._stream.commit(what.step)

@@ -28,7 +28,8 @@ class TrainerSettings:
         max_gradient_norm: gradients are clipped to this norm.
         commit_every_steps: how often a checkpoint is written and committed.
         async_checkpoints: write them in a thread, from a copy in CPU memory; the commit follows
-            when all is on the disk. One at a time: the next one waits.
+            when all is on the disk. One at a time: the next one waits. None: where weights are on a
+            GPU, of a model of transformers; of another policy it takes a second one on the GPU.
         keep_checkpoints: how many of the newest committed ones stay on the disk; None: all.
         critic_learning_rate: of the critic, if there is one; it follows the same schedule.
         value_clip_range: see `ValueLossFn`.
@@ -56,7 +57,7 @@ class TrainerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     max_gradient_norm: float = 1.0
     commit_every_steps: int = 1
-    async_checkpoints: bool = False
+    async_checkpoints: bool | None = None
     keep_checkpoints: int | None = KEPT_CHECKPOINTS
     critic_learning_rate: float = 1e-3
     value_clip_range: float | None = None

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.trainer.host_copies import HostCopies
 from trinity_buffer.trainer.parallel import is_sharded
 
 INDEX = "{stem}.safetensors.index.json"
@@ -42,26 +43,24 @@ def owners_of(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
 
 
 def whole_tensors(
-    tensors: Mapping[str, Tensor], kept: Sequence[str], *, copied: bool
+    tensors: Mapping[str, Tensor], kept: Sequence[str], copies: HostCopies
 ) -> dict[str, Tensor]:
-    """Return those of ``tensors`` that are ``kept``, whole, in the processor's memory.
+    """Return those of ``tensors`` that are ``kept``, whole, as ``copies`` takes them.
 
     Every rank must call it with the same names; they are gathered one after the other.
 
     Args:
         tensors: name -> a tensor, or this rank's part of it.
         kept: some of the names.
-        copied: whether the tensors may change while what is returned may not.
+        copies: in the processor's memory.
     """
     found, wanted = {}, frozenset(kept)
     for name, tensor in tensors.items():
-        held: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
-        full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # as above
+        full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
         if name in wanted:
-            here = full.detach().cpu().contiguous()
-            # One rank may hold all of a tensor: then the whole is its part, and not a copy.
-            is_same = here.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
-            found[name] = here.clone() if copied and is_same else here
+            found[name] = copies.take(full)
+            if is_sharded(tensor):
+                copies.wait()  # then the memory of this one is there for the next
     return found
 
 
