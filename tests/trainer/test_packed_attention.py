@@ -57,7 +57,7 @@ def newest(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend as torch 2.13 is asked to."""
+    """Attend as torch 2.12 and 2.13 are asked to."""
     assert enable_gqa
     assert window_size[1] == 0
     CALLS.append({"dtype": query.dtype, "longest": others[1], "window": window_size})
@@ -96,7 +96,7 @@ def windowed(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Attend as a torch is asked to that has windows, and no groups of queries."""
+    """Attend as torch 2.11 is asked to."""
     assert query.shape == key.shape == value.shape
     CALLS.append({"longest": others[1]})
     return attend([query, key, value], limits, window_size, scale)
@@ -109,13 +109,12 @@ def oldest(
     limits: Tensor,
     *others: Any,
     is_causal: bool = False,
-    scale: float | None = None,
 ) -> Tensor:
     """Attend as torch 2.10 is asked to."""
     assert is_causal
     assert query.shape == key.shape == value.shape
     CALLS.append({"longest": others[1]})
-    return attend([query, key, value], limits, (-1, 0), scale)
+    return attend([query, key, value], limits, (-1, 0), None)
 
 
 Use = Callable[..., None]
@@ -307,6 +306,14 @@ def windows_without_windows(use: Use) -> Any:
     return qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0)
 
 
+def scaled_otherwise(use: Use) -> Any:
+    use(oldest)
+    model = qwen3()
+    for layer in model.model.layers:
+        vars(layer.self_attn)["scaling"] = 1.0
+    return model
+
+
 def in_float32(use: Use) -> Any:
     use(dtypes=frozenset({torch.bfloat16, torch.float16}))
     return qwen3()
@@ -387,6 +394,7 @@ def unsupported(use: Use) -> Any:
 
 REASONS: dict[Callable[[Use], Any], str] = {
     windows_without_windows: "has no sliding windows",
+    scaled_otherwise: "scales by the width",
     in_float32: "attends in float32",
     with_wide_heads: "heads have 8 elements",
     with_odd_heads: "heads have 6 elements",

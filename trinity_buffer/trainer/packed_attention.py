@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import signature
 from logging import getLogger
+from math import isclose
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -212,8 +213,7 @@ def limits_of(microbatch: Mapping[str, Any], implementation: str | None) -> dict
 
 def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
     """Return attention as transformers calls it; torch's kernel differs from release to release."""
-    takes = signature(kernel.attend).parameters
-    has_windows, has_groups = "window_size" in takes, "enable_gqa" in takes
+    takes = frozenset(signature(kernel.attend).parameters)
 
     def attend(
         module: nn.Module,
@@ -230,25 +230,39 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         _require_fit(kernel, module, (query, key, value), attention_mask, asked)
         # [1, heads, T, D] -> [T, heads, D]
         states = [part.squeeze(0).transpose(0, 1) for part in (query, key, value)]
-        options: dict[str, Any] = {"scale": asked.get("scaling")}
-        if has_groups:
-            options["enable_gqa"] = True
-        elif query.shape[1] != key.shape[1]:
+        if "enable_gqa" not in takes and query.shape[1] != key.shape[1]:
             repeats = query.shape[1] // key.shape[1]
-            states[1:] = [part.repeat_interleave(repeats, dim=1) for part in states[1:]]
-        window = asked.get("sliding_window")
-        if has_windows:
-            # A window of transformers counts the token itself.
-            options["window_size"] = (-1 if window is None else window - 1, 0)
-        elif window is None:
-            options["is_causal"] = True
-        else:
-            raise UnfitAttentionError(f"torch {torch.__version__} has no sliding windows there")
+            states[1:] = [
+                part.unsqueeze(2).expand(-1, -1, repeats, -1).flatten(1, 2) for part in states[1:]
+            ]
         limits, longest = asked["cu_seq_lens_q"].to(torch.int32), asked["max_length_q"]
+        options = _options(takes, asked, query.shape[-1])
         found = kernel.attend(*states, limits, limits, longest, longest, **options)
         return found.unsqueeze(0), None
 
     return attend
+
+
+def _options(takes: frozenset[str], asked: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return what a kernel that ``takes`` these arguments is told of a layer with such heads.
+
+    In torch 2.10 it takes ``is_causal``, from 2.11 on ``scale`` and ``window_size``, from 2.12 on
+    ``enable_gqa``.
+    """
+    found: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}
+    scale, window = asked.get("scaling"), asked.get("sliding_window")
+    if "scale" in takes:
+        found["scale"] = scale
+    elif scale is not None and not isclose(scale, width**-0.5, rel_tol=1e-6):
+        raise UnfitAttentionError(f"torch {torch.__version__} scales by the width of heads alone")
+    if "window_size" in takes:
+        # A window of transformers counts the token itself.
+        found["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None:
+        found["is_causal"] = True
+    else:
+        raise UnfitAttentionError(f"torch {torch.__version__} has no sliding windows there")
+    return found
 
 
 def _require_fit(
