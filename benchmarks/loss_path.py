@@ -30,26 +30,28 @@ from typing_extensions import override
 from benchmarks.provenance import provenance
 from trinity_buffer.extras import extra
 from trinity_buffer.trainer.last_hidden import OutputHead
-from trinity_buffer.trainer.token_scores import head_scores
+from trinity_buffer.trainer.token_scores import chunk_columns, head_scores
 
-Scores = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+Scores = Callable[[Tensor, Tensor, Tensor, int | None], tuple[Tensor, Tensor]]
 SIZES = {"cpu": (2048, 65_536, 128), "cuda": (16_384, 152_064, 2048)}
 TRL_COLUMNS = 8192
 """Of the vocabulary at a time, as TRL's own trainers ask for."""
 
 
-def ours(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_logits: int) -> tuple[Tensor, ...]:
+def ours(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_logits: int | None
+) -> tuple[Tensor, ...]:
     """Return log-probabilities and entropies in chunks."""
     return head_scores(hidden, OutputHead(weight), targets, chunk_logits)
 
 
-def naive(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> tuple[Tensor, ...]:
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, _: int | None) -> tuple[Tensor, ...]:
     """Return them from all logits."""
     every = (hidden @ weight.T).float().log_softmax(-1)
     return every.gather(1, targets.unsqueeze(1)).squeeze(1), -(every.exp() * every).sum(1)
 
 
-def trl(hidden: Tensor, weight: Tensor, targets: Tensor, _: int) -> tuple[Tensor, ...]:
+def trl(hidden: Tensor, weight: Tensor, targets: Tensor, _: int | None) -> tuple[Tensor, ...]:
     """Return them by the function of TRL."""
     function = extra("trl.kernels.chunked_logprob", "trl").ChunkedLogProbFunction
     given = (hidden, weight, None, targets, 1.0, TRL_COLUMNS, None, 1.0, ("entropy",))
@@ -83,13 +85,19 @@ class _Products(torch.autograd.Function):
         return of_hidden, of_weight, None
 
 
-def products(hidden: Tensor, weight: Tensor, _: Tensor, chunk_logits: int) -> tuple[Tensor, ...]:
+def products(
+    hidden: Tensor, weight: Tensor, _: Tensor, chunk_logits: int | None
+) -> tuple[Tensor, ...]:
     """Return zeros, after the products that nobody can leave out."""
-    columns = max(1, chunk_logits // len(hidden))
+    columns = chunk_columns(hidden, len(weight), chunk_logits, fused=hidden.is_cuda)
     return (_Products.apply(hidden, weight, columns),)  # type: ignore[no-untyped-call]  # no types
 
 
 WAYS = {way.__name__: way for way in (ours, naive, trl, products)}
+
+
+def _logits(power: int) -> int | None:
+    return 2**power if power else None
 
 
 def _megabytes(device: str, what: str) -> float:
@@ -119,7 +127,7 @@ def _begin_anew(device: str) -> None:
 
 
 def measure(
-    way: str, device: str, sizes: tuple[int, int, int], chunk_logits: int
+    way: str, device: str, sizes: tuple[int, int, int], chunk_logits: int | None
 ) -> tuple[float, float]:
     """Return seconds and megabytes of one pass forward and backward, after one for warmth."""
     torch.manual_seed(0)
@@ -158,7 +166,12 @@ def _in_turns(asked: argparse.Namespace, cases: list[tuple[str, int]]) -> None:
             results[way, power].append(json.loads(done.stdout))
     for (way, power), pairs in results.items():
         seconds, megabytes = (statistics.median(column) for column in zip(*pairs, strict=True))
-        row = {"way": way, "chunk_logits": 2**power, "sizes": asked.sizes, "device": asked.device}
+        row = {
+            "way": way,
+            "chunk_logits": _logits(power),
+            "sizes": asked.sizes,
+            "device": asked.device,
+        }
         row |= {"seconds": round(seconds, 3), "megabytes": round(megabytes)}
         print(json.dumps({**row, **origin}), flush=True)
 
@@ -172,7 +185,9 @@ def main() -> None:
     parser.add_argument("--device", choices=sorted(SIZES), default=there)
     parser.add_argument("--sizes", help="tokens,words,width")
     parser.add_argument("--ways", help="with commas; default: all that can run")
-    parser.add_argument("--chunks", default="24", help="powers of two: logits held at a time")
+    parser.add_argument(
+        "--chunks", default="0", help="powers of two: logits held at a time; 0: the default"
+    )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--one", choices=sorted(WAYS), help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -180,7 +195,9 @@ def main() -> None:
     powers = [int(power) for power in asked.chunks.split(",")]
     if asked.one:
         tokens, words, width = map(int, asked.sizes.split(","))
-        print(json.dumps(measure(asked.one, asked.device, (tokens, words, width), 2 ** powers[0])))
+        print(
+            json.dumps(measure(asked.one, asked.device, (tokens, words, width), _logits(powers[0])))
+        )
         return
     usual = [way for way in WAYS if way != "trl" or find_spec("trl")]
     ways = asked.ways.split(",") if asked.ways else usual

@@ -6,31 +6,8 @@ the changes in a copy of the repository; `docs/faults.md` shows them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One fault.
-
-    Attributes:
-        what: what is wrong under it, for `docs/faults.md`.
-        file: path in the package.
-        old, new: the text that is there once, and what takes its place.
-        test: file and function that turn red.
-    """
-
-    what: str
-    file: str
-    old: str
-    new: str
-    test: str
-
-    @property
-    def package(self) -> str:
-        """The part of the package that it is in."""
-        return self.file.rpartition("/")[0] or self.file.removesuffix(".py")
-
+from tests.planted_faults.fault import Fault
+from tests.planted_faults.trainer_faults import TRAINER_FAULTS
 
 FAULTS = [
     Fault(
@@ -503,13 +480,6 @@ FAULTS = [
         "tests/inspect/test_edges.py::test_a_fate_tells_of_every_copy_once",
     ),
     Fault(
-        "the oldest checkpoint to keep is removed",
-        "trainer/checkpoint_folder.py",
-        "gone = kept and (step < kept[0] or",
-        "gone = kept and (step <= kept[0] or",
-        "tests/trainer/test_checkpoint_folder.py::test_the_newest_steps_stay_and_what_was_begun_before_the_commit_goes",
-    ),
-    Fault(
         "a step that a rewind goes back to counts as superseded",
         "pipeline/verifying/trainer_audit.py",
         "if step <= kept}",
@@ -536,48 +506,6 @@ FAULTS = [
         "missing = sorted(set(range(planned)) - seen.runs)",
         "missing = sorted(set(range(1, planned)) - seen.runs)",
         "tests/inspect/test_questions.py::test_why_names_the_event_that_decided",
-    ),
-    Fault(
-        "the warm-up ends a step early",
-        "trainer/settings.py",
-        "step / (self.warmup_steps + 1)",
-        "step / max(1, self.warmup_steps)",
-        "tests/trainer/test_learning_rate.py::test_the_rate_of_a_step_rises_falls_and_stays",
-    ),
-    Fault(
-        "the learning rate falls below its lowest",
-        "trainer/settings.py",
-        "* max(falling, self.lowest_rate)",
-        "* falling",
-        "tests/trainer/test_learning_rate.py::test_the_rate_of_a_step_rises_falls_and_stays",
-    ),
-    Fault(
-        "skipped steps count though others lie between them",
-        "trainer/trainer.py",
-        "numbers)\n            self._skipped_in_a_row = 0\n",
-        "numbers)\n",
-        "tests/trainer/test_non_finite.py::test_skipped_steps_with_another_between_them_are_not_in_a_row",
-    ),
-    Fault(
-        "a replay computes with the threads of its own process",
-        "trainer/trainer.py",
-        "self._bits.asked(step.environment)",
-        "self._bits.asked()",
-        "tests/trainer/test_determinism.py::test_a_replay_restores_what_it_can_and_names_the_rest_before_its_first_step",
-    ),
-    Fault(
-        "a packed row is predicted by the row before it",
-        "trainer/token_scores.py",
-        "real[limits[:-1].long()] = False",
-        "real[limits[:1].long()] = False",
-        "tests/trainer/test_token_scores.py::test_scores_and_gradients_are_those_of_all_logits_in_float64",
-    ),
-    Fault(
-        "an entropy forgets what it summed when a larger logit comes",
-        "trainer/token_scores.py",
-        "moment = (self.moment + self.total * moved) * moved.exp()",
-        "moment = self.moment * moved.exp()",
-        "tests/trainer/test_token_scores.py::test_scores_and_gradients_are_those_of_all_logits_in_float64",
     ),
     Fault(
         "segments that are too damaged for an archive are not counted",
@@ -730,22 +658,6 @@ FAULTS = [
         "tests/pipeline/test_planned_runs.py::test_they_are_counted_as_sets_would",
     ),
     Fault(
-        "what is written beside the training is what the training changes",
-        "trainer/host_copies.py",
-        "here.clone() if self.copied and is_same else here",
-        "here",
-        "tests/trainer/test_async_checkpoints.py"
-        "::test_the_next_step_is_trained_while_the_disk_is_slow",
-    ),
-    Fault(
-        "what could not be written beside the training is passed over",
-        "trainer/commits.py",
-        "            last.result()\n",
-        "            last.exception()\n",
-        "tests/trainer/test_async_checkpoints.py"
-        "::test_what_cannot_be_written_ends_the_training_and_is_not_committed",
-    ),
-    Fault(
         "a trainer that was rewound was always as far as it is now",
         "store/asking/earlier.py",
         '    ("StepDealt", "TrainerRewound"),',
@@ -787,6 +699,7 @@ FAULTS = [
         "                got = True\n                if before != _JOINING:\n",
         "tests/store/test_turns.py::test_who_is_killed_in_the_line_calls_nobody_too_early",
     ),
+    *TRAINER_FAULTS,
 ]
 
 

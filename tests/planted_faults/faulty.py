@@ -33,7 +33,8 @@ import sqlalchemy.ext.asyncio  # noqa: F401
 import torch._dynamo  # noqa: F401
 import typer  # noqa: F401
 
-from tests.planted_faults.faults import FAULTS, Fault
+from tests.planted_faults.fault import Fault
+from tests.planted_faults.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300

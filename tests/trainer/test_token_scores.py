@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,32 +23,44 @@ from tests.trainer.qwen import SHAPE, qwen2, qwen3
 from trinity_buffer.algorithm.advantage_fn.entropy_clip import expected_entropy_change
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.head_chunks import TORCH, ChunkMath
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores
-from trinity_buffer.trainer.token_scores import CHUNK_LOGITS, entropy_changes, head_scores
+from trinity_buffer.trainer.token_scores import chunk_columns, entropy_changes, head_scores
 
 LENGTHS = (5, 1, 12, 3)
+WORDS = 600  # chunks of 256, 256 and 88
 
 
 def demo() -> TransformerPolicy:
-    return TransformerPolicy(PolicyConfig(37, width=16, max_length=12))
+    return TransformerPolicy(PolicyConfig(WORDS, width=16, max_length=12))
 
 
 def made(family: str, **changes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
+        config = getattr(transformers, f"{family}Config")(
+            **(SHAPE | {"vocab_size": WORDS} | changes)
+        )
         model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
         return model
 
     return make
 
 
+def wide2(**changes: Any) -> Any:
+    return qwen2(vocab_size=WORDS, **changes)
+
+
+def wide3() -> Any:
+    return qwen3(vocab_size=WORDS)
+
+
 FAMILIES = [
-    qwen2,
-    qwen3,
+    wide2,
+    wide3,
     demo,
-    lambda: qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=0),
+    lambda: wide2(use_sliding_window=True, sliding_window=4, max_window_layers=0),
     made("Gemma2", final_logit_softcapping=0.5, head_dim=4),
     made("Cohere", logit_scale=3.0),
     made("Granite", logits_scaling=0.3),
@@ -59,7 +73,7 @@ FAMILY = pytest.mark.parametrize(
 
 def rows() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 37, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(0, WORDS, (length,), generator=generator) for length in LENGTHS]
 
 
 def padded() -> dict[str, Tensor]:
@@ -130,8 +144,7 @@ def test_scores_and_gradients_are_those_of_all_logits_in_float64(
     model = make().double()
     wanted = expected(model, hot=hot)
     batch = with_heat(layout()) if hot else layout()
-    # 26 tokens, 37 words: slices of 1 and 8, 1 for each token, and all at once.
-    for chunk_logits in (1, 170, 2**24):
+    for chunk_logits in (1, 2**24):  # three chunks, and all at once
         found = flat(tb.token_scores(model, batch, chunk_logits=chunk_logits), batch)
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # their norms are in float32
         torch.testing.assert_close(
@@ -154,7 +167,7 @@ def test_a_compiled_model_scores_the_same_without_being_compiled_for_each_batch(
         return graph.forward
 
     torch.compiler.reset()
-    model, other = qwen2(), qwen2()
+    model, other = wide2(), wide2()
     other.load_state_dict(model.state_dict())
     compiled: Any = other
     if in_place:
@@ -174,7 +187,7 @@ def test_a_model_that_was_compiled_and_used_before_is_refused_with_the_remedy(
     in_place: bool,
 ) -> None:
     torch.compiler.reset()
-    model = qwen2()
+    model = wide2()
     compiled: Any = model
     if in_place:
         model.compile(backend="eager")
@@ -189,11 +202,11 @@ def test_a_model_that_was_compiled_and_used_before_is_refused_with_the_remedy(
     assert tb.token_scores(compiled, padded()).logprob.abs().sum() > 0
 
 
-@pytest.mark.parametrize("make", [qwen2, qwen3])
+@pytest.mark.parametrize("make", [wide2, wide3])
 def test_padded_and_packed_are_one_gradient_in_float32(make: Callable[[], nn.Module]) -> None:
     model, both = make(), []
     for batch in (padded(), packed()):
-        scores = flat(tb.token_scores(model, batch, chunk_logits=100), batch)
+        scores = flat(tb.token_scores(model, batch, chunk_logits=1), batch)
         both.append((scores, gradients(model, scores)))
     torch.testing.assert_close(both[0][0], both[1][0], rtol=0, atol=1e-5)
     largest = max(float(g.abs().max()) for g in both[0][1])
@@ -202,9 +215,8 @@ def test_padded_and_packed_are_one_gradient_in_float32(make: Callable[[], nn.Mod
 
 
 def test_sums_of_a_model_in_bfloat16_are_in_float32() -> None:
-    model = qwen2().bfloat16()
-    batch = padded()
-    found = flat(tb.token_scores(model, batch, chunk_logits=100), batch)
+    model, batch = wide2().bfloat16(), padded()
+    found = flat(tb.token_scores(model, batch, chunk_logits=1), batch)
     assert all(one.dtype == torch.float32 for one in found)
     torch.testing.assert_close(found, tuple(x.float() for x in expected(model)), rtol=0, atol=1e-5)
     assert {g.dtype for g in gradients(model, found)} == {torch.bfloat16}
@@ -212,7 +224,7 @@ def test_sums_of_a_model_in_bfloat16_are_in_float32() -> None:
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_rows_without_a_predicted_token_score_zero(size: int) -> None:
-    model = qwen2()
+    model = wide2()
     ids, nothing = torch.zeros(2, size, dtype=torch.long), torch.zeros(2, size, dtype=torch.bool)
     scores = tb.token_scores(model, {"input_ids": ids, "attention_mask": nothing})
     assert scores.logprob.eq(0).all()
@@ -222,7 +234,7 @@ def test_rows_without_a_predicted_token_score_zero(size: int) -> None:
 
 
 def test_frozen_weights_get_no_gradient() -> None:
-    model, batch = qwen2(), padded()
+    model, batch = wide2(), padded()
     model.lm_head.requires_grad_(requires_grad=False)
     tb.token_scores(model, batch).logprob.sum().backward()
     assert model.lm_head.weight.grad is None
@@ -230,17 +242,21 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 
 @FAMILY
+@pytest.mark.parametrize("hot", [False, True])
 @pytest.mark.parametrize("layout", [padded, packed])
 def test_entropy_changes_are_those_of_all_logits(
-    make: Callable[[], nn.Module], layout: Callable[[], dict[str, Any]]
+    make: Callable[[], nn.Module], layout: Callable[[], dict[str, Any]], *, hot: bool
 ) -> None:
-    model, batch = make().double(), layout()
+    model = make().double()
+    batch = with_heat(layout()) if hot else layout()
     wanted = []
-    for ids in rows():
+    for ids, temperature in zip(rows(), heat(), strict=True):
         logits = model(ids[None])
         logits = (logits if isinstance(logits, Tensor) else logits.logits)[0].double()
+        if hot:  # that of a token divides the logits before it
+            logits = logits / nn.functional.pad(temperature[1:], (0, 1), value=1.0)[:, None]
         wanted.append(nn.functional.pad(expected_entropy_change(logits)[:-1], (1, 0)))
-    for chunk_logits in (1, 170, 2**24):
+    for chunk_logits in (1, 2**24):
         found = entropy_changes(model, batch, chunk_logits=chunk_logits)
         assert found[~batch["attention_mask"]].eq(0).all()
         found = found[batch["attention_mask"]]
@@ -249,9 +265,9 @@ def test_entropy_changes_are_those_of_all_logits(
 
 @pytest.mark.parametrize("read", [("logprob",), ("entropy",), ("logprob", "entropy")])
 def test_a_loss_may_read_one_of_both(read: tuple[str, ...]) -> None:
-    model, batch = qwen2().double(), padded()
+    model, batch = wide2().double(), padded()
     expected_ones = TokenScores(*expected(model))
-    found = TokenScores(*flat(tb.token_scores(model, batch, chunk_logits=100), batch))
+    found = TokenScores(*flat(tb.token_scores(model, batch, chunk_logits=1), batch))
     both = []
     for scores in (found, expected_ones):
         model.zero_grad()
@@ -277,14 +293,14 @@ def test_no_tensor_of_tokens_times_vocabulary_lives() -> None:
     model = qwen2(vocab_size=4000)
     batch = {"input_ids": torch.randint(0, 4000, (16, 60))}
     with _Largest() as largest:  # type: ignore[no-untyped-call]  # torch has no types for it
-        scores = tb.token_scores(model, batch, chunk_logits=2**16)
+        scores = tb.token_scores(model, batch, chunk_logits=2**18)
         (scores.logprob + scores.entropy).sum().backward()
-    assert 2**15 < largest.numbers <= 2**16 + 944  # never more than asked, but for one column
-    # The weights of the head are the largest beside it: 4000 x 16 = 64,000.
+    # 944 tokens, in chunks of 256; the weights of the head are smaller: 4000 x 16 = 64,000.
+    assert largest.numbers == 944 * 256
 
     with _Largest() as largest:  # type: ignore[no-untyped-call]  # as above
-        entropy_changes(model, batch, chunk_logits=2**16)
-    assert 2**15 < largest.numbers <= 2**16 + 944
+        entropy_changes(model, batch, chunk_logits=2**18)
+    assert largest.numbers == 944 * 256
 
 
 class _Peak(TorchDispatchMode):
@@ -311,27 +327,163 @@ class _Peak(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.long
-def test_16k_tokens_of_152k_words_take_less_than_300_mb() -> None:
-    tokens, words, width = 2**14, 152_064, 2048
+def beyond_gradients(
+    shape: tuple[int, int, int], how: ChunkMath, dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """Return the most bytes beyond inputs and gradients, by tensors that have a shape alone."""
+    tokens, words, width = shape
     with FakeTensorMode(), _Peak() as counted:  # type: ignore[no-untyped-call]  # as above
-        hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(words, width, dtype=torch.bfloat16, requires_grad=True)
+        hidden = torch.empty(tokens, width, dtype=dtype, requires_grad=True)
+        weight = torch.empty(words, width, dtype=dtype, requires_grad=True)
         targets = torch.empty(tokens, dtype=torch.long)
         begin = counted.peak = counted.now
-        scores = head_scores(hidden, OutputHead(weight), targets, CHUNK_LOGITS)
+        scores = head_scores(hidden, OutputHead(weight), targets, chunk_math=how)
         (scores[0].sum() + scores[1].sum()).backward()
         gradients_of = counted.now - begin
-    assert gradients_of > 600e6  # of the weights and of what the model gave
-    assert 100e6 < counted.peak - begin - gradients_of < 300e6
+        assert gradients_of >= hidden.nbytes + weight.nbytes
+        beyond: int = counted.peak - begin - gradients_of
+    return beyond
+
+
+@pytest.mark.long
+def test_16k_tokens_of_152k_words_take_less_than_300_mb() -> None:
+    assert 100e6 < beyond_gradients((2**14, 152_064, 2048), TORCH) < 300e6
+
+
+KERNELS = ChunkMath(lambda sums, _: sums, lambda *_: None, lambda *_: Tensor(), fused=True)
+"""What the Triton kernels allocate, which is nothing."""
+
+
+def test_16k_tokens_of_152k_words_take_less_than_700_mb_with_kernels() -> None:
+    assert 500e6 < beyond_gradients((2**14, 151_936, 2048), KERNELS) < 700e6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "shape",
+    [(15_276, 151_936, 1024), (131_072, 151_936, 4096), (2**22, 32_000, 64), (1, 50_257, 8)],
+)
+def test_kernels_take_a_chunk_and_the_gradient_of_the_hidden_states(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    tokens, words, width = shape
+    chunk = max(2**29, tokens * min(256, words) * dtype.itemsize)
+    # The gradient is summed in float32; a CPU holds a product beside it; and each token's numbers.
+    bound = chunk + (4 + dtype.itemsize) * tokens * width + 100 * tokens + 1000
+    assert beyond_gradients(shape, KERNELS, dtype) < bound
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_chunks_are_whole_or_multiples_of_256_columns(
+    dtype: torch.dtype, device: str, *, fused: bool
+) -> None:
+    sizes = (0, 1, 255, 15_276, 16_384, 16_385, 2**20)
+    vocabularies = (1, 37, 255, 256, 257, 32_000, 50_257, 151_936)
+    for tokens, words, bound in product(sizes, vocabularies, (None, 1, 1000, 2**20, 2**26)):
+        hidden = torch.empty(tokens, 8, dtype=dtype, device=device)
+        columns = chunk_columns(hidden, words, bound, fused=fused)
+        assert columns == words or columns % 256 == 0
+        assert 0 < columns <= words
+        assert bound is None or columns <= 256 or columns * tokens <= bound
+
+
+def test_a_chunk_is_what_it_was_on_a_cpu() -> None:
+    """Where a vocabulary was one chunk it still is: other chunks have other last bits."""
+    for tokens, words in ((16, 60), (2**14, 1024), (2**13 + 1, 2047), (0, 151_936)):
+        assert chunk_columns(torch.empty(tokens, 1), words, None, fused=False) == words
+    assert chunk_columns(torch.empty(2**13 + 1, 1), 2048, None, fused=False) == 1792
+
+
+class _NoRoom(TorchDispatchMode):
+    """A device that has no memory for larger tensors."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.numbers = numbers
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.new_empty.default and math.prod(args[1]) > self.numbers:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+def test_chunks_are_smaller_where_memory_is_short_and_it_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, batch = wide2().double(), padded()
+    wanted = tb.token_scores(model, batch)
+    with _NoRoom(17 * 300):
+        found = tb.token_scores(model, batch)
+    torch.testing.assert_close(found, wanted)
+    assert [record.getMessage() for record in caplog.records] == [
+        "cpu has no memory for the logits of 17 tokens x 600 columns, which log-probabilities take "
+        "at a time: it is 256 columns now, which is slower and has other last bits"
+    ]
+    with _NoRoom(17 * 255), pytest.raises(torch.OutOfMemoryError):
+        tb.token_scores(model, batch)
+
+
+class _Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in {torch.ops.aten.mm, torch.ops.aten.addmm}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("of_hidden", "of_weight"), [(True, True), (True, False), (False, True)])
+def test_each_chunk_takes_a_product_and_one_more_with_each_gradient(
+    *, of_hidden: bool, of_weight: bool
+) -> None:
+    hidden = torch.randn(5, 8, requires_grad=of_hidden)
+    weight = torch.randn(WORDS, 8, requires_grad=of_weight)
+    targets = torch.arange(5)
+    with _Products() as counted:  # type: ignore[no-untyped-call]  # as above
+        logprob, _ = head_scores(hidden, OutputHead(weight), targets, 1)
+        assert counted.count == 3
+        logprob.sum().backward()
+    assert counted.count == 3 * (2 + of_hidden + of_weight)
+    assert (hidden.grad is not None, weight.grad is not None) == (of_hidden, of_weight)
+
+
+def test_scores_are_the_same_under_autocast() -> None:
+    """The head computes in the type of what it is given, forward and backward."""
+    both = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        hidden = torch.randn(5, 8, requires_grad=True)
+        weight = torch.randn(WORDS, 8, requires_grad=True)
+        bias = torch.randn(WORDS, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            scores = head_scores(hidden, OutputHead(weight, bias), torch.arange(5), 1)
+            (scores[0] + scores[1]).sum().backward()
+        both.append((*scores, hidden.grad, weight.grad, bias.grad))
+    for one, other in zip(*both, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_scores_without_a_gradient_keep_nothing() -> None:
+    with torch.no_grad(), _Peak() as counted:  # type: ignore[no-untyped-call]  # as above
+        hidden, weight = torch.randn(50, 8, requires_grad=True), torch.randn(WORDS, 8)
+        targets = torch.arange(50)
+        before = counted.now
+        scores = head_scores(hidden, OutputHead(weight), targets)
+    assert all(one.grad_fn is None for one in scores)
+    assert counted.now - before == sum(one.nbytes for one in scores)
 
 
 def test_an_adapter_on_the_head_is_refused_with_the_remedy() -> None:
     class Adapted(nn.Linear):
         pass
 
-    model = qwen2()
-    model.lm_head = Adapted(16, 37, bias=False)
+    model = wide2()
+    model.lm_head = Adapted(16, WORDS, bias=False)
     with pytest.raises(InvalidArgumentError, match="no plain linear output head, but Adapted"):
         tb.token_scores(model, padded())
 
@@ -343,7 +495,7 @@ def test_logits_that_are_changed_behind_the_head_are_refused() -> None:
             said.logits = said.logits * 2
             return said
 
-    model = qwen2()
+    model = wide2()
     model.__class__ = Bent
     with pytest.raises(InvalidArgumentError, match="logits of Bent are not those of its output"):
         tb.token_scores(model, padded())
@@ -351,4 +503,4 @@ def test_logits_that_are_changed_behind_the_head_are_refused() -> None:
 
 def test_no_chunk_is_an_error() -> None:
     with pytest.raises(InvalidArgumentError, match="chunk_logits=0"):
-        tb.token_scores(qwen2(), padded(), chunk_logits=0)
+        tb.token_scores(wide2(), padded(), chunk_logits=0)

@@ -43,7 +43,7 @@ def batch_of(rows: Sequence[Tensor], layout: str) -> dict[str, Any]:
 
 def loss(model: Any, rows: Sequence[Tensor], layout: str) -> Tensor:
     """Return a number that reads log-probs and entropies, over the tokens of all four rows."""
-    scores = tb.token_scores(model, batch_of(rows, layout), chunk_logits=100)
+    scores = tb.token_scores(model, batch_of(rows, layout))
     return (scores.logprob.square() + 0.1 * scores.entropy).sum() / sum(LENGTHS)
 
 

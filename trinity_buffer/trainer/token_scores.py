@@ -7,7 +7,11 @@ the forward pass and once more in the backward pass; only sums over the vocabula
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +21,20 @@ from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.trainer.head_chunks import TORCH, Chunk, ChunkMath, Known, Sums
 from trinity_buffer.trainer.last_hidden import OutputHead, last_hidden
 from trinity_buffer.trainer.policy import TokenScores
 
+_logger = logging.getLogger(__name__)
+
 CHUNK_LOGITS = 2**24
 """So many logits are held at a time: 64 MiB in float32, of which there are two or three."""
+CHUNK_BYTES = 2**29
+"""So much a chunk's logits take on a GPU with Triton, where there is nothing else of their size."""
 
 
 def token_scores(
-    model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int = CHUNK_LOGITS
+    model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int | None = None
 ) -> TokenScores:
     """Return log-probability and entropy of every token of a micro-batch.
 
@@ -38,7 +47,8 @@ def token_scores(
         microbatch: ``input_ids`` ``[N, T]`` right-padded, with ``attention_mask`` if there is
             padding; or ``[T]`` packed, with ``cu_seqlens`` ``[N + 1]``, ``position_ids`` and
             ``max_seqlen``; with ``temperature``, like ``input_ids``, if some is not 1.
-        chunk_logits: how many logits are held at a time; less memory, more passes.
+        chunk_logits: how many logits are held at a time, but at least those of 256 words; less
+            memory, more passes. None: what suits the device, see `chunk_columns`.
 
     Raises:
         InvalidArgumentError: the logits of the model are not those of a linear output head.
@@ -58,7 +68,7 @@ def token_scores(
 
 @torch.no_grad()
 def entropy_changes(
-    model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int = CHUNK_LOGITS
+    model: Any, microbatch: Mapping[str, Any], *, chunk_logits: int | None = None
 ) -> Tensor:
     """Return `expected_entropy_change` at every token: the column ``necs`` of Clip-V.
 
@@ -69,7 +79,8 @@ def entropy_changes(
         one = entropy_changes(model, stand_in(microbatch), chunk_logits=chunk_logits)
         return one.flatten()[:0].view(ids.shape)
     hidden, head, places, heat = _predictions(model, microbatch)
-    return _placed(head_entropy_changes(hidden, head, chunk_logits, heat), places, ids)
+    changes = head_entropy_changes(hidden, head, chunk_logits, temperature=heat)
+    return _placed(changes, places, ids)
 
 
 def _predictions(
@@ -114,64 +125,118 @@ def head_scores(
     hidden: Tensor,
     head: OutputHead,
     targets: Tensor,
-    chunk_logits: int,
+    chunk_logits: int | None = None,
     *,
     temperature: Tensor | None = None,
+    chunk_math: ChunkMath | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy ``[T]`` of ``targets`` under ``hidden`` ``[T, D]``.
 
     Args:
+        hidden: the last hidden state before each target.
+        head: what makes logits of them.
+        targets: token ids.
+        chunk_logits: see `token_scores`.
         temperature: ``[T]``, what the logits are divided by; None: by nothing.
+        chunk_math: how a chunk is computed; None: the fastest way that the device has.
     """
-    how = (head, _columns(hidden, chunk_logits), temperature)
+    chunk_math = chunk_math or _math_for(hidden)
+    columns = chunk_columns(hidden, len(head.weight), chunk_logits, fused=chunk_math.fused)
+    how = _How(head.scale, head.softcap, temperature, columns, chunk_math)
     return _HeadScores.apply(hidden, head.weight, head.bias, targets, how)  # type: ignore[no-any-return,no-untyped-call]  # autograd.Function has no types
 
 
 @torch.no_grad()
 def head_entropy_changes(
-    hidden: Tensor, head: OutputHead, chunk_logits: int, temperature: Tensor | None = None
+    hidden: Tensor,
+    head: OutputHead,
+    chunk_logits: int | None = None,
+    *,
+    temperature: Tensor | None = None,
+    chunk_math: ChunkMath | None = None,
 ) -> Tensor:
     """Return the sum over the vocabulary of ``p^2 (H + log p)``, ``[T]``; see `head_scores`."""
-    columns = _columns(hidden, chunk_logits)
-    sums = _Sums.over(hidden, head, columns, temperature=temperature)
-    normalizer, entropy = sums.normalizer(), sums.entropy()
-    change = torch.zeros_like(entropy)
-    for part in _parts(head.weight, columns):
-        below = _logits(hidden, head, part, temperature)[0].sub_(normalizer.unsqueeze(1))
-        squares = (below * 2).exp_()
-        change += below.add_(entropy.unsqueeze(1)).mul_(squares).sum(1)
+    chunk_math = chunk_math or _math_for(hidden)
+    columns = chunk_columns(hidden, len(head.weight), chunk_logits, fused=chunk_math.fused)
+    how = _How(head.scale, head.softcap, temperature, columns, chunk_math)
+    nowhere = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
+    sums = _summed(hidden, head.weight, head.bias, nowhere, how)
+    known = Known(sums.normalizer(), sums.entropy())
+    change = torch.zeros_like(known.entropy)
+    for _, _, chunk in _chunks(hidden, head.weight, head.bias, nowhere, how):
+        change += chunk_math.entropy_change(chunk, known)
     return change
 
 
-def _columns(hidden: Tensor, chunk_logits: int) -> int:
-    """Return how much of the vocabulary is looked at in one go.
+def chunk_columns(hidden: Tensor, words: int, chunk_logits: int | None, *, fused: bool) -> int:
+    """Return how much of a vocabulary of ``words`` is looked at in one go.
+
+    All of it, or a multiple of 256: matrix products of odd widths take a GPU several times as long.
+    By default the logits of a chunk are 512 MiB with kernels, 2**26 by torch on a GPU, and 2**24
+    elsewhere. It depends on nothing that changes from run to run, such as memory that is free,
+    since other chunks have other last bits.
 
     Raises:
         InvalidArgumentError: ``chunk_logits`` is below 1.
     """
+    if chunk_logits is None:
+        chunk_logits = CHUNK_BYTES // hidden.dtype.itemsize if fused else CHUNK_LOGITS
+        if hidden.is_cuda and not fused:
+            chunk_logits *= 4  # below that, the products wait for each other
     if chunk_logits < 1:
         raise InvalidArgumentError(f"chunk_logits={chunk_logits}: it must be at least 1")
-    return max(1, chunk_logits // max(1, len(hidden)))
+    columns = chunk_logits // max(1, len(hidden))
+    return words if columns >= words else min(words, max(256, columns // 256 * 256))
+
+
+def _math_for(hidden: Tensor) -> ChunkMath:
+    """Return how chunks are computed where ``hidden`` is."""
+    fits = hidden.is_cuda and hidden.dtype != torch.float64
+    return math_of_gpu(hidden.device, hidden.dtype) if fits else TORCH
+
+
+@cache
+def math_of_gpu(device: torch.device, dtype: torch.dtype) -> ChunkMath:
+    """Return the kernels if they run on the device; else say why not, and what it costs."""
+    try:
+        kernels = import_module("trinity_buffer.trainer.head_kernels")
+        return kernels.checked(device, dtype)  # type: ignore[no-any-return]  # a module, by its name
+    except (ImportError, OSError, RuntimeError, SubprocessError) as error:
+        warn_of_torch(f"{device}: {error}")
+        return TORCH
+
+
+@cache
+def warn_of_torch(reason: str) -> None:
+    """Say, once for each reason, that the kernels do not run."""
+    _logger.warning(
+        "log-probabilities are computed by torch alone, which takes about twice the time of the "
+        "Triton kernels, since these do not run on %s",
+        reason,
+    )
+
+
+class _How(NamedTuple):
+    """How logits are made, and how many at a time."""
+
+    scale: float
+    softcap: float | None
+    temperature: Tensor | None
+    columns: int
+    math: ChunkMath
 
 
 class _HeadScores(torch.autograd.Function):
-    """Sums over the vocabulary, slice by slice; see `head_scores`."""
+    """Sums over the vocabulary, chunk by chunk; see `head_scores`."""
 
     @staticmethod
     @override
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        how: tuple[OutputHead, int, Tensor | None],
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
     ) -> tuple[Tensor, Tensor]:
-        head, ctx.columns, ctx.temperature = how
-        head = head._replace(weight=weight, bias=bias)
-        sums = _Sums.over(hidden, head, ctx.columns, targets, temperature=ctx.temperature)
+        sums = _summed(hidden, weight, bias, targets, how)
         normalizer, entropy = sums.normalizer(), sums.entropy()
-        ctx.scale, ctx.softcap = head.scale, head.softcap
+        ctx.how = how
         ctx.set_materialize_grads(False)  # entropy is often only looked at: half the work is left
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         return sums.chosen - normalizer, entropy
@@ -181,162 +246,93 @@ class _HeadScores(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        head = OutputHead(weight, bias, ctx.scale, ctx.softcap)
-        known = _Known(normalizer, entropy, *gradients)
-        of_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype)
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        of_bias = None if bias is None else torch.empty_like(bias)
-        for part in _parts(weight, ctx.columns):
-            found = _of_part(hidden, head, part, targets, known, ctx.temperature)
-            if of_bias is not None:
-                of_bias[part] = found.sum(0)
-            found = found.to(hidden.dtype)
-            _add_product(of_hidden, found, weight[part].to(hidden.dtype))
+        known = Known(normalizer, entropy, *(g if g is None else g.contiguous() for g in gradients))
+        wanted = ctx.needs_input_grad
+        of_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype) if wanted[0] else None
+        of_weight = torch.empty_like(weight) if wanted[1] else None
+        of_bias = torch.empty_like(bias) if wanted[2] else None
+        for part, rows, chunk in _chunks(hidden, weight, bias, targets, ctx.how):
+            ctx.how.math.to_gradient(chunk, known, None if of_bias is None else of_bias[part])
+            if of_hidden is not None:
+                _add_product(of_hidden, chunk.products, rows)
             if of_weight is not None:
-                of_weight[part] = found.T @ hidden
-        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None
+                _put_product(of_weight[part], chunk.products.T, hidden)
+        of_hidden = None if of_hidden is None else of_hidden.to(hidden.dtype)
+        return of_hidden, of_weight, of_bias, None, None
+
+
+def _summed(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
+) -> Sums:
+    """Return the sums over the whole vocabulary."""
+    sums = Sums.none(hidden)
+    for _, _, chunk in _chunks(hidden, weight, bias, targets, how):
+        sums = how.math.add(sums, chunk)
+    return sums
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
+) -> Iterator[tuple[slice, Tensor, Chunk]]:
+    """Yield each part of the vocabulary, its weights, and its chunk: all lie in one buffer."""
+    buffer = _buffer(hidden, how.columns)
+    columns = buffer.shape[1]
+    scale, softcap, heat = how[:3]
+    heat = None if heat is None else heat.contiguous()
+    for begin in range(0, len(weight), columns):
+        part = slice(begin, min(begin + columns, len(weight)))
+        rows = weight[part].to(hidden.dtype)
+        # The last chunk keeps the stride of all others, which fits a GPU's tiles.
+        products = torch.mm(hidden, rows.T, out=buffer[:, : part.stop - begin])
+        some = None if bias is None else bias[part].contiguous()
+        yield part, rows, Chunk(products, targets - begin, some, scale, softcap, heat)
+
+
+def _buffer(hidden: Tensor, columns: int) -> Tensor:
+    """Return room for the products of a chunk: with fewer columns where memory is short."""
+    try:
+        return hidden.new_empty(len(hidden), columns)
+    except torch.OutOfMemoryError:
+        if columns <= 256:
+            raise
+    fewer = max(256, columns // 512 * 256)
+    _logger.warning(
+        "%s has no memory for the logits of %d tokens x %d columns, which log-probabilities take "
+        "at a time: it is %d columns now, which is slower and has other last bits",
+        hidden.device,
+        len(hidden),
+        columns,
+        fewer,
+    )
+    return _buffer(hidden, fewer)
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """Add ``one @ other`` to ``total``.
 
     Products of bfloat16 are not rounded to it before they are added, where the device can do so:
-    what a hundred slices lose by that has a direction.
+    what a hundred chunks lose by that has a direction.
     """
-    if total.dtype != one.dtype and total.is_cuda and torch.__version__ >= "2.8":
+    if total.is_cuda and total.dtype == one.dtype:
+        total.addmm_(one, other)
+    elif total.is_cuda and torch.__version__ >= "2.8":
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:
-        total += one @ other
+        total += _product(one, other)
 
 
-def _parts(weight: Tensor, columns: int) -> Iterator[slice]:
-    size = len(weight)
-    return (slice(begin, min(begin + columns, size)) for begin in range(0, size, columns))
-
-
-def _logits(
-    hidden: Tensor, head: OutputHead, part: slice, temperature: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the logits ``[T, columns]`` of a part of the vocabulary, and the slope of a cap.
-
-    The logits are divided by the ``temperature`` ``[T]``, the slope is not.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        raw = hidden @ head.weight[part].to(hidden.dtype).T
-        logits = raw if raw.dtype == torch.float64 else raw.float()
-        if head.bias is not None:
-            logits = logits + head.bias[part]
-        if head.scale != 1:
-            logits = logits * head.scale
-        slope = None
-        if head.softcap is not None:
-            bent = torch.tanh(logits / head.softcap)
-            logits, slope = bent * head.softcap, 1 - bent.square()
-        return logits if temperature is None else logits.div_(temperature.unsqueeze(1)), slope
-
-
-class _Sums(NamedTuple):
-    """What is known of every token's logits z so far, each ``[T]``.
-
-    Attributes:
-        peak: the largest z.
-        total: sum of exp(z - peak).
-        moment: sum of exp(z - peak) (z - peak), so that entropies near 0 lose no digits.
-        chosen: the logit of the token itself, once its part of the vocabulary was seen.
-    """
-
-    peak: Tensor
-    total: Tensor
-    moment: Tensor
-    chosen: Tensor
-
-    @classmethod
-    def over(
-        cls,
-        hidden: Tensor,
-        head: OutputHead,
-        columns: int,
-        targets: Tensor | None = None,
-        *,
-        temperature: Tensor | None,
-    ) -> _Sums:
-        """Return the sums over the whole vocabulary, ``columns`` of it at a time."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        zero = hidden.new_zeros(len(hidden), dtype=dtype)
-        sums = cls(torch.full_like(zero, torch.finfo(dtype).min), zero, zero, zero)
-        places = torch.zeros_like(zero, dtype=torch.long) if targets is None else targets
-        for part in _parts(head.weight, columns):
-            sums = sums.add(_logits(hidden, head, part, temperature)[0], places - part.start)
-        return sums
-
-    def add(self, logits: Tensor, targets: Tensor) -> _Sums:
-        """Return the sums with further logits, which are overwritten."""
-        place, inside = _within(targets, logits.shape[1])
-        chosen = logits.gather(1, place.unsqueeze(1)).squeeze(1).where(inside, self.chosen)
-        peak = torch.maximum(self.peak, logits.amax(1))
-        moved = self.peak - peak
-        below = logits.sub_(peak.unsqueeze(1))
-        weights = below.exp()
-        total = self.total * moved.exp() + weights.sum(1)
-        moment = (self.moment + self.total * moved) * moved.exp() + weights.mul_(below).sum(1)
-        return _Sums(peak, total, moment, chosen)
-
-    def normalizer(self) -> Tensor:
-        return self.peak + self.total.log()
-
-    def entropy(self) -> Tensor:
-        return self.total.log() - self.moment / self.total
-
-
-class _Known(NamedTuple):
-    """What the backward pass knows of every token, each ``[T]``; None: no such gradient."""
-
-    normalizer: Tensor
-    entropy: Tensor
-    of_logprob: Tensor | None
-    of_entropy: Tensor | None
-
-
-def _of_part(
-    hidden: Tensor,
-    head: OutputHead,
-    part: slice,
-    targets: Tensor,
-    known: _Known,
-    temperature: Tensor | None,
-) -> Tensor:
-    """Return the gradient with respect to ``hidden @ weight[part].T``."""
-    logits, slope = _logits(hidden, head, part, temperature)
-    found = _of_logits(logits, targets - part.start, known)
-    if temperature is not None:
-        found = found.div_(temperature.unsqueeze(1))
-    return (found if slope is None else found.mul_(slope)).mul_(head.scale)
-
-
-def _of_logits(logits: Tensor, targets: Tensor, known: _Known) -> Tensor:
-    """Return the gradient with respect to ``logits``, which are overwritten.
-
-    With p = exp(l), l = z - normalizer: d logprob / dz = 1[target] - p, dH / dz = -p (l + H).
-    """
-    below = logits.sub_(known.normalizer.unsqueeze(1))
-    of_logprob = known.of_logprob
-    if of_logprob is None:
-        of_logprob = torch.zeros_like(known.normalizer)
-    if known.of_entropy is None:
-        found = below.exp_().mul_(of_logprob.neg().unsqueeze(1))
+def _put_product(place: Tensor, one: Tensor, other: Tensor) -> None:
+    """Let ``place`` be ``one @ other``."""
+    if place.dtype == one.dtype:
+        torch.mm(one, other, out=place)
     else:
-        share = below.exp()
-        found = below.add_(known.entropy.unsqueeze(1)).mul_(known.of_entropy.unsqueeze(1))
-        found = found.add_(of_logprob.unsqueeze(1)).mul_(share).neg_()
-    place, inside = _within(targets, logits.shape[1])
-    # Not scatter_add_: that of a GPU has no fixed order, and each row has one place only.
-    here = found.gather(1, place.unsqueeze(1)) + of_logprob.where(inside, 0.0).unsqueeze(1)
-    return found.scatter_(1, place.unsqueeze(1), here)
+        place.copy_(_product(one, other))
 
 
-def _within(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return a place in the part for every target, and whether it is the target's."""
-    return targets.clamp(0, columns - 1), (targets >= 0) & (targets < columns)
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """Return ``one @ other`` in their own type, as products do that are given a place."""
+    with torch.autocast(one.device.type, enabled=False):
+        return one @ other
 
 
 def predicted(microbatch: Mapping[str, Any]) -> Tensor:

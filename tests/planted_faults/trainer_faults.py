@@ -1,0 +1,80 @@
+"""Faults of what trains; see `faults`."""
+
+from __future__ import annotations
+
+from tests.planted_faults.fault import Fault
+
+TRAINER_FAULTS = [
+    Fault(
+        "the oldest checkpoint to keep is removed",
+        "trainer/checkpoint_folder.py",
+        "gone = kept and (step < kept[0] or",
+        "gone = kept and (step <= kept[0] or",
+        "tests/trainer/test_checkpoint_folder.py::test_the_newest_steps_stay_and_what_was_begun_before_the_commit_goes",
+    ),
+    Fault(
+        "the warm-up ends a step early",
+        "trainer/settings.py",
+        "step / (self.warmup_steps + 1)",
+        "step / max(1, self.warmup_steps)",
+        "tests/trainer/test_learning_rate.py::test_the_rate_of_a_step_rises_falls_and_stays",
+    ),
+    Fault(
+        "the learning rate falls below its lowest",
+        "trainer/settings.py",
+        "* max(falling, self.lowest_rate)",
+        "* falling",
+        "tests/trainer/test_learning_rate.py::test_the_rate_of_a_step_rises_falls_and_stays",
+    ),
+    Fault(
+        "skipped steps count though others lie between them",
+        "trainer/trainer.py",
+        "numbers)\n            self._skipped_in_a_row = 0\n",
+        "numbers)\n",
+        "tests/trainer/test_non_finite.py::test_skipped_steps_with_another_between_them_are_not_in_a_row",
+    ),
+    Fault(
+        "a replay computes with the threads of its own process",
+        "trainer/trainer.py",
+        "self._bits.asked(step.environment)",
+        "self._bits.asked()",
+        "tests/trainer/test_determinism.py::test_a_replay_restores_what_it_can_and_names_the_rest_before_its_first_step",
+    ),
+    Fault(
+        "a packed row is predicted by the row before it",
+        "trainer/token_scores.py",
+        "real[limits[:-1].long()] = False",
+        "real[limits[:1].long()] = False",
+        "tests/trainer/test_token_scores.py::test_scores_and_gradients_are_those_of_all_logits_in_float64",
+    ),
+    Fault(
+        "an entropy forgets what it summed when a larger logit comes",
+        "trainer/head_chunks.py",
+        "moment = (sums.moment + sums.total * moved) * moved.exp()",
+        "moment = sums.moment * moved.exp()",
+        "tests/trainer/test_token_scores.py::test_scores_and_gradients_are_those_of_all_logits_in_float64",
+    ),
+    Fault(
+        "so does the kernel for GPUs",
+        "trainer/head_kernels.py",
+        "moment = (moment + total * moved) * tl.exp(moved)",
+        "moment = moment * tl.exp(moved)",
+        "tests/trainer/test_head_kernels.py::test_interpreted_kernels_say_what_torch_says",
+    ),
+    Fault(
+        "what is written beside the training is what the training changes",
+        "trainer/host_copies.py",
+        "here.clone() if self.copied and is_same else here",
+        "here",
+        "tests/trainer/test_async_checkpoints.py"
+        "::test_the_next_step_is_trained_while_the_disk_is_slow",
+    ),
+    Fault(
+        "what could not be written beside the training is passed over",
+        "trainer/commits.py",
+        "            last.result()\n",
+        "            last.exception()\n",
+        "tests/trainer/test_async_checkpoints.py"
+        "::test_what_cannot_be_written_ends_the_training_and_is_not_committed",
+    ),
+]
