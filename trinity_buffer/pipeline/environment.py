@@ -56,6 +56,7 @@ def flags(device: str) -> dict[str, Flag]:
     settings = {
         "threads": Flag(torch.get_num_threads, torch.set_num_threads),
         "matmul_precision": Flag(_matmul_precision, _set_matmul_precision),
+        "attention_backends": Flag(_attention_backends, _set_attention_backends),
     }
     if _is_cuda(device):
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -124,6 +125,21 @@ def _set_matmul_precision(value: str) -> None:
         torch.set_float32_matmul_precision(value)
     else:
         torch.backends.cuda.matmul.fp32_precision = value
+
+
+_BACKENDS = ("cudnn", "flash", "mem_efficient", "math")
+"""Of ``scaled_dot_product_attention``, as torch calls them in the names of its functions."""
+
+
+def _attention_backends() -> str:
+    """Return which backends of attention torch may choose from."""
+    cuda = torch.backends.cuda  # a CPU heeds these settings too
+    return "+".join(name for name in _BACKENDS if getattr(cuda, f"{name}_sdp_enabled")())
+
+
+def _set_attention_backends(value: str) -> None:
+    for name in _BACKENDS:
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(name in value.split("+"))
 
 
 def _processor() -> str:

@@ -189,6 +189,6 @@ class SameBits:
 
 _REPLAYED = "step %s was trained with %s: do not expect the same bits from this replay"
 _RESUMED = (
-    "step %s: the commit before it was made with %s: from here on, the bits are not those that the "
-    "run would have had there"
+    "step %s: the commit before it was made with %s: from here on, the bits need not be those that "
+    "the run would have had there"
 )
