@@ -77,4 +77,35 @@ TRAINER_FAULTS = [
         "tests/trainer/test_async_checkpoints.py"
         "::test_what_cannot_be_written_ends_the_training_and_is_not_committed",
     ),
+    Fault(
+        "an optimizer changes weights while a GPU copies them",
+        "trainer/trainer.py",
+        "        self._commits.hold()\n",
+        "",
+        "tests/trainer/test_host_copies.py"
+        "::test_a_trainer_lets_the_step_of_an_optimizer_wait_for_the_copies",
+    ),
+    Fault(
+        "weights are copied before a GPU has computed them",
+        "trainer/host_copies.py",
+        "            stream.wait_stream(self._gpu.current_stream(device))\n",
+        "",
+        "tests/trainer/test_host_copies.py::test_what_is_being_computed_is_copied_when_it_is_done",
+    ),
+    Fault(
+        "a digest of before is compared with one of now",
+        "pipeline/proof/checkpoint.py",
+        "contents_of(new, version)",
+        "contents_of(new)",
+        "tests/pipeline/test_digest_versions.py"
+        "::test_a_recorded_digest_of_either_version_is_accepted_and_other_content_refused",
+    ),
+    Fault(
+        "what comes behind the last whole piece of a file is not hashed",
+        "pipeline/proof/file_digest.py",
+        "for at in range(0, size, PIECE_BYTES)]",
+        "for at in range(0, size + 1 - PIECE_BYTES, PIECE_BYTES)]",
+        "tests/pipeline/test_digest_versions.py"
+        "::test_a_larger_file_is_hashed_in_pieces_which_its_digest_says",
+    ),
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,8 +86,9 @@ class LateGpu:
         assert device == torch.device("cpu")
         return self.compute
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: LateStream) -> None:
-        stream.add(lambda: target.copy_(source))
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: LateStream) -> None:
+        for source, target in pairs:
+            stream.add(partial(target.copy_, source))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +102,7 @@ def test_what_was_computed_before_is_copied_and_what_comes_after_waits() -> None
     copies = HostCopies(copied=True, gpu=gpu)
     copies.begin()
     gpu.compute.add(lambda: weight.fill_(1.0))  # a step of the optimizer that runs still
-    taken = copies.take(weight)
+    (taken,) = copies.take([weight])
     copies.hold()
     gpu.compute.add(lambda: weight.fill_(2.0))  # the next one
     gpu.compute.synchronize()
@@ -109,12 +111,22 @@ def test_what_was_computed_before_is_copied_and_what_comes_after_waits() -> None
     assert weight.tolist() == [2.0] * 3
 
 
+def test_what_is_being_computed_is_copied_when_it_is_done() -> None:
+    gpu, weight = LateGpu(), torch.zeros(3)
+    copies = HostCopies(copied=False, gpu=gpu)
+    copies.begin()
+    gpu.compute.add(lambda: weight.fill_(1.0))
+    (taken,) = copies.take([weight])
+    copies.wait()  # nobody waited for the computing
+    assert taken.tolist() == [1.0] * 3
+
+
 def test_without_the_wait_the_next_step_would_be_copied() -> None:
     """So that the test before this one can fail."""
     gpu, weight = LateGpu(), torch.zeros(3)
     copies = HostCopies(copied=True, gpu=gpu)
     copies.begin()
-    taken = copies.take(weight)
+    (taken,) = copies.take([weight])
     gpu.compute.add(lambda: weight.fill_(2.0))
     gpu.compute.synchronize()
     copies.wait()
@@ -125,7 +137,7 @@ def test_many_copies_are_under_way_at_once() -> None:
     gpu = LateGpu()
     copies = HostCopies(copied=False, gpu=gpu)
     copies.begin()
-    taken = [copies.take(torch.full((5,), float(number))) for number in range(40)]
+    taken = copies.take([torch.full((5,), float(number)) for number in range(40)])
     assert [stream.done for stream in gpu.streams] == [0]
     copies.wait()
     assert [one[0].item() for one in taken] == [float(number) for number in range(40)]
@@ -165,7 +177,7 @@ def test_a_file_of_copies_has_the_bytes_of_one_of_the_tensors_themselves(
     copies = HostCopies(copied=True, gpu=TakesAll())
     for again in range(2):
         copies.begin()
-        taken = {name: copies.take(tensor) for name, tensor in tensors.items()}
+        taken = dict(zip(tensors, copies.take([*tensors.values()]), strict=True))
         copies.wait()
         save_file(taken, tmp_path / f"taken-{again}")
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -181,7 +193,7 @@ def test_memory_is_used_again_for_the_next_checkpoint_and_given_back_at_the_end(
     places = []
     for _ in range(3):
         copies.begin()
-        places.append([copies.take(tensor).data_ptr() for tensor in tensors])
+        places.append([taken.data_ptr() for taken in copies.take(tensors)])
         copies.wait()
     assert places[0] == places[1] == places[2]
     assert len(set(places[0])) == len(tensors)
@@ -198,7 +210,7 @@ def test_memory_that_cannot_be_page_locked_is_taken_as_it_is_and_said_once(
     copies = HostCopies(copied=True, gpu=gpu)
     copies.begin()
     tensors = [torch.rand(size) for size in (10, 3000, 9000)]
-    taken = [copies.take(tensor) for tensor in tensors]
+    taken = copies.take(tensors)
     copies.wait()
     assert all(torch.equal(one, other) for one, other in zip(taken, tensors, strict=True))
     (record,) = caplog.records
@@ -209,7 +221,7 @@ def test_memory_that_cannot_be_page_locked_is_taken_as_it_is_and_said_once(
 def test_on_a_processor_a_tensor_is_copied_only_if_it_may_change(*, copied: bool) -> None:
     copies, weight = HostCopies(copied=copied), torch.ones(2)
     copies.begin()
-    taken = copies.take(weight)
+    (taken,) = copies.take([weight])
     copies.hold()
     weight.fill_(2.0)
     copies.wait()

@@ -7,6 +7,7 @@ it: the training goes on, and the next step of an optimizer waits on the GPU unt
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,8 +47,8 @@ class Gpu(Protocol):
         """Return the stream on which ``device`` computes."""
         ...
 
-    def copy(self, source: Tensor, target: Tensor, stream: Any) -> None:
-        """Begin to copy ``source`` on ``stream``; its memory stays its own until that is done."""
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Any) -> None:
+        """Begin to copy each source to its target on ``stream``; the sources may be forgotten."""
         ...
 
 
@@ -76,17 +77,18 @@ class Cuda:
         """Return the stream on which ``device`` computes."""
         return torch.cuda.current_stream(device)
 
-    def copy(self, source: Tensor, target: Tensor, stream: Any) -> None:
-        """Begin to copy ``source`` on ``stream``; its memory stays its own until that is done."""
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Any) -> None:
+        """Begin to copy each source to its target on ``stream``; the sources may be forgotten."""
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        source.record_stream(stream)
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(stream)  # its memory stays its own until that is done
 
 
 class HostCopies:
     """Copies tensors into memory of the processor that is used again for the next checkpoint.
 
-    One checkpoint at a time: `begin`, `take` each tensor, `wait`, and then read what was taken.
+    One checkpoint at a time: `begin`, `take` tensors, `wait`, and then read what was taken.
 
     Args:
         copied: the tensors may change while what was taken is read. A GPU's are copied anyway.
@@ -105,25 +107,33 @@ class HostCopies:
         """Begin a checkpoint: nobody reads what was taken before any more."""
         self._block = self._used = 0
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """Return what ``tensor`` holds now, in the processor's memory; to be read after `wait`.
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what ``tensors`` hold now, in the processor's memory; to be read after `wait`.
 
-        Between now and `hold` nothing may change the tensor where it lies. It may be forgotten.
+        Between now and `hold` nothing may change a tensor where it lies. It may be forgotten.
         """
-        if not self._gpu.holds(tensor):
-            here = tensor.detach().cpu().contiguous()
-            is_same = here.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            return here.clone() if self.copied and is_same else here
-        source = tensor.detach().contiguous()
-        room = self._room(source.numel() * source.element_size())
-        target = room.view(source.dtype).view(source.shape)
-        device = source.device
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = self._gpu.new_stream(device)
-        stream.wait_stream(self._gpu.current_stream(device))
-        self._gpu.copy(source, target, stream)
-        return target
+        found: list[Tensor] = []
+        pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for tensor in tensors:
+            if not self._gpu.holds(tensor):
+                found.append(self._here(tensor))
+                continue
+            source = tensor.detach().contiguous()
+            room = self._room(source.numel() * source.element_size())
+            found.append(room.view(source.dtype).view(source.shape))
+            pairs.setdefault(source.device, []).append((source, found[-1]))
+        for device, of_device in pairs.items():
+            if device not in self._streams:
+                self._streams[device] = self._gpu.new_stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(self._gpu.current_stream(device))
+            self._gpu.copy(of_device, stream)
+        return found
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        here = tensor.detach().cpu().contiguous()
+        is_same = here.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        return here.clone() if self.copied and is_same else here
 
     def hold(self) -> None:
         """Let what each GPU is asked to compute from now on wait until all is copied."""

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no number of ``tensors`` is NaN or infinite, with one look at the device.
+    """Return whether no number of ``tensors`` is NaN or infinite, with one look at each device.
 
     Of a tensor that ranks hold in parts, this rank's part is looked at.
     """
-    held = (getattr(one, "to_local", one.detach)() for one in tensors)
-    flags = [tensor.detach().isfinite().all() for tensor in held]
     # An optimizer keeps its count of steps on the processor, and the rest beside the weights.
-    return not flags or bool(torch.stack([flag.to(flags[-1].device) for flag in flags]).all())
+    flags: dict[torch.device, list[Tensor]] = {}
+    for one in tensors:
+        held: Tensor = getattr(one, "to_local", one.detach)()
+        flags.setdefault(held.device, []).append(held.detach().isfinite().all())
+    return all(bool(torch.stack(of_device).all()) for of_device in flags.values())
 
 
 @contextmanager

@@ -56,12 +56,14 @@ def whole_tensors(
     """
     found, wanted = {}, frozenset(kept)
     for name, tensor in tensors.items():
-        full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # of a DTensor
+        if not is_sharded(tensor):
+            continue
+        full: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]  # of a DTensor
         if name in wanted:
-            found[name] = copies.take(full)
-            if is_sharded(tensor):
-                copies.wait()  # then the memory of this one is there for the next
-    return found
+            (found[name],) = copies.take([full])
+            copies.wait()  # then the memory of this one is there for the next
+    whole = {name: tensors[name] for name in kept if name not in found}
+    return found | dict(zip(whole, copies.take([*whole.values()]), strict=True))
 
 
 def part_like(whole: Tensor, held: Tensor) -> Tensor:
