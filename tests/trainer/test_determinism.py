@@ -21,7 +21,8 @@ from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.environment import CUBLAS_WORKSPACE, differences, environment_of_run
-from trinity_buffer.trainer.determinism import FLASH_ATTENTION, attention_of, same_bits
+from trinity_buffer.trainer.determinism import FLASH_ATTENTION, SameBits, attention_of, same_bits
+from trinity_buffer.trainer.parallel import OneProcess
 from trinity_buffer.trainer.policy import TokenScores
 
 
@@ -400,6 +401,25 @@ def test_a_replay_restores_what_it_can_and_names_the_rest_before_its_first_step(
     assert model.said_before[0] == caplog.messages
     for name, weight in then.policy.state_dict().items():
         assert torch.equal(weight, model.state_dict()[name]), name
+
+
+class SecondOfTwo(OneProcess):
+    """The rank above 0 of two."""
+
+    rank, world_size = 1, 2
+
+
+def test_a_rank_above_0_notes_what_differs_and_leaves_it_to_rank_0_to_say_so(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(url, tmp_path, policy())
+    with tb.open_replay_stream(url, experiment="run") as stream:
+        bits = SameBits(stream, SecondOfTwo(), deterministic=True)
+        with bits.asked():
+            bits.compare(next(stream), policy())
+    assert bits.environment["ranks"] == 2
+    assert bits.differences == {"ranks": [1, 2]}
+    assert caplog.messages == []
 
 
 def test_a_run_that_asked_for_nothing_is_replayed_so(url: str, tmp_path: Path) -> None:

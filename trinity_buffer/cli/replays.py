@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -135,13 +134,18 @@ def replay(
 
 
 def _compared(end: RecordedEnd, weights: Path) -> LargestDifference | None:
-    """Return how far ``weights`` are from the recorded ones; None: those are not there any more."""
+    """Return how far ``weights`` are from the recorded ones; None: those are not there any more.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
     if end.weights is None or end.digest is None or not end.weights.exists():
         return None
-    with suppress(CheckpointError):  # other ones are there now
+    try:
         require_digest(end.weights, end.digest)
-        return largest_difference(end.weights, weights)
-    return None
+    except CheckpointError:  # other ones are there now
+        return None
+    return largest_difference(end.weights, weights)
 
 
 def _require_effect(overrides: list[str]) -> None:
