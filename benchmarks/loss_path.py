@@ -19,8 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
@@ -28,11 +27,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.provenance import provenance
-from trinity_buffer.extras import extra
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.token_scores import chunk_columns, head_scores
 
-Scores = Callable[[Tensor, Tensor, Tensor, int | None], tuple[Tensor, Tensor]]
 SIZES = {"cpu": (2048, 65_536, 128), "cuda": (16_384, 152_064, 2048)}
 TRL_COLUMNS = 8192
 """Of the vocabulary at a time, as TRL's own trainers ask for."""
@@ -51,9 +48,27 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor, _: int | None) -> tup
     return every.gather(1, targets.unsqueeze(1)).squeeze(1), -(every.exp() * every).sum(1)
 
 
+def has_trl() -> bool:
+    """Return whether TRL's function is here."""
+    return _trl_file() is not None
+
+
+def _trl_file() -> Path | None:
+    """Return the file of TRL's function; TRL itself is not imported, and may lack what it needs."""
+    found = find_spec("trl")
+    places = [] if found is None else found.submodule_search_locations or []
+    files = (Path(place, "kernels", "chunked_logprob.py") for place in places)
+    return next((file for file in files if file.exists()), None)
+
+
 def trl(hidden: Tensor, weight: Tensor, targets: Tensor, _: int | None) -> tuple[Tensor, ...]:
     """Return them by the function of TRL."""
-    function = extra("trl.kernels.chunked_logprob", "trl").ChunkedLogProbFunction
+    spec = spec_from_file_location("chunked_logprob_of_trl", _trl_file() or "trl")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = module.ChunkedLogProbFunction
     given = (hidden, weight, None, targets, 1.0, TRL_COLUMNS, None, 1.0, ("entropy",))
     return function.apply(*given)[:2]  # type: ignore[no-any-return]  # another package's
 

@@ -76,6 +76,7 @@ RECORDS = (
         lambda row: str(row["command"]),
         "python -m benchmarks.performance",
     ),
+    Record("docs/gpu.jsonl", lambda row: f"on a GPU, {row['what']}", lambda row: row["command"]),
 )
 
 
