@@ -133,6 +133,13 @@ def test_what_was_looked_at_before_is_moved_ahead_in_one_copy(slow: SlowDevice) 
     assert len(slow.copies) == 5  # of the one that nobody had looked at
 
 
+def test_the_places_of_rows_are_there_before_an_error_has_to_name_one(slow: SlowDevice) -> None:
+    found = Mover("meta").columns({"sample_index": np.arange(3, dtype=np.int32)} | columns())
+    assert len(slow.copies) == 1
+    assert LateTensors(found)["sample_index"].tolist() == [0, 1, 2]
+    assert len(slow.copies) == 1
+
+
 def test_columns_begin_where_any_dtype_may(slow: SlowDevice) -> None:
     mover = Mover("meta")
     read(mover.columns(columns()))
@@ -167,6 +174,23 @@ def test_boundaries_are_there_when_they_are_returned(slow: SlowDevice) -> None:
     assert limits.tolist() == [0, 2, 5]
     assert slow.copies[0].done
     assert slow.received == [0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_was_first_looked_at_without_gradients_is_trained_on_like_any_other(
+    slow: SlowDevice, device: str
+) -> None:
+    mover = Mover(device)
+    ids = np.arange(4)
+    batch = LateTensors(mover.columns({"late": lambda: ids, "ids": ids}))
+    with torch.inference_mode():
+        assert len(batch["late"]) == len(batch["ids"]) == 4
+        places = mover.positions((2, 3)).value
+    weight = torch.ones(4, 2, requires_grad=True)
+    for name in batch:
+        torch.nn.functional.embedding(batch[name], weight).sum().backward()
+    assert not places.is_inference()
+    assert weight.grad is not None
 
 
 def test_what_is_made_late_is_made_and_moved_once(slow: SlowDevice) -> None:
@@ -262,7 +286,7 @@ async def test_columns_that_no_step_looked_at_are_not_moved(
 ) -> None:
     await written(sqlite_url)
     batches = served(sqlite_url, "padded", "meta", "a")
-    held = [batch.tensors._held["sample_index"] for batch in batches]  # type: ignore[attr-defined]
+    held = [batch.tensors._held["group_index"] for batch in batches]  # type: ignore[attr-defined]
     assert all(isinstance(one, Late) for one in held)
     moved = sum(len(one.there) for one in slow.copies)
     read = sum(
@@ -270,8 +294,8 @@ async def test_columns_that_no_step_looked_at_are_not_moved(
         for batch in batches
         for name in ("input_ids", "action_mask", "old_logprob", "advantages")
     )
-    assert moved <= read + 64 * 4 * len(batches)
-    assert torch.equal(copy.deepcopy(batches[0])["sample_index"], batches[0]["sample_index"])
+    assert moved <= read + 64 * 5 * len(batches)
+    assert torch.equal(copy.deepcopy(batches[0])["group_index"], batches[0]["group_index"])
 
 
 def test_a_gpu_copies_beside_its_computing(monkeypatch: pytest.MonkeyPatch) -> None:

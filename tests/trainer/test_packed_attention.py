@@ -399,7 +399,7 @@ REASONS: dict[Callable[[Use], Any], str] = {
     with_wide_heads: "heads have 8 elements",
     with_odd_heads: "heads have 6 elements",
     eager: "attention is 'eager'",
-    capped: "attention is 'eager'",
+    capped: "attention (is 'eager'|has softcap)",  # by the release of transformers
     with_sinks: "attention has s_aux",
     both_ways: "attend to later tokens",
     wrapped_layers: "checkpoint_wrapper",

@@ -112,7 +112,8 @@ class Mover:
     def __init__(self, device: str) -> None:
         self._named = device
         self._is_here = device == "cpu"
-        self._looked_at: set[str] = set()
+        # An error names the row of its micro-batch, and may be that there is no memory left there.
+        self._looked_at = {"sample_index"}
         self._under_way: deque[tuple[Event, Array]] = deque()
         self._lock = Lock()
 
