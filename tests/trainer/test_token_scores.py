@@ -396,6 +396,33 @@ def test_a_chunk_is_what_it_was_on_a_cpu() -> None:
     assert chunk_columns(torch.empty(2**13 + 1, 1), 2048, None, fused=False) == 1792
 
 
+class _Outs(TorchDispatchMode):
+    """Notes where products of matrices are put."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.outs: list[Tensor] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.outs += [kwargs["out"]] if kwargs and "out" in kwargs else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("chunk_logits", "columns"), [(None, [599]), (1, [256, 256, 87])])
+def test_rows_of_products_begin_at_multiples_of_256_but_on_a_cpu(
+    chunk_logits: int | None, columns: list[int]
+) -> None:
+    for device in ("meta", "cpu"):
+        hidden, weight = torch.ones(5, 8, device=device), torch.ones(599, 8, device=device)
+        targets = torch.zeros(5, device=device, dtype=torch.long)
+        with _Outs() as noted:
+            head_scores(hidden, OutputHead(weight), targets, chunk_logits)
+        assert [out.shape[1] for out in noted.outs] == columns
+        aligned = {out.stride(0) % 256 for out in noted.outs} == {0}
+        assert aligned == (device == "meta" or columns[0] == 256)
+
+
 class _NoRoom(TorchDispatchMode):
     """A device that has no memory for larger tensors."""
 

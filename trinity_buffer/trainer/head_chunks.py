@@ -56,7 +56,8 @@ class Sums(NamedTuple):
     def none(cls, hidden: Tensor) -> Sums:
         """Return the sums before the first chunk, of the tokens of ``hidden`` ``[T, D]``."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        zeros = hidden.new_zeros(3, len(hidden), dtype=dtype)
+        # Tensors of their own: Triton compiles anew for those that begin at an odd address.
+        zeros = [hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(3)]
         return cls(torch.full_like(zeros[0], torch.finfo(dtype).min), *zeros)
 
     def normalizer(self) -> Tensor:

@@ -282,7 +282,7 @@ def _chunks(
     for begin in range(0, len(weight), columns):
         part = slice(begin, min(begin + columns, len(weight)))
         rows = weight[part].to(hidden.dtype)
-        # The last chunk keeps the stride of all others, which fits a GPU's tiles.
+        # The last chunk keeps the stride of all others.
         products = torch.mm(hidden, rows.T, out=buffer[:, : part.stop - begin])
         some = None if bias is None else bias[part].contiguous()
         yield part, rows, Chunk(products, targets - begin, some, scale, softcap, heat)
@@ -290,8 +290,10 @@ def _chunks(
 
 def _buffer(hidden: Tensor, columns: int) -> Tensor:
     """Return room for the products of a chunk: with fewer columns where memory is short."""
+    # Rows begin where a GPU's tiles do; a CPU's last bits would be others with them.
+    width = columns if hidden.device.type == "cpu" else (columns + 255) // 256 * 256
     try:
-        return hidden.new_empty(len(hidden), columns)
+        return hidden.new_empty(len(hidden), width)[:, :columns]
     except torch.OutOfMemoryError:
         if columns <= 256:
             raise
