@@ -32,7 +32,7 @@ class Late:
         """The value."""
         make = self._make
         if make is not None:
-            with torch.inference_mode(False):  # of which autograd could keep nothing
+            with torch.inference_mode(mode=False):  # of which autograd could keep nothing
                 self._made.append(make())
             del self._made[1:]  # of threads that look at once, all get what came first
             self._make = None
