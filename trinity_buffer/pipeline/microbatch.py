@@ -32,7 +32,8 @@ class Late:
         """The value."""
         make = self._make
         if make is not None:
-            with torch.inference_mode(mode=False):  # of which autograd could keep nothing
+            # Autograd can keep nothing that is made in inference mode.
+            with torch.inference_mode(False):  # noqa: FBT003 - torch.compile takes no keyword
                 self._made.append(make())
             del self._made[1:]  # of threads that look at once, all get what came first
             self._make = None
