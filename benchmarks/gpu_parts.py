@@ -405,7 +405,8 @@ def steps(bench: Bench) -> Iterator[Line]:
         free = statistics.median(seconds["free"][1:-1])  # the first warms up, the last commits
         alone = statistics.median(seconds["synchronous"][2:-1:every])
         committing = statistics.median(seconds["synchronous"][1:-1:every])
-        held_up = statistics.mean(seconds["asynchronous"][1:-1]) / alone - 1
+        # The first commit allocates page-locked memory, which those after it use again.
+        held_up = statistics.mean(seconds["asynchronous"][2:-1]) / alone - 1
         details = {"seconds": {kind: [round(s, 3) for s in some] for kind, some in seconds.items()}}
         yield figure("deterministic / not", alone / free, "x", ("<=", 1.10), **details)
         rate = size / max(committing - alone, 1e-9) / 1e9
