@@ -154,8 +154,8 @@ class TrainStream:
             environment: what replay must restore; by default that of `environment_of_run`.
             metrics: numbers to remember with the step; those that are not finite are left out.
             skipped: steps that the weights did not go through -> uids of the rows to look at.
-            digests: absolute path -> sha256 of files of the checkpoint that whoever wrote them has
-                hashed and written through to the disk (`pipeline.proof.checkpoint.written`).
+            digests: absolute path -> what `pipeline.proof.checkpoint.written` returned, of files of
+                the checkpoint that need not be hashed and written through to the disk again.
 
         Raises:
             LeaseLostError: another process took over, or the ranks assembled anew without this
