@@ -78,12 +78,12 @@ TRAINER_FAULTS = [
         "::test_what_cannot_be_written_ends_the_training_and_is_not_committed",
     ),
     Fault(
-        "an optimizer changes weights while a GPU copies them",
-        "trainer/trainer.py",
-        "        self._commits.hold()\n",
+        "weights change while a GPU copies them",
+        "trainer/commits.py",
+        "            self._copies.hold()  # whatever is computed next, a callback's work too\n",
         "",
         "tests/trainer/test_host_copies.py"
-        "::test_a_trainer_lets_the_step_of_an_optimizer_wait_for_the_copies",
+        "::test_what_is_computed_after_a_commit_waits_for_the_copies",
     ),
     Fault(
         "weights are copied before a GPU has computed them",

@@ -12,21 +12,17 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from typing_extensions import override
 
 import trinity_buffer as tb
 from tests.trainer.data import prepared
 from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
-from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.trainer import commits, host_copies, shared_checkpoint
-from trinity_buffer.trainer.causal_lm import CausalLM
-from trinity_buffer.trainer.checkpoint_folder import TrainerState
 from trinity_buffer.trainer.commits import is_beside
 from trinity_buffer.trainer.host_copies import HostCopies
-from trinity_buffer.trainer.parallel import OneProcess
-from trinity_buffer.trainer.shared_checkpoint import Begun, Saved, begin, end
+from trinity_buffer.trainer.shared_checkpoint import Begun, Saved
 
 
 class LateStream:
@@ -236,10 +232,16 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def test_a_trainer_lets_the_step_of_an_optimizer_wait_for_the_copies(
+@torch.no_grad()
+def shrink(weights: Sequence[torch.Tensor], _: tb.StepReport) -> None:
+    for weight in weights:
+        weight.mul_(0.9)
+
+
+def test_what_is_computed_after_a_commit_waits_for_the_copies(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy is made when the optimizer waits for it, or a writer that has let it go first."""
+    """A report changes the weights, too."""
     anyio.run(prepared, sqlite_url, build("grpo"))
     gpus: list[LateGpu] = []
     may, end = threading.Event(), shared_checkpoint.end
@@ -274,22 +276,12 @@ def test_a_trainer_lets_the_step_of_an_optimizer_wait_for_the_copies(
                 async_checkpoints=name == "beside",
                 keep_checkpoints=None,
             )
-            tb.Trainer(stream, qwen3(), build("grpo"), settings).run(measure=measure)
+            model = qwen3()
+            weights = list(model.parameters())
+            trainer = tb.Trainer(stream, model, build("grpo"), settings)
+            trainer.run(partial(shrink, weights), measure=measure)
     assert files_below(tmp_path / "beside") == files_below(tmp_path / "at once")
     assert [gpu.released for gpu in gpus] == [1, 1]
-
-
-def test_what_a_forward_pass_changes_is_as_it_was(tmp_path: Path) -> None:
-    model = qwen3()
-    model.register_buffer("rows_seen", torch.zeros(1))
-    policy = CausalLM(model)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    state = TrainerState(policy, optimizer, 1, GoneThrough())
-    copies = HostCopies(copied=True, gpu=LateGpu())
-    begun = begin(tmp_path, state, OneProcess(), copies)
-    model.rows_seen.add_(1)
-    folder = end(begun, begun.write).folder
-    assert load_file(folder / "policy" / "model.safetensors")["rows_seen"].item() == 0
 
 
 @pytest.mark.parametrize(

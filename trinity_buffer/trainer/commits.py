@@ -90,14 +90,11 @@ class Commits:
         reached("before-checkpoint")
         begun = begin(self._settings.checkpoints, state, self._writers, self._copies)
         if self._beside:
+            self._copies.hold()  # whatever is computed next, a callback's work too
             self._begin(partial(self._write, begun, what))
             return False
         self._write(begun, what)
         return True
-
-    def hold(self) -> None:
-        """Let a GPU change no weight before they are copied; called before an optimizer's step."""
-        self._copies.hold()
 
     def look(self) -> None:
         """Raise what went wrong beside the training; it is waited for by nobody."""

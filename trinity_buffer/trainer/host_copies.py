@@ -1,7 +1,7 @@
 """Copies of what a checkpoint keeps, in the processor's memory, made beside what a GPU computes.
 
-A copy from a GPU runs on a stream of its own and into page-locked memory, where nobody waits for
-it: the training goes on, and the next step of an optimizer waits on the GPU until all is copied.
+A copy from a GPU runs on a stream of its own and into page-locked memory. This thread does not wait
+for it; what the GPU computes next does, since it may change what is copied.
 """
 
 from __future__ import annotations

@@ -155,24 +155,11 @@ def _taken(
     if hasattr(policy, "held"):
         # Of an adapter, peft and inference servers read one file.
         among = 1 if policy.is_adapted else among
-        held = _unchanging(policy) if copies.copied else policy.held()
-        shares.append(share(folder / policy.file_name, policy.stem, held, among))
+        shares.append(share(folder / policy.file_name, policy.stem, policy.held(), among))
         saves[policy.file_name] = policy.save_config
     else:
         saves[policy.file_name] = (deepcopy(policy) if copies.copied else policy).save
     return shares, saves
-
-
-def _unchanging(policy: Any) -> dict[str, Tensor]:
-    """Return what ``policy`` holds, as it stays until the next step of an optimizer.
-
-    A forward pass changes no weight, but may change a buffer.
-    """
-    weights = {one.data_ptr() for one in policy.parameters() if not is_sharded(one)}
-    return {
-        name: held if is_sharded(held) or held.data_ptr() in weights else held.clone()
-        for name, held in policy.held().items()
-    }
 
 
 def end(begun: Begun, write: Callable[[], str]) -> Saved:

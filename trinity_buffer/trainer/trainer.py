@@ -301,7 +301,6 @@ class Trainer:
         if self._optimizer is None:
             _set_rate(self.state.optimizer, self._rate(step))
         reached("before-step")
-        self._commits.hold()
         self.state.optimizer.step()
         if self.state.critic is not None:
             _set_rate(self.state.critic[1], self._settings.critic_rate_at(step.step))
