@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +157,16 @@ def _of_gpu(device: str) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cublas_workspace": os.environ.get(CUBLAS_WORKSPACE),
+        "triton": _triton(),
     }
+
+
+@cache
+def _triton() -> str | None:
+    """Return the version of Triton, whose kernels compute scores; None: it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("triton")
+    return None
 
 
 def _driver() -> str | None:
