@@ -101,6 +101,7 @@ KEYS: dict[str, dict[str, str]] = {
     "recompute_old_logprob": {"true": TRAINS, "false": TRAINS, "3": "recompute_old_logprob=3"},
     "record_facts": {"true": TRAINS, "false": TRAINS, "3": "record_facts=3"},
     "record_tokens": {"true": TRAINS, "true record_facts=false": TRAINS, "3": "record_tokens=3"},
+    "device": {"cpu": TRAINS, "gpu": "device='gpu': must be cpu, cuda"},
     "deterministic": {"true": TRAINS, "false": TRAINS, "3": "deterministic=3"},
     "trainer": {"t": TRAINS, "grpo": "trainer='grpo'", "''": "trainer=''"},
     "groups_per_batch": {"1": TRAINS, "50": TRAINS, "0": "groups_per_batch=0"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
@@ -22,6 +23,16 @@ def _checked_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_checked_name)]
 """A text that can name something."""
+
+
+def _checked_device(device: str) -> str:
+    if not re.fullmatch("cpu(:0)?|cuda(:[0-9]+)?", device):
+        raise ValueError("must be cpu, cuda, or one GPU of this machine, such as cuda:1")
+    return device
+
+
+Device = Annotated[str, AfterValidator(_checked_device)]
+"""Where a trainer computes, as torch writes it."""
 
 
 class Section(BaseModel):

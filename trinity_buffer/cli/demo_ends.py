@@ -96,7 +96,7 @@ class DemoEnds:
 
     def policy(self) -> TransformerPolicy:
         """Return the policy of version 0: random weights that follow from the seed."""
-        return first_policy(self.config)
+        return first_policy(self.config).to(self.config.device)
 
     def load(self, path: str | Path) -> TransformerPolicy:
         """Return the policy in the file ``path``.
@@ -104,7 +104,7 @@ class DemoEnds:
         Raises:
             CheckpointError: there is none.
         """
-        return TransformerPolicy.load(path)
+        return TransformerPolicy.load(path).to(self.config.device)
 
     def require_explorable(self) -> None:
         """Return if there is something to explore with.

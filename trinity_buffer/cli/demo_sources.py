@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from trinity_buffer.cli.demo_ends import require_policies, task_of
+from trinity_buffer.cli.ranks import device_here
 from trinity_buffer.cli.run_algorithm import algorithm_of, recorded, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, resolved
 from trinity_buffer.demo.needs import Needs, needs_of
@@ -40,6 +41,7 @@ def require_parts_of_demo(config: RunConfig) -> None:
     Raises:
         UnknownNameError, InvalidArgumentError: says what is lacking, and what to do.
     """
+    device_here(config.device)
     require_policies(config)
     needs, made = needs_of_run(config), {}
     if needs.teacher and config.teacher is None:
@@ -56,7 +58,7 @@ def teacher_of(config: RunConfig) -> RunConfig:
     """
     recipe = teacher_config(task_of(config))
     steps = min(recipe["max_steps"], config.max_steps or recipe["max_steps"])
-    shared = config.model_dump(include={"task", "model"})
+    shared = config.model_dump(include={"task", "model", "device"})
     # Another seed than the pupil's: it begins elsewhere, and sees other problems.
     return resolved(recipe | shared | {"max_steps": steps, "seed": config.seed + 1})
 

@@ -57,7 +57,7 @@ class OwnEnds:
             InvalidArgumentError: it cannot be loaded.
         """
         _hush()
-        return CausalLM(load_causal_lm(path))
+        return CausalLM(load_causal_lm(path).to(self.config.device))
 
     def require_explorable(self) -> None:
         """Return if there are a rollout, tasks and, where it samples itself, a model.

@@ -11,6 +11,7 @@ from trinity_buffer.cli.demo_ends import require_policies
 from trinity_buffer.cli.ends import ends_of
 from trinity_buffer.cli.expert_check import require_expert
 from trinity_buffer.cli.options import made_folder_of, only_one
+from trinity_buffer.cli.ranks import device_here
 from trinity_buffer.cli.run_algorithm import algorithm_of, recorded, require_parts_of
 from trinity_buffer.cli.run_config import (
     RunConfig,
@@ -130,6 +131,8 @@ class _Wanted:
             columns=columns,
             experiments=names,
         )
+        if not self.explores:
+            device_here(settings.device)
         ends = ends_of(settings)
         (ends.require_explorable if self.explores else ends.require_trainable)()
         return changed

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.trainer.parallel import (
     OneProcess,
     Processes,
@@ -44,8 +45,9 @@ def ranks_of_environment() -> Iterator[Processes]:
     # torchrun keeps its store when it starts the ranks again: without a prefix they would look for
     # the processes of the life before, and wait for them until they time out.
     life = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     torch.distributed.init_process_group(
-        "gloo",  # the command trains in the processor's memory
+        "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
         store=PrefixStore(life, store),
         rank=rank,
         world_size=world_size,
@@ -54,6 +56,31 @@ def ranks_of_environment() -> Iterator[Processes]:
         yield processes_here()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def device_here(device: str) -> str:
+    """Return which device a configuration means in this process: of ``cuda``, the GPU of its rank.
+
+    Raises:
+        InvalidArgumentError: torch sees no such GPU, or several ranks would share one.
+    """
+    kind, _, named = device.partition(":")
+    if kind == "cpu":
+        return device
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if named and ranks > 1:
+        raise InvalidArgumentError(
+            f"device={device} is one GPU, and {ranks} ranks on this machine need one each: give "
+            "device=cuda (--set device=cuda)"
+        )
+    number = int(named or os.environ.get("LOCAL_RANK", "0"))
+    needed, there = max(number + 1, ranks), torch.cuda.device_count()
+    if needed > there:
+        raise InvalidArgumentError(
+            f"device={device} needs {counted(needed, 'GPU')}, and torch {torch.__version__} sees "
+            f"{there} on this machine: run it where there are enough, or with --set device=cpu"
+        )
+    return f"{kind}:{number}"
 
 
 def on_rank_0(processes: Processes, work: Callable[[], str]) -> str:

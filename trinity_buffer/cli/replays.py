@@ -13,6 +13,7 @@ import anyio
 
 from trinity_buffer.cli.roles import (
     Say,
+    at_its_device,
     config_of,
     line_of,
     settings_of,
@@ -100,7 +101,7 @@ def replay(
     """
     use_one_thread()
     recorded_config, _ = anyio.run(config_of, url, experiment)
-    config = resolved(overridden(recorded_config.model_dump(), overrides))
+    config = at_its_device(resolved(overridden(recorded_config.model_dump(), overrides)))
     _require_effect(overrides)
     first, last = _span(steps, from_checkpoint)
     end = anyio.run(_end, url, experiment, config.trainer, last)
@@ -183,7 +184,11 @@ def _trained_again(
     # The trainer must not commit on the way: what it writes is thrown away.
     config = config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
     with open_replay_stream(
-        url, experiment=experiment, from_checkpoint=from_checkpoint, **span
+        url,
+        experiment=experiment,
+        from_checkpoint=from_checkpoint,
+        device=config.device,
+        **span,
     ) as stream:
         settings = replace(settings_of(config, scratch), max_skipped_steps=None)
         algorithm = algorithm_of(config)

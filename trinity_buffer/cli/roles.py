@@ -21,7 +21,7 @@ from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.expert_check import require_expert
 from trinity_buffer.cli.options import made_folder
-from trinity_buffer.cli.ranks import number_of_rank_0
+from trinity_buffer.cli.ranks import device_here, number_of_rank_0
 from trinity_buffer.cli.run_algorithm import algorithm_of, look_for, parts_of, require_parts_of
 from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError, TrainingError
@@ -58,6 +58,18 @@ def use_one_thread() -> None:
     """Several processes share few cores: more threads each would only wait for each other."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+
+def at_its_device(config: RunConfig) -> RunConfig:
+    """Return the configuration with the device of this rank, which becomes torch's current one.
+
+    Raises:
+        InvalidArgumentError: it is not there.
+    """
+    device = device_here(config.device)
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)  # whose random numbers are kept, and where kernels run
+    return config.model_copy(update={"device": device})
 
 
 async def require_parts(store: Store, experiment: Experiment, *, expert_rows: bool = False) -> None:
@@ -264,12 +276,14 @@ def train(
         )
         say(f"{experiment} is finished: {reason}")
         return
+    config = at_its_device(config)
     algorithm = algorithm_of(config)
     with open_train_stream(
         url,
         experiment=experiment,
         strategy=strategy_of(algorithm),
         consumer=config.trainer,
+        device=config.device,
         max_tokens=ends_of(config).max_tokens,
         follow=follow,
         expert_experiment=config.expert_experiment,

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from typing_extensions import override
 
 from trinity_buffer.cli.config_checks import (
+    Device,
     Name,
     Section,
     refuse_unknown,
@@ -226,6 +227,11 @@ class RunConfig(Section):
         default=True, description="record with each commit what its steps measured of each row"
     )
     record_tokens: bool = Field(default=False, description="and of each token: 16 bytes")
+    device: Device = Field(
+        "cpu",
+        description="where the trainer computes: `cpu`, `cuda`, `cuda:1`; of several ranks on a "
+        "machine, `cuda` is a GPU for each",
+    )
     deterministic: bool = Field(
         default=True,
         description="ask torch for deterministic algorithms, so that a replay gives the same bits",

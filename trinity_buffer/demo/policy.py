@@ -275,8 +275,8 @@ class TransformerPolicy(nn.Module):
         return KeyValueCache(self.config.layers)
 
     def new_critic(self) -> TransformerCritic:
-        """Return a fresh critic of the same shape."""
-        return TransformerCritic(self.config)
+        """Return a fresh critic of the same shape, on the same device."""
+        return TransformerCritic(self.config).to(self.head.weight.device)
 
     def save(self, path: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
         """Write config and weights to the file ``path``; see `policy_file.write_policy`.

@@ -176,9 +176,9 @@ def _speak(
     # The runs of a group share their prompt: it is read once, then its cache is copied. With the
     # cache, 16 x 16 runs of three tokens take a quarter of the time of reading everything anew.
     distinct = {context: row for row, context in enumerate(dict.fromkeys(contexts))}
-    cache = policy.new_cache()
-    logits = policy.read(torch.tensor(list(distinct)), cache)
-    rows = torch.tensor([distinct[context] for context in contexts])
+    cache, device = policy.new_cache(), policy.head.weight.device
+    logits = policy.read(torch.tensor(list(distinct), device=device), cache)
+    rows = torch.tensor([distinct[context] for context in contexts], device=device)
     logits, cache = logits[rows], cache.take(rows)
     said: list[Tensor] = []
     scores: list[Tensor] = []

@@ -21,7 +21,7 @@ CONFIG_KEYS = frozenset(
         *("max_waiting_groups", "max_staleness", "commit_every_steps", "max_steps"),
         *("max_skipped_steps", "max_rejected_steps", "lease_ttl_s", "tokens_per_microbatch"),
         *("max_tokens", "layout", "dialect", "tokenizer", "record_facts", "record_tokens"),
-        *("async_checkpoints", "stalled_after_s", "deterministic"),
+        *("async_checkpoints", "stalled_after_s", "deterministic", "device"),
     }
 )
 """What somebody reads: the pipeline, or the processes of a run (``cli.run_config``)."""
