@@ -132,12 +132,19 @@ def test_without_recorded_weights_on_the_disk_it_says_so(run: str, tmp_path: Pat
 def test_a_tensor_that_one_side_lacks_or_that_is_no_number_is_infinitely_far(
     tmp_path: Path,
 ) -> None:
-    one = {"a": torch.ones(2), "b": torch.zeros(2), "e": torch.zeros(0)}
+    eight = torch.float8_e4m3fn
+    one = {
+        "8": torch.ones(2).to(eight),
+        "a": torch.ones(2),
+        "b": torch.zeros(2),
+        "e": torch.zeros(0),
+    }
     for name, other, apart in (
-        ("same", one, (0.0, "a")),
-        ("lacks", {"a": torch.ones(2), "e": torch.zeros(0)}, (torch.inf, "b")),
+        ("same", one, (0.0, "8")),
+        ("lacks", {n: one[n] for n in "8ae"}, (torch.inf, "b")),
         ("shape", one | {"a": torch.ones(3)}, (torch.inf, "a")),
         ("nan", one | {"a": torch.tensor([1, torch.nan])}, (torch.inf, "a")),
+        ("8 bits", one | {"8": torch.tensor([1, 2]).to(eight)}, (1.0, "8")),
         ("half", one | {"a": torch.tensor([1, 1.5])}, (0.5, "a")),
     ):
         for file, tensors in ((tmp_path / "then", one), (tmp_path / name, other)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from tests.contract.making import group, opened
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.proof import file_digest
+from trinity_buffer.pipeline.proof import checkpoint, file_digest
 from trinity_buffer.pipeline.proof.checkpoint import (
     digest_of,
     make_durable,
@@ -124,6 +126,23 @@ def test_hashes_of_whole_files_that_somebody_hands_over_are_computed_anew(tmp_pa
     assert make_durable(folder, known) == wanted
     assert known == {one: written(one) for one in folder.iterdir()}
     assert [*known.values()] == contents_of([*known])
+
+
+def test_many_files_take_no_thread_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, threads, hashed = checkpoint_of(tmp_path, PIECE, *[3] * 40), set(), threading.Event()
+
+    def flush(_: int) -> None:
+        threads.add(threading.get_ident())
+        assert hashed.wait(60)
+
+    def contents(files: Sequence[Path], version: int = file_digest.VERSION) -> list[str]:
+        hashed.set()  # all files wait for the disk
+        return contents_of(files, version)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(checkpoint, "contents_of", contents)
+    make_durable(folder)
+    assert len(threads) <= file_digest.THREADS + 1  # and ours, of folders
 
 
 async def committed(experiment: Experiment, folder: Path) -> str:

@@ -26,6 +26,7 @@ from trinity_buffer.trainer.checkpoint_folder import (
     load_checkpoint,
     remove_old,
 )
+from trinity_buffer.trainer.policy import all_finite
 from trinity_buffer.trainer.settings import TrainerSettings
 from trinity_buffer.trainer.shared_checkpoint import save_checkpoint
 
@@ -134,6 +135,12 @@ def test_a_resumed_trainer_draws_the_random_numbers_that_it_would_have_drawn(
     drawn = torch.rand(3)
     load_checkpoint(folder, TrainerSettings(checkpoints=tmp_path).optimizer_of, policy())
     assert torch.equal(torch.rand(3), drawn)
+
+
+def test_weights_of_8_bits_are_taken_from_a_checkpoint_unless_they_are_not_finite() -> None:
+    eight = torch.ones(2).to(torch.float8_e4m3fn)
+    assert all_finite([eight, torch.ones(2)])
+    assert not all_finite([eight, torch.tensor([1, torch.nan]).to(eight.dtype)])
 
 
 def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:

@@ -164,6 +164,16 @@ def test_a_user_who_asked_for_warnings_gets_them_back() -> None:
         torch.use_deterministic_algorithms(mode=False)
 
 
+def test_trainers_in_two_threads_keep_what_either_asked_for() -> None:
+    before, first = settings(), same_bits("cpu", deterministic=True)
+    first.__enter__()
+    with same_bits("cpu", deterministic=True):
+        first.__exit__(None, None, None)
+        assert torch.get_deterministic_debug_mode() == 2
+        assert os.environ[FLASH_ATTENTION] == "1"
+    assert settings() == before
+
+
 class Unordered(TransformerPolicy):
     """Uses an operation that torch has no deterministic form of, on a CPU either."""
 

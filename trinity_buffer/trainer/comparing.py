@@ -51,6 +51,8 @@ def largest_difference(recorded: Path, replayed: Path) -> LargestDifference:
         raise CheckpointError(
             f"the weights in {recorded} and the replayed ones cannot be compared: {error}"
         ) from error
+    if not names:
+        raise CheckpointError(f"the weights in {recorded} and the replayed ones hold no tensor")
     at = max(range(len(names)), key=sizes.__getitem__)
     return LargestDifference(sizes[at], names[at])
 
@@ -71,7 +73,9 @@ def _relative(recorded: Tensor, replayed: Tensor) -> float:
         return math.inf
     if torch.equal(recorded, replayed):
         return 0.0
-    exact = torch.promote_types(recorded.dtype, torch.float32)
+    # Torch promotes no type of 8 bits.
+    is_short = recorded.dtype.itemsize <= 2
+    exact = torch.float32 if is_short else torch.promote_types(recorded.dtype, torch.float32)
     apart = float((recorded.to(exact) - replayed.to(exact)).abs().max())
     size = float(recorded.to(exact).abs().max())
     part = apart / size if size else math.inf

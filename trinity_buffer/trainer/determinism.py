@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
+from threading import Lock
 from typing import Any
 
 import torch
@@ -64,7 +65,9 @@ def same_bits(
         if not asked:
             yield
             return
-        _ask(stack)
+        stack.enter_context(_asked)
+        if torch.cuda.is_initialized():  # a setting of this thread alone
+            _set(stack, import_module("torch._inductor.config"), "deterministic", value=True)
         try:
             yield
         except RuntimeError as error:
@@ -93,13 +96,38 @@ def _ask(stack: ExitStack) -> None:
     # What `use_deterministic_algorithms` does, without the second that importing the settings of
     # torch.compile takes: on a CPU they choose nothing by measuring it.
     torch.set_deterministic_debug_mode("error")
-    if torch.cuda.is_initialized():
-        _set(stack, import_module("torch._inductor.config"), "deterministic", value=True)
     _set(stack, torch.utils.deterministic, "fill_uninitialized_memory", value=False)  # is slow
     _set(stack, torch.backends.cudnn, "deterministic", value=True)
     _set(stack, torch.backends.cudnn, "benchmark", value=False)
     stack.callback(_set_variable, FLASH_ATTENTION, os.environ.get(FLASH_ATTENTION))
     os.environ[FLASH_ATTENTION] = "1"
+
+
+class _Asked:
+    """What is asked of torch, whose settings are of the whole process.
+
+    Trainers in several threads ask for the same; the last that ends puts back what was there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._computing = 0
+        self._before = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._computing:
+                _ask(self._before)
+            self._computing += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._computing -= 1
+            if not self._computing:
+                self._before.close()
+
+
+_asked = _Asked()
 
 
 def _set(stack: ExitStack, owner: Any, name: str, *, value: bool) -> None:

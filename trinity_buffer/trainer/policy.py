@@ -20,7 +20,10 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     flags: dict[torch.device, list[Tensor]] = {}
     for one in tensors:
         held: Tensor = getattr(one, "to_local", one.detach)()
-        flags.setdefault(held.device, []).append(held.detach().isfinite().all())
+        values = held.detach()
+        if values.is_floating_point() and values.element_size() == 1:
+            values = values.float()  # torch does not ask it of numbers of 8 bits
+        flags.setdefault(held.device, []).append(values.isfinite().all())
     return all(bool(torch.stack(of_device).all()) for of_device in flags.values())
 
 

@@ -64,7 +64,8 @@ def _written(files: Sequence[Path]) -> list[str]:
             _fsync(file)
         return contents_of(files)
     # The disk and the processors have work for some time: both at once.
-    with ThreadPoolExecutor(len(files), thread_name_prefix="fsync") as pool:
+    threads = min(file_digest.THREADS, len(files))
+    with ThreadPoolExecutor(threads, thread_name_prefix="fsync") as pool:
         flushing = [pool.submit(_fsync, file) for file in files]
         contents = contents_of(files)
         for flushed in flushing:

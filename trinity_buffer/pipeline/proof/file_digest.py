@@ -26,9 +26,11 @@ another digest of the same files."""
 VERSION = 2
 """Of the digests that are made now."""
 
+THREADS = 16
+"""The most that read, hash or write files side by side, however many files there are."""
+
 _IN_PIECES = "pieces:"
 _VERSION = re.compile(r"v(\d+):")
-_THREADS = 16
 _LEAST_MEMORY = 4096
 
 Item = TypeVar("Item")
@@ -81,7 +83,7 @@ def contents_of(files: Sequence[Path], version: int = VERSION) -> list[str]:
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Return the result of ``work`` for each of ``items``, in their order, computed in threads."""
-    threads = min(_THREADS, os.cpu_count() or 1, len(items))
+    threads = min(THREADS, os.cpu_count() or 1, len(items))
     if threads < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
