@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -225,6 +225,33 @@ def test_a_workspace_of_cublas_that_the_user_chose_stays(monkeypatch: pytest.Mon
         assert os.environ[FLASH_ATTENTION] == "1"
     assert os.environ[CUBLAS_WORKSPACE] == ":16:8"
     assert os.environ[FLASH_ATTENTION] == "0"
+
+
+class Copied(TransformerPolicy):
+    """Notes which workspace cuBLAS has when the reference is made of it."""
+
+    workspaces: ClassVar[list[str | None]] = []
+
+    @override
+    def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
+        self.workspaces.append(os.environ.get(CUBLAS_WORKSPACE))
+        return super().scores(microbatch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformerPolicy:
+        self.workspaces.append(os.environ.get(CUBLAS_WORKSPACE))
+        return TransformerPolicy(CONFIG)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_workspace_of_cublas_is_chosen_before_a_trainer_uses_a_model(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool
+) -> None:
+    monkeypatch.delenv(CUBLAS_WORKSPACE, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(Copied, "workspaces", [])
+    trained(url, tmp_path, Copied(CONFIG), steps=1, deterministic=deterministic)
+    assert len(Copied.workspaces) > 1
+    assert set(Copied.workspaces) == {":4096:8"}  # torch looks once, whatever it is asked for
 
 
 def test_a_process_that_multiplied_on_the_gpu_too_early_is_told_which_variable_to_set() -> None:

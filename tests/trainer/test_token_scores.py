@@ -26,7 +26,12 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.head_chunks import TORCH, ChunkMath
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores
-from trinity_buffer.trainer.token_scores import chunk_columns, entropy_changes, head_scores
+from trinity_buffer.trainer.token_scores import (
+    _add_product,
+    chunk_columns,
+    entropy_changes,
+    head_scores,
+)
 
 LENGTHS = (5, 1, 12, 3)
 WORDS = 600  # chunks of 256, 256 and 88
@@ -531,3 +536,23 @@ def test_logits_that_are_changed_behind_the_head_are_refused() -> None:
 def test_no_chunk_is_an_error() -> None:
     with pytest.raises(InvalidArgumentError, match="chunk_logits=0"):
         tb.token_scores(wide2(), padded(), chunk_logits=0)
+
+
+@pytest.mark.parametrize(("version", "fused"), [("2.9.1+cu130", 0), ("2.11.0+cu130", 2)])
+def test_products_of_16_bits_are_added_in_a_gpu_only_where_torch_takes_a_sum_of_32(
+    version: str, fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    calls = []
+
+    def addmm(total: Tensor, *_: Tensor, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert (out is total, out_dtype) == (True, torch.float32)
+        calls.append(total)
+        return out
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    with FakeTensorMode():
+        one = torch.ones(3, 4, dtype=torch.bfloat16, device="cuda")
+        for _ in range(2):
+            _add_product(torch.zeros(3, 3, device="cuda"), one, one.T)
+    assert len(calls) == fused

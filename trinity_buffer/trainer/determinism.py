@@ -185,6 +185,7 @@ class SameBits:
     """
 
     def __init__(self, stream: StepStream, processes: Processes, *, deterministic: bool) -> None:
+        settle_cublas()  # also for nothing: a trainer that asks may come later in this process
         self._device = stream.device
         self._processes = processes
         self._deterministic = deterministic

@@ -317,7 +317,7 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """
     if total.is_cuda and total.dtype == one.dtype:
         total.addmm_(one, other)
-    elif total.is_cuda and torch.__version__ >= "2.8":
+    elif total.is_cuda and torch.__version__ >= "2.10":  # before, of two types it refuses to add
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:
         total += _product(one, other)

@@ -97,13 +97,14 @@ class Trainer:
             raise InvalidArgumentError(
                 "an adaptive KL coefficient would differ from rank to rank: give a fixed one"
             )
+        # Before a model is used: a reference may be tried out.
+        self._bits = SameBits(stream, self._processes, deterministic=settings.deterministic)
         policy = policy_of(model)
         require_trained(policy, optimizer)
         if reference is not None:
             reference = policy_of(reference)
         elif algorithm.needs_reference:
             reference = reference_of(policy)  # before it takes the weights of a commit
-        self._bits = SameBits(stream, self._processes, deterministic=settings.deterministic)
         with self._bits.asked():
             self.state = self._begun(policy, stream.resume)
         for name, coefficient in self.state.coefficients.items():
