@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "gpu.jsonl"
-PARTS = {"scores": 40, "microbatch": 35, "packed": 30, "losses": 20, "steps": 55, "bits": 60}
+PARTS = {"scores": 35, "microbatch": 25, "packed": 25, "losses": 20, "steps": 70, "bits": 65}
 """Seconds of each part, of 240."""
 
 

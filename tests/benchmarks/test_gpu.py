@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import figure, lengths_between
+from benchmarks.gpu_parts import figure, held_up, lengths_between, steps_beside
 
 
 @pytest.mark.long
@@ -49,3 +49,15 @@ def test_a_goal_is_judged_by_the_figure_itself() -> None:
 
 def test_the_longest_row_of_a_micro_batch_is_the_width() -> None:
     assert max(lengths_between(9, 24, 5)) == 24
+
+
+def test_commits_beside_the_training_are_so_far_apart_that_none_waits_for_the_one_before() -> None:
+    # 3.6 GB at 1.5 GB/s take 2.4 s: with a commit every two steps of a second the next would wait.
+    assert steps_beside(2.4, 1.0) == 4
+    assert [steps_beside(0.1, 1.0), steps_beside(1.6, 1.0), steps_beside(60, 1.0)] == [2, 3, 4]
+
+
+def test_what_a_commit_holds_training_up_by_is_counted_whole() -> None:
+    # 20 ms when the copies begin, and 10 ms in each of three steps beside the writing.
+    seconds = [9.0, 1.0, 2.5, 1.01, 1.01, 1.03]
+    assert held_up(seconds, 3, 1.0) == pytest.approx(0.05)
