@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.main import app
 from trinity_buffer.cli.run_config import resolved
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.trainer.comparing import largest_difference
 from trinity_buffer.trainer.settings import TrainerSettings
@@ -127,6 +128,21 @@ def test_without_recorded_weights_on_the_disk_it_says_so(run: str, tmp_path: Pat
     *_, last = done.stdout.splitlines()
     assert done.exit_code == 1
     assert last.startswith("largest relative difference unknown: the recorded weights are not on")
+
+
+def test_what_replays_otherwise_and_cannot_be_compared_is_within_no_tolerance(
+    run: str, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "c")
+    changed = ("--set", "optimizer.learning_rate=0.5", "--tolerance", "0.01")
+    code, told = report(run, *changed)
+    assert (code, told["identical"], told["within"]) == (1, None, None)
+    assert report(run, "--tolerance", "0.01")[0] == 0  # the bits are the same
+
+
+def test_a_tolerance_is_a_number(run: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="--tolerance nan: give a number"):
+        replayed(run, "--tolerance", "nan")
 
 
 def test_a_tensor_that_one_side_lacks_or_that_is_no_number_is_infinitely_far(

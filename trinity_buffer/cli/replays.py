@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -99,6 +100,8 @@ def replay(
         overrides: of the run's configuration, such as ``algorithm=gspo``; the weights then differ.
         tolerance: compare the weights too, and not their bits alone: so far they may differ.
     """
+    if tolerance is not None and math.isnan(tolerance):
+        raise InvalidArgumentError("--tolerance nan: give a number, such as 1e-5")
     use_one_thread()
     recorded_config, _ = anyio.run(config_of, url, experiment)
     config = at_its_device(resolved(overridden(recorded_config.model_dump(), overrides)))
