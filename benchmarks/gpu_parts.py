@@ -39,6 +39,7 @@ from trinity_buffer.extras import extra
 from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.trainer.sharded import opened
 from trinity_buffer.trainer.token_scores import token_scores
+from trinity_buffer.trainer.trying_out import difference
 
 ROOT = Path(__file__).resolve().parents[1]
 Run = Callable[[], float]
@@ -193,6 +194,13 @@ def scores(bench: Bench) -> Iterator[Line]:
     yield figure("scores / the four products", ratio, "x", ("<=", 1.15), **details)
     if "trl" in times:
         yield figure("TRL's scores / the four products", times["trl"] / times["products"], "x")
+    gradients = []
+    for name in ("ours", "naive"):
+        ways[name]()
+        gradients.append((hidden.grad, weight.grad))
+    apart = max(difference(*pair) for pair in zip(*gradients, strict=True))
+    yield figure("gradients of scores: difference from whole logits", apart, "", ("<=", 1e-2))
+    gradients.clear()
     gradients_mb = (hidden.nbytes + weight.nbytes) / 1e6
     for name in ways.keys() & {"ours", "trl"}:
         hidden.grad = weight.grad = None
@@ -304,6 +312,13 @@ def packing(bench: Bench) -> Iterator[Line]:
     rate = times["padded"] / times["packed"]
     goal = (">=", 1.15)
     yield figure("packed / padded, real tokens a second", rate, "x", goal, **details)
+    turned = packed({name: column.flip(0) for name, column in rows.items()})
+    with torch.no_grad():  # a row that reads its neighbours has others then
+        values, others = (token_scores(model, one).logprob for one in (layouts["packed"], turned))
+    sizes = turned["cu_seqlens"].diff().tolist()
+    others = torch.cat(others.split(sizes)[::-1])
+    what = "log-probs of rows packed in turned order: difference"
+    yield figure(what, difference(values, others), "", ("<=", 1e-3))
 
 
 def losses(bench: Bench) -> Iterator[Line]:
