@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 import uvicorn
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.explorer.vllm_dialect import VLLM, served
@@ -158,6 +159,35 @@ async def test_an_upstream_that_names_no_weights_is_named_once(
                 assert (await reward(url, "t/0", 1.0)).status_code == 200
     assert caplog.text.count(f"{upstream} does not say which weights it answers with") == 1
     assert {one.policy_version for one in await stored(sqlite_store_url)} == {None}
+
+
+async def test_a_server_that_names_its_weights_after_a_restart_is_asked_again(
+    sqlite_store_url: str,
+    tiny: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trinity_buffer.explorer.server.ASK_AGAIN_S", 0.0)
+    app = VLLM(tiny, has_dev_mode=False).app()
+    weights: dict[str, str] = {}
+
+    async def info(_: Request) -> Response:
+        return JSONResponse(weights)
+
+    app.router.routes.append(Route("/weight_info", info))
+    with served(app) as upstream:
+        async with recording(sqlite_store_url, upstream) as url, plain_http(timeout=60) as http:
+            asks = partial(http.post, json={"messages": HELLO})
+            async with anyio.create_task_group() as group:  # at once, and one warning
+                for run in range(3):
+                    group.start_soon(asks, f"{url}/rollouts/t/{run}/v1/chat/completions")
+            weights["weight_version"] = "7"
+            assert (await asks(f"{url}/rollouts/t/3/v1/chat/completions")).is_success
+            for run in range(4):
+                assert (await reward(url, f"t/{run}", 1.0)).status_code == 200
+    assert caplog.text.count("does not say which weights it answers with") == 1
+    versions = {one.eid.run: one.policy_version for one in await stored(sqlite_store_url)}
+    assert versions == {0: None, 1: None, 2: None, 3: 7}
 
 
 async def test_a_client_gets_what_it_has_asked_for_and_no_more(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -20,6 +21,9 @@ from trinity_buffer.extras import extra
 _LOG = logging.getLogger(__name__)
 
 NOT_FOUND = 404
+
+ASK_AGAIN_S = 10.0
+"""So long a server that does not name its weights is not asked for them again."""
 
 WAIT_AND_ASK_AGAIN = (408, 429)
 """Statuses 4xx that blame the server's load, not the request."""
@@ -176,32 +180,40 @@ class ServedWeights:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._checksums: dict[str, str | None] = {}
-        self._are_told = True
+        self._has_warned = False
+        self._silent_until = 0.0
 
     async def now(self) -> str | None:
-        """Return the version of the weights; None: the server does not tell, which is said once.
+        """Return the version of the weights; None: the server does not tell, with one warning.
+
+        It is asked again after `ASK_AGAIN_S`: it may have been restarted in another mode.
 
         Raises:
             InferenceServerError: the server cannot be reached, or failed.
         """
-        if not self._are_told:
+        if time.monotonic() < self._silent_until:
             return None
         try:
             version = await self._server.weight_version()
         except RefusedRequestError:
             version = None
         if version is None:
-            self._are_told = False
+            self._silent_until = time.monotonic() + ASK_AGAIN_S
+            self._warn()
+        elif version not in self._checksums:
+            self._checksums[version] = None
+            self._checksums[version] = await self._server.weight_checksum()
+        return version
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             _LOG.warning(
                 "%s does not say which weights it answers with (/weight_info; vLLM does with "
                 "VLLM_SERVER_DEV_MODE=1): recorded without a policy version, its answers never "
                 "count as stale",
                 self._server.root,
             )
-        elif version not in self._checksums:
-            self._checksums[version] = None
-            self._checksums[version] = await self._server.weight_checksum()
-        return version
 
     async def stamped(
         self, completions: Sequence[Completion], before: str | None
