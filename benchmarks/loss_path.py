@@ -19,8 +19,12 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,14 +65,26 @@ def _trl_file() -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def trl(hidden: Tensor, weight: Tensor, targets: Tensor, _: int | None) -> tuple[Tensor, ...]:
-    """Return them by the function of TRL."""
-    spec = spec_from_file_location("chunked_logprob_of_trl", _trl_file() or "trl")
+@cache  # made anew, its kernels would be looked up on the disk at every call
+def _trl_function() -> Any:
+    # Its backward pass asks the trainers of TRL, which need more packages, for a head in parts.
+    alone: dict[str, Any] = {
+        name: ModuleType(name)
+        for name in ("alone", "alone.kernels", "alone.trainer", "alone.trainer.utils")
+    }
+    alone["alone.trainer.utils"].maybe_gather_lm_head_ctx = lambda *_: nullcontext()
+    sys.modules.update(alone)
+    spec = spec_from_file_location("alone.kernels.chunked_logprob", _trl_file() or "trl")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    function = module.ChunkedLogProbFunction
+    return module.ChunkedLogProbFunction
+
+
+def trl(hidden: Tensor, weight: Tensor, targets: Tensor, _: int | None) -> tuple[Tensor, ...]:
+    """Return them by the function of TRL."""
+    function = _trl_function()
     given = (hidden, weight, None, targets, 1.0, TRL_COLUMNS, None, 1.0, ("entropy",))
     return function.apply(*given)[:2]  # type: ignore[no-any-return]  # another package's
 

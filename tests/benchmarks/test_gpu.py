@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, loss_path
 from benchmarks.gpu_parts import figure, held_up, lengths_between, steps_beside
 
 
@@ -45,6 +46,29 @@ def test_a_goal_is_judged_by_the_figure_itself() -> None:
     assert (line["figure"], line["holds"]) == (1.15, False)
     assert figure("x", 1.5, "GB/s", (">=", 1.5))["holds"] is True
     assert json.loads(json.dumps(figure("x", 2.0, "s")))["holds"] is None
+
+
+def test_the_function_of_trl_is_loaded_once_and_without_the_rest_of_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "trl" / "kernels" / "chunked_logprob.py"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "trl" / "__init__.py").write_text("raise ImportError")  # it needs more than is here
+    file.write_text(
+        "class ChunkedLogProbFunction:\n"
+        "    @classmethod\n"
+        "    def apply(cls, hidden, weight, bias, *_):\n"
+        "        from ..trainer.utils import maybe_gather_lm_head_ctx\n"
+        "        with maybe_gather_lm_head_ctx(weight, bias):\n"
+        "            return cls, hidden, None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    loss_path._trl_function.cache_clear()
+    given = torch.ones(2, 3)
+    first, second = (loss_path.WAYS["trl"](given, given, given, None) for _ in range(2))
+    loss_path._trl_function.cache_clear()
+    assert first[0] is second[0]
+    assert first[1] is given
 
 
 def test_the_longest_row_of_a_micro_batch_is_the_width() -> None:
