@@ -68,11 +68,11 @@ def _trl_file() -> Path | None:
 @cache  # made anew, its kernels would be looked up on the disk at every call
 def _trl_function() -> Any:
     # Its backward pass asks the trainers of TRL, which need more packages, for a head in parts.
-    alone: dict[str, Any] = {
+    alone = {
         name: ModuleType(name)
         for name in ("alone", "alone.kernels", "alone.trainer", "alone.trainer.utils")
     }
-    alone["alone.trainer.utils"].maybe_gather_lm_head_ctx = lambda *_: nullcontext()
+    vars(alone["alone.trainer.utils"])["maybe_gather_lm_head_ctx"] = lambda *_: nullcontext()
     sys.modules.update(alone)
     spec = spec_from_file_location("alone.kernels.chunked_logprob", _trl_file() or "trl")
     assert spec is not None
