@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -210,3 +212,41 @@ def test_a_folder_that_goes_while_a_thread_writes_is_named(
     monkeypatch.setattr(shared_checkpoint, "write_share", removed_before)
     with pytest.raises(CheckpointError, match="step-00000001 was removed while it was written"):
         train(sqlite_url, algorithm, tmp_path / "c", max_steps=1, async_checkpoints=True)
+
+
+AFTER_THE_MAIN_THREAD = """
+import sys, threading
+from pathlib import Path
+import trinity_buffer as tb
+from tests.trainer.data import policy
+from trinity_buffer.algorithm import build
+
+def train(begun):
+    def report(step):
+        begun.set()
+        threading.main_thread().join()  # after which Python starts no work in pools of threads
+
+    with tb.open_train_stream(
+        sys.argv[1], experiment="run", strategy="grpo", consumer="t", groups_per_step=2
+    ) as stream:
+        beside = sys.argv[3] == "True"
+        settings = tb.TrainerSettings(checkpoints=Path(sys.argv[2]), async_checkpoints=beside)
+        tb.Trainer(stream, policy(), build("grpo"), settings).run(report)
+
+begun = threading.Event()
+threading.Thread(target=train, args=[begun]).start()
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_trainer_in_a_thread_goes_on_when_the_main_thread_has_ended(
+    sqlite_url: str, tmp_path: Path, *, beside: bool
+) -> None:
+    made(sqlite_url)
+    command = [sys.executable, "-c", AFTER_THE_MAIN_THREAD, sqlite_url, str(tmp_path / "c")]
+    done = subprocess.run(
+        [*command, str(beside)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert anyio.run(commits_of, sqlite_url) == [1, 2, 3], done.stderr

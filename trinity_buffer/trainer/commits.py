@@ -121,7 +121,11 @@ class Commits:
     def _begin(self, work: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._last = self._thread.submit(work)
+        try:
+            self._last = self._thread.submit(work)
+        except RuntimeError:  # the main thread has ended while we train, and with it all of these
+            work()
+            return
         self._last.add_done_callback(self._tell)
 
     def _tell(self, done: Future[None]) -> None:

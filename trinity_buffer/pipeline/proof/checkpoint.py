@@ -6,14 +6,20 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.proof import file_digest
-from trinity_buffer.pipeline.proof.file_digest import contents_of, is_content, marked, version_of
+from trinity_buffer.pipeline.proof.file_digest import (
+    contents_of,
+    is_content,
+    marked,
+    side_by_side,
+    version_of,
+)
 from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, GoneThrough
 
 MANIFESTS_FILE = "manifests.json"
@@ -64,12 +70,13 @@ def _written(files: Sequence[Path]) -> list[str]:
             _fsync(file)
         return contents_of(files)
     # The disk and the processors have work for some time: both at once.
-    threads = min(file_digest.THREADS, len(files))
-    with ThreadPoolExecutor(threads, thread_name_prefix="fsync") as pool:
-        flushing = [pool.submit(_fsync, file) for file in files]
-        contents = contents_of(files)
-        for flushed in flushing:
-            flushed.result()
+    contents: list[str] = []
+
+    def read() -> None:
+        contents[:] = contents_of(files)
+
+    works: list[Callable[[], None]] = [read, *(partial(_fsync, file) for file in files)]
+    side_by_side(lambda work: work(), works)
     return contents
 
 

@@ -82,12 +82,19 @@ def contents_of(files: Sequence[Path], version: int = VERSION) -> list[str]:
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return the result of ``work`` for each of ``items``, in their order, computed in threads."""
+    """Return the result of ``work`` for each of ``items``, in their order, computed in threads.
+
+    Without threads ``work`` may be called twice with an item, one after the other.
+    """
     threads = min(THREADS, os.cpu_count() or 1, len(items))
     if threads < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
-        return [*pool.map(work, items)]
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
+            results = pool.map(work, items)
+    except RuntimeError:  # there are no more threads, or the main one has ended while we train
+        return [work(item) for item in items]
+    return [*results]
 
 
 def _is_in_pieces(content: str) -> bool:
