@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -150,9 +150,11 @@ def _status_kb(pid: int | Literal["self"], name: str) -> int:
 
 
 def commit() -> str:
-    """Return the commit of the code that runs; "" outside of a checkout."""
+    """Return the commit of the code that runs; "" outside of a checkout, or without git."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    with suppress(FileNotFoundError):  # a borrowed machine may have none
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import gpu, loss_path
 from benchmarks.gpu_parts import figure, held_up, lengths_between, steps_beside
+from benchmarks.provenance import provenance
 
 
 @pytest.mark.long
@@ -33,6 +34,11 @@ def test_figures_of_a_cpu_are_not_recorded(capfd: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         gpu.main(["--device", "cpu", "--record"])
     assert "figures of a GPU" in capfd.readouterr().err
+
+
+def test_where_figures_come_from_is_known_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert provenance("python -m benchmarks.gpu --record")["commit"] == ""
 
 
 def test_a_wheel_that_is_no_wheel_ends_the_run(tmp_path: Path) -> None:
