@@ -103,6 +103,26 @@ def test_explorers_get_the_weights_of_what_is_committed(
     assert published(url) == [(1, str(tmp_path / "step-1")), (3, str(saved))]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_commit_records_the_settings_of_the_process_that_trains(url: str, workers: int) -> None:
+    before, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    steps = dataset(url)
+    try:
+        reader = loaded(steps, workers)
+        step = next(reader)
+        torch.set_num_threads(before + 1)  # a worker has one
+        torch.set_float32_matmul_precision("medium")
+        steps.commit(step)
+        del reader
+    finally:
+        torch.set_num_threads(before)
+        torch.set_float32_matmul_precision(precision)
+    with tb.open_train_stream(url, experiment="run", strategy="grpo") as stream:
+        assert stream.resume is not None
+        environment = stream.resume.environment
+    assert (environment["threads"], environment["matmul_precision"]) == (before + 1, "medium")
+
+
 def published(url: str) -> list[tuple[int, str]]:
     """Return the policies that explorers are offered: version and place."""
 

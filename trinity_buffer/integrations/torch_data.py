@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError, StoreError, TrinityBufferError
+from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.streaming.committing import PolicyPath
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
@@ -107,7 +108,9 @@ class StepDataset(IterableDataset[TrainStep]):
     def _ask(self, step: TrainStep, checkpoint: str | Path | None, policy: PolicyPath) -> None:
         self._last_request += 1
         request = self._waited_for.value = self._last_request
-        self._asking.send((request, step.step, checkpoint, policy))
+        # Of this process, which trains; the worker's are others.
+        environment = environment_of_run(self._options.get("device", "cpu"))
+        self._asking.send((request, step.step, (checkpoint, policy, environment)))
         try:
             failure = self._answer(request)
         except TimeoutError:
@@ -179,22 +182,22 @@ class _Worker:
 
     def _commit_all(self) -> None:
         while True:
-            request, number, checkpoint, policy = self._asked.recv()
+            request, number, what = self._asked.recv()
             with self._lock:
                 # A request that came too late, or to a worker that is gone, is not for this one.
                 if request != self._waited_for.value:
                     continue
-                failure = self._commit(number, checkpoint, policy)
+                failure = self._commit(number, what)
             self._asked.send((request, failure))
 
-    def _commit(self, number: int, checkpoint: str | Path | None, policy: PolicyPath) -> str | None:
-        """Commit a step; return why that failed."""
+    def _commit(self, number: int, what: tuple[Any, ...]) -> str | None:
+        """Commit a step and ``what`` was named with it; return why that failed."""
         if number <= self._committed:
             return None
         if self._stream is None or number not in self._handed:
             return "it was handed out by an earlier pass; this one hands it out again"
         try:
-            self._stream.commit(self._handed[number], checkpoint, policy)
+            self._stream.commit(self._handed[number], *what)
         except TrinityBufferError as error:
             return str(error)
         self._committed = number
