@@ -27,6 +27,7 @@ from trinity_buffer.trainer.checkpoint_folder import (
     remove_old,
 )
 from trinity_buffer.trainer.policy import all_finite
+from trinity_buffer.trainer.random_numbers import random_state
 from trinity_buffer.trainer.settings import TrainerSettings
 from trinity_buffer.trainer.shared_checkpoint import save_checkpoint
 
@@ -275,9 +276,9 @@ def test_the_random_numbers_of_a_gpu_are_kept_behind_those_of_the_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_gpu = torch.arange(16, dtype=torch.uint8)
-    restored: list[torch.Tensor] = []
+    restored: list[tuple[torch.Tensor, str]] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: of_gpu)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: of_gpu)
     folder = save_checkpoint(tmp_path, state())
     wanted = torch.rand(3)
     monkeypatch.undo()
@@ -285,7 +286,24 @@ def test_the_random_numbers_of_a_gpu_are_kept_behind_those_of_the_processor(
     load_checkpoint(folder, optimizer_of, policy())  # where there is none, nothing is lost
     assert torch.equal(torch.rand(3), wanted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
-    load_checkpoint(folder, optimizer_of, policy())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *both: restored.append(both))
+    load_checkpoint(folder, optimizer_of, policy(), device="cuda:1")
     assert torch.equal(torch.rand(3), wanted)
-    assert [one.tolist() for one in restored] == [of_gpu.tolist()]
+    ((numbers, device),) = restored
+    assert (numbers.tolist(), device) == (of_gpu.tolist(), "cuda:1")
+
+
+def test_the_random_numbers_that_are_kept_are_those_of_the_device_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def get(device: str) -> torch.Tensor:
+        asked.append(device)
+        return torch.zeros(16, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", get)
+    for device in ("cuda:1", "cuda", "cpu"):
+        random_state(device)
+    assert asked == ["cuda:1", "cuda", "cuda"]

@@ -162,14 +162,14 @@ def _random_of(rank: int) -> str:
     return f"{_RANDOM}.{rank}" if rank else _RANDOM  # one rank alone writes what it always wrote
 
 
-def _restore_random(tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+def _restore_random(tensors: Mapping[str, torch.Tensor], rank: int, device: str) -> None:
     """Go on with the random numbers of ``rank``.
 
     A rank that there was not begins numbers of its own, which depend on rank 0's alone.
     """
     first, own = tensors[_RANDOM], tensors.get(_random_of(rank))
     if own is not None:
-        restore_random(own)
+        restore_random(own, device)
         return
     digest = sha256(first.numpy().tobytes() + rank.to_bytes(4, "big")).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
@@ -183,6 +183,7 @@ def load_checkpoint(
     *,
     rank: int = 0,
     takes_groups: bool = True,
+    device: str = "cuda",
 ) -> TrainerState[AnyPolicy]:
     """Return the state in ``folder`` and restore torch's random numbers of ``rank``.
 
@@ -191,6 +192,7 @@ def load_checkpoint(
         policy: of the kind that was saved; it takes the saved weights.
         critic: likewise, where one was saved.
         takes_groups: the policy's optimizer takes the saved settings, see `OptimizerState.restore`.
+        device: on which is computed, see `random_state`.
 
     Raises:
         CheckpointError: a file is missing or cannot be read.
@@ -208,7 +210,7 @@ def load_checkpoint(
             ) from error
         policy.restore(folder / policy.file_name)
         optimizer = optimizer_of(policy)
-        _restore_random(tensors, rank)
+        _restore_random(tensors, rank, device)
         numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
         kept = OptimizerState(tensors.without(_RANDOM), numbers, state["optimizer"])
         kept.restore(optimizer, takes_groups=takes_groups)

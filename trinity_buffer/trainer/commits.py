@@ -83,7 +83,7 @@ class Commits:
             LeaseLostError: another process took over.
         """
         self.finish()
-        state = replace(state, random=self._processes.gather(random_state()))
+        state = replace(state, random=self._processes.gather(random_state(self._stream.device)))
         if self._processes.rank and not self._shared:
             self._stream.commit(what.step)  # rank 0 writes for all
             return not self._beside

@@ -133,6 +133,7 @@ class Trainer:
                 critic,
                 rank=self._processes.rank,
                 takes_groups=self._optimizer is not None,
+                device=self._stream.device,
             )
         pair = None if critic is None else (critic, self._optimizer_of(critic, is_critic=True))
         return TrainerState(policy, self._optimizer_of(policy), 0, GoneThrough(), pair)
