@@ -21,6 +21,7 @@ from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.environment import CUBLAS_WORKSPACE, differences, environment_of_run
+from trinity_buffer.trainer import determinism
 from trinity_buffer.trainer.determinism import FLASH_ATTENTION, SameBits, attention_of, same_bits
 from trinity_buffer.trainer.parallel import OneProcess
 from trinity_buffer.trainer.policy import TokenScores
@@ -171,6 +172,23 @@ def test_trainers_in_two_threads_keep_what_either_asked_for() -> None:
         first.__exit__(None, None, None)
         assert torch.get_deterministic_debug_mode() == 2
         assert os.environ[FLASH_ATTENTION] == "1"
+    assert settings() == before
+
+
+def test_an_interruption_while_it_is_asked_for_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    before = settings()
+    monkeypatch.setattr(determinism, "_set", interrupted)
+    with pytest.raises(KeyboardInterrupt), same_bits("cpu", deterministic=True):
+        pass
+    assert settings() == before
+    monkeypatch.undo()
+    with same_bits("cpu", deterministic=True):
+        assert torch.get_deterministic_debug_mode() == 2
     assert settings() == before
 
 

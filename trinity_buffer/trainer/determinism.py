@@ -117,7 +117,9 @@ class _Asked:
     def __enter__(self) -> None:
         with self._lock:
             if not self._computing:
-                _ask(self._before)
+                with ExitStack() as before:
+                    _ask(before)
+                    self._before = before.pop_all()
             self._computing += 1
 
     def __exit__(self, *_: object) -> None:
