@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 
 from tests.trainer.interpreted_kernels import CASES, FAR
 from trinity_buffer.trainer import token_scores
-from trinity_buffer.trainer.head_chunks import TORCH
+from trinity_buffer.trainer.head_chunks import TORCH, ChunkMath
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 
@@ -96,3 +97,22 @@ def test_torch_takes_over_where_the_kernels_do_not_run_and_says_why_once(
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("log-probabilities are computed by torch alone, which takes about")
     assert f"do not run on cpu: {reason}" in message
+
+
+def test_a_gpu_that_is_full_does_not_choose_torch_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = [torch.OutOfMemoryError("CUDA out of memory")]
+    kernels = ModuleType("trinity_buffer.trainer.head_kernels")
+    fused = TORCH._replace(fused=True)
+
+    def checked(*_: object) -> ChunkMath:
+        if full:
+            raise full.pop()
+        return fused
+
+    monkeypatch.setitem(vars(kernels), "checked", checked)
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    token_scores.math_of_gpu.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        token_scores.math_of_gpu(torch.device("cpu"), torch.float32)
+    assert token_scores.math_of_gpu(torch.device("cpu"), torch.float32) is fused
+    token_scores.math_of_gpu.cache_clear()

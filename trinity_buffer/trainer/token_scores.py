@@ -201,6 +201,8 @@ def math_of_gpu(device: torch.device, dtype: torch.dtype) -> ChunkMath:
     try:
         kernels = import_module("trinity_buffer.trainer.head_kernels")
         return kernels.checked(device, dtype)  # type: ignore[no-any-return]  # a module, by its name
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the kernels, and torch's bits are others
     except (ImportError, OSError, RuntimeError, SubprocessError) as error:
         warn_of_torch(f"{device}: {error}")
         return TORCH
