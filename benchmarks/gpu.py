@@ -2,14 +2,14 @@
 
 python -m benchmarks.gpu                         # four minutes on one GPU
 python -m benchmarks.gpu --minutes 2 --only scores,packed
-python -m benchmarks.gpu --wheels DIR --record   # packages that the machine lacks, from a folder
 python -m benchmarks.gpu --device cpu --tiny     # does it run at all? No figure means anything
 
 Each part is a process of its own, which ends with its share of the time. It prints one JSON line a
 figure: what was measured, the figure, its goal, and whether it holds (null: there is no goal, or a
 CPU's speed is asked of it). `--record` appends them to docs/gpu.jsonl, with the card and the
 versions. Exit code 1: a part failed, or a goal was missed.
-It needs no network; torch and triton are used as they are found, transformers must be there.
+It needs no network; torch and triton are used as they are found, transformers must be there. What
+else the machine lacks is installed from a folder: `--wheels FOLDER`.
 TRL's function is measured where a wheel of TRL is, without the packages that TRL needs.
 """
 

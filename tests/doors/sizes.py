@@ -47,6 +47,7 @@ SIZES = {
     "trinity-buffer explore": "--batches 10",
     "python benchmarks/learning.py": LEARNING,
     "python benchmarks/learning.py --all": f"{LEARNING} --algorithm sft",
+    "python -m benchmarks.gpu": "--device cpu --tiny --only losses",
     "python -m benchmarks.learning_hf": "--small --seeds 7",
     "python -m benchmarks.loss_path": (
         "--device cpu --ways ours,naive --chunks 10 --sizes 64,512,16 --repetitions 1"

@@ -297,7 +297,7 @@ def test_what_is_recorded_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91500)
     monkeypatch.setenv(CUBLAS_WORKSPACE, ":4096:8")
-    monkeypatch.setattr("trinity_buffer.pipeline.environment._triton", lambda: "3.6.0")
+    monkeypatch.setattr("trinity_buffer.pipeline.environment.triton_version", lambda: "3.6.0")
     recorded = environment_of_run("cuda:0")
     assert {
         name: recorded[name] for name in recorded.keys() - environment_of_run("cpu").keys()

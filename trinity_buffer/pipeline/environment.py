@@ -157,12 +157,12 @@ def _of_gpu(device: str) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cublas_workspace": os.environ.get(CUBLAS_WORKSPACE),
-        "triton": _triton(),
+        "triton": triton_version(),
     }
 
 
 @cache
-def _triton() -> str | None:
+def triton_version() -> str | None:
     """Return the version of Triton, whose kernels compute scores; None: it is not installed."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version("triton")
