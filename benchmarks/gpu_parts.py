@@ -37,7 +37,7 @@ from tests.algorithm.losses.steps import WHOLE, make_step
 from trinity_buffer.algorithm import POLICY_LOSS_FN, build
 from trinity_buffer.extras import extra
 from trinity_buffer.pipeline.proof.checkpoint import digest_of
-from trinity_buffer.trainer.sharded import opened
+from trinity_buffer.trainer.comparing import largest_difference
 from trinity_buffer.trainer.token_scores import token_scores
 from trinity_buffer.trainer.trying_out import difference
 
@@ -501,29 +501,20 @@ def bits(bench: Bench) -> Iterator[Line]:
         ends = {name: _last(Path(place), name) for name in ("trained", "replayed", "killed")}
         for what, name in (("replayed", "replayed"), ("killed and resumed", "killed")):
             same = digest_of(ends[name]) == digest_of(ends["trained"])
-            most = largest_difference(ends["trained"], ends[name])
+            most = largest_difference(ends["trained"], ends[name]).relative
             line = figure(
                 f"weights of a run {what}: different bits", float(not same), "", ("<=", 0)
             )
             yield line | {"largest_difference": most}
-        moved = largest_difference(_last(Path(place), "trained", first=True), ends["trained"])
-        yield figure("the weights changed meanwhile by", moved, "of their size", (">=", 1e-4))
+        begun = _last(Path(place), "trained", first=True)
+        moved = largest_difference(begun, ends["trained"]).relative
+        yield figure("the weights changed meanwhile by", moved, "of the largest", (">=", 1e-4))
 
 
 def _last(place: Path, name: str, *, first: bool = False) -> Path:
     """Return the policy in the last checkpoint of a run, or in its first."""
     folders = sorted(Path(place, f"{name}-checkpoints").glob("step-*"))
     return folders[0 if first else -1] / "policy"
-
-
-def largest_difference(left: Path, right: Path) -> float:
-    """Return how far the tensors of two policies are apart, at most, as a part of their size."""
-    most = 0.0
-    with opened(left, "model") as ours, opened(right, "model") as theirs:
-        for name, tensor in ours.items():
-            one, other = tensor.double(), theirs[name].double()
-            most = max(most, float((one - other).norm() / one.norm().clamp_min(1e-30)))
-    return most
 
 
 def _process(bench: Bench, what: str, url: str) -> subprocess.Popen[bytes]:

@@ -114,7 +114,7 @@ async def _pause_sglang(server: Server, how: Literal["abort", "retract"]) -> Non
 
 
 async def _require_version(server: Server, version: str, dialect: Dialect) -> None:
-    """Return if the server names the weights ``version``; an SGLang that names none is believed."""
+    """Refuse a server with weights of another version; SGLang may name none."""
     held = await server.weight_version(dialect)
     if held != version and not (held is None and dialect == "sglang"):
         raise InferenceServerError(f"{server.root} holds weights {held!r} instead of {version!r}")

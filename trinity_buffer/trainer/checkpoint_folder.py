@@ -120,7 +120,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> None:
-    """Return if all weights, and all that the optimizer keeps, are finite."""
+    """Refuse weights, and numbers of an optimizer, that are not finite."""
     finite = {
         "the weights": all_finite([*model.parameters()]),
         "the optimizer": optimizer.is_finite,

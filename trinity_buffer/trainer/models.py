@@ -38,7 +38,7 @@ class Models:
 
 
 def require_models(algorithm: Algorithm, models: Models) -> None:
-    """Return if ``models`` has every model that the algorithm cannot do without.
+    """Refuse ``models`` that lack one that the algorithm needs.
 
     Raises:
         InvalidArgumentError: names the one that is missing.

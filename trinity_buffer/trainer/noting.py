@@ -127,7 +127,7 @@ def _brought(microbatch: MicroBatch) -> dict[str, int]:
 
 
 def require_known(step: TrainStep, uids: Uids, models: Models) -> None:
-    """Return if the models have every token of a step, with one look at the device.
+    """Refuse a step with a token that a model does not have, with one look at the device.
 
     Args:
         step: that is about to be trained.

@@ -64,7 +64,7 @@ def require(
     expert: str | None = None,
     experiments: Collection[str] | None = None,
 ) -> None:
-    """Return if a run has all that its algorithm cannot do without: asked before any rollout.
+    """Refuse a run that lacks something that its algorithm needs, before any rollout.
 
     Args:
         algorithm: what is trained.
@@ -174,7 +174,7 @@ def _lacking_runs(algorithm: Algorithm, rollouts_per_group: int | None) -> Itera
 
 
 def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) -> None:
-    """Return if a stream brings all that its algorithm cannot do without.
+    """Refuse a stream that lacks something that its algorithm needs.
 
     Args:
         algorithm: what is trained.

@@ -118,7 +118,7 @@ _TRIED_OUT: WeakKeyDictionary[nn.Module, set[tuple[bool, str]]] = WeakKeyDiction
 def require_known(
     model: Any, layer: nn.Module, head: OutputHead, microbatch: Mapping[str, Any]
 ) -> None:
-    """Return if the rows of a micro-batch do not change each other, and the head is what it seems.
+    """Refuse a model whose rows change each other, or whose head is not what it seems.
 
     Every rank of a sharded model must call it.
 
@@ -247,7 +247,7 @@ def noise_of(values: Tensor) -> float:
 
 
 def _require_own(model: Any, layer: nn.Module, head: OutputHead, batch: Mapping[str, Any]) -> None:
-    """Return if the model's own logits are those of ``head``, at every token and for large ones."""
+    """Refuse a model whose own logits are not those of ``head``, large ones included."""
     tried: list[tuple[Tensor, Tensor]] = []
 
     def enlarge(states: Tensor) -> Tensor:
