@@ -45,7 +45,7 @@ fmt: setup       ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: setup     ## the figures of docs/performance.md; quickly: make bench ARGS="--tasks 32 --repetitions 1"
+bench: setup     ## the figures of docs/proofs/performance.md; quickly: make bench ARGS="--tasks 32 --repetitions 1"
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 bench-peers: setup  ## beside other people's stores: make bench-peers ARGS="--peers reverb,files --repetitions 1"

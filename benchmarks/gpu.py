@@ -6,7 +6,7 @@ python -m benchmarks.gpu --device cpu --tiny     # does it run at all? No figure
 
 Each part is a process of its own, which ends with its share of the time. It prints one JSON line a
 figure: what was measured, the figure, its goal, and whether it holds (null: there is no goal, or a
-CPU's speed is asked of it). `--record` appends them to docs/gpu.jsonl, with the card and the
+CPU's speed is asked of it). `--record` appends them to docs/proofs/gpu.jsonl, with the card and the
 versions. Exit code 1: a part failed, or a goal was missed.
 It needs no network; torch and triton are used as they are found, transformers must be there. What
 else the machine lacks is installed from a folder: `--wheels FOLDER`.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "docs" / "gpu.jsonl"
+RECORD = ROOT / "docs" / "proofs" / "gpu.jsonl"
 PARTS = {"scores": 32, "microbatch": 22, "packed": 22, "losses": 14, "bits": 65, "steps": 85}
 """Seconds of each part, of 240; last the one that says most if it is cut short."""
 

@@ -1,4 +1,4 @@
-"""Is a recorded ratio of docs/performance.md still what it was? Fails with each that has halved.
+"""Is a ratio still what docs/proofs/performance.md says? Fails with each that has halved.
 
 python -m benchmarks.guard       # half a minute: writes, decisions and the stream, on SQLite
 

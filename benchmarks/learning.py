@@ -2,7 +2,7 @@
 
 python benchmarks/learning.py --algorithm grpo             # three seeds of one algorithm
 python benchmarks/learning.py --all                        # what is not in the results yet
-python benchmarks/learning.py --report                     # docs/learning.md and its plots
+python benchmarks/learning.py --report                     # docs/proofs/learning.md and its plots
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.learning_run import LearningError, Outcome, run, to_stderr  # no
 from benchmarks.provenance import provenance  # noqa: E402
 from trinity_buffer.demo.recipes import RECIPES  # noqa: E402
 
-RESULTS = ROOT / "docs" / "learning.jsonl"
+RESULTS = ROOT / "docs" / "proofs" / "learning.jsonl"
 
 SMALL = ("max_steps=2", "evaluation.every_steps=1", "model.width=8", "groups_per_batch=3")
 """Overrides for two small steps, which teach nothing but run everything."""
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--all", action="store_true", help="every algorithm, where none is named")
     parser.add_argument("--seeds", default="0,1,2", help="with commas")
     parser.add_argument("--again", action="store_true", help="also what has a result already")
-    parser.add_argument("--report", action="store_true", help="write docs/learning.md")
+    parser.add_argument("--report", action="store_true", help="write docs/proofs/learning.md")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--small", action="store_true", help="two small steps: does it run at all?")
     asked = parser.parse_args(arguments)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = {key: line[key] for key in ("algorithm", "seed", "reached", "best", "identical")}
         print(json.dumps(shown), flush=True)
     if asked.report:
-        write_report(read_results(asked.results), ROOT / "docs")
+        write_report(read_results(asked.results), RESULTS.parent)
     if failed:
         parser.exit(1, f"{failed} runs came to no result; the same command tries them again\n")
 

@@ -2,7 +2,7 @@
 
 python -m benchmarks.learning_hf --seeds 0,1   # five minutes of two cores each
 
-With --record each result is appended to docs/learning_hf.jsonl.
+With --record each result is appended to docs/proofs/learning_hf.jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.learning_run import curve_of
 from benchmarks.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = "docs/learning_hf.jsonl"
+RECORD = "docs/proofs/learning_hf.jsonl"
 THRESHOLD = 0.9
 SMALL = ("max_steps=2", "evaluation.every_steps=1", "groups_per_step=2", "groups_per_batch=2")
 """Overrides for two small steps, which teach nothing but run everything."""

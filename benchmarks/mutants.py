@@ -2,12 +2,12 @@
 
 python -m benchmarks.mutants --sample 20 --seed 7   # the next call goes on with what has no result
 python -m benchmarks.mutants --again                # runs the survivors again: are they killed now?
-python -m benchmarks.mutants --record               # appends the counts to docs/mutants.jsonl
+python -m benchmarks.mutants --record               # adds the counts to docs/proofs/mutants.jsonl
 
 mutmut makes the mutants, one change each, and runs each against the tests that call its function;
 what it mutates and which tests it knows stands in pyproject.toml, its results in mutants/. A mutant
-that means the same as the code is told in docs/mutants.md with the reason. Exit code 1: another one
-survived, or not all of the sample were run.
+that means the same as the code stands in docs/proofs/mutants.md with the reason. Exit code 1: another
+one survived, or not all of the sample were run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from benchmarks.mutant_tests import write_order
 from benchmarks.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = "docs/mutants.jsonl"
-PAGE = "docs/mutants.md"
+RECORD = "docs/proofs/mutants.jsonl"
+PAGE = "docs/proofs/mutants.md"
 UNCHECKED = {"not checked", "check was interrupted by user"}
 ALIVE = {"survived", "no tests"}
 NOTHING = "(nothing)"
@@ -82,7 +82,7 @@ def run(root: Path, names: Sequence[str], children: int) -> None:
 
 
 def change(diff: str) -> str:
-    """Return what a mutant changes, as docs/mutants.md tells it: the lines before and after.
+    """Return what a mutant changes, as docs/proofs/mutants.md tells it: the lines before and after.
 
     Its name will not do: the mutants of a function are numbered anew when the function changes.
     """

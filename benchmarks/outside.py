@@ -2,7 +2,7 @@
 
 python -m benchmarks.outside                 # all
 python -m benchmarks.outside --list          # what there is, and what of it is installed
-python -m benchmarks.outside trl --record    # one; append the result to docs/outside.jsonl
+python -m benchmarks.outside trl --record    # one; append the result to docs/proofs/outside.jsonl
 python -m benchmarks.outside playwright --record   # and take the pictures of the documents anew
 
 A folder below tests/outside is one package: `requirements.lock` says what is installed beside it,
@@ -25,7 +25,7 @@ from benchmarks.environments import ROOT, environment, is_installed, locked_vers
 from benchmarks.provenance import provenance
 
 FOLDERS = ROOT / "tests" / "outside"
-RESULTS = ROOT / "docs" / "outside.jsonl"
+RESULTS = ROOT / "docs" / "proofs" / "outside.jsonl"
 LIMIT_S = 1800
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     )
     parser.add_argument("package", nargs="*", choices=[*packages(), []], default=[])
     parser.add_argument(
-        "--record", action="store_true", help="append results to docs/outside.jsonl"
+        "--record", action="store_true", help="append results to docs/proofs/outside.jsonl"
     )
     parser.add_argument("--list", action="store_true", help="run nothing")
     asked = parser.parse_args()

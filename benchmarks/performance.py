@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "proofs"
 RECORD = DOCS / "performance.jsonl"
 PAGE = DOCS / "performance.md"
 LOOKS = DOCS / "reliability.md"
@@ -83,7 +83,7 @@ def newest_rows() -> dict[tuple[str, str], Row]:
 
 
 def speeds(newest: Mapping[tuple[str, str], Row]) -> str:
-    """Return the table of docs/performance.md."""
+    """Return the table of docs/proofs/performance.md."""
     head = (
         "| what | ours | bare | ratio (lowest–highest) | goal | measured |\n" + "|---" * 6 + "|\n"
     )
@@ -93,7 +93,7 @@ def speeds(newest: Mapping[tuple[str, str], Row]) -> str:
 
 
 def peers(newest: Mapping[tuple[str, str], Row]) -> str:
-    """Return the table of docs/performance.md about other people's stores."""
+    """Return the table of docs/proofs/performance.md about other people's stores."""
     head = "| what: store | ours | theirs | ours / theirs (lowest–highest) | measured |\n"
     lines = [
         [_peer(row), _rate(row, "ours"), _rate(row, "limit"), _ratio(row), _measured(row)]
@@ -108,7 +108,7 @@ def _peer(row: Row) -> str:
 
 
 def growth(newest: Mapping[tuple[str, str], Row]) -> str:
-    """Return the table of docs/performance.md of what a longer run costs."""
+    """Return the table of docs/proofs/performance.md of what a longer run costs."""
     rows = [row for (op, _), row in newest.items() if op == "growth"]
     sizes = sorted({size for row in rows for size in row["sizes"]})
     head = ["what", *[f"{size:,}" for size in sizes], "ratio", "of processor time", "limit"]
@@ -124,7 +124,7 @@ def growth(newest: Mapping[tuple[str, str], Row]) -> str:
 
 
 def verifying(newest: Mapping[tuple[str, str], Row]) -> str:
-    """Return the table of docs/reliability.md about how long `verify` takes."""
+    """Return the table of docs/proofs/reliability.md about how long `verify` takes."""
     head = "| look at a store | experiences | seconds | goal | measured |\n" + "|---" * 5 + "|\n"
     return head + _lines(VERIFYING, newest, lambda row: [_number(row), f"{row['wall_s']:.1f}"])
 

@@ -59,24 +59,26 @@ def _torture_figure(row: Row) -> str:
 
 RECORDS = (
     Record(
-        "docs/learning.jsonl",
+        "docs/proofs/learning.jsonl",
         lambda row: f"learning {row['algorithm']}, seed {row['seed']}",
         _learning_command,
         "python benchmarks/learning.py --report",
     ),
     Record(
-        "docs/learning_hf.jsonl",
+        "docs/proofs/learning_hf.jsonl",
         lambda row: f"learning of a model of transformers, seed {row['seed']}",
         lambda row: str(row["command"]),
     ),
-    Record("docs/torture.jsonl", _torture_figure, lambda row: f"{row['command']} --record"),
+    Record("docs/proofs/torture.jsonl", _torture_figure, lambda row: f"{row['command']} --record"),
     Record(
-        "docs/performance.jsonl",
+        "docs/proofs/performance.jsonl",
         performance.figure,
         lambda row: str(row["command"]),
         "python -m benchmarks.performance",
     ),
-    Record("docs/gpu.jsonl", lambda row: f"on a GPU, {row['what']}", lambda row: row["command"]),
+    Record(
+        "docs/proofs/gpu.jsonl", lambda row: f"on a GPU, {row['what']}", lambda row: row["command"]
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 python -m benchmarks.run                          # all of it, on SQLite
 python -m benchmarks.run --only write,stream --repetitions 9
 python -m benchmarks.run --backend postgresql
-python -m benchmarks.run --repetitions 9 --record    # kept, and in docs/performance.md
+python -m benchmarks.run --repetitions 9 --record    # kept, and in docs/proofs/performance.md
 """
 
 from __future__ import annotations

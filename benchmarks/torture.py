@@ -32,7 +32,7 @@ from tests.torture.kinds import KINDS
 from tests.torture.plan import Plan
 from tests.torture.round import RoundReport, run_round
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "proofs"
 RECORD = DOCS / "torture.jsonl"
 PAGE = DOCS / "reliability.md"
 BEGIN, END = "<!-- torture: begin -->", "<!-- torture: end -->"

@@ -2,7 +2,7 @@
 
 python -m benchmarks.verify                       # a million experiences; again: goes on, or looks
 python -m benchmarks.verify --experiences 100000 --store /tmp/verify.db
-python -m benchmarks.verify --record              # kept, and in the table of docs/reliability.md
+python -m benchmarks.verify --record              # kept, and in docs/proofs/reliability.md
 
 Each look is a whole process, as a user starts it, so that its imports count. Beside it stands what
 no look can be quicker than: the bytes of the file, read and put through BLAKE2b, in the same run.

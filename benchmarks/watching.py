@@ -2,7 +2,7 @@
 
 python -m benchmarks.watching                     # 100,000 experiences; again: goes on, or watches
 python -m benchmarks.watching --store postgresql
-python -m benchmarks.watching --record            # kept in docs/performance.jsonl
+python -m benchmarks.watching --record            # kept in docs/proofs/performance.jsonl
 
 A trainer takes steps of 128 rows off a stream, computes for some 50 ms on one core, and commits. In
 turns nobody watches it, and `trinity-buffer serve` does, with one page open that follows the run as

@@ -2,7 +2,7 @@
 
 python -m benchmarks.writers                           # 1, 4 and 16 processes, ten seconds each
 python -m benchmarks.writers --writers 1,16 --seconds 5 --backend postgresql
-python -m benchmarks.writers --record                  # kept in docs/performance.jsonl
+python -m benchmarks.writers --record                  # kept in docs/proofs/performance.jsonl
 
 Each process writes call after call, as an explorer does that never generates. The slowest call is
 compared with what it would take if each process had its turn in order: as many calls, of the

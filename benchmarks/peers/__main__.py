@@ -2,7 +2,7 @@
 
 python -m benchmarks.peers              # all; the first time, their packages are installed
 python -m benchmarks.peers --peers bare_sqlite,files --repetitions 1 --experiences 512
-python -m benchmarks.peers --record     # kept, and in docs/performance.md
+python -m benchmarks.peers --record     # kept, and in docs/proofs/performance.md
 
 Each measurement is of a new store, with processes of its own. In each round each store has its
 turn, and another one begins. Prints a line of JSON a figure: ours beside one other store, medians

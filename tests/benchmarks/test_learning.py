@@ -53,7 +53,7 @@ def test_the_page_names_every_commit_that_its_runs_were_made_at(tmp_path: Path) 
 
 
 def test_the_page_begins_as_the_next_report_will() -> None:
-    page = Path(__file__).parents[2] / "docs" / "learning.md"
+    page = Path(__file__).parents[2] / "docs" / "proofs" / "learning.md"
     assert page.read_text().startswith(learning_report.HEAD)
 
 

@@ -39,7 +39,7 @@ def test_at_least_zero() -> None:
     assert at_least_zero(1) == 1
     assert at_least_zero(-1) == 0
 """,
-    "docs/events.md": "",
+    "docs/proofs/mutants.md": "",
 }
 SAME = "package.numbers.x_at_least_zero: `return x if x > 0 else 0` → `return x if x >= 0 else 0`"
 NAMES = [f"package.numbers.x_double__mutmut_{number}" for number in range(40)]
@@ -79,13 +79,13 @@ def test_survivors_are_told_until_they_are_killed_or_named(
     told = capsys.readouterr().out
     assert f"survived: {SAME}" in told
     assert "no tests: package.numbers.x_unused: `return x - 1` → `return x + 1`" in told
-    first = json.loads((root / "docs" / "mutants.jsonl").read_text())
+    first = json.loads((root / "docs" / "proofs" / "mutants.jsonl").read_text())
     assert {"survived", "no tests", "killed"} <= set(first)
 
     more = "\ndef test_zero() -> None:\n    from package.numbers import unused\n"
     with (root / "tests" / "test_numbers.py").open("a") as file:
         file.write(f"{more}    assert at_least_zero(0) == 0 and unused(2) == 1\n")
-    (root / "docs" / "mutants.md").write_text(f"- {SAME}: zero is zero.\n")
+    (root / "docs" / "proofs" / "mutants.md").write_text(f"- {SAME}: zero is zero.\n")
     assert mutants.main(["--again"], root) == 0
     assert "1 equivalent" in capsys.readouterr().out
 

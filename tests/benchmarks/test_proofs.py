@@ -23,7 +23,7 @@ def main() -> None:
     from package.deep import store
     row = {"op": sys.argv[1], "case": "all", "backend": "sqlite", "command": "python -m bench.fast "
            + sys.argv[1], "seed": 0, "machine": {"cores": 2}, "commit": None, "code": sys.argv[2]}
-    with open("docs/performance.jsonl", "a") as file:
+    with open("docs/proofs/performance.jsonl", "a") as file:
         file.write(json.dumps(row) + "\\n")
 main()
 """
@@ -35,7 +35,7 @@ FILES = {
     "package/deep/__init__.py": "",
     "package/deep/store.py": "import os\n",
     "package/apart.py": "import package.lazy\n",
-    "docs/performance.jsonl": "",
+    "docs/proofs/performance.jsonl": "",
     ".gitignore": "docs/\n",
 }
 IMPORTED = [
@@ -85,7 +85,7 @@ def note(root: Path, **more: Any) -> None:
         "machine": {"cores": 2},
         **more,
     }
-    with (root / "docs" / "performance.jsonl").open("a") as file:
+    with (root / "docs" / "proofs" / "performance.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
@@ -171,7 +171,7 @@ def test_stale_figures_are_run_again_and_a_failure_is_gone_on_from(
 def test_each_recorded_figure_names_a_command_of_this_repository() -> None:
     for record in proofs.RECORDS:
         rows = [json.loads(line) for line in (proofs.ROOT / record.file).read_text().splitlines()]
-        assert rows or record.file == "docs/gpu.jsonl"  # its first figures are still to come
+        assert rows or record.file == "docs/proofs/gpu.jsonl"  # its first figures are still to come
         assert all(record.figure(row) for row in rows)
         assert all(entry_of(record.command(row), proofs.ROOT) for row in rows)
 

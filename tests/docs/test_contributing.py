@@ -13,7 +13,7 @@ from trinity_buffer.cli.commands import COMMANDS
 from trinity_buffer.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 CODE = ("trinity_buffer", "migrations", "tools", "benchmarks", "tests")
 FILES = [f"/{path.relative_to(ROOT)}" for at in CODE for path in (ROOT / at).rglob("*.py")]
 DEFINED = {

@@ -33,10 +33,10 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 def test_every_page_is_listed_and_every_link_leads_somewhere() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
+        index = (page.parent / "index.md").read_text()
         assert page.name == "index.md" or f"({page.name})" in index, f"{page.name} is not listed"
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link} leads nowhere"
 

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from trinity_buffer.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"json", "mermaid", "python", "sh", "sql", "text", "toml", "yaml"}
 TERMINALS = "sh terminals"
 """A block of which each line is meant for a terminal of its own."""

@@ -1,4 +1,4 @@
-"""The table of edits in ``docs/reliability.md``: which look at a store names which edit of it."""
+"""The table of edits in ``docs/proofs/reliability.md``: which look names which edit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.schema import guards
 from trinity_buffer.store.transaction import Transaction
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "proofs" / "reliability.md"
 LOOKS = ("`verify`", "`--acknowledged`", "`--checkpoint`", "`--head`")
 ROW = re.compile(r"^\| ([^|]+?) \| (yes|–) \| (yes|–) \| (yes|–) \| (yes|–) \|$", re.MULTILINE)
 FAST = set(list(EDITS)[3::12])

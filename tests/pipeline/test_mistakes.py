@@ -382,7 +382,7 @@ async def _speaks(
 
 
 def test_the_page_of_mistakes_shows_each_and_what_is_said() -> None:
-    lines = (Path(__file__).parents[2] / "docs" / "mistakes.md").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "docs" / "proofs" / "mistakes.md").read_text().splitlines()
     rows = dict(line[2:].split(" | ")[:2] for line in lines if line.startswith("| "))
     assert rows.keys() - {"mistake"} == MISTAKES.keys()
     assert [

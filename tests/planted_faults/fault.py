@@ -10,7 +10,7 @@ class Fault:
     """One fault.
 
     Attributes:
-        what: what is wrong under it, for `docs/faults.md`.
+        what: what is wrong under it, for `docs/proofs/faults.md`.
         file: path in the package.
         old, new: the text that is there once, and what takes its place.
         test: file and function that turn red.

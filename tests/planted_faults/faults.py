@@ -1,7 +1,7 @@
 """Faults at the edges: what somebody who wants a bug to survive would change in the package.
 
 Each is a change of the text of one file, and the fast test that turns red under it. `faulty` makes
-the changes in a copy of the repository; `docs/faults.md` shows them.
+the changes in a copy of the repository; `docs/proofs/faults.md` shows them.
 """
 
 from __future__ import annotations
