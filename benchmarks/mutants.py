@@ -6,8 +6,8 @@ python -m benchmarks.mutants --record               # adds the counts to docs/pr
 
 mutmut makes the mutants, one change each, and runs each against the tests that call its function;
 what it mutates and which tests it knows stands in pyproject.toml, its results in mutants/. A mutant
-that means the same as the code stands in docs/proofs/mutants.md with the reason. Exit code 1: another
-one survived, or not all of the sample were run.
+that means the same as the code stands in docs/proofs/mutants.md with the reason. Exit code 1:
+another one survived, or not all of the sample were run.
 """
 
 from __future__ import annotations
