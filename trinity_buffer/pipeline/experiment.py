@@ -21,6 +21,7 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.identity import problem_of_name
+from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.leased_steps import leased_steps
@@ -93,10 +94,9 @@ class Experiment(ExperimentHandle):
             on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go
                 on.
         """
-        from trinity_buffer.pipeline.writing.rehearsal import rehearse_writing  # noqa: PLC0415 - torch, which readers do not need
         from trinity_buffer.pipeline.writing.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
 
-        rehearse_writing(self.database.dialect)
+        settle_imports()
         return SQLWriter(
             self.database,
             self._group_commit,

@@ -167,9 +167,7 @@ def _parts_of(dialect: str, keys: int, families: int) -> Prepared:
         segment.c.key.in_([bindparam(f"key{number}") for number in range(keys)]),
         segment.c.family.in_([bindparam(f"family{number}") for number in range(families)]),
     )
-    made = Prepared(query.order_by(segment.c.key, segment.c.family, segment.c.part))
-    made.of_dialect = lambda other: _parts_of(other, keys, families)
-    return made
+    return Prepared(query.order_by(segment.c.key, segment.c.family, segment.c.part))
 
 
 @one_statement

@@ -19,7 +19,6 @@ from typing import (
     TypeVar,
     TypeVarTuple,
 )
-from weakref import ref
 
 from sqlalchemy import (
     ARRAY,
@@ -191,7 +190,6 @@ class Prepared:
 
     def __init__(self, statement: Executable) -> None:
         self._statement: Any = statement
-        self.of_dialect: Callable[[str], Prepared] | None = None  # what stands for it there
         self._compiled: dict[str, tuple[str, list[str], dict[str, Any]]] = {}
 
     def rows(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
@@ -218,22 +216,10 @@ class Prepared:
     def _of(self, dialect: Dialect) -> tuple[str, list[str], dict[str, Any]]:
         """Return the text, the names of its places in order, and the values it came with."""
         if dialect.name not in self._compiled:
-            _IN_USE[ref(self, _forget)] = None
             made = self._statement.compile(dialect=dialect)
             names = list(made.positiontup or ())
             self._compiled[dialect.name] = (str(made), names, dict(made.params))
         return self._compiled[dialect.name]
-
-    def compile(self, dialect: Dialect) -> None:
-        """Compile it now, not when it is executed first."""
-        self._of(dialect)
-
-
-_IN_USE: dict[ref[Prepared], None] = {}
-
-
-def _forget(gone: ref[Prepared]) -> None:
-    _IN_USE.pop(gone, None)
 
 
 def by_dialect(make: Callable[[str, *Given], Prepared]) -> Callable[[str, *Given], Prepared]:
@@ -247,19 +233,9 @@ def by_dialect(make: Callable[[str, *Given], Prepared]) -> Callable[[str, *Given
         found = kept.get((dialect, *args))
         if found is None:
             found = kept[dialect, *args] = make(dialect, *args)
-            found.of_dialect = lambda other: made(other, *args)
         return found
 
     return made
-
-
-def compile_for(dialect: str) -> None:
-    """Compile for ``dialect`` every statement that this process has executed on another one."""
-    if dialect == "postgresql":
-        server = dialect_module(dialect).asyncpg.dialect()
-        for statement in filter(None, [used() for used in list(_IN_USE)]):
-            of_dialect = statement.of_dialect
-            (of_dialect(dialect) if of_dialect else statement).compile(server)
 
 
 def among(

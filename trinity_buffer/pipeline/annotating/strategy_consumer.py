@@ -36,7 +36,6 @@ from trinity_buffer.pipeline.annotating.named_strategy import (
     name_of,
     strategy_class,
 )
-from trinity_buffer.pipeline.annotating.rehearsal import rehearse_deciding
 from trinity_buffer.pipeline.annotating.same_set import is_same_set, told_apart, with_over
 from trinity_buffer.pipeline.annotating.standing_by import StandBy
 from trinity_buffer.pipeline.annotating.strategy_lease import StrategyLease
@@ -152,7 +151,6 @@ class StrategyConsumer:
         self._lease = StrategyLease(experiment, self.name, alone=not speaks)
         self._deadlines = Deadlines(experiment, self.name, self.rules.deadline_s)
         self.has_read_all = False  # of what was stored when it looked last
-        self._is_rehearsed = False
         self._annotated = 0
         self._rejected = 0
         self._reasons = Counter[str]()
@@ -238,7 +236,6 @@ class StrategyConsumer:
             ending = ending or look.finished  # what came before the end is read once more
             if not ending or self._reader.becomes_idle:
                 settle_imports()
-                await self._rehearse()
                 await wait.changed(state, self._seconds_to_deadline())
         return False
 
@@ -246,13 +243,6 @@ class StrategyConsumer:
         """Return how long it is until a group or a batch must be closed, or None."""
         left = (self._reader.seconds_to_deadline(), self._deadlines.seconds_left())
         return min((seconds for seconds in left if seconds is not None), default=None)
-
-    async def _rehearse(self) -> None:
-        """Go through the work once before the first wait, if there was nothing to go through."""
-        if not (self._annotated or self._rejected or self._is_rehearsed):
-            self._is_rehearsed = True
-            database = self.experiment.database
-            await database.compute(rehearse_deciding, database.dialect, self._decider.loads)
 
     async def _waiting_for(self) -> str:
         if self._lease.holder is not None:

@@ -11,7 +11,7 @@ import anyio
 
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError, UnknownExperimentError
-from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.loading.event_cache import EventCache
 from trinity_buffer.pipeline.loading.row_loader import RowLoader
@@ -25,7 +25,6 @@ from trinity_buffer.pipeline.streaming.committing import (
 from trinity_buffer.pipeline.streaming.following_rank import FollowingRank
 from trinity_buffer.pipeline.streaming.leading_rank import LeadingRank
 from trinity_buffer.pipeline.streaming.ranks import require_one_process
-from trinity_buffer.pipeline.streaming.rehearsal import rehearse_training
 from trinity_buffer.pipeline.streaming.step_queue import StepQueue
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
@@ -227,8 +226,7 @@ async def open_async_train_stream(
         raise InvalidArgumentError(f"train stream: {error}") from error
     if chosen.follow:
         _require_explorers_get_on(experiment, chosen)
-        database = experiment.database
-        await database.compute(rehearse_training, database.dialect, chosen.layout)
+        settle_imports()
     loader = RowLoader(EventCache(experiment.key, experiment.name))
     if chosen.rank:
         following = FollowingRank(experiment, chosen, loader)
