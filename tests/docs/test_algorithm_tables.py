@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from trinity_buffer.algorithm import (
     SAMPLE_STRATEGY,
     Registry,
 )
+from trinity_buffer.algorithm.arguments import declared_arguments
 from trinity_buffer.algorithm.building import build
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,7 +63,7 @@ def test_the_row_of_a_strategy_says_what_it_reads(name: str, cells: list[str]) -
 @pytest.mark.parametrize(("name", "cells"), rows_of("## Policy losses"))
 def test_the_options_of_a_loss_are_its_arguments(name: str, cells: list[str]) -> None:
     kind = POLICY_LOSS_FN.get(name)
-    taken = [*kind.default_args(), *signature(kind).parameters, "clip_range_low", "clip_range_high"]
+    taken = [*kind.default_args(), *declared_arguments(kind), "clip_range_low", "clip_range_high"]
     options = set(re.findall(r"`([a-z_]+)", cells[1])) - set(POLICY_LOSS_FN.names())
     assert [one for one in options if not any(name.startswith(one) for name in taken)] == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from trinity_buffer.errors import InvalidArgumentError
 Metrics = dict[str, Tensor]
 
 
-class EntropyLossFn(ABC):
+class EntropyLossFn:
     """An aggregated entropy and its coefficient.
 
     Args:
@@ -35,7 +34,6 @@ class EntropyLossFn(ABC):
     def __init__(self, entropy_coef: float = 0.0) -> None:
         self.entropy_coef = entropy_coef
 
-    @abstractmethod
     def __call__(
         self,
         entropy: Tensor,
@@ -56,6 +54,8 @@ class EntropyLossFn(ABC):
             layout: boundaries and denominators of the step.
             _: other tensors of the batch, which a trainer may offer to every loss.
         """
+        loss = aggregate_loss(entropy, action_mask, loss_agg_mode, layout=layout)
+        return loss * self.entropy_coef, {"entropy_loss": loss.detach()}
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -69,21 +69,6 @@ ENTROPY_LOSS_FN: Registry[type[EntropyLossFn]] = Registry("entropy_loss_fn")
 @ENTROPY_LOSS_FN.register_module("default")
 class DefaultEntropyLossFn(EntropyLossFn):
     """The entropy of all action tokens."""
-
-    @override
-    def __call__(
-        self,
-        entropy: Tensor,
-        action_mask: Tensor,
-        expert_mask: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        *,
-        layout: BatchLayout | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Metrics]:
-        """Return the bonus and the entropy."""
-        loss = aggregate_loss(entropy, action_mask, loss_agg_mode, layout=layout)
-        return loss * self.entropy_coef, {"entropy_loss": loss.detach()}
 
 
 @ENTROPY_LOSS_FN.register_module("mix")
@@ -111,12 +96,11 @@ class MixEntropyLossFn(EntropyLossFn):
         if expert_mask is None:
             raise InvalidArgumentError("MixEntropyLossFn needs expert_mask, it is None")
         if layout is None:
+            # Rows leave the batch, so that a mean over sequences does not count them.
             usual = ~expert_mask.bool().reshape(len(expert_mask), -1).any(-1)
-            loss = aggregate_loss(entropy[usual], action_mask[usual], loss_agg_mode)
-        else:
-            mask = action_mask * ~mask_of_rows(expert_mask, entropy, layout)
-            loss = aggregate_loss(entropy, mask, loss_agg_mode, layout=layout.part("usual"))
-        return loss * self.entropy_coef, {"entropy_loss": loss.detach()}
+            return super().__call__(entropy[usual], action_mask[usual], None, loss_agg_mode)
+        mask = action_mask * ~mask_of_rows(expert_mask, entropy, layout)
+        return super().__call__(entropy, mask, None, loss_agg_mode, layout=layout.part("usual"))
 
 
 @ENTROPY_LOSS_FN.register_module("none")
@@ -124,15 +108,6 @@ class DummyEntropyLossFn(EntropyLossFn):
     """No entropy bonus."""
 
     @override
-    def __call__(
-        self,
-        entropy: Tensor,
-        action_mask: Tensor,
-        expert_mask: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        *,
-        layout: BatchLayout | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, entropy: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Metrics]:
         """Return 0 and nothing to log."""
         return torch.zeros((), device=entropy.device), {}

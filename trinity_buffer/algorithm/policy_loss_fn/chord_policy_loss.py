@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    aggregation_mode,
-    bounded_exp,
-    keep,
-)
+from trinity_buffer.algorithm.functional import bounded_exp
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.policy_loss_fn.mix_policy_loss import (
-    RUN_TIME,
-    RowScales,
-    TwoKindsLoss,
-)
+from trinity_buffer.algorithm.policy_loss_fn.mix_policy_loss import TwoKindsLossFn
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
+    LikelihoodLossFn,
     LossAndMetrics,
-    PolicyLossFn,
     detached,
 )
-from trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
-from trinity_buffer.algorithm.policy_loss_fn.sft_loss import SFTLossFn
 from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("sft_is")
-class SFTISLossFn(PolicyLossFn):
+class SFTISLossFn(LikelihoodLossFn):
     """``-sg(p) logprob``: SFT weighted by the policy's own probability of the token.
 
     Args:
@@ -40,23 +30,16 @@ class SFTISLossFn(PolicyLossFn):
         loss_agg_mode: see `aggregate_loss`.
     """
 
-    def __init__(self, backend: str = "verl", loss_agg_mode: str = "token-mean") -> None:
-        super().__init__(backend)
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
+    loss_name = "sft_is_loss"
 
     @override
-    def __call__(
-        self, logprob: Tensor, action_mask: Tensor, *, layout: BatchLayout | None = None
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob = keep(action_mask, logprob)
-        losses = -bounded_exp(logprob.detach()) * logprob
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        return loss, detached({"sft_is_loss": loss})
+    def terms(self, logprob: Tensor) -> Tensor:
+        """Return the negative log-likelihoods, weighted by the likelihoods."""
+        return -bounded_exp(logprob.detach()) * logprob
 
 
 @POLICY_LOSS_FN.register_module("sft_phi")
-class SFTPhiLossFn(PolicyLossFn):
+class SFTPhiLossFn(LikelihoodLossFn):
     """``-sg(p (1 - p)) logprob``: SFT that learns most where the policy is undecided.
 
     Args:
@@ -65,39 +48,34 @@ class SFTPhiLossFn(PolicyLossFn):
         cutoff_prob: tokens above this probability stop learning, in (0, 1]; 1: none does.
     """
 
+    loss_name = "sft_phi_loss"
+
     def __init__(
         self,
         backend: str = "verl",
         loss_agg_mode: str = "token-mean",
         cutoff_prob: float = 1.0,
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, loss_agg_mode)
         if not 0.0 < cutoff_prob <= 1.0:
             raise InvalidArgumentError(f"cutoff_prob must be in (0, 1], it is {cutoff_prob}")
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
         self.cutoff_prob = cutoff_prob
 
     @override
-    def __call__(
-        self, logprob: Tensor, action_mask: Tensor, *, layout: BatchLayout | None = None
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob = keep(action_mask, logprob)
+    def terms(self, logprob: Tensor) -> Tensor:
+        """Return the negative log-likelihoods, weighted by how undecided the policy is."""
         probability = bounded_exp(logprob.detach())
         if self.cutoff_prob < 1.0:
             logprob = logprob.clamp(max=math.log(self.cutoff_prob))
-        losses = -probability * (1.0 - probability) * logprob
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        return loss, detached({"sft_phi_loss": loss})
+        return -probability * (1.0 - probability) * logprob
 
 
 @POLICY_LOSS_FN.register_module("mix_chord")
-class MIXCHORDPolicyLossFn(PolicyLossFn):
+class MIXCHORDPolicyLossFn(TwoKindsLossFn):
     """``(1 - mu(step)) PPO(usual rows) + mu(step) SFT-phi(expert rows)``.
 
     ``mu`` rises linearly to ``mu_peak`` within the warm-up, falls along a cosine to ``mu_valley``
-    within the decay, and stays there. Denominators and the arguments that are not listed here are
-    those of `MIXPolicyLossFn`. A kind that a batch lacks contributes 0.
+    within the decay, and stays there. A kind that a batch lacks contributes 0.
 
     Args:
         backend: whose names callers use.
@@ -106,22 +84,8 @@ class MIXCHORDPolicyLossFn(PolicyLossFn):
         mu_peak: share of the expert part at the end of the warm-up.
         mu_valley: share at the end of the decay.
         enable_phi_function: False: plain SFT of the expert rows.
-        clip_range: see `PPOPolicyLossFn`.
-        clip_range_low: see there.
-        clip_range_high: see there.
-        use_dynamic_bsz: see `RowScales`.
-        ppo_mini_batch_size: see there.
-        ppo_micro_batch_size_per_gpu: see there.
-        ngpus_trainer: see there.
-        train_batch_size_usual: see there.
-        train_batch_size_expert: see there.
-        loss_agg_mode: of both parts, see `aggregate_loss`.
-        sft_loss_agg_mode: of the expert part.
-        grpo_loss_agg_mode: of the usual part.
+        kwargs: the options of `TwoKindsLossFn`.
     """
-
-    tuned = {"clip_range": 0.2}
-    run_time = RUN_TIME
 
     def __init__(
         self,
@@ -131,42 +95,15 @@ class MIXCHORDPolicyLossFn(PolicyLossFn):
         mu_peak: float = 0.1,
         mu_valley: float = 0.1,
         enable_phi_function: bool = True,
-        clip_range: float | None = None,
-        clip_range_low: float | None = None,
-        clip_range_high: float | None = None,
-        use_dynamic_bsz: bool | None = None,
-        ppo_mini_batch_size: int = 1,
-        ppo_micro_batch_size_per_gpu: int = 1,
-        ngpus_trainer: int = 1,
-        train_batch_size_usual: int = 1,
-        train_batch_size_expert: int = 1,
-        loss_agg_mode: str = "token-mean",
-        sft_loss_agg_mode: str | None = None,
-        grpo_loss_agg_mode: str | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, **kwargs)
         self.mu_warmup_steps = mu_warmup_steps
         self.mu_decay_steps = mu_decay_steps
         self.mu_peak = mu_peak
         self.mu_valley = mu_valley
-        usual = PPOPolicyLossFn(
-            "trinity",
-            clip_range,
-            clip_range_low,
-            clip_range_high,
-            loss_agg_mode=aggregation_mode(grpo_loss_agg_mode, loss_agg_mode),
-        )
-        expert_class = SFTPhiLossFn if enable_phi_function else SFTLossFn
-        expert = expert_class("trinity", aggregation_mode(sft_loss_agg_mode, loss_agg_mode))
-        scales = RowScales(
-            bool(use_dynamic_bsz),
-            ppo_mini_batch_size,
-            ppo_micro_batch_size_per_gpu,
-            ngpus_trainer,
-            train_batch_size_usual,
-            train_batch_size_expert,
-        )
-        self.kinds = TwoKindsLoss(usual, expert, scales)
+        if enable_phi_function:
+            self.expert = SFTPhiLossFn("trinity", self.expert.loss_agg_mode)
 
     def mu_schedule(self, step: Tensor) -> Tensor:
         """Return the share of the expert part at each of ``step``, float64."""
@@ -203,7 +140,7 @@ class MIXCHORDPolicyLossFn(PolicyLossFn):
             "action_mask": action_mask,
             "advantages": advantages,
         }
-        usual, expert, metrics = self.kinds.parts(tensors, expert_mask, layout)
+        usual, expert, metrics = self.parts(tensors, expert_mask, layout)
         loss = (1.0 - mu).to(usual) * usual + mu.to(expert) * expert
         return loss, detached({**metrics, "loss": loss, "mu": mu})
 

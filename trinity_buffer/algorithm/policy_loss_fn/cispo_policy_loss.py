@@ -6,24 +6,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    aggregation_mode,
-    bounded_exp,
-    keep,
-    masked_mean,
-)
-from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.functional import bounded_exp
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
-    LossAndMetrics,
-    PolicyLossFn,
-    detached,
+    Metrics,
+    TokenLossFn,
+    Tokens,
 )
 
 
 @POLICY_LOSS_FN.register_module("cispo")
-class CISPOPolicyLossFn(PolicyLossFn):
+class CISPOPolicyLossFn(TokenLossFn):
     """``-A sg(clip(r, 1 - low, 1 + high)) sg(M) logprob``: clipped tokens still learn.
 
     Args:
@@ -37,6 +30,8 @@ class CISPOPolicyLossFn(PolicyLossFn):
         loss_agg_mode: see `aggregate_loss`.
     """
 
+    loss_name = "cispo_loss"
+
     def __init__(
         self,
         backend: str = "verl",
@@ -47,38 +42,27 @@ class CISPOPolicyLossFn(PolicyLossFn):
         mask_clip_range_high: float = 0.28,
         loss_agg_mode: str = "token-mean",
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, loss_agg_mode)
         self.clip_range_low = clip_range_low
         self.clip_range_high = clip_range_high
         self.enable_mask_clip = enable_mask_clip
         self.mask_clip_range_low = mask_clip_range_low
         self.mask_clip_range_high = mask_clip_range_high
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
     @override
-    def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
-        difference = (logprob - keep(action_mask, old_logprob)).detach()
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return the weighted log-probabilities of the tokens that learn."""
+        # The weight is data: only `logprob` at the end carries a gradient, so clipping it keeps
+        # the update of the token.
+        difference = (tokens.logprob - tokens.old_logprob).detach()
         ratio = bounded_exp(difference)
         weight = ratio.clamp(1.0 - self.clip_range_low, 1.0 + self.clip_range_high)
-        learns = self._learns(ratio, advantages).to(ratio)
-        losses = -advantages * weight * learns * logprob
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        metrics = {
-            "cispo_loss": loss,
-            "ppo_kl": masked_mean(-difference, action_mask),
-            "unmasked_frac": masked_mean(learns, action_mask),
+        learns = self._learns(ratio, tokens.advantages).to(ratio)
+        losses = -tokens.advantages * weight * learns * tokens.logprob
+        return losses, {
+            "ppo_kl": tokens.mean(-difference),
+            "unmasked_frac": tokens.mean(learns),
         }
-        return loss, detached(metrics)
 
     def _learns(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return M, bool."""

@@ -7,20 +7,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    aggregation_mode,
     clip_limits,
     clipped_objective,
-    keep,
     log_ratio,
     masked_mean,
 )
-from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
-    LossAndMetrics,
-    PolicyLossFn,
-    detached,
+    Metrics,
+    TokenLossFn,
+    Tokens,
 )
 
 
@@ -40,7 +36,7 @@ def chosen_tokens(scores: Tensor, eligible: Tensor, share: float, mask: Tensor) 
 
 
 @POLICY_LOSS_FN.register_module("clip_cov")
-class ClipCovLossFn(PolicyLossFn):
+class ClipCovLossFn(TokenLossFn):
     """PPO in which a few random tokens of high covariance do not learn.
 
     Which tokens, is chosen in each micro-batch, from its own mean and its own random numbers: how a
@@ -71,48 +67,34 @@ class ClipCovLossFn(PolicyLossFn):
         clip_cov_ub: float = 5.0,
         loss_agg_mode: str = "token-mean",
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, loss_agg_mode)
         self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
         self.clip_cov_ratio = clip_cov_ratio
         self.clip_cov_lb = clip_cov_lb
         self.clip_cov_ub = clip_cov_ub
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
     @override
-    def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
-        difference = log_ratio(logprob, keep(action_mask, old_logprob))
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return PPO's terms, 0 for the tokens that are held."""
+        logprob, old_logprob, advantages, mask, *_ = tokens
+        difference = log_ratio(logprob, old_logprob)
         ratio = difference.exp()
         plain = -advantages * ratio
         clipped = clipped_objective(ratio, advantages, self.low, self.high)
-        covariance = covariances(logprob, advantages, action_mask)
+        covariance = covariances(logprob, advantages, mask)
         between = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub)
-        eligible = between & (clipped <= plain) & (action_mask != 0)
-        held = chosen_tokens(
-            torch.rand_like(covariance), eligible, self.clip_cov_ratio, action_mask
-        )
-        losses = torch.where(held, 0.0, torch.maximum(plain, clipped))
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        metrics = {
-            "pg_clipfrac": masked_mean((clipped > plain).to(ratio), action_mask),
-            "cov_frac": masked_mean(held.to(ratio), action_mask),
-            "ppo_kl": masked_mean(-difference, action_mask),
-            "pg_loss": loss,
+        eligible = between & (clipped <= plain) & (mask != 0)
+        # Random ranks choose among the eligible ones.
+        held = chosen_tokens(torch.rand_like(covariance), eligible, self.clip_cov_ratio, mask)
+        return torch.where(held, 0.0, torch.maximum(plain, clipped)), {
+            "pg_clipfrac": tokens.mean(clipped > plain),
+            "cov_frac": tokens.mean(held),
+            "ppo_kl": tokens.mean(-difference),
         }
-        return loss, detached(metrics)
 
 
 @POLICY_LOSS_FN.register_module("kl_cov")
-class KLCovLossFn(PolicyLossFn):
+class KLCovLossFn(TokenLossFn):
     """``-A r``, plus ``coef |logprob - old_logprob|`` for the tokens of highest covariance.
 
     Which tokens, is chosen in each micro-batch: how a step is cut therefore matters.
@@ -133,32 +115,17 @@ class KLCovLossFn(PolicyLossFn):
         kl_cov_coef: float = 1.0,
         loss_agg_mode: str = "token-mean",
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, loss_agg_mode)
         self.kl_cov_ratio = kl_cov_ratio
         self.kl_cov_coef = kl_cov_coef
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
 
     @override
-    def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
-        difference = log_ratio(logprob, keep(action_mask, old_logprob))
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return the weighted advantages, and the penalty of the tokens that are held back."""
+        logprob, old_logprob, advantages, mask, *_ = tokens
+        difference = log_ratio(logprob, old_logprob)
         ratio = difference.exp()
-        covariance = covariances(logprob, advantages, action_mask)
-        held = chosen_tokens(covariance, action_mask != 0, self.kl_cov_ratio, action_mask).to(ratio)
+        covariance = covariances(logprob, advantages, mask)
+        held = chosen_tokens(covariance, mask != 0, self.kl_cov_ratio, mask).to(ratio)
         losses = -advantages * ratio + self.kl_cov_coef * held * difference.abs()
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        metrics = {
-            "cov_frac": masked_mean(held, action_mask),
-            "ppo_kl": masked_mean(-difference, action_mask),
-            "pg_loss": loss,
-        }
-        return loss, detached(metrics)
+        return losses, {"cov_frac": tokens.mean(held), "ppo_kl": tokens.mean(-difference)}

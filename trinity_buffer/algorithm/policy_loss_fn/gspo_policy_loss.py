@@ -7,27 +7,23 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
     aggregation_mode,
     bounded_exp,
     clip_limits,
     clipped_objective,
-    keep,
-    masked_mean,
     row_means,
     spread,
 )
-from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
-    LossAndMetrics,
-    PolicyLossFn,
-    detached,
+    Metrics,
+    TokenLossFn,
+    Tokens,
 )
 
 
 @POLICY_LOSS_FN.register_module("gspo")
-class GSPOLossFn(PolicyLossFn):
+class GSPOLossFn(TokenLossFn):
     """``max(-A s, -A clip(s, 1 - low, 1 + high))``, ``s = exp(mean_t(logprob - old_logprob))``.
 
     The value of ``s`` is the sequence's, its gradient flows through each token's own probability
@@ -53,37 +49,24 @@ class GSPOLossFn(PolicyLossFn):
         clip_range_high: float | None = None,
         loss_agg_mode: str | None = "seq-mean-token-mean",
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, aggregation_mode(loss_agg_mode, "seq-mean-token-mean"))
         self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode, "seq-mean-token-mean")
 
     @override
-    def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
-        difference = (logprob - keep(action_mask, old_logprob)).detach()
-        log_ratios = row_means(difference, action_mask, layout)
-        own = logprob - logprob.detach()
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return the clipped objective of the sequence's ratio."""
+        logprob, old_logprob, advantages, mask, layout, _ = tokens
+        difference = (logprob - old_logprob).detach()
+        log_ratios = row_means(difference, mask, layout)
+        own = logprob - logprob.detach()  # 0, with the gradient of the token
         ratio = bounded_exp(own + spread(log_ratios, logprob, layout))
         plain = -advantages * ratio
         clipped = clipped_objective(ratio, advantages, self.low, self.high)
-        losses = torch.maximum(plain, clipped)
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        metrics = {
-            "pg_clipfrac": masked_mean((clipped > plain).to(ratio), action_mask),
-            "ppo_kl": masked_mean(-difference, action_mask),
+        return torch.maximum(plain, clipped), {
+            "pg_clipfrac": tokens.mean(clipped > plain),
+            "ppo_kl": tokens.mean(-difference),
             "ppo_kl_seq": (-log_ratios).mean(),
-            "pg_loss": loss,
         }
-        return loss, detached(metrics)
 
 
 @POLICY_LOSS_FN.register_module("gspo_token")

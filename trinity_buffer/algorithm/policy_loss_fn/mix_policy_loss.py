@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -12,6 +12,7 @@ from trinity_buffer.algorithm.functional import aggregation_mode, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
+    LikelihoodLossFn,
     LossAndMetrics,
     Metrics,
     PolicyLossFn,
@@ -20,18 +21,6 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 from trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.sft_loss import SFTLossFn
 from trinity_buffer.errors import InvalidArgumentError
-
-RUN_TIME = frozenset(
-    {
-        "use_dynamic_bsz",
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ngpus_trainer",
-        "train_batch_size_usual",
-        "train_batch_size_expert",
-    }
-)
-"""Arguments of `RowScales`: they describe a run of the reference's trainer."""
 
 
 @dataclass(frozen=True)
@@ -81,68 +70,14 @@ class RowScales:
         return rows * per_row
 
 
-class TwoKindsLoss:
-    """PPO of the usual rows and a supervised loss of the expert's, each by its own denominators."""
-
-    def __init__(self, usual: PolicyLossFn, expert: PolicyLossFn, scales: RowScales) -> None:
-        self.usual = usual
-        self.expert = expert
-        self.scales = scales
-
-    def parts(
-        self, tensors: Mapping[str, Tensor], expert_mask: Tensor, layout: BatchLayout | None
-    ) -> tuple[Tensor, Tensor, Metrics]:
-        """Return the usual part, the expert part, and the metrics of both under prefixes.
-
-        Args:
-            tensors: ``logprob``, ``old_logprob``, ``action_mask`` and ``advantages``.
-            expert_mask: bool, per row ``[N]`` or per token.
-            layout: boundaries and denominators; without it the parts are scaled by `RowScales`.
-        """
-        if layout is None:
-            return self._of_rows(tensors, expert_mask)
-        mask = tensors["action_mask"]
-        expert = mask_of_rows(expert_mask, tensors["logprob"], layout)
-        usual_loss, usual_metrics = self.usual(
-            **{**tensors, "action_mask": mask * ~expert}, layout=layout.part("usual")
-        )
-        expert_loss, expert_metrics = self.expert(
-            logprob=tensors["logprob"], action_mask=mask * expert, layout=layout.part("expert")
-        )
-        return usual_loss, expert_loss, _prefixed(usual_metrics, expert_metrics)
-
-    def _of_rows(
-        self, tensors: Mapping[str, Tensor], expert_mask: Tensor
-    ) -> tuple[Tensor, Tensor, Metrics]:
-        """Return the parts of a padded batch on its own, scaled as the reference does."""
-        expert = expert_mask.reshape(len(expert_mask), -1).any(-1)
-        ours = {name: tensor[~expert] for name, tensor in tensors.items()}
-        theirs = {name: tensors[name][expert] for name in ("logprob", "action_mask")}
-        results = []
-        for loss_fn, rows, is_expert in ((self.usual, ours, False), (self.expert, theirs, True)):
-            scale = self.scales.of(len(rows["logprob"]), len(expert), expert=is_expert)
-            loss, metrics = loss_fn(**rows)
-            results.append((loss * scale, {name: m * scale for name, m in metrics.items()}))
-        (usual_loss, usual_metrics), (expert_loss, expert_metrics) = results
-        return usual_loss, expert_loss, _prefixed(usual_metrics, expert_metrics)
-
-
-def _prefixed(usual: Metrics, expert: Metrics) -> Metrics:
-    return {f"usual/{name}": value for name, value in usual.items()} | {
-        f"expert/{name}": value for name, value in expert.items()
-    }
-
-
-@POLICY_LOSS_FN.register_module("mix")
-class MIXPolicyLossFn(PolicyLossFn):
-    """``(1 - mu) PPO(usual rows) + mu SFT(expert rows)``.
+class TwoKindsLossFn(PolicyLossFn):
+    """PPO of the usual rows and a supervised loss of the expert's, each by its own denominators.
 
     With a layout each part is divided by the step's counts of its own kind. Without one it is
     scaled as the reference does (`RowScales`), from the six arguments that describe a run of that.
 
     Args:
         backend: whose names callers use.
-        mu: share of the expert part.
         clip_range: see `PPOPolicyLossFn`.
         clip_range_low: see there.
         clip_range_high: see there.
@@ -158,12 +93,12 @@ class MIXPolicyLossFn(PolicyLossFn):
     """
 
     tuned = {"clip_range": 0.2}
-    run_time = RUN_TIME
+    run_time = frozenset(field.name for field in fields(RowScales))
 
     def __init__(
         self,
         backend: str = "verl",
-        mu: float = 0.1,
+        *,
         clip_range: float | None = None,
         clip_range_low: float | None = None,
         clip_range_high: float | None = None,
@@ -178,16 +113,16 @@ class MIXPolicyLossFn(PolicyLossFn):
         grpo_loss_agg_mode: str | None = None,
     ) -> None:
         super().__init__(backend)
-        self.mu = mu
-        usual = PPOPolicyLossFn(
+        self.usual = PPOPolicyLossFn(
             "trinity",
             clip_range,
             clip_range_low,
             clip_range_high,
             loss_agg_mode=aggregation_mode(grpo_loss_agg_mode, loss_agg_mode),
         )
-        expert = SFTLossFn("trinity", aggregation_mode(sft_loss_agg_mode, loss_agg_mode))
-        scales = RowScales(
+        expert_mode = aggregation_mode(sft_loss_agg_mode, loss_agg_mode)
+        self.expert: LikelihoodLossFn = SFTLossFn("trinity", expert_mode)
+        self.scales = RowScales(
             bool(use_dynamic_bsz),
             ppo_mini_batch_size,
             ppo_micro_batch_size_per_gpu,
@@ -195,7 +130,57 @@ class MIXPolicyLossFn(PolicyLossFn):
             train_batch_size_usual,
             train_batch_size_expert,
         )
-        self.kinds = TwoKindsLoss(usual, expert, scales)
+
+    def parts(
+        self, tensors: dict[str, Tensor], expert_mask: Tensor, layout: BatchLayout | None
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        """Return the usual part, the expert part, and the metrics of both under prefixes.
+
+        Args:
+            tensors: ``logprob``, ``old_logprob``, ``action_mask`` and ``advantages``.
+            expert_mask: bool, per row ``[N]`` or per token.
+            layout: boundaries and denominators; without it the parts are scaled by `RowScales`.
+        """
+        if layout is not None:
+            mask = tensors["action_mask"]
+            expert = mask_of_rows(expert_mask, tensors["logprob"], layout)
+            ours = {**tensors, "action_mask": mask * ~expert}
+            theirs = {"logprob": tensors["logprob"], "action_mask": mask * expert}
+            usual_loss, usual_metrics = self.usual(**ours, layout=layout.part("usual"))
+            expert_loss, expert_metrics = self.expert(**theirs, layout=layout.part("expert"))
+        else:
+            expert = expert_mask.reshape(len(expert_mask), -1).any(-1)
+            ours = {name: tensor[~expert] for name, tensor in tensors.items()}
+            theirs = {name: tensors[name][expert] for name in ("logprob", "action_mask")}
+            usual_loss, usual_metrics = self._scaled(self.usual, ours, len(expert))
+            expert_loss, expert_metrics = self._scaled(self.expert, theirs, len(expert))
+        metrics = {f"usual/{name}": value for name, value in usual_metrics.items()}
+        metrics |= {f"expert/{name}": value for name, value in expert_metrics.items()}
+        return usual_loss, expert_loss, metrics
+
+    def _scaled(
+        self, loss_fn: PolicyLossFn, rows: dict[str, Tensor], all_rows: int
+    ) -> LossAndMetrics:
+        """Return the loss of some rows of a padded batch, scaled as the reference does."""
+        loss, metrics = loss_fn(**rows)
+        is_expert = loss_fn is self.expert
+        scale = self.scales.of(len(rows["logprob"]), all_rows, expert=is_expert)
+        return loss * scale, {name: metric * scale for name, metric in metrics.items()}
+
+
+@POLICY_LOSS_FN.register_module("mix")
+class MIXPolicyLossFn(TwoKindsLossFn):
+    """``(1 - mu) PPO(usual rows) + mu SFT(expert rows)``.
+
+    Args:
+        backend: whose names callers use.
+        mu: share of the expert part.
+        kwargs: the options of `TwoKindsLossFn`.
+    """
+
+    def __init__(self, backend: str = "verl", mu: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(backend, **kwargs)
+        self.mu = mu
 
     @override
     def __call__(
@@ -215,6 +200,6 @@ class MIXPolicyLossFn(PolicyLossFn):
             "action_mask": action_mask,
             "advantages": advantages,
         }
-        usual, expert, metrics = self.kinds.parts(tensors, expert_mask, layout)
+        usual, expert, metrics = self.parts(tensors, expert_mask, layout)
         loss = (1.0 - self.mu) * usual + self.mu * expert
         return loss, detached({**metrics, "loss": loss})

@@ -6,12 +6,20 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments, did_you_mean
+from trinity_buffer.algorithm.functional import (
+    aggregate_loss,
+    aggregation_mode,
+    keep,
+    masked_mean,
+)
+from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import UnknownNameError
 
@@ -169,3 +177,106 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
         return call(self, *args, **given)
 
     return translated
+
+
+class Tokens(NamedTuple):
+    """The inputs of a per-token loss, widened, and 0 where the mask is.
+
+    Attributes:
+        logprob: of the policy; the gradient flows through it alone.
+        old_logprob: of the policy that sampled.
+        advantages: of each token.
+        mask: what counts.
+        layout: boundaries and denominators of the step; None: the batch is all there is.
+        unmasked_advantages: as they came.
+    """
+
+    logprob: Tensor
+    old_logprob: Tensor
+    advantages: Tensor
+    mask: Tensor
+    layout: BatchLayout | None
+    unmasked_advantages: Tensor
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of ``values`` over the mask: of a bool, the share that is True."""
+        return masked_mean(
+            values.to(self.logprob) if values.dtype == torch.bool else values, self.mask
+        )
+
+
+class TokenLossFn(PolicyLossFn):
+    """A loss that is one term per token: subclasses write `terms` and set ``loss_name``.
+
+    Args:
+        backend: whose names callers use.
+        loss_agg_mode: see `aggregate_loss`.
+
+    Attributes:
+        loss_name: name of the loss among the metrics.
+    """
+
+    loss_name: ClassVar[str] = "pg_loss"
+
+    def __init__(self, backend: str = "verl", loss_agg_mode: str | None = "token-mean") -> None:
+        super().__init__(backend)
+        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
+
+    @abstractmethod
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return the loss of each token, and what to log beside the aggregated loss."""
+
+    @override
+    def __call__(
+        self,
+        logprob: Tensor,
+        old_logprob: Tensor,
+        action_mask: Tensor,
+        advantages: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> LossAndMetrics:
+        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
+        # Masked before any arithmetic: a NaN behind the mask must not reach the gradient.
+        tokens = Tokens(
+            keep(action_mask, logprob),
+            keep(action_mask, old_logprob),
+            keep(action_mask, advantages),
+            action_mask,
+            layout,
+            advantages,
+        )
+        losses, metrics = self.terms(tokens)
+        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
+        return loss, detached({**metrics, self.loss_name: loss})
+
+
+class LikelihoodLossFn(PolicyLossFn):
+    """A loss of recorded tokens that no policy has to have sampled: subclasses write `terms`.
+
+    Args:
+        backend: whose names callers use.
+        loss_agg_mode: see `aggregate_loss`.
+
+    Attributes:
+        loss_name: name of the loss among the metrics.
+    """
+
+    loss_name: ClassVar[str]
+
+    def __init__(self, backend: str = "verl", loss_agg_mode: str = "token-mean") -> None:
+        super().__init__(backend)
+        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
+
+    @abstractmethod
+    def terms(self, logprob: Tensor) -> Tensor:
+        """Return the loss of each token."""
+
+    @override
+    def __call__(
+        self, logprob: Tensor, action_mask: Tensor, *, layout: BatchLayout | None = None
+    ) -> LossAndMetrics:
+        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
+        losses = self.terms(keep(action_mask, logprob))
+        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
+        return loss, detached({self.loss_name: loss})

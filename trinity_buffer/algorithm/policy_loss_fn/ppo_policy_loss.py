@@ -7,30 +7,24 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    aggregation_mode,
     clip_limits,
     clipped_objective,
-    keep,
     log_ratio,
-    masked_mean,
     row_sums,
     spread,
-    wide,
 )
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
-    LossAndMetrics,
     Metrics,
-    PolicyLossFn,
-    detached,
+    TokenLossFn,
+    Tokens,
 )
 from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("ppo")
-class PPOPolicyLossFn(PolicyLossFn):
+class PPOPolicyLossFn(TokenLossFn):
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``, and at most ``-A c`` where A is negative.
 
     Args:
@@ -62,57 +56,46 @@ class PPOPolicyLossFn(PolicyLossFn):
         delta_sequence_masking: float = 0.1,
         fallback_to_policy_gradient: bool = False,
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, loss_agg_mode)
         self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
         if not clip_ratio_c > 1.0:
             raise InvalidArgumentError(f"clip_ratio_c must be greater than 1, it is {clip_ratio_c}")
         self.clip_ratio_c = clip_ratio_c
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
         self.enable_sequence_masking = enable_sequence_masking
         self.delta_sequence_masking = delta_sequence_masking
         self.fallback_to_policy_gradient = fallback_to_policy_gradient
 
     @override
-    def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob = keep(action_mask, logprob)
-        fallback = self.fallback_to_policy_gradient
-        old = logprob.detach() if fallback else keep(action_mask, old_logprob)
-        kept_advantages = keep(action_mask, advantages)
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return the clipped objective, bounded where the advantage is negative."""
+        logprob, old_logprob, advantages, mask, layout, _ = tokens
+        old = logprob.detach() if self.fallback_to_policy_gradient else old_logprob
         difference = log_ratio(logprob, old)
         ratio = difference.exp()
 
-        plain = -kept_advantages * ratio
-        clipped = clipped_objective(ratio, kept_advantages, self.low, self.high)
+        plain = -advantages * ratio
+        clipped = clipped_objective(ratio, advantages, self.low, self.high)
         worse = torch.maximum(plain, clipped)
-        bound = -kept_advantages * self.clip_ratio_c
-        negative = kept_advantages < 0
+        # A ratio that runs away under a negative advantage would dominate the step.
+        bound = -advantages * self.clip_ratio_c
+        negative = advantages < 0
         losses = torch.where(negative, torch.minimum(bound, worse), worse)
 
         metrics: Metrics = {
-            "pg_clipfrac": masked_mean((clipped > plain).to(ratio), action_mask),
-            "pg_clipfrac_lower": masked_mean(((worse > bound) & negative).to(ratio), action_mask),
-            "ppo_kl": masked_mean(-difference, action_mask),
+            "pg_clipfrac": tokens.mean(clipped > plain),
+            "pg_clipfrac_lower": tokens.mean((worse > bound) & negative),
+            "ppo_kl": tokens.mean(-difference),
         }
         if self.enable_sequence_masking:
-            drift = _sequence_drift(difference, action_mask, layout)
+            drift = _sequence_drift(difference, mask, layout)
             far = spread(drift > self.delta_sequence_masking, ratio, layout)
             losses = torch.where(far & negative, 0.0, losses)
-            dropped = (far & (wide(advantages) < 0)).to(ratio)
-            tokens = action_mask.to(ratio).sum() + 1e-10
-            metrics["seq_mask/masked_tokens"] = dropped.sum() / tokens
+            # The reference counts tokens outside the mask among the dropped ones.
+            dropped = far & (tokens.unmasked_advantages < 0)
+            count = mask.to(ratio).sum() + 1e-10
+            metrics["seq_mask/masked_tokens"] = dropped.to(ratio).sum() / count
             metrics["seq_mask/mean_sequence_kl"] = drift.mean()
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        metrics["pg_loss"] = loss
-        return loss, detached(metrics)
+        return losses, metrics
 
 
 def _sequence_drift(difference: Tensor, mask: Tensor, layout: BatchLayout | None) -> Tensor:

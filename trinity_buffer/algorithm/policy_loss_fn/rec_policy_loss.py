@@ -8,21 +8,17 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
     aggregation_mode,
     bounded_exp,
     inside,
-    keep,
-    masked_mean,
     row_means,
     spread,
 )
-from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
-    LossAndMetrics,
-    PolicyLossFn,
-    detached,
+    Metrics,
+    TokenLossFn,
+    Tokens,
 )
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -32,7 +28,7 @@ REGULARIZERS = ("none", "k2", "forward-kl")
 
 
 @POLICY_LOSS_FN.register_module("rec")
-class RECPolicyLossFn(PolicyLossFn):
+class RECPolicyLossFn(TokenLossFn):
     """``-A w K logprob`` plus a regularizer: K says which tokens learn, w how much.
 
     With ``r`` the token's ratio and ``s`` that of its sequence (as in GSPO), both detached:
@@ -76,7 +72,9 @@ class RECPolicyLossFn(PolicyLossFn):
         temp: float = 1.0,
         loss_agg_mode: str | None = None,
     ) -> None:
-        super().__init__(backend)
+        by_sequence = clip_mode == "gspo-one-side"
+        default = "seq-mean-token-mean" if by_sequence else "token-mean"
+        super().__init__(backend, aggregation_mode(loss_agg_mode, default))
         one_of("clip_mode", clip_mode, CLIP_MODES)
         one_of("weight", weight, WEIGHTS)
         one_of("regularizer", regularizer, REGULARIZERS)
@@ -94,23 +92,12 @@ class RECPolicyLossFn(PolicyLossFn):
         self.regularizer = regularizer
         self.regularizer_coef = regularizer_coef
         self.temp = temp
-        by_sequence = clip_mode == "gspo-one-side"
-        default = "seq-mean-token-mean" if by_sequence else "token-mean"
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode, default)
 
     @override
-    def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
-        difference = logprob - keep(action_mask, old_logprob)
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return the weighted log-probabilities, and the regularizer."""
+        logprob, old_logprob, advantages, action_mask, layout, _ = tokens
+        difference = logprob - old_logprob
         ratio = bounded_exp(difference.detach())
         # The ninth digit: in the one mode that the reference computes, the mean's 1e-8 is added
         # to a float32 count; elsewhere to a count in the dtype of the values.
@@ -122,9 +109,7 @@ class RECPolicyLossFn(PolicyLossFn):
         learns = self._learns(ratio, sequence_ratio, advantages).to(ratio)
         weighted = advantages * self._weights(ratio, sequence_ratio, advantages)
         losses = -weighted * learns * logprob + self._penalties(logprob, difference)
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        clipped = masked_mean(1.0 - learns, action_mask)
-        return loss, detached({"pg_clipfrac": clipped, "pg_loss": loss})
+        return losses, {"pg_clipfrac": tokens.mean(1.0 - learns)}
 
     def _learns(self, ratio: Tensor, sequence_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return K, bool."""

@@ -6,25 +6,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    aggregation_mode,
-    bounded_exp,
-    keep,
-    masked_mean,
-)
-from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.functional import bounded_exp
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
-    LossAndMetrics,
-    PolicyLossFn,
-    detached,
+    Metrics,
+    TokenLossFn,
+    Tokens,
 )
 from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("sapo")
-class SAPOPolicyLossFn(PolicyLossFn):
+class SAPOPolicyLossFn(TokenLossFn):
     """``-f(r) A`` with ``f(r) = 4 / tau * sigmoid(tau (r - 1))``.
 
     The gradient then weighs ``A grad logprob`` with ``r f'(r)``, where ``f'`` is 1 at r = 1 and
@@ -39,6 +32,7 @@ class SAPOPolicyLossFn(PolicyLossFn):
     """
 
     reference_args = {"detach_gate": True}
+    loss_name = "sapo_loss"
 
     def __init__(
         self,
@@ -48,7 +42,7 @@ class SAPOPolicyLossFn(PolicyLossFn):
         loss_agg_mode: str = "token-mean",
         detach_gate: bool = False,
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, loss_agg_mode)
         if not 0.0 < tau_pos <= tau_neg:
             raise InvalidArgumentError(
                 "tau_neg must be at least tau_pos, and both positive; "
@@ -56,7 +50,6 @@ class SAPOPolicyLossFn(PolicyLossFn):
             )
         self.tau_pos = tau_pos
         self.tau_neg = tau_neg
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
         self.detach_gate = detach_gate
 
     def soft_gate_function(self, ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -65,27 +58,18 @@ class SAPOPolicyLossFn(PolicyLossFn):
         return torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
 
     @override
-    def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
-        """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        logprob, advantages = keep(action_mask, logprob), keep(action_mask, advantages)
-        difference = logprob - keep(action_mask, old_logprob)
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """Return the gated advantages."""
+        difference = tokens.logprob - tokens.old_logprob
         ratio = bounded_exp(difference)
-        gate = self.soft_gate_function(ratio, advantages)
-        losses = -gate.detach() * advantages * logprob if self.detach_gate else -gate * advantages
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        metrics = {
-            "sapo_loss": loss,
-            "ppo_kl": masked_mean(-difference, action_mask),
-            "avg_soft_gate": masked_mean(gate, action_mask),
-            "avg_ratio": masked_mean(ratio, action_mask),
-            "pos_adv_frac": masked_mean((advantages > 0).to(ratio), action_mask),
+        gate = self.soft_gate_function(ratio, tokens.advantages)
+        if self.detach_gate:
+            losses = -gate.detach() * tokens.advantages * tokens.logprob
+        else:
+            losses = -gate * tokens.advantages
+        return losses, {
+            "ppo_kl": tokens.mean(-difference),
+            "avg_soft_gate": tokens.mean(gate),
+            "avg_ratio": tokens.mean(ratio),
+            "pos_adv_frac": tokens.mean(tokens.advantages > 0),
         }
-        return loss, detached(metrics)
