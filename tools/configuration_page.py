@@ -32,11 +32,10 @@ HEAD = """# Configuration
 
 What a file for `--config` may hold (YAML if its name ends with `.yaml` or `.yml`, else TOML), and
 what `--set KEY=VALUE` changes in `trinity-buffer demo`, `explore`, `train` and `replay`. A file may
-also name the store of the run, with `store` (a URL, or a path relative to the folder of the file),
-and its `experiment`; `replay`, `annotate` and `sync-weights` read nothing else of it, but refuse an
-unknown key as the others do. A dot stands for a section: `optimizer.learning_rate` is
-`learning_rate` in `[optimizer]`. The resolved configuration is the first event of the experiment
-(`trinity-buffer stats --config`); a later change is an event too.
+also name the `store` of the run (a URL, or a path relative to the file's folder) and its
+`experiment`, all that `replay`, `annotate` and `sync-weights` read of it. A dot stands for a
+section: `optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration
+is the first event of the experiment (`trinity-buffer stats --config`); a later change is an event.
 
 An experiment that you create in Python takes the same keys, and `schema`. An unknown key is
 refused, with a suggestion if a known one is similar; put keys of your own under `extra`. Values of
@@ -57,8 +56,8 @@ nowhere has the default of the function.
 The defaults below are those of the commands; the demo's recipes change some of them. `exploring`
 and `max_tokens` only apply to a run with your own model, `task` only to the demo's tasks.
 
-| key | type | unit | default | meaning |
-|---|---|---|---|---|
+| key | type | default | meaning |
+|---|---|---|---|
 """
 
 
@@ -73,20 +72,17 @@ def _rows(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
         if inner is not None:
             yield from _rows(inner, f"{key}.")
         if inner is None:
-            yield (f"`{key}`", _type(kind), _unit(key), _default(field), field.description or "")
+            yield (f"`{key}`", _type(kind, key), _default(field), field.description or "")
         elif inner is not kind:
-            yield (f"`{key}`", "str", "", "", f"in place of the section: {field.description}")
+            yield (f"`{key}`", "str", "", f"in place of the section: {field.description}")
 
 
-def _type(kind: Any) -> str:
+def _type(kind: Any, key: str) -> str:
+    unit = next((f", {unit}" for pattern, unit in UNITS.items() if re.fullmatch(pattern, key)), "")
     if isinstance(kind, type) and not hasattr(kind, "__args__"):
-        return kind.__name__
+        return f"{kind.__name__}{unit}"
     text = re.sub(r"typing\.|Literal\[(.*)\]", r"\1", str(kind)).replace("None", "null")
-    return text.replace(" | ", " or ").replace("'", "`")
-
-
-def _unit(key: str) -> str:
-    return next((unit for pattern, unit in UNITS.items() if re.fullmatch(pattern, key)), "")
+    return text.replace(" | ", " or ").replace("'", "`") + unit
 
 
 def _default(field: FieldInfo) -> str:

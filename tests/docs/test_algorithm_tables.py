@@ -76,7 +76,7 @@ def test_the_row_of_an_algorithm_says_what_is_built(name: str) -> None:
     kind, built = ALGORITHM_TYPE.get(name), build(name)
     flags = [kind.use_critic, kind.use_reference, kind.compute_advantage_in_trainer]
     letters = zip("CRTB", [*flags, kind.can_balance_batch], strict=True)
-    assert cells[2] == " ".join(letter if flag else "-" for letter, flag in letters)
+    assert cells[2] == "".join(letter if flag else "-" for letter, flag in letters)
     assert cells[3] == kind.schema
     assert cells[4] == ", ".join(choice.name for choice in built.strategies)
     assert cells[5] == (kind.recipe.advantage_fn or "")
