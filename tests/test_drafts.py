@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "trinity_buffer"
 READERS = {
     f"{PACKAGE}/store/projections.py",
-    f"{PACKAGE}/store/auditing/expectation.py",
     f"{PACKAGE}/pipeline/verifying/log_audit.py",
     f"{PACKAGE}/inspect/events.py",
 }

@@ -396,4 +396,4 @@ async def test_verifying_goes_on_while_others_write(sample: SampleRun) -> None:
                     experiment, sample.acknowledged, sample.checkpoint, progress=look
                 )
                 assert report.ok, report
-    assert set(stages) == {"log"}, "nobody was suspected"
+    assert {"log", "compare"} <= set(stages) <= {"log", "compare", "fold"}

@@ -12,9 +12,9 @@ from tests.planted_faults.trainer_faults import TRAINER_FAULTS
 FAULTS = [
     Fault(
         "verify drops the spans that are full",
-        "store/auditing/expectation.py",
-        "            self._full.append(part)\n",
-        "",
+        "pipeline/history/refold.py",
+        "                closed.append(piece)\n",
+        "                pass\n",
         "tests/pipeline/test_sizes.py::test_a_changed_row_of_an_early_span_is_found",
     ),
     Fault(
@@ -629,17 +629,17 @@ FAULTS = [
         "tests/store/test_counters.py::test_rows_that_a_step_loses_are_handed_out_no_more",
     ),
     Fault(
-        "verify takes any counters for the right ones",
-        "store/auditing/comparison.py",
-        "_CHANGING = (configuration, batch, consumer, step, counter, assigned_reward, archived)",
-        "_CHANGING = (configuration, batch, consumer, step, assigned_reward, archived)",
-        "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
+        "verify takes any counters of the fold for the right ones",
+        "pipeline/verifying/verify.py",
+        "            if live[key] != audited[key]\n",
+        "            if False\n",
+        "tests/store/test_counters.py::test_a_fold_that_the_second_opinion_contradicts_is_told_of",
     ),
     Fault(
-        "verify takes any deliveries for the right ones",
+        "verify takes two rows of one key for the same",
         "store/auditing/comparison.py",
-        "        yield query.rows(tx, **of, **named, addresses=wanted), rows\n",
-        "        yield rows, rows\n",
+        "    return all(map(_same, one, other))",
+        "    return True",
         "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
     ),
     Fault(

@@ -18,7 +18,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import log, queries, reads, trainer_queries
 from trinity_buffer.store.asking import conservation, inspection, tallies
 from trinity_buffer.store.auditing import comparison
-from trinity_buffer.store.projections import fold
+from trinity_buffer.store.projections import fold_all
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -84,16 +84,13 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     ),
     "read_at": lambda tx: log.read_at(tx, 1, [4, 5]),
     "steps_at_start": lambda tx: trainer_queries.steps_at_start(tx, 1, "t"),
-    "a lease": lambda tx: fold(tx, 1, PlacedFact(9, "t", LEASED)),
-    "a commit": lambda tx: fold(tx, 1, PlacedFact(10, "t", COMMITTED)),
+    "a lease": lambda tx: fold_all(tx, 1, [PlacedFact(9, "t", LEASED)]),
+    "a commit": lambda tx: fold_all(tx, 1, [PlacedFact(10, "t", COMMITTED)]),
     "a span of deliveries": lambda tx: comparison.rows_of(
         tx, 1, comparison.Span("delivery", "t", 1 << 20, 2 << 20, "")
     ),
-    "deliveries of a part": lambda tx: comparison.holds_for(
-        tx, 1, [comparison.Part("delivery", "t", 0, 5, [(1, "t", "", 1 << 20, 1)])]
-    ),
-    "rejections of a part": lambda tx: comparison.holds_for(
-        tx, 1, [comparison.Part("rejection", "s", 0, 5, [(1, "s", 1 << 20, "late", 3)])]
+    "a span of rejections": lambda tx: comparison.rows_of(
+        tx, 1, comparison.Span("rejection", "s", 1 << 20, 2 << 20)
     ),
     "an actor's batches": lambda tx: queries.batches_of_actor(tx, 1, "e0"),
     "open batches": lambda tx: conservation.open_batches(tx, 1),
@@ -108,11 +105,6 @@ WALKS = (
 )
 WALKS_OF = {
     "a span of deliveries": ("(experiment=? AND consumer=?)",),
-    "deliveries of a part": (
-        "(experiment=? AND consumer=?)",
-        "(experiment=? AND consumer=? AND source=?)",
-    ),
-    "rejections of a part": ("(experiment=? AND consumer=?)",),
     "a commit": ("(experiment=? AND consumer=?)", "(experiment=? AND consumer=? AND step<?)"),
     "rare kinds": ("event USING PRIMARY KEY (experiment=? AND position>? AND position<?)",),
 }

@@ -203,9 +203,14 @@ def all_numbers(tx: Transaction) -> dict[int, Numbers]:
 
 def count_stored(tx: Transaction, experiment: int, key: str) -> int:
     """Count the planned rollouts of a batch, which was sealed just now; return their number."""
-    of = (batch.c.experiment == experiment, batch.c.batch == key)
+    return int(_count_stored(tx.dialect.name).value(tx, of=experiment, sealed=key))
+
+
+@by_dialect
+def _count_stored(_dialect: str) -> Prepared:
+    of = (batch.c.experiment == bindparam("of"), batch.c.batch == bindparam("sealed"))
     counted = update(batch).where(*of).values(stored_rollouts=stored_rollouts())
-    return int(tx.execute(counted.returning(batch.c.stored_rollouts)).scalar_one())
+    return Prepared(counted.returning(batch.c.stored_rollouts))
 
 
 def count_late(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import assert_never
+from typing import Any, assert_never
 
 from sqlalchemy import Text, bindparam, delete, func, insert, select, update
 
@@ -72,6 +72,7 @@ from trinity_buffer.store.transaction import (
     Transaction,
     among_given,
     by_dialect,
+    dialect_module,
     given,
     upsert,
 )
@@ -80,22 +81,25 @@ Decided = ExperiencesAnnotated | ExperiencesRejected
 """What moves the cursor of a strategy."""
 
 
-def fold(tx: Transaction, experiment: int, placed: PlacedFact) -> None:
-    """Apply one event."""
-    fold_all(tx, experiment, [placed])
-
-
 def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
     """Apply events in order; the experiences of neighbours together, and what is counted.
 
     Calls that share a transaction record one event each: their experiences are one insert.
     """
-    numbers, stored = counters.of_events(facts), 0
+    stored = 0
     for kind, group in groupby(facts, key=lambda placed: type(placed.fact)):
         if kind is ExperiencesRecorded:
             stored += _recorded(tx, experiment, list(group))
             continue
         stored += sum(fold_rows(tx, experiment, placed) for placed in group)
+    fold_counters(tx, experiment, facts, stored)
+
+
+def fold_counters(
+    tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored: int
+) -> None:
+    """Add to the counters what ``facts`` and the ``stored`` rollouts of sealed batches add."""
+    numbers = counters.of_events(facts)
     if stored:
         numbers["", counters.STORED_ROLLOUTS] = stored
     counters.add(tx, experiment, numbers)
@@ -169,23 +173,43 @@ def _planned(
     key, size, groups = fact.batch, fact.rollouts_per_group, len(fact.tasks)
     named = (experiment, str(key), isinstance(key, int), actor)
     tx.add(batch, [(*named, size, position, None, None, groups, None)])
-    last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
-    first = int(tx.execute(last).scalar_one()) + 1
+    first = int(_LAST_ORDINAL.value(tx, of=experiment)) + 1
     tx.add(plan, rows.plan_rows(experiment, fact, first))
 
 
+_LAST_ORDINAL = Prepared(
+    select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == bindparam("of"))
+)
+
+
 def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> int:
-    key, sealed = fact.batch, {"sealed_at": position, "expected": fact.expected}
-    row = {
-        "experiment": experiment,
-        "batch": str(key),
-        "batch_is_int": isinstance(key, int),
-        "actor": actor,
-        **sealed,
-    }
-    statement = upsert(tx, batch).values(row)
-    tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
-    return counters.count_stored(tx, experiment, str(key))
+    key = str(fact.batch)
+    _seal(tx.dialect.name).change(
+        tx,
+        of=experiment,
+        key=key,
+        is_int=isinstance(fact.batch, int),
+        by=actor,
+        position=position,
+        number=fact.expected,
+    )
+    return counters.count_stored(tx, experiment, key)
+
+
+@by_dialect
+def _seal(dialect: str) -> Prepared:
+    made: Any = dialect_module(dialect).insert(batch)
+    made = made.values(
+        experiment=bindparam("of"),
+        batch=bindparam("key"),
+        batch_is_int=bindparam("is_int"),
+        actor=bindparam("by"),
+        sealed_at=bindparam("position"),
+        expected=bindparam("number"),
+    )
+    # A batch that was planned keeps the actor of its plan, whoever seals it.
+    sealed = {name: made.excluded[name] for name in ("sealed_at", "expected")}
+    return Prepared(made.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
 
 
 def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> int:

@@ -203,31 +203,30 @@ def unfoldable_error(name: str, wrong: Unfoldable) -> StoreError:
     )
 
 
-async def differences_or_contradiction(
+async def compare(
     database: Database,
-    experiment: int,
+    scratch: Scratch,
     progress: Progress = no_progress,
     decode: Decode = decoded_events,
 ) -> list[Difference] | Unfoldable:
-    """Return every row of the projections that is not what the log says, if it can be folded.
+    """Fold the rest of the log into ``scratch``; return every live row that is not what it says.
 
     Raises:
         CodecError: a body is damaged.
     """
-    with scratch_for(database, experiment) as scratch:
-        wrong = await catch_up(database, scratch, progress, decode)
-        if wrong is not None:
-            return wrong
-        found = await suspects(database, scratch, progress)
-        wrong = await catch_up(database, scratch, progress, decode)
+    wrong = await catch_up(database, scratch, progress, decode)
+    if wrong is not None:
+        return wrong
+    found = await suspects(database, scratch, progress)
+    wrong = await catch_up(database, scratch, progress, decode)
 
-        def look(tx: Transaction) -> list[Difference] | Unfoldable:
-            contradiction = wrong or fold_tail(tx, scratch, decode)
-            if contradiction is not None:
-                return contradiction
-            return confirmed(tx, scratch, found.to_confirm(tx, scratch))
+    def look(tx: Transaction) -> list[Difference] | Unfoldable:
+        contradiction = wrong or fold_tail(tx, scratch, decode)
+        if contradiction is not None:
+            return contradiction
+        return confirmed(tx, scratch, found.to_confirm(tx, scratch))
 
-        return await database.read(look)
+    return await database.read(look)
 
 
 async def diff_projections(
@@ -239,7 +238,8 @@ async def diff_projections(
         StoreError: an event that cannot be folded.
         CodecError: a body is damaged.
     """
-    found = await differences_or_contradiction(database, experiment, progress)
+    with scratch_for(database, experiment) as scratch:
+        found = await compare(database, scratch, progress)
     if isinstance(found, Unfoldable):
         raise unfoldable_error(database.name, found)
     return found

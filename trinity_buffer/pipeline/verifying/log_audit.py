@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -107,7 +107,8 @@ class LogAudit:
         self._scores: dict[str, Addresses] = {}
         self._runs = PlannedRuns()
         self._held: Counter[str] = Counter()
-        self._states: set[tuple[str, str]] = set()  # of which there are counters
+        self._numbers: Counter[tuple[str, str]] = Counter()
+        self._versions: set[int] = set()
         self._batches: set[str] = set()
 
     def add(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
@@ -123,7 +124,7 @@ class LogAudit:
             try:
                 if not self._quick:
                     self._tell(self.cross.take(stored.position, fact))
-                self._states.add(("", stored.kind))
+                self._numbers["", stored.kind] += 1
                 self._read(stored.position, fact, stored.actor)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
@@ -199,7 +200,7 @@ class LogAudit:
                 for key in fact.segments:
                     del self.archived[key]
             case ExperimentCreated() | ConfigurationChanged() | ExperimentFinished():
-                pass  # one row of one table, which the expectation compares
+                pass  # one row of one table, in which there is nothing to count
             case ChainStarted():
                 self._chain_started(position, fact)
             case RankJoined() | StepPartDone() | StreamEnded() | UnknownEvent():
@@ -249,23 +250,23 @@ class LogAudit:
         self._recorded.add(np.delete(addresses, sorted(refused)) if refused else addresses)
         self._held.update(batches)
         self._held.subtract(batches[slot] for slot, why in refused.items() if why == "late")
-        self._states.add(("", counters.RECORDED))
-        self._states.update(("", counters.rejected_for(reason)) for reason in refused.values())
-        if any(version is not None for version in columns.policy_version):
-            self._states |= {("", counters.LOWEST_VERSION), ("", counters.HIGHEST_VERSION)}
+        self._numbers["", counters.RECORDED] += count
+        self._numbers.update(("", counters.rejected_for(reason)) for reason in refused.values())
+        self._versions.update(v for v in columns.policy_version if v is not None)
 
     def _planned(self, fact: BatchPlanned, actor: str) -> None:
         batch = str(fact.batch)
-        planned = (counters.planned_by(actor), counters.PLANNED_GROUPS, counters.PLANNED_ROLLOUTS)
-        self._states.update(("", state) for state in planned)
+        groups = len(fact.tasks)
+        self._numbers["", counters.planned_by(actor)] += 1
+        self._numbers["", counters.PLANNED_GROUPS] += groups
+        self._numbers["", counters.PLANNED_ROLLOUTS] += groups * fact.rollouts_per_group
         self._batches.add(batch)
-        self._counts["plan"] += len(fact.tasks)
+        self._counts["plan"] += groups
         self._runs.planned(batch, fact.tasks, fact.rollouts_per_group)
 
     def _sealed(self, position: int, fact: BatchSealed) -> None:
         batch = str(fact.batch)
         self._batches.add(batch)
-        self._states.add(("", counters.STORED_ROLLOUTS))
         if self._held[batch] != fact.expected:
             what = f"batch {batch!r} was sealed with {fact.expected} experiences"
             self._wrong("log", position, f"{what}, recorded before were {self._held[batch]}")
@@ -286,16 +287,18 @@ class LogAudit:
 
     def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
         found = self._strategy(position, fact.consumer, fact.seen)
-        states = (counters.ANNOTATED, counters.ROWS) if fact.experiences else ()
-        self._states.update((fact.consumer, state) for state in states)
-        found.rows += len(fact.experiences)
         # Copies are one experience; of so few numbers a set is quicker than NumPy.
-        found.decided.add(np.array(sorted(set(fact.experiences)), np.int64))
+        distinct = sorted(set(fact.experiences))
+        if distinct:
+            self._numbers[fact.consumer, counters.ANNOTATED] += len(distinct)
+            self._numbers[fact.consumer, counters.ROWS] += len(fact.experiences)
+        found.rows += len(fact.experiences)
+        found.decided.add(np.array(distinct, np.int64))
 
     def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
         count = len(fact.experiences)
         self._counts["rejection"] += count
-        self._states.update((fact.consumer, counters.rejected_for(why)) for why in fact.reasons)
+        self._numbers.update((fact.consumer, counters.rejected_for(why)) for why in fact.reasons)
         if fact.by == "strategy":
             found = self._strategy(position, fact.consumer, fact.seen)
             found.rejections += count
@@ -350,20 +353,20 @@ class LogAudit:
             "annotation": annotations,
             "assigned_reward": sum(len(np.unique(s.all())) for s in self._scores.values()),
             "archived": len(self.archived),
-            "counter": len(self._states),
+            "counter": len(self.numbers()),
             "delivery": sum(step.count for step in steps),
             **{name: counts[name] for name in names},
         }
 
-    def undecided(self) -> dict[str, Iterator[int]]:
-        """Return the addresses that each strategy has seen and not decided, in order."""
-        return {name: self._undecided(one) for name, one in self._strategies.items()}
-
-    def _undecided(self, strategy: _Strategy) -> Iterator[int]:
-        decided = strategy.decided.all()
-        decided.sort()
-        for seen, some in beside(self._recorded.below(strategy.end), decided):
-            yield from seen[lacking(some, seen)].tolist()
+    def numbers(self) -> counters.Numbers:
+        """Return what each counter must say."""
+        found = dict(self._numbers)
+        if ("", BatchSealed.__name__) in found:
+            found["", counters.STORED_ROLLOUTS] = self._runs.stored_of_sealed()
+        if self._versions:
+            found["", counters.LOWEST_VERSION] = min(self._versions)
+            found["", counters.HIGHEST_VERSION] = max(self._versions)
+        return found
 
     def stored_runs(self) -> int:
         """Return how many planned (batch, task, run) the log has experiences of."""

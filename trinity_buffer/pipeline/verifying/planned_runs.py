@@ -19,6 +19,7 @@ class PlannedRuns:
         self._complete = 0
         self._planned: dict[str, Integers] = {}
         self._recorded: dict[str, array[int]] = {}
+        self._sealed: set[str] = set()
 
     def planned(self, batch: str, tasks: Iterable[Key], rollouts_per_group: int) -> None:
         """Take in the plan of a batch."""
@@ -39,6 +40,12 @@ class PlannedRuns:
         if self._stored(batch) == len(self._planned.get(batch, ())) > 0:
             self._complete += len(self._planned.pop(batch))
             del self._recorded[batch]
+        else:
+            self._sealed.add(batch)
+
+    def stored_of_sealed(self) -> int:
+        """Return how many planned runs of sealed batches there are experiences of."""
+        return self._complete + sum(map(self._stored, self._sealed))
 
     def stored(self) -> int:
         """Return how many planned runs there are experiences of."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,15 @@ from trinity_buffer.events import (
     StepDealt,
     kinds_of,
 )
-from trinity_buffer.pipeline.background import made_ahead, running
+from trinity_buffer.pipeline.background import made_ahead, running, task_group
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import (
     Progress,
-    differences_or_contradiction,
+    compare,
     no_progress,
     pages,
     readable_events,
+    scratch_for,
 )
 from trinity_buffer.pipeline.proof.event_chain import EventChain
 from trinity_buffer.pipeline.verifying import outside, storage_audit
@@ -37,13 +38,10 @@ from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
 from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.outside import Evidence
 from trinity_buffer.pipeline.verifying.segment_audit import check_segments
-from trinity_buffer.store import log, queries
+from trinity_buffer.store import counters, log, queries
 from trinity_buffer.store.asking import conservation
 from trinity_buffer.store.auditing import comparison
-from trinity_buffer.store.auditing.comparison import Part, changing, holds_for
-from trinity_buffer.store.auditing.expectation import Expectation
-from trinity_buffer.store.auditing.fingerprint import Fingerprint
-from trinity_buffer.store.auditing.scratch import Unfoldable
+from trinity_buffer.store.auditing.scratch import Scratch, Unfoldable
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import address_of, written_as
 from trinity_buffer.store.transaction import Transaction
@@ -99,7 +97,7 @@ class _Snapshot:
     """What the projections said in one transaction."""
 
     rows: dict[str, int]
-    changing: dict[str, Fingerprint]
+    numbers: counters.Numbers
     strategies: tuple[conservation.StrategyCounts, ...]
     trainers: tuple[conservation.TrainerCounts, ...]
     plans: conservation.PlanCounts
@@ -123,8 +121,7 @@ class _Verification:
         self._progress = progress
         chain = EventChain(experiment.name, evidence.heads)
         self._audit = LogAudit(chain, quick=quick, contents=evidence.has_contents)
-        self._expected = Expectation(self._key)
-        self._differs = False
+        self._unfoldable: Unfoldable | None = None
         self._problems: list[Problem] = []
         self._segments = 0
         self._in_segments: list[tuple[bytes, Problem]] = []
@@ -134,20 +131,21 @@ class _Verification:
 
     async def look(self) -> None:
         """Read the log and compare everything with it."""
-        async with running(self._count):
-            await self._counting.wait()
-            await self._read_log()
-            await self._counted.wait()
-        await anyio.to_thread.run_sync(self._audit.finish)
-        self._problems += self._audit.problems
-        await self._compare_projections()
+        with nullcontext() if self._quick else scratch_for(self._database, self._key) as scratch:
+            async with running(self._count):
+                await self._counting.wait()
+                await self._read_log(scratch)
+                await self._counted.wait()
+            await anyio.to_thread.run_sync(self._audit.finish)
+            self._problems += self._audit.problems
+            await self._compare_projections(scratch)
         self._add_up()
         await self._look_at_archives()
         await self._tell_of_segments()
         found = storage_audit.look(self._database, self._audit.cross, quick=self._quick)
         self._problems += await found
 
-    async def _read_log(self) -> None:
+    async def _read_log(self, scratch: Scratch | None) -> None:
         """Take in the log; a page is read while the one before is looked at."""
         log_pages = pages(self._database, self._key, after=0, up_to=self._head)
         async with (
@@ -155,7 +153,7 @@ class _Verification:
             made_ahead(partial(_next_of, log_pages)) as read,
         ):
             async for page in read:
-                await self._take(page)
+                await self._take(page, scratch)
                 self._progress("log", page[-1].position, self._head)
 
     async def _count(self) -> None:
@@ -178,7 +176,7 @@ class _Verification:
         consumers = queries.consumers(tx, self._key).values()
         return _Snapshot(
             comparison.counts(tx, self._key),
-            {} if self._quick else changing(tx, self._key),
+            counters.numbers_of(tx, self._key),
             tuple(
                 conservation.of_strategy(tx, self._key, row)
                 for row in consumers
@@ -192,15 +190,20 @@ class _Verification:
             conservation.of_plans(tx, self._key),
         )
 
-    async def _take(self, page: Sequence[StoredEvent]) -> None:
+    async def _take(self, page: Sequence[StoredEvent], scratch: Scratch | None) -> None:
         await self._recall(page)
-        events = await anyio.to_thread.run_sync(self._audited, page)
-        if self._quick:
+        events = await anyio.to_thread.run_sync(self._audit.add, page)
+        if scratch is None:
             return
-        await self._compare(self._expected.parts())
-        count, problems = await check_segments(self._database, events)
+        async with task_group() as group:  # SQLite folds while segments are decoded beside it
+            group.start_soon(self._fold, scratch, events)
+            count, problems = await check_segments(self._database, events)
         self._segments += count
         self._in_segments += problems
+
+    async def _fold(self, scratch: Scratch, events: Sequence[PlacedFact]) -> None:
+        if self._unfoldable is None:
+            self._unfoldable = await anyio.to_thread.run_sync(scratch.fold, events)
 
     async def _recall(self, page: Sequence[StoredEvent]) -> None:
         """Read once more what this page deals anew."""
@@ -210,63 +213,47 @@ class _Verification:
             leased = await self._database.read(log.read_at, self._key, places)
             self._audit.recall(readable_events(leased))
 
-    def _audited(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
-        events = self._audit.add(page)
-        if not self._quick:
-            self._expected.take(events)
-        return events
-
-    async def _compare(self, parts: Sequence[Part]) -> None:
-        if parts and not self._differs:
-            holds = await self._database.read(holds_for, self._key, parts)
-            self._differs = not holds
-
-    async def _compare_projections(self) -> None:
-        """Compare the projections with the log; only where they differ it is asked in which row."""
-        if self._quick:
-            self._compare_counts()
+    async def _compare_projections(self, scratch: Scratch | None) -> None:
+        """Compare the projections with those of another fold, and with what the audit counted."""
+        miscounted = self._miscounted()
+        if scratch is None:
+            self._problems += miscounted
             return
-        await self._compare(self._expected.parts(all_of_them=True))
-        sound = (
-            not self._differs
-            and not self._problems
-            and not self._expected.contradicted
-            and self._seen.rows == self._audit.rows()
-            and not self._audit.uids.repeated()
+        differences = self._unfoldable or await compare(
+            self._database, scratch, self._progress, readable_events
         )
-        agrees = sound and await anyio.to_thread.run_sync(self._changing_holds)
-        if agrees:
-            return
-        before = len(self._problems)
-        await self._name_differences()
-        if sound and len(self._problems) == before:  # both were of one moment
+        if isinstance(differences, Unfoldable):
+            what = f"{differences.kind} contradicts the events before it: {differences.cause}"
+            self._problems.append(Problem("fold", f"position {differences.position}", what))
+            self._problems += miscounted
+        elif miscounted and not differences and not self._problems:
+            # The fold agrees with itself, so only the audit, which shares no code with it, can
+            # tell that it is the fold that is wrong.
             what = (
-                "they are what this version makes of the log, and not what the log says by "
-                "`store.auditing.expectation`: one of the two is wrong, please report it"
+                "they are what the fold of this version makes of the log, and not what its events "
+                f"add up to: {miscounted[0].where}: {miscounted[0].what}; please report it"
             )
             self._problems.append(Problem("projections", "all", what))
+        else:
+            self._problems += (
+                Problem("projections", difference.table, str(difference))
+                for difference in differences
+            )
 
-    def _changing_holds(self) -> bool:
-        return self._expected.holds_for_changing(self._seen.changing, self._audit.undecided())
-
-    async def _name_differences(self) -> None:
-        """Fold the log again with what recorded it, and compare row by row."""
-        found = await differences_or_contradiction(
-            self._database, self._key, self._progress, readable_events
-        )
-        if isinstance(found, Unfoldable):
-            what = f"{found.kind} contradicts the events before it: {found.cause}"
-            self._problems.append(Problem("fold", f"position {found.position}", what))
-            self._compare_counts()
-            return
-        for difference in found:
-            self._problems.append(Problem("projections", difference.table, str(difference)))
-
-    def _compare_counts(self) -> None:
-        for table, expected in self._audit.rows().items():
-            if self._seen.rows[table] != expected:
-                what = f"it has {self._seen.rows[table]} rows, the log says {expected}"
-                self._problems.append(Problem("projections", table, what))
+    def _miscounted(self) -> list[Problem]:
+        """Return which tables have another number of rows, and which counters say another."""
+        problems = [
+            Problem("projections", table, f"it has {self._seen.rows[table]} rows, the log says {n}")
+            for table, n in self._audit.rows().items()
+            if self._seen.rows[table] != n
+        ]
+        live, audited = self._seen.numbers, self._audit.numbers()
+        problems += [
+            Problem("projections", "counter", f"{key} is {live[key]}, the log says {audited[key]}")
+            for key in sorted(live.keys() & audited.keys())
+            if live[key] != audited[key]
+        ]
+        return problems
 
     def _add_up(self) -> None:
         everything: list[Counts] = [*self._seen.strategies, *self._seen.trainers]

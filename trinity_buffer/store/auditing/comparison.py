@@ -7,20 +7,16 @@ seconds this way. The folded side sets the limits of each span, as its keys can 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
     Boolean,
-    Column,
     FromClause,
     MetaData,
-    Select,
     Table,
     and_,
-    bindparam,
     delete,
     func,
     insert,
@@ -32,17 +28,12 @@ from sqlalchemy.types import NULLTYPE
 from typing_extensions import override
 
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store.auditing.fingerprint import Fingerprint
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     CanonicalJSON,
     annotation,
     archived,
     assigned_reward,
-    batch,
-    configuration,
-    consumer,
-    counter,
     delivery,
     experience,
     plan,
@@ -51,7 +42,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction, among_given, given
+from trinity_buffer.store.transaction import Transaction
 
 Row = tuple[Any, ...]
 
@@ -75,16 +66,6 @@ _OWNER: Mapping[str, str] = {
     **dict.fromkeys((t.name for t in (waiting, annotation, rejection, delivery, step)), "consumer"),
     assigned_reward.name: "scoring",
 }
-# Table -> the number that only grows as its rows are added.
-_GROWS: Mapping[str, str] = {
-    plan.name: "ordinal",
-    experience.name: "address",
-    policy.name: "position",
-    annotation.name: "address",
-    rejection.name: "position",
-    delivery.name: "step",
-}
-
 _STATEFUL = frozenset({"configuration", "batch", "consumer", "counter", "waiting", "step"})
 
 
@@ -107,17 +88,6 @@ class Span:
     def is_stateful(self) -> bool:
         """Whether the fold makes its rows of other rows, so that one error may make others."""
         return self.table in _STATEFUL
-
-
-@dataclass(slots=True)
-class Part:
-    """Rows of one projection, all those with ``after`` < number <= ``up_to`` (of ``owner``)."""
-
-    table: str
-    owner: str | None
-    after: int
-    up_to: int
-    rows: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +131,6 @@ def _same(one: Any, other: Any) -> bool:
 
 def _is_nothing(value: Any) -> bool:
     return value is None or value != value  # noqa: PLR0124 - NaN is the one value that differs from itself
-
-
-def owner_of(table: Table) -> Column[Any] | None:
-    """Return the column that tells apart whose rows they are, if rows of ``table`` have owners."""
-    return table.c[_OWNER[table.name]] if table.name in _OWNER else None
 
 
 def spans(tx: Transaction, experiment: int) -> list[Span]:
@@ -316,84 +281,6 @@ def counts(tx: Transaction, experiment: int) -> dict[str, int]:
     return found
 
 
-_CHANGING = (configuration, batch, consumer, step, counter, assigned_reward, archived)
-
-
-def changing(tx: Transaction, experiment: int) -> dict[str, Fingerprint]:
-    """Return of the live rows what `Expectation.holds_for_changing` compares."""
-    return {
-        table.name: Fingerprint.of(
-            tuple(row)
-            for row in tx.execute(select(*_raw(table)).where(table.c.experiment == experiment))
-        )
-        for table in (*_CHANGING, waiting)
-    }
-
-
-def holds_for(tx: Transaction, experiment: int, parts: Sequence[Part]) -> bool:
-    """Return whether the live rows are those of ``parts``.
-
-    That no others lie between them is seen too, except in tables whose rows came in another order
-    than that of their key: there, that there are others is seen by `counts`.
-    """
-    return all(
-        equal(part.table, live, rows)
-        for part in parts
-        for live, rows in _beside(tx, experiment, part)
-    )
-
-
-def _beside(tx: Transaction, experiment: int, part: Part) -> Iterator[tuple[list[Row], list[Row]]]:
-    """Yield live rows, and the rows of ``part`` that they must be."""
-    table = _TABLES[part.table]
-    of = {"of": experiment} if part.owner is None else {"of": experiment, "owner": part.owner}
-    if table not in (rejection, delivery):
-        yield _query(table).rows(tx, **of, after=part.after, up_to=part.up_to), part.rows
-        return
-    at = len(table.primary_key) - 1  # the address: experiment, owner and perhaps a source before it
-    by_source: dict[Row, list[Row]] = {}
-    for row in part.rows:
-        by_source.setdefault(row[2:at], []).append(row)
-    query = _query_by_address(table, tx.dialect.name)
-    for source, rows in by_source.items():
-        named = {"source": source[0]} if source else {}
-        wanted = given(tx, (row[at] for row in rows))
-        yield query.rows(tx, **of, **named, addresses=wanted), rows
-
-
-@cache
-def _query(table: Table) -> Prepared:
-    number = table.c[_GROWS[table.name]]
-    query = _of_owner(table).where(number > bindparam("after"), number <= bindparam("up_to"))
-    return Prepared(query.order_by(number))
-
-
-@cache
-def _query_by_address(table: Table, dialect: str) -> Prepared:
-    query = _of_owner(table).where(among_given(dialect, table.c.address, "addresses"))
-    if table is delivery:
-        query = query.where(table.c.source == bindparam("source"))
-    return Prepared(query.order_by(table.c.address))
-
-
-def _of_owner(table: Table) -> Select[Any]:
-    query = select(*_raw(table)).where(table.c.experiment == bindparam("of"))
-    owner = owner_of(table)
-    return query if owner is None else query.where(owner == bindparam("owner"))
-
-
 def _raw(table: Table) -> list[Any]:
     """Return the columns as the driver gives them, past SQLAlchemy's types."""
     return [type_coerce(column, NULLTYPE) for column in table.c]
-
-
-def equal(name: str, live: list[Row], expected: list[Row]) -> bool:
-    """Return whether both hold the same rows of a table, in whatever order; no two are equal."""
-    if live == expected:
-        return True
-    if len(live) != len(expected):
-        return False
-    if set(live) == set(expected):
-        return True
-    key = _key_getter(_TABLES[name])
-    return all(map(same_row, sorted(live, key=key), sorted(expected, key=key)))

@@ -76,13 +76,16 @@ class Scratch:
         return self.ask(self._fold, events)
 
     def _fold(self, tx: Transaction, events: Sequence[PlacedFact]) -> Unfoldable | None:
+        stored = 0
         for new in events:
             try:
-                projections.fold(tx, self.experiment, new)
+                stored += projections.fold_rows(tx, self.experiment, new)
             except _CANNOT_FOLD as error:
                 cause = " ".join(str(getattr(error, "orig", error)).split())
                 return Unfoldable(new.position, new.kind, f"{type(error).__name__}: {cause}")
             self.position = new.position
+        # No fold reads a counter, so a page needs but one statement for all of them.
+        projections.fold_counters(tx, self.experiment, events, stored)
         return None
 
 
