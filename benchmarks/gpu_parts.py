@@ -37,9 +37,9 @@ from tests.algorithm.losses.steps import WHOLE, make_step
 from trinity_buffer.algorithm import POLICY_LOSS_FN, build
 from trinity_buffer.extras import extra
 from trinity_buffer.pipeline.proof.checkpoint import digest_of
-from trinity_buffer.trainer.comparing import largest_difference
+from trinity_buffer.trainer.determinism import largest_difference
+from trinity_buffer.trainer.last_hidden import difference
 from trinity_buffer.trainer.token_scores import token_scores
-from trinity_buffer.trainer.trying_out import difference
 
 ROOT = Path(__file__).resolve().parents[1]
 Run = Callable[[], float]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
     from trinity_buffer.experience import CustomField, Experience, group_by
     from trinity_buffer.explorer.conversation import Completion, Conversation
-    from trinity_buffer.explorer.exploration import ExploreOptions, explore
+    from trinity_buffer.explorer.explore import ExploreOptions, explore
     from trinity_buffer.explorer.local_model import LocalModel
     from trinity_buffer.explorer.openai_model import OpenAIModel
     from trinity_buffer.identity import EID
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
     from trinity_buffer.pipeline.sync_stream import open_train_stream
     from trinity_buffer.pipeline.verifying.verify import verify
-    from trinity_buffer.trainer.reports import StepReport
+    from trinity_buffer.trainer.numbers import StepReport
     from trinity_buffer.trainer.token_scores import token_scores
     from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
     from trinity_buffer.writer import BufferWriter, StagedWriter, WriteReceipt
@@ -89,11 +89,11 @@ _HOMES = {
     "StrategyConsumer": "trinity_buffer.pipeline.annotating.strategy_consumer",
     "TrinityBufferError": "trinity_buffer.errors",
     "WriteReceipt": "trinity_buffer.writer",
-    "ExploreOptions": "trinity_buffer.explorer.exploration",
+    "ExploreOptions": "trinity_buffer.explorer.explore",
     "GroupingRules": "trinity_buffer.pipeline.annotating.grouping",
-    "StepReport": "trinity_buffer.trainer.reports",
+    "StepReport": "trinity_buffer.trainer.numbers",
     "StreamOptions": "trinity_buffer.pipeline.streaming.stream_options",
-    "explore": "trinity_buffer.explorer.exploration",
+    "explore": "trinity_buffer.explorer.explore",
     "gather_metrics": "trinity_buffer.metrics",
     "group_by": "trinity_buffer.experience",
     "open_store": "trinity_buffer.pipeline.store",

@@ -15,8 +15,7 @@ from trinity_buffer.cli.run_config import (
     RunConfig,
 )
 from trinity_buffer.demo.policy import PolicyConfig
-from trinity_buffer.explorer.exploration import ExploreOptions
-from trinity_buffer.explorer.explorer import ExplorerSettings
+from trinity_buffer.explorer.explore import ExploreOptions, ExplorerSettings
 from trinity_buffer.pipeline.annotating.grouping import GroupingRules
 from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
 from trinity_buffer.trainer.settings import TrainerSettings

@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 
 from tests.sample_run import rollout
-from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.store import open_store
 
 POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -18,7 +18,7 @@ from trinity_buffer.cli.main import app
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.trainer.comparing import largest_difference
+from trinity_buffer.trainer.determinism import largest_difference
 from trinity_buffer.trainer.settings import TrainerSettings
 
 CONFIG = {

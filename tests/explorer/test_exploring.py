@@ -12,7 +12,7 @@ import pytest
 
 import trinity_buffer as tb
 from trinity_buffer.errors import ConflictingPlanError, InvalidArgumentError
-from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.experiment import Experiment
 

@@ -16,13 +16,13 @@ from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.demo.tasks import SortDigits
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings
+from trinity_buffer.explorer.explore import BatchReport, Explorer, ExplorerSettings
 from trinity_buffer.explorer.weights import Weights
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE, remove_old
+from trinity_buffer.trainer.checkpoint import POLICY_FILE, remove_old
 
 TASK = SortDigits(digits=2)
 

@@ -26,7 +26,7 @@ from trinity_buffer.errors import (
     InvalidExperienceError,
     TrainingError,
 )
-from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.explorer.server import Server
 
 

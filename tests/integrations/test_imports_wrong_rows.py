@@ -21,10 +21,9 @@ from tests.integrations.test_imports import (
 from trinity_buffer.cli.main import app
 from trinity_buffer.cli.supervisor import exit_code_of
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.integrations.imports.formats import PER_WRITE, require_readable
+from trinity_buffer.integrations.imports.formats import PER_WRITE, read_verl, require_readable
 from trinity_buffer.integrations.imports.rows import Rows
 from trinity_buffer.integrations.imports.texts import Texts
-from trinity_buffer.integrations.imports.verl_dumps import read
 
 VERL = {"input": "one two", "output": "three", "score": 1.0, "step": 1}
 SFT = DEMONSTRATIONS["texts"]
@@ -109,7 +108,7 @@ def test_a_wrong_row_far_down_says_how_to_go_on(tmp_path: Path, tokenizer: Path)
 def test_a_uid_of_verl_is_a_group_whatever_it_looks_like(tmp_path: Path, tokenizer: Path) -> None:
     uids = ["a", "b", "a", "c_0_0", "", None]
     path = rows_of(tmp_path / "1.jsonl", [{**VERL, "uid": uid} for uid in uids])
-    found = [one.eid for one in read(path, Texts(tokenizer), Rows("experience"))]
+    found = [one.eid for one in read_verl(path, Texts(tokenizer), Rows("experience"))]
     assert [(one.task, one.run) for one in found] == [
         *[("a", 0), ("b", 0), ("a", 1)],
         *[("c", 0), (2, 0), (2, 1)],

@@ -15,7 +15,7 @@ from tests.pipeline.planting import chain_anew, events_of, unguarded
 from tests.sample_run import SampleRun, rollout
 from trinity_buffer import codec
 from trinity_buffer.errors import InvalidArgumentError, StoreError
-from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.names import Names

@@ -17,8 +17,7 @@ from tests.contract.making import group, opened
 from trinity_buffer.algorithm.add_strategy import AddStrategy, RewardStrategy
 from trinity_buffer.algorithm.annotating import annotate
 from trinity_buffer.algorithm.copies import copy_experience
-from trinity_buffer.algorithm.group_scores import Rewards
-from trinity_buffer.algorithm.reward_scores import ScoredGroups
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy

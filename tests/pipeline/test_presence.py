@@ -18,8 +18,7 @@ from typing_extensions import override
 from tests.contract.making import group, living, opened, rows
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.exploration import explore
-from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
+from trinity_buffer.explorer.explore import Explorer, ExplorerSettings, explore
 from trinity_buffer.pipeline import presence, processes
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us

@@ -18,8 +18,7 @@ from trinity_buffer.algorithm.add_strategy import (
     compose,
 )
 from trinity_buffer.algorithm.advantage_fn import ASYMREGroupAdvantage
-from trinity_buffer.algorithm.group_scores import Rewards
-from trinity_buffer.algorithm.reward_scores import ScoredGroups
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
 

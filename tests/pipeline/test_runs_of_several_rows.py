@@ -27,8 +27,7 @@ from trinity_buffer.algorithm.add_strategy import (
     compose,
 )
 from trinity_buffer.algorithm.compat import reference_kwargs
-from trinity_buffer.algorithm.group_scores import Rewards
-from trinity_buffer.algorithm.reward_scores import ScoredGroups
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.errors import ConflictingStrategyError, InvalidArgumentError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience, group_by

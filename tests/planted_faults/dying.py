@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 
 from tests.sample_run import rollout
-from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome
 from trinity_buffer.store.log import Place

@@ -229,7 +229,7 @@ FAULTS = [
     ),
     Fault(
         "a subclass that changes something is scored as its base",
-        "algorithm/reward_scores.py",
+        "algorithm/group_scores.py",
         "for name in own):\n            return False",
         "for name in own):\n            continue",
         "tests/pipeline/test_reward_declarations.py::test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all",

@@ -7,7 +7,7 @@ from tests.planted_faults.fault import Fault
 TRAINER_FAULTS = [
     Fault(
         "the oldest checkpoint to keep is removed",
-        "trainer/checkpoint_folder.py",
+        "trainer/checkpoint.py",
         "gone = kept and (step < kept[0] or",
         "gone = kept and (step <= kept[0] or",
         "tests/trainer/test_checkpoint_folder.py::test_the_newest_steps_stay_and_what_was_begun_before_the_commit_goes",
@@ -63,7 +63,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "what is written beside the training is what the training changes",
-        "trainer/host_copies.py",
+        "trainer/sharded.py",
         "here.clone() if self.copied and is_same else here",
         "here",
         "tests/trainer/test_async_checkpoints.py"
@@ -71,7 +71,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "what could not be written beside the training is passed over",
-        "trainer/commits.py",
+        "trainer/trainer.py",
         "            last.result()\n",
         "            last.exception()\n",
         "tests/trainer/test_async_checkpoints.py"
@@ -79,7 +79,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "weights change while a GPU copies them",
-        "trainer/commits.py",
+        "trainer/trainer.py",
         "            self._copies.hold()  # whatever is computed next, a callback's work too\n",
         "",
         "tests/trainer/test_host_copies.py"
@@ -87,7 +87,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "weights are copied before a GPU has computed them",
-        "trainer/host_copies.py",
+        "trainer/sharded.py",
         "            stream.wait_stream(self._gpu.current_stream(device))\n",
         "",
         "tests/trainer/test_host_copies.py::test_what_is_being_computed_is_copied_when_it_is_done",

@@ -32,7 +32,7 @@ from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.explorer import Explorer, ExplorerSettings
+from trinity_buffer.explorer.explore import Explorer, ExplorerSettings
 from trinity_buffer.pipeline import events
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.history.replay import open_replay_stream

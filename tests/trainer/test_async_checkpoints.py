@@ -25,9 +25,9 @@ from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.trainer import commits, shared_checkpoint
+from trinity_buffer.trainer import checkpoint, trainer
+from trinity_buffer.trainer.checkpoint import Begun, Saved
 from trinity_buffer.trainer.sharded import write_share
-from trinity_buffer.trainer.shared_checkpoint import Begun, Saved
 
 
 def made(url: str) -> Any:
@@ -107,7 +107,7 @@ def test_a_model_of_transformers_is_copied_and_replays(sqlite_url: str, tmp_path
 def test_the_next_step_is_trained_while_the_disk_is_slow(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm, may, begun, end = made(sqlite_url), threading.Event(), [], shared_checkpoint.end
+    algorithm, may, begun, end = made(sqlite_url), threading.Event(), [], checkpoint.end
 
     def slow(what: Begun, write: Callable[[], str]) -> Saved:
         begun.append(what.folder.name)
@@ -121,7 +121,7 @@ def test_the_next_step_is_trained_while_the_disk_is_slow(
             may.set()
         return {}
 
-    monkeypatch.setattr(commits, "end", slow)
+    monkeypatch.setattr(trainer, "end", slow)
     with tb.open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", consumer="t", groups_per_step=2
     ) as stream:
@@ -156,7 +156,7 @@ def test_what_cannot_be_written_ends_the_training_and_is_not_committed(
             raise OSError(28, "No space left on device")
         return write_share(folder, *rest)
 
-    monkeypatch.setattr(shared_checkpoint, "write_share", full)
+    monkeypatch.setattr(checkpoint, "write_share", full)
     settings: dict[str, Any] = {"consumer": "t", "async_checkpoints": True}
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left on device"):
         train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, **settings)
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_fails_ends_a_wait_for_more_rows(
     def full(*_: Any) -> list[Path]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared_checkpoint, "write_share", full)
+    monkeypatch.setattr(checkpoint, "write_share", full)
     with tb.open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", groups_per_step=6, follow=True
     ) as stream:
@@ -209,7 +209,7 @@ def test_a_folder_that_goes_while_a_thread_writes_is_named(
         shutil.rmtree(folder)  # as `remove_old` of who took over does
         return write_share(folder, *rest)
 
-    monkeypatch.setattr(shared_checkpoint, "write_share", removed_before)
+    monkeypatch.setattr(checkpoint, "write_share", removed_before)
     with pytest.raises(CheckpointError, match="step-00000001 was removed while it was written"):
         train(sqlite_url, algorithm, tmp_path / "c", max_steps=1, async_checkpoints=True)
 

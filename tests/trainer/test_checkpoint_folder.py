@@ -19,17 +19,17 @@ from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.proof.checkpoint import being_read, digest_of, make_durable
 from trinity_buffer.pipeline.proof.gone_through import GoneThrough
-from trinity_buffer.trainer import checkpoint_folder, sharded
-from trinity_buffer.trainer.checkpoint_folder import (
+from trinity_buffer.trainer import checkpoint, sharded
+from trinity_buffer.trainer.checkpoint import (
     POLICY_FILE,
     TrainerState,
     load_checkpoint,
+    random_state,
     remove_old,
+    save_checkpoint,
 )
 from trinity_buffer.trainer.policy import all_finite
-from trinity_buffer.trainer.random_numbers import random_state
 from trinity_buffer.trainer.settings import TrainerSettings
-from trinity_buffer.trainer.shared_checkpoint import save_checkpoint
 
 
 def state() -> TrainerState[TransformerPolicy]:
@@ -42,7 +42,7 @@ def state() -> TrainerState[TransformerPolicy]:
 WRITES = [
     (TransformerPolicy, "save"),
     (sharded, "save_file"),
-    (checkpoint_folder, "_random_of"),
+    (checkpoint, "_random_of"),
 ]
 
 

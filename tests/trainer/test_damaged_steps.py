@@ -26,7 +26,7 @@ from trinity_buffer import inspect
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, StepDealt
-from trinity_buffer.explorer.acknowledgements import Acknowledgements
+from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.inspect.source import now
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -42,7 +42,7 @@ from trinity_buffer.sizes import resized
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import step_with_rows
 from trinity_buffer.store.transaction import Transaction
-from trinity_buffer.trainer.reports import StepReport
+from trinity_buffer.trainer.numbers import StepReport
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 
 TASKS = 4

@@ -14,9 +14,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.pipeline.proof.checkpoint import make_durable, written
-from trinity_buffer.trainer.host_copies import HostCopies
 from trinity_buffer.trainer.models import require_trained
-from trinity_buffer.trainer.sharded import opened, owners_of, part_like, whole_tensors, write_share
+from trinity_buffer.trainer.sharded import (
+    HostCopies,
+    opened,
+    owners_of,
+    part_like,
+    whole_tensors,
+    write_share,
+)
 
 
 @pytest.fixture

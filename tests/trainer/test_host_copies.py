@@ -19,10 +19,10 @@ import trinity_buffer as tb
 from tests.trainer.data import prepared
 from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
-from trinity_buffer.trainer import commits, host_copies, shared_checkpoint
-from trinity_buffer.trainer.commits import is_beside
-from trinity_buffer.trainer.host_copies import HostCopies
-from trinity_buffer.trainer.shared_checkpoint import Begun, Saved
+from trinity_buffer.trainer import checkpoint, sharded, trainer
+from trinity_buffer.trainer.checkpoint import Begun, Saved
+from trinity_buffer.trainer.sharded import HostCopies
+from trinity_buffer.trainer.trainer import is_beside
 
 
 class LateStream:
@@ -89,8 +89,8 @@ class LateGpu:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "_SMALLEST_BLOCK", 1 << 10)
-    monkeypatch.setattr(host_copies, "_LARGEST_BLOCK", 1 << 12)
+    monkeypatch.setattr(sharded, "_SMALLEST_BLOCK", 1 << 10)
+    monkeypatch.setattr(sharded, "_LARGEST_BLOCK", 1 << 12)
 
 
 def test_what_was_computed_before_is_copied_and_what_comes_after_waits() -> None:
@@ -244,7 +244,7 @@ def test_what_is_computed_after_a_commit_waits_for_the_copies(
     """A report changes the weights, too."""
     anyio.run(prepared, sqlite_url, build("grpo"))
     gpus: list[LateGpu] = []
-    may, end = threading.Event(), shared_checkpoint.end
+    may, end = threading.Event(), checkpoint.end
 
     class LateCopies(HostCopies):
         def __init__(self, *, copied: bool) -> None:
@@ -265,8 +265,8 @@ def test_what_is_computed_after_a_commit_waits_for_the_copies(
             may.set()
         return {}
 
-    monkeypatch.setattr(commits, "HostCopies", LateCopies)
-    monkeypatch.setattr(commits, "end", late)
+    monkeypatch.setattr(trainer, "HostCopies", LateCopies)
+    monkeypatch.setattr(trainer, "end", late)
     for name in ("beside", "at once"):
         with tb.open_train_stream(
             sqlite_url, experiment="run", strategy="grpo", consumer=name, groups_per_step=2
@@ -278,8 +278,8 @@ def test_what_is_computed_after_a_commit_waits_for_the_copies(
             )
             model = qwen3()
             weights = list(model.parameters())
-            trainer = tb.Trainer(stream, model, build("grpo"), settings)
-            trainer.run(partial(shrink, weights), measure=measure)
+            report = partial(shrink, weights)
+            tb.Trainer(stream, model, build("grpo"), settings).run(report, measure=measure)
     assert files_below(tmp_path / "beside") == files_below(tmp_path / "at once")
     assert [gpu.released for gpu in gpus] == [1, 1]
 

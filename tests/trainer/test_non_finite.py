@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
-from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
+from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 

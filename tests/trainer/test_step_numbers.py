@@ -23,7 +23,7 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.inspect.source import now
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.trainer.step_numbers import Number, StepNumbers, combined
+from trinity_buffer.trainer.numbers import Number, StepNumbers, combined
 
 T = TypeVar("T")
 CHOICES: dict[str, dict[str, Any]] = {

@@ -19,9 +19,8 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
-from trinity_buffer.trainer.checkpoint_folder import read_step
-from trinity_buffer.trainer.critic import ValueLossFn
-from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
+from trinity_buffer.trainer.checkpoint import read_step
+from trinity_buffer.trainer.trainer import Trainer, TrainerSettings, ValueLossFn
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())

@@ -14,7 +14,7 @@ from trinity_buffer.algorithm.add_strategy import (
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_buffer.algorithm.advantage_fn import AdvantageFn, GroupAdvantage, GRPOAdvantageFn
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
-from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, AlgorithmType
+from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, AlgorithmType, Recipe
 from trinity_buffer.algorithm.building import Algorithm, build, effective_args
 from trinity_buffer.algorithm.entropy_loss_fn import (
     DefaultEntropyLossFn,
@@ -76,7 +76,6 @@ from trinity_buffer.algorithm.policy_loss_fn import (
     sPPOPolicyLossFn,
 )
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
-from trinity_buffer.algorithm.recipe import Recipe
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.sample_strategy import SampleStrategy
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY

@@ -1,9 +1,12 @@
-"""What strategies and advantage functions do to single experiences: examine one, score one."""
+"""What strategies and advantage functions do to single experiences: examine one, score one.
+
+Rollouts of several steps: the runs of each task.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,15 +17,16 @@ from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.group_scores import (
     Over,
     Rewards,
+    RewardScorer,
     Runs,
     as_rewards,
+    asked,
     likelihood_ranks,
     numbered,
     run_means,
 )
-from trinity_buffer.algorithm.reward_scores import RewardScorer, asked
 from trinity_buffer.errors import InvalidExperienceError
-from trinity_buffer.experience import Experience
+from trinity_buffer.experience import Experience, group_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +175,23 @@ def likelihood_of(experience: Experience) -> float:
             f"{experience.eid.uid}: its likelihood needs logprobs, there are none"
         )
     return float(experience.logprobs.mean())
+
+
+StepsByRun = dict[str, list[Experience]]
+"""Run id -> its steps."""
+
+
+def runs_by_task(exps: Sequence[Experience]) -> dict[str, StepsByRun]:
+    """Return the steps of every run of every task, each in order of first appearance."""
+    return {task: group_by(group, "run") for task, group in group_by(list(exps), "task").items()}
+
+
+def run_problems(
+    exps: Sequence[Experience], rewarded: Callable[[list[Experience]], Experience | None]
+) -> Iterator[Problem]:
+    """Yield what keeps runs from being scored; ``rewarded`` names the step whose reward counts."""
+    for runs in runs_by_task(exps).values():
+        for steps in runs.values():
+            problem = run_problem(steps, rewarded(steps))
+            if problem is not None:
+                yield problem

@@ -27,7 +27,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.store.url import named
-from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
+from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.requirements import strategies_of
 
 FRAMES_PER_S = 4

@@ -16,9 +16,9 @@ from trinity_buffer.demo.rollout import TaskSampler, evaluate
 from trinity_buffer.demo.solutions import SolutionSampler
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.explorer.explorer import BatchReport, Explorer, ExplorerSettings, Sampler
+from trinity_buffer.explorer.explore import BatchReport, Explorer, ExplorerSettings, Sampler
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
+from trinity_buffer.trainer.checkpoint import POLICY_FILE
 
 
 def task_of(config: RunConfig) -> Task:

@@ -19,8 +19,7 @@ from trinity_buffer.cli.run_config import RunConfig
 from trinity_buffer.cli.run_file import is_folder
 from trinity_buffer.errors import InvalidArgumentError, TrinityBufferError
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.exploration import explore
-from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.explorer.explore import BatchReport, explore
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.extras import extra

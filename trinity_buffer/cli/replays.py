@@ -29,10 +29,9 @@ from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.history.replay import RecordedEnd, open_replay_stream, recorded_end
 from trinity_buffer.pipeline.proof.checkpoint import digest_of, require_digest
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.trainer.checkpoint_folder import read_step
-from trinity_buffer.trainer.comparing import LargestDifference, largest_difference
+from trinity_buffer.trainer.checkpoint import read_step, save_checkpoint
+from trinity_buffer.trainer.determinism import LargestDifference, largest_difference
 from trinity_buffer.trainer.requirements import stream_options
-from trinity_buffer.trainer.shared_checkpoint import save_checkpoint
 from trinity_buffer.trainer.trainer import StepReport, Trainer
 
 OF_STEPS = frozenset(

@@ -31,7 +31,7 @@ from trinity_buffer.events import (
     TrainerRewound,
     kinds_of,
 )
-from trinity_buffer.explorer.explorer import BatchReport
+from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.diagnosis import counted

@@ -114,7 +114,7 @@ async def _sync(
 ) -> None:
     from trinity_buffer.cli.roles import plain  # noqa: PLC0415 - torch
     from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
-    from trinity_buffer.explorer.weight_sync import PushReport, sync_weights  # noqa: PLC0415
+    from trinity_buffer.explorer.weights import PushReport, sync_weights  # noqa: PLC0415
     from trinity_buffer.pipeline.store import open_store  # noqa: PLC0415
 
     def tell(push: PushReport) -> None:

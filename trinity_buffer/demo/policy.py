@@ -21,7 +21,7 @@ from typing_extensions import override
 from trinity_buffer.demo.policy_file import read_policy, write_policy
 from trinity_buffer.demo.whole_logits import entropy_changes_of_logits, scores_of_logits
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.trainer.checkpoint_folder import POLICY_FILE
+from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores
 from trinity_buffer.trainer.token_scores import entropy_changes, token_scores

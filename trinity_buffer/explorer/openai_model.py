@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
-from trinity_buffer.explorer.answers import (
+from trinity_buffer.explorer.chat_format import ChatFormat
+from trinity_buffer.explorer.completions import (
     ASKED_FOR_CHAT,
     ASKED_FOR_TEXT,
     changes,
@@ -21,7 +22,6 @@ from trinity_buffer.explorer.answers import (
     require_texts,
     text_completion,
 )
-from trinity_buffer.explorer.chat_format import ChatFormat
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.explorer.server import ServedWeights, Server
 

@@ -1,14 +1,22 @@
-"""The newest published weights: what an explorer generates with."""
+"""The newest published weights: what an explorer generates with.
+
+Brings the weights that a trainer publishes to inference servers: pause, load, check, resume.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import anyio.to_thread
 
-from trinity_buffer.errors import CheckpointError
+from trinity_buffer.errors import CheckpointError, InferenceServerError, RefusedRequestError
 from trinity_buffer.events import PolicyPublished, kinds_of
+from trinity_buffer.explorer.server import Dialect, Server
 from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
 from trinity_buffer.pipeline.proof.checkpoint import being_read, require_digest
 
@@ -82,3 +90,222 @@ class Weights(Generic[M]):
             if policy.digest and Path(policy.uri).exists():
                 require_digest(Path(policy.uri), policy.digest)
             return self.model.load(policy.uri)
+
+
+_logger = logging.getLogger(__name__)
+
+PauseMode = Literal["wait", "keep", "abort"]
+
+LOOKED_AT_EVERY_S = 5.0
+"""How often a server is asked whether it still holds the weights: a restarted one does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What is said of weights that a server has taken.
+
+    Attributes:
+        checksum: of the server's own checksums of its weights; None: it tells none.
+    """
+
+    url: str
+    version: int
+    checksum: str | None
+
+
+async def push_weights(
+    server: Server,
+    policy: PublishedPolicy,
+    *,
+    dialect: Dialect = "vllm",
+    mode: PauseMode = "wait",
+) -> PushReport:
+    """Have ``server`` load the weights of ``policy`` and call them by its version.
+
+    The server reads the folder itself, so it must see the same path. A server that fails on the
+    way, or names other weights before it is resumed, stays paused: nothing is sampled from weights
+    that nobody knows.
+
+    Args:
+        mode: what becomes of requests under way: ``"wait"`` lets them end, ``"abort"`` ends them,
+            ``"keep"`` goes on with them under the new weights (SGLang's answer then names those
+            alone).
+
+    Raises:
+        CheckpointError: the weights are not there any more, or are others.
+        InferenceServerError: the server refuses, or names other weights afterwards.
+    """
+    path, version = Path(policy.uri), str(policy.version)
+    with being_read(path):
+        if policy.digest:
+            await anyio.to_thread.run_sync(require_digest, path, policy.digest)
+        try:
+            await (_into_sglang if dialect == "sglang" else _into_vllm)(
+                server, str(path), version, mode
+            )
+        except InferenceServerError as error:
+            raise InferenceServerError(
+                f"{error} (while it took policy {version}; if it was paused it stays so until "
+                "weights are pushed again)"
+            ) from error
+    checksum = None if dialect == "sglang" else await server.weight_checksum()
+    return PushReport(server.root, policy.version, checksum)
+
+
+async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -> None:
+    await server.post("/pause", mode=mode)
+    await server.post(
+        "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
+    )
+    await server.post("/update_weight_version", {"new_version": version})
+    await _require_version(server, version, "vllm")
+    await server.post("/resume")
+
+
+async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode) -> None:
+    # Not paused, it lets all requests end before it loads; no way of pausing it does. To keep them
+    # is `retract`: with `in_place` its cache cannot be flushed, on which it ends.
+    if mode != "wait":
+        await _pause_sglang(server, "retract" if mode == "keep" else "abort")
+    try:
+        await _load_into_sglang(server, path, version)
+    except InferenceServerError:
+        if mode == "wait":
+            await _pause_sglang(server, "abort")
+        raise
+    await server.post("/continue_generation")
+
+
+async def _load_into_sglang(server: Server, path: str, version: str) -> None:
+    answer = await server.post(
+        "/update_weights_from_disk", {"model_path": path, "weight_version": version}
+    )
+    if not answer.get("success"):
+        raise InferenceServerError(f"{server.root} did not load {path}: {answer.get('message')}")
+    await _require_version(server, version, "sglang")
+
+
+async def _pause_sglang(server: Server, how: Literal["abort", "retract"]) -> None:
+    await server.post("/pause_generation", {"mode": how})
+
+
+async def _require_version(server: Server, version: str, dialect: Dialect) -> None:
+    """Refuse a server with weights of another version; SGLang may name none."""
+    held = await server.weight_version(dialect)
+    if held != version and not (held is None and dialect == "sglang"):
+        raise InferenceServerError(f"{server.root} holds weights {held!r} instead of {version!r}")
+
+
+async def sync_weights(
+    experiment: Experiment,
+    servers: Sequence[Server],
+    *,
+    dialect: Dialect = "vllm",
+    mode: PauseMode = "wait",
+    follow: bool = False,
+    report: Callable[[PushReport], None] = lambda _: None,
+) -> int:
+    """Push the newest published policy to every server; return its version, 0 if there is none.
+
+    With ``follow`` go on with whatever is published, until the experiment is finished, and push
+    again to a server that names other weights, as one does that was restarted, or that was away.
+
+    Raises:
+        CheckpointError, InferenceServerError: see `push_weights`; with ``follow`` a server that
+            does not answer at all is waited for.
+    """
+    changes = experiment.database.changes
+    pushed: PublishedPolicy | None = None
+    pusher = _Pusher(dialect, mode, report, waits=follow)
+    due = 0.0
+    while True:
+        state = await changes.state()
+        is_last = not follow or await experiment.is_finished()
+        pushed = await _push_newest(experiment, servers, pushed, pusher.push)
+        if is_last:
+            return 0 if pushed is None else pushed.version
+        if pushed is not None and time.monotonic() >= due:
+            behind = [one for one in servers if await pusher.holds_others(one, pushed)]
+            await _push_newest(experiment, behind, None, pusher.push)
+            due = time.monotonic() + LOOKED_AT_EVERY_S
+        await changes.changed(state, LOOKED_AT_EVERY_S)
+
+
+class _Pusher:
+    """Pushes weights to servers, and knows which of them were away.
+
+    Args:
+        waits: a server that is away is pushed to later; otherwise that is an error.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        mode: PauseMode,
+        report: Callable[[PushReport], None],
+        *,
+        waits: bool,
+    ) -> None:
+        self._dialect = dialect
+        self._mode = mode
+        self._report = report
+        self._waits = waits
+        self._away: set[Server] = set()
+
+    async def push(self, server: Server, policy: PublishedPolicy) -> None:
+        """Push ``policy`` to ``server``, or note that it is away."""
+        try:
+            pushed = await push_weights(server, policy, dialect=self._dialect, mode=self._mode)
+        except InferenceServerError as error:
+            if not self._waits or not await self._is_away(server):
+                raise
+            if server not in self._away:
+                _logger.warning("%s; it is given the newest weights when it is there again", error)
+            self._away.add(server)
+        else:
+            self._away.discard(server)
+            self._report(pushed)
+
+    async def holds_others(self, server: Server, pushed: PublishedPolicy) -> bool:
+        """Return whether a server is to be pushed to again: it was away, or names other weights."""
+        try:
+            held = await server.weight_version(self._dialect)
+        except InferenceServerError:
+            return server in self._away and not await self._is_away(server)
+        return server in self._away or held not in (None, str(pushed.version))
+
+    async def _is_away(self, server: Server) -> bool:
+        """Return whether a server answers nothing, or is not ready; a refusal is an answer."""
+        try:
+            await server.weight_version(self._dialect)
+        except RefusedRequestError:
+            return False
+        except InferenceServerError:
+            return True
+        return False
+
+
+async def _push_newest(
+    experiment: Experiment,
+    servers: Sequence[Server],
+    pushed: PublishedPolicy | None,
+    push: Callable[[Server, PublishedPolicy], Awaitable[None]],
+) -> PublishedPolicy | None:
+    """Push what was published last, if it is not ``pushed``; return what is pushed now.
+
+    A run that was wound back publishes other weights under a version that was there before.
+    """
+    while True:
+        policy = await experiment.newest_policy()
+        if policy is None or (pushed is not None and policy.position == pushed.position):
+            return pushed
+        try:
+            for server in servers:
+                await push(server, policy)
+        except CheckpointError:
+            # The trainer keeps only its newest checkpoints; a newer one may have come meanwhile.
+            newer = await experiment.newest_policy()
+            if newer is None or newer.position == policy.position:
+                raise
+            continue
+        pushed = policy

@@ -24,7 +24,7 @@ from trinity_buffer.errors import (
     StoreError,
     TrinityBufferError,
 )
-from trinity_buffer.explorer.answers import (
+from trinity_buffer.explorer.completions import (
     changes,
     require_all_sampled,
     require_ids,

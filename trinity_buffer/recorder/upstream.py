@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
-from trinity_buffer.explorer.answers import (
+from trinity_buffer.explorer.completions import (
     ASKED_FOR_CHAT,
     ASKED_FOR_TEXT,
     chat_completion,

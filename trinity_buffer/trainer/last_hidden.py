@@ -1,20 +1,336 @@
 """The last hidden states of a causal language model, and the head that makes logits of them.
 
 Nothing here imports transformers: whoever has such a model has imported it.
+
+What a model of transformers must hold for its scores to be right, tried out on a few tokens.
+
+That rows of a micro-batch do not change each other, and that its logits are those of its output
+head, is asked of the model itself: no list of names would stay true. Two rows are scored twice,
+among other rows each time. Both passes have one shape, so that what a row computes is the same to
+the last bit, or nearly so, unless it reads its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.trainer.packed_attention import (
+    UnfitAttentionError,
+    attending,
+    limits_of,
+    offer,
+    withdraw,
+)
 from trinity_buffer.trainer.parallel import unwrapped, whole
-from trinity_buffer.trainer.trying_out import OutputHead, hidden_and_logits, require_known
+from trinity_buffer.trainer.policy import in_eval_mode
+
+_LARGEST_LOGIT = 100.0
+"""What the head is tried out with: a cap shows, however small the logits of the model are."""
+
+
+class OutputHead(NamedTuple):
+    """A linear layer from hidden states to logits z, and what follows it.
+
+    Attributes:
+        weight: ``[vocabulary, D]``.
+        bias: ``[vocabulary]``, or None.
+        scale: z is multiplied with it.
+        softcap: z then becomes softcap tanh(z / softcap); None: it stays.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def hidden_and_logits(
+    model: Any,
+    layer: nn.Module,
+    microbatch: Mapping[str, Any],
+    to_head: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Return what the head of a model is given in a micro-batch, and the logits.
+
+    Args:
+        model: what lies around it (an adapter, a wrapper of data-parallel ranks) is called as ever.
+        layer: its head, at whose door the hidden states are taken.
+        microbatch: of a trainer.
+        to_head: returns what the head gets in their place, and makes the logits of.
+
+    Raises:
+        InvalidArgumentError: the model passes the door by.
+    """
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, states: tuple[Tensor, ...]) -> tuple[Tensor]:
+        seen.append(states[0])
+        return (to_head(states[0]),)
+
+    handle = layer.register_forward_pre_hook(keep)
+    try:
+        logits = _logits_of(model, microbatch)
+    except UnfitAttentionError as error:
+        withdraw(unwrapped(model), str(error))
+        logits = _logits_of(model, microbatch)
+    finally:
+        handle.remove()
+    if not seen:
+        raise InvalidArgumentError(
+            f"the {name_of(model)} was compiled and called before it was scored, and what was "
+            "compiled then shows no hidden states: score the model as it was before torch.compile, "
+            "which has the same weights, or call torch.compiler.reset() before you score"
+        )
+    return seen[0], logits
+
+
+def _logits_of(model: Any, microbatch: Mapping[str, Any]) -> Tensor:
+    with attending(model, microbatch):
+        logits: Tensor = model(**_inputs(model, microbatch)).logits
+    return logits
+
+
+def _inputs(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model of transformers.
+
+    Padding needs no mask: it is on the right, and what follows a token changes nothing of it.
+    Packed sequences are told apart by their positions, which begin anew; attention of variable
+    length takes the limits.
+    """
+    ids = microbatch["input_ids"]
+    if "cu_seqlens" not in microbatch:
+        return {"input_ids": ids, "use_cache": False}
+    positions = microbatch["position_ids"]
+    inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
+    attention = getattr(unwrapped(model).config, "_attn_implementation", None)
+    return inputs | limits_of(microbatch, attention)
+
+
+_Pair: TypeAlias = "list[tuple[dict[str, Any], slice]]"
+"""Two micro-batches, and where one and the same row is in each."""
+
+_TRIED_OUT: WeakKeyDictionary[nn.Module, set[tuple[bool, str]]] = WeakKeyDictionary()
+"""Models, and in which layouts: packed or not, and the kind of device."""
+
+
+def require_known(
+    model: Any, layer: nn.Module, head: OutputHead, microbatch: Mapping[str, Any]
+) -> None:
+    """Refuse a model whose rows change each other, or whose head is not what it seems.
+
+    Every rank of a sharded model must call it.
+
+    Args:
+        model: of transformers; it is tried out when it first scores in this layout.
+        layer: its head.
+        head: what is known of it.
+        microbatch: about to be scored.
+
+    Raises:
+        InvalidArgumentError: names the model, and what to do.
+    """
+    inner, packed = unwrapped(model), "cu_seqlens" in microbatch
+    device = microbatch["input_ids"].device
+    _require_short(inner, microbatch)
+    tried = _TRIED_OUT.setdefault(inner, set())
+    if (packed, device.type) in tried:
+        return
+    # Not the wrapper of DDP, which would exchange buffers; and nothing is compiled for this shape.
+    with torch.no_grad(), in_eval_mode(inner), torch.compiler.set_stance("force_eager"):
+        _require_apart(inner, layer, head, packed=packed, device=device)
+    tried.add((packed, device.type))
+
+
+def _require_apart(
+    model: Any, layer: nn.Module, head: OutputHead, *, packed: bool, device: torch.device
+) -> None:
+    """Raise unless a row scores the same among other rows, and the head is what it seems."""
+    width = min(8, getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8)
+    long = torch.arange(3, 3 + width, device=device) % len(head.weight)
+    pair = list(_pair(long, packed=packed))
+    try:
+        rows = _scored(model, layer, pair)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"{name_of(model)} takes no {'packed' if packed else 'padded'} rows: {error}"
+        ) from error
+    if packed and offer(model, device):
+        rows = _scored_by_limits(model, layer, pair, rows)
+    off, allowed = difference(*rows), noise_of(rows[0])
+    if off > allowed:
+        remedy = (
+            "it does not tell packed rows apart by their position_ids: open the stream with "
+            'layout="padded"'
+            if packed
+            else "it reads its padding or its neighbours, and can be trained on single rows alone"
+        )
+        raise InvalidArgumentError(
+            f"{name_of(model)} scores a row otherwise when other rows are beside it (its hidden "
+            f"states differ by {off:.1g} of their size): {remedy}"
+        )
+    _require_own(model, layer, head, pair[-1][0])
+
+
+def _scored(model: Any, layer: nn.Module, pair: _Pair) -> list[Tensor]:
+    """Return the hidden states of the row that is in both micro-batches."""
+    found = []
+    for batch, place in pair:
+        states, _ = hidden_and_logits(model, layer, batch, lambda states: states[:, :1])
+        found.append(states.flatten(0, -2)[place])
+    return found
+
+
+def _scored_by_limits(model: Any, layer: nn.Module, pair: _Pair, own: list[Tensor]) -> list[Tensor]:
+    """Return the hidden states as packed rows will have them: of the kernel, if they are ``own``.
+
+    Kernels round differently, by some bits more than one kernel with itself.
+    """
+    try:
+        found = _scored(model, layer, pair)
+    except (RuntimeError, TypeError, ValueError) as error:  # whatever model or kernel refuses
+        withdraw(model, f"with torch's attention of variable length it fails ({error})")
+        return own
+    off = max(difference(*both) for both in zip(own, found, strict=True))
+    if off <= 5 * noise_of(own[0]):
+        return found
+    withdraw(
+        model,
+        "with torch's attention of variable length its hidden states differ by "
+        f"{off:.1g} of their size",
+    )
+    return own
+
+
+def _pair(long: Tensor, *, packed: bool) -> Iterator[tuple[dict[str, Any], slice]]:
+    """Yield two micro-batches of one shape, and where one and the same row is in each.
+
+    First it stands behind ``long``, or beside it; then it comes first, or last.
+    """
+    row, other = long[2:].roll(1), long.flip(0)
+    if packed:
+        yield _packed([long, row]), slice(len(long), None)
+        yield _packed([row, other]), slice(len(row))
+        return
+    padding = long[:2]
+    yield {"input_ids": torch.stack([torch.cat([row, padding]), long])}, slice(len(row))
+    padded = {"input_ids": torch.stack([other, torch.cat([row, padding.flip(0)])])}
+    yield padded, slice(len(other), len(other) + len(row))
+
+
+def _packed(rows: list[Tensor]) -> dict[str, Any]:
+    device, sizes = rows[0].device, [len(row) for row in rows]
+    return {
+        "input_ids": torch.cat(rows),
+        "position_ids": torch.cat([torch.arange(size, device=device) for size in sizes]),
+        "cu_seqlens": torch.tensor([0, *sizes], device=device).cumsum(0).to(torch.int32),
+        "max_seqlen": max(sizes),
+    }
+
+
+def difference(row: Tensor, other: Tensor) -> float:
+    """Return how far two tensors are apart, as a part of their size; NaN where one is."""
+    size = row.double().norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((row.double() - other.double()).norm() / size)
+
+
+def noise_of(values: Tensor) -> float:
+    """Return the `difference` that rounding alone may make of equal rows.
+
+    Norms of a model in float64 are computed in float32. In 16 bits an expert may be chosen or not
+    by the last bit.
+    """
+    kind = values.device.type
+    exact = values.dtype in {torch.float32, torch.float64} and not torch.is_autocast_enabled(kind)
+    return 2e-5 if exact else 1e-2
+
+
+def _require_own(model: Any, layer: nn.Module, head: OutputHead, batch: Mapping[str, Any]) -> None:
+    """Refuse a model whose own logits are not those of ``head``, large ones included."""
+    tried: list[tuple[Tensor, Tensor]] = []
+
+    def enlarge(states: Tensor) -> Tensor:
+        raw = _logits(states, head._replace(softcap=None)).abs().amax()
+        size = states.abs().amax()
+        tiny = torch.finfo(torch.float32).tiny
+        factor = min(_LARGEST_LOGIT / float(raw + tiny), 1e4 / float(size + tiny))
+        large = states * factor
+        tried.append((large, _logits(large, head)))
+        return large
+
+    _, theirs = hidden_and_logits(model, layer, batch, enlarge)
+    ((large, ours),) = tried
+    off = difference(ours, theirs)
+    # A half-precision head rounds its logits once or twice.
+    if off > max(noise_of(large), 5e-4):
+        raise InvalidArgumentError(
+            f"the logits of {name_of(model)} are not those of its output head (they differ by "
+            f"{off:.1g} of their size): it changes them in a way that is not known here; give it "
+            "a method `last_hidden`"
+        )
+
+
+def _logits(states: Tensor, head: OutputHead) -> Tensor:
+    """Return the logits of ``head`` in float32."""
+    with torch.autocast(states.device.type, enabled=False):
+        logits = states.float() @ head.weight.float().T
+        logits = logits if head.bias is None else logits + head.bias.float()
+        logits = logits * head.scale
+        if head.softcap is None:
+            return logits
+        return head.softcap * torch.tanh(logits / head.softcap)
+
+
+def name_of(model: Any) -> str:
+    """Return what the model of transformers inside wrappers and adapters is called."""
+    inner = unwrapped(model)
+    base = getattr(inner, "get_base_model", lambda: inner)()
+    return type(base).__name__
+
+
+def _require_short(model: Any, microbatch: Mapping[str, Any]) -> None:
+    """Raise unless no row is so long that it changes how its neighbours are computed.
+
+    Raises:
+        InvalidArgumentError: names the model and its limit.
+    """
+    ids, limits = microbatch["input_ids"], microbatch.get("cu_seqlens")
+    rows = len(ids) if limits is None else len(limits) - 1
+    width = ids.shape[-1] if limits is None else int(microbatch["max_seqlen"])
+    config = model.config.get_text_config()
+    for kind, limit in _scaled_rope(config):
+        if width > limit and (rows > 1 or "dynamic" in kind):
+            raise InvalidArgumentError(
+                f"the positions of {name_of(model)} (rope_type {kind!r}) are computed from the "
+                f"longest row: one of more than {limit} tokens, as of {width} here, changes all "
+                f"rows beside it; open the stream with max_tokens={limit}"
+            )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and limits is not None and rows > 1 and ids.numel() > chunk:
+        raise InvalidArgumentError(
+            f"{name_of(model)} attends within chunks of {chunk} tokens, counted from the first of "
+            'all packed rows: open the stream with layout="padded"'
+        )
+
+
+def _scaled_rope(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield each kind of rotary positions that reads the longest row, and from which length on."""
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in [ropes, *ropes.values()]:  # of all layers, or by kind of layer
+        if not isinstance(rope, Mapping):
+            continue
+        kind = str(rope.get("rope_type") or rope.get("type"))
+        if kind == "longrope" or "dynamic" in kind:
+            known = rope.get("original_max_position_embeddings")
+            named = getattr(config, "original_max_position_embeddings", None)
+            yield kind, int(known or named or config.max_position_embeddings)
+
 
 __all__ = ["HiddenModel", "OutputHead", "last_hidden"]
 

@@ -1,18 +1,31 @@
-"""The training loop: loss, backward, step; checkpoint, commit; and where to go on after a crash."""
+"""The training loop: loss, backward, step; checkpoint, commit; and where to go on after a crash.
+
+How a trainer commits: at once, or by a thread that writes the checkpoint beside the training.
+
+Which rows a loss that is not finite comes from: asked after the fact, for whoever has to look.
+
+Whether a step is skipped is decided by one flag (`Trainer`). Only then is it worth a second pass
+over the loss: its gradient with respect to every log-probability is the term of that token.
+
+The loss with which a critic is trained.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.algorithm.functional import aggregate_loss, keep
+from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.pipeline.history.replay import ReplayStream
@@ -23,28 +36,292 @@ from trinity_buffer.pipeline.streaming.stream_options import Resume
 from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.causal_lm import policy_of, reference_of
-from trinity_buffer.trainer.checkpoint_folder import TrainerState, load_checkpoint
-from trinity_buffer.trainer.commits import Commits, Committed
-from trinity_buffer.trainer.critic import ValueLossFn
+from trinity_buffer.trainer.checkpoint import (
+    Begun,
+    TrainerState,
+    begin,
+    end,
+    is_shared,
+    load_checkpoint,
+    random_state,
+    remove_old,
+)
 from trinity_buffer.trainer.determinism import SameBits
-from trinity_buffer.trainer.measuring import StepMeter
+from trinity_buffer.trainer.measuring import StepMeter, rows_of_tokens
 from trinity_buffer.trainer.models import (
     Models,
     held_by,
     new_critic,
+    noting,
     prepare,
+    require_known,
     require_models,
+    require_taken,
     require_trained,
+    settle_sampling,
     values_of,
 )
-from trinity_buffer.trainer.non_finite import largest_rows
-from trinity_buffer.trainer.noting import noting, require_known, require_taken, settle_sampling
-from trinity_buffer.trainer.parallel import processes_here, whole
+from trinity_buffer.trainer.numbers import Number, StepNumbers, StepReport, combined, report_of
+from trinity_buffer.trainer.parallel import (
+    OneProcess,
+    Processes,
+    processes_here,
+    processes_of_writers,
+    whole,
+)
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
-from trinity_buffer.trainer.reports import StepReport, report_of
 from trinity_buffer.trainer.requirements import require_of, require_same_ranks
 from trinity_buffer.trainer.settings import TrainerSettings
-from trinity_buffer.trainer.step_numbers import Number, StepNumbers, combined
+from trinity_buffer.trainer.sharded import HostCopies
+
+
+class Committed(NamedTuple):
+    """What is committed beside the checkpoint.
+
+    Attributes:
+        metrics: of the step.
+        environment: in which the steps were computed.
+        skipped: steps that the weights did not go through -> uids of the rows to look at.
+    """
+
+    step: TrainStep
+    metrics: Mapping[str, float]
+    environment: Mapping[str, Any]
+    skipped: Mapping[int, Sequence[str]]
+
+
+def is_beside(settings: TrainerSettings, policy: Policy) -> bool:
+    """Return whether checkpoints of ``policy`` are written beside the training."""
+    if settings.async_checkpoints is not None:
+        return settings.async_checkpoints
+    # Of another policy a copy is made where it is, which may be more than a GPU has room for.
+    in_parts = hasattr(policy, "held")
+    return in_parts and any(weight.device.type == "cuda" for weight in policy.parameters())
+
+
+class Commits:
+    """Writes the checkpoints of a trainer and commits them, one after the other.
+
+    Args:
+        stream: of the trainer.
+        settings: of the trainer.
+        processes: its ranks; each calls everything here, in the same order.
+        policy: what is trained.
+    """
+
+    def __init__(
+        self,
+        stream: SyncTrainStream | ReplayStream,
+        settings: TrainerSettings,
+        processes: Processes,
+        policy: Policy,
+    ) -> None:
+        self._stream = stream
+        self._settings = settings
+        self._processes = processes
+        self._shared = is_shared(policy)
+        self._file_name = policy.file_name
+        self._beside = is_beside(settings, policy)
+        self._copies = HostCopies(copied=self._beside)
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+        self._writers: Processes = OneProcess()
+        if self._shared:  # in a group of their own: the training goes on in the other
+            self._writers = processes_of_writers()
+
+    def commit(self, what: Committed, state: TrainerState[Any]) -> bool:
+        """Commit a step, whose weights ``state`` has; return whether that is done.
+
+        Raises:
+            CheckpointError, NonFiniteError: it cannot be written, or the one before could not.
+            LeaseLostError: another process took over.
+        """
+        self.finish()
+        state = replace(state, random=self._processes.gather(random_state(self._stream.device)))
+        if self._processes.rank and not self._shared:
+            self._stream.commit(what.step)  # rank 0 writes for all
+            return not self._beside
+        reached("before-checkpoint")
+        begun = begin(self._settings.checkpoints, state, self._writers, self._copies)
+        if self._beside:
+            self._copies.hold()  # whatever is computed next, a callback's work too
+            self._begin(partial(self._write, begun, what))
+            return False
+        self._write(begun, what)
+        return True
+
+    def look(self) -> None:
+        """Raise what went wrong beside the training; it is waited for by nobody."""
+        if self._last is not None and self._last.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last step is committed that was to be.
+
+        Raises:
+            CheckpointError, LeaseLostError: it was not.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def close(self) -> None:
+        """Wait until what is being written is committed, end the thread, give back memory."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self._copies.close()
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        try:
+            self._last = self._thread.submit(work)
+        except RuntimeError:  # the main thread has ended while we train, and with it all of these
+            work()
+            return
+        self._last.add_done_callback(self._tell)
+
+    def _tell(self, done: Future[None]) -> None:
+        """End a wait for the next step, which may be for what this commit would have published."""
+        error = done.exception()
+        if isinstance(error, Exception):
+            self._stream.fail(error)
+
+    def _write(self, begun: Begun, what: Committed) -> None:
+        saved = end(begun, begun.write)
+        reached("after-checkpoint")
+        if self._processes.rank:
+            self._stream.commit(what.step)
+            return
+        self._stream.commit(
+            what.step,
+            checkpoint=saved.folder,
+            policy=saved.folder / self._file_name,
+            environment=what.environment,
+            metrics=what.metrics,
+            skipped=what.skipped,
+            digests=saved.digests,
+        )
+        keep = self._settings.keep_checkpoints
+        # Whoever took over may have gone back, and go on from what would be removed here.
+        if keep is not None and self._stream.leads():
+            remove_old(self._settings.checkpoints, keep=keep, committed=saved.folder)
+
+
+LARGEST_ROWS = 4
+"""So many rows are named of a step that was skipped."""
+
+
+def largest_rows(
+    step: TrainStep, algorithm: Algorithm, policy: Policy, processes: Processes
+) -> list[int]:
+    """Return the places in the manifest of the rows with the largest terms, the largest first.
+
+    Rows that hold a number that is not finite come before those whose gradient is not finite, and
+    these before large ones. Every rank must call it; all get the same answer.
+    """
+    terms = torch.zeros(len(step.manifest.experiences), dtype=torch.float64)
+    for microbatch in step.microbatches:
+        slots = microbatch["sample_index"].long().cpu()
+        found = _terms_of_rows(microbatch, algorithm, policy).cpu()
+        terms.scatter_reduce_(0, slots, found, "amax")
+    device = step.microbatches[0]["input_ids"].device
+    total = processes.sum(terms.to(device)).cpu()
+    order = torch.argsort(total, descending=True, stable=True)[:LARGEST_ROWS]
+    return [place for place in order.tolist() if total[place] > 0]
+
+
+def _terms_of_rows(microbatch: MicroBatch, algorithm: Algorithm, policy: Policy) -> Tensor:
+    """Return ``[N]``: the largest term of each row; infinite where its own numbers are not finite.
+
+    A gradient that is not finite counts as the largest finite number: one broken row may spoil
+    those of all others.
+    """
+    with torch.no_grad():
+        scores = policy.scores(microbatch)
+    leaves = [scores.logprob.requires_grad_(), scores.entropy.requires_grad_()]
+    with torch.enable_grad():
+        loss, _ = algorithm.loss(leaves[0], microbatch, entropy=leaves[1], layout=microbatch.layout)
+        gradients = (
+            torch.autograd.grad(loss, leaves, allow_unused=True)
+            if loss.requires_grad
+            else (None, None)
+        )
+    largest = torch.finfo(torch.float64).max
+    terms = torch.zeros_like(microbatch["input_ids"], dtype=torch.float64)
+    for gradient in gradients:
+        if gradient is not None:
+            size = gradient.double().abs().nan_to_num(nan=largest, posinf=largest)
+            terms = torch.maximum(terms, size)
+    columns = [scores.logprob.detach(), *(microbatch[name] for name in microbatch)]
+    rows = rows_of_tokens(microbatch)
+    found = terms.new_zeros(len(microbatch["sample_index"]))
+    found.scatter_reduce_(0, rows, terms.flatten(), "amax")
+    for column in columns:
+        _mark_broken(found, column, rows, of_tokens=terms.shape)
+    return found
+
+
+def _mark_broken(found: Tensor, column: object, rows: Tensor, *, of_tokens: Sequence[int]) -> None:
+    """Put infinity where a row of ``column`` (per token or per row) is not finite."""
+    if not isinstance(column, Tensor) or not column.is_floating_point():
+        return
+    broken = torch.where(column.detach().isfinite(), 0.0, torch.inf).double()
+    if column.shape == of_tokens:
+        found.scatter_reduce_(0, rows, broken.flatten(), "amax")
+    elif column.shape == found.shape:
+        found.copy_(torch.maximum(found, broken))
+
+
+Metrics = dict[str, Tensor]
+
+
+class ValueLossFn:
+    """Half the squared error between values and returns, on action tokens.
+
+    ``clip_range`` keeps new values near the old ones, as in PPO's first implementations: the worse
+    of the two errors counts. The algorithms' descriptions name no such range, so there is none by
+    default.
+
+    Args:
+        clip_range: how far a value may move from the one of the step's beginning; None: any way.
+        loss_agg_mode: see `aggregate_loss`.
+    """
+
+    def __init__(self, clip_range: float | None = None, loss_agg_mode: str = "token-mean") -> None:
+        if clip_range is not None and clip_range <= 0:
+            raise InvalidArgumentError(f"value_clip_range={clip_range}: it must be positive")
+        self.clip_range = clip_range
+        self.loss_agg_mode = loss_agg_mode
+
+    def __call__(
+        self,
+        predicted: Tensor,
+        values: Tensor,
+        returns: Tensor,
+        action_mask: Tensor,
+        *,
+        layout: BatchLayout | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Return the loss, and metrics.
+
+        Args:
+            predicted: by the critic as it is now.
+            values: by the critic before the step.
+            returns: what it is to predict.
+            action_mask: what counts.
+            layout: boundaries and denominators of the step.
+        """
+        now, before = keep(action_mask, predicted), keep(action_mask, values)
+        wanted = keep(action_mask, returns)
+        errors = (now - wanted).square()
+        if self.clip_range is not None:
+            near = before + (now - before).clamp(-self.clip_range, self.clip_range)
+            errors = torch.maximum(errors, (near - wanted).square())
+        loss = aggregate_loss(0.5 * errors, action_mask, self.loss_agg_mode, layout=layout)
+        return loss, {"critic/value_loss": loss.detach()}
+
 
 __all__ = ["StepReport", "Trainer", "TrainerSettings"]
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from trinity_buffer.integrations.imports import verl_dumps
+from trinity_buffer.integrations.imports import formats
 from trinity_buffer.integrations.imports.rows import Rows
 from trinity_buffer.integrations.imports.texts import Texts
 
@@ -36,7 +36,7 @@ def test_what_their_trainer_dumped_is_read(tmp_path: Path) -> None:
             global_steps=step,
         )
     texts = Texts(tokenizer(tmp_path / "tokenizer"))
-    found = list(verl_dumps.read(tmp_path / "dumps", texts, Rows("experience")))
+    found = list(formats.read_verl(tmp_path / "dumps", texts, Rows("experience")))
     uids = [f"step-{step}/{key.replace('_', '/')}/" for step in (9, 10) for key in keys]
     assert [one.eid.uid for one in found] == uids
     assert [one.reward for one in found] == [0.0, 1.0, 0.5, 0.25] * 2

@@ -31,7 +31,7 @@ from trinity_buffer.algorithm.add_strategy.filters import (
 )
 from trinity_buffer.algorithm.add_strategy.step_wise_add_strategy import StepWiseGRPOStrategy
 from trinity_buffer.algorithm.copies import COPY_OF, original_uid
-from trinity_buffer.algorithm.reward_scores import ScoredGroups
+from trinity_buffer.algorithm.group_scores import ScoredGroups
 
 __all__ = [
     "ADD_STRATEGY",

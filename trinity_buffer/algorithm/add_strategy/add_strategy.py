@@ -29,9 +29,8 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.copies import left_out
-from trinity_buffer.algorithm.group_scores import Over
-from trinity_buffer.algorithm.registry import Registry
-from trinity_buffer.algorithm.reward_scores import (
+from trinity_buffer.algorithm.group_scores import (
+    Over,
     RewardScorer,
     ScoredGroups,
     as_added,
@@ -39,6 +38,7 @@ from trinity_buffer.algorithm.reward_scores import (
     over_runs,
     scorer_of,
 )
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.rejections import invalid

@@ -17,7 +17,7 @@ from trinity_buffer.algorithm.advantage_fn import (
 )
 from trinity_buffer.algorithm.arguments import declared_arguments
 from trinity_buffer.algorithm.copies import left_out
-from trinity_buffer.algorithm.reward_scores import RewardScorer, as_added, inherits
+from trinity_buffer.algorithm.group_scores import RewardScorer, as_added, inherits
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter
 

@@ -13,9 +13,11 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, Add
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.arguments import made as made_of
 from trinity_buffer.algorithm.copies import original_uid
-from trinity_buffer.algorithm.group_scores import Over, Rewards, Runs
-from trinity_buffer.algorithm.reward_scores import (
+from trinity_buffer.algorithm.group_scores import (
+    Over,
+    Rewards,
     RewardScorer,
+    Runs,
     ScoredGroups,
     asked,
     renumbered,

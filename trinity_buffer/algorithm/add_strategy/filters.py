@@ -18,11 +18,11 @@ from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_reward
 from trinity_buffer.algorithm.group_scores import (
     Over,
     Rewards,
+    ScoredGroups,
     as_rewards,
     check_over,
     run_means,
 )
-from trinity_buffer.algorithm.reward_scores import ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.advantage_fn.rows import Columns, Result, Rows
+from trinity_buffer.algorithm.advantage_fn.rows import Columns, Result, Rows, as_mapping
 from trinity_buffer.algorithm.annotating import (
     Problem,
     annotate_group,
@@ -28,16 +28,18 @@ from trinity_buffer.algorithm.arguments import (
     one_of,
     refuse_unknown,
 )
-from trinity_buffer.algorithm.batches import as_mapping
-from trinity_buffer.algorithm.group_scores import Over, Rewards, as_rewards, check_over
-from trinity_buffer.algorithm.registry import Registry
-from trinity_buffer.algorithm.reward_scores import (
+from trinity_buffer.algorithm.group_scores import (
+    Over,
+    Rewards,
     RewardScorer,
     ScoredGroups,
+    as_rewards,
+    check_over,
     inherits,
     over_runs,
     scorer_of,
 )
+from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 

@@ -14,9 +14,8 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     RewardAdvantage,
     TrainerAdvantage,
 )
-from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
-from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.reward_scores import ScoredGroups
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows, broadcast, scored_rows
+from trinity_buffer.algorithm.group_scores import ScoredGroups
 
 
 def shifted_baseline(

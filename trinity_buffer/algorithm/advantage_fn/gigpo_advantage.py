@@ -11,8 +11,14 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage, Unit
-from trinity_buffer.algorithm.advantage_fn.runs import Runs, run_problems, runs_by_task
-from trinity_buffer.algorithm.annotating import Problem, annotate, reward_of
+from trinity_buffer.algorithm.annotating import (
+    Problem,
+    StepsByRun,
+    annotate,
+    reward_of,
+    run_problems,
+    runs_by_task,
+)
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.metrics import gather_metrics
@@ -138,7 +144,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         lacking = final.reward is None and self.missing_reward == "zero"
         return [0.0] * (len(steps) - 1) + [0.0 if lacking else reward_of(final)]
 
-    def _episodes(self, runs: Runs, returns: Scores) -> tuple[Scores, dict[str, float]]:
+    def _episodes(self, runs: StepsByRun, returns: Scores) -> tuple[Scores, dict[str, float]]:
         """Return the score of each run, for all its steps, and metrics; fill in ``returns``."""
         totals = []
         ordered = [_in_order(steps) for steps in runs.values()]

@@ -18,8 +18,7 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     Unit,
     gather_groups,
 )
-from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
-from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows, broadcast, scored_rows
 from trinity_buffer.algorithm.annotating import (
     annotate,
     num_runs,

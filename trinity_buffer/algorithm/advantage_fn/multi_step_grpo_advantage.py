@@ -14,8 +14,14 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     Unit,
     gather_groups,
 )
-from trinity_buffer.algorithm.advantage_fn.runs import Runs, run_problems, runs_by_task
-from trinity_buffer.algorithm.annotating import Problem, annotate, reward_of
+from trinity_buffer.algorithm.annotating import (
+    Problem,
+    StepsByRun,
+    annotate,
+    reward_of,
+    run_problems,
+    runs_by_task,
+)
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.experience import Experience
 
@@ -85,7 +91,7 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
         metrics = {"reward_mean": mean, "reward_std": std}
         return dict(zip(exps, scores.tolist(), strict=True)), metrics, skip
 
-    def broadcast_advantages(self, run_exps: Runs, scores: Mapping[str, float]) -> Runs:
+    def broadcast_advantages(self, run_exps: StepsByRun, scores: Mapping[str, float]) -> StepsByRun:
         """Set the advantages of every step of every run to the run's score; return the runs."""
         for run_id, steps in run_exps.items():
             length = len(steps) if self.enable_step_norm else 1
@@ -118,7 +124,7 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
         }
         return kept, {**gather_groups(metrics), **counts}
 
-    def _batch_std(self, tasks: Sequence[Runs]) -> float:
+    def _batch_std(self, tasks: Sequence[StepsByRun]) -> float:
         """Return the deviation of the rewards of all runs; 1 if there is only one."""
         rewards = [reward_of(steps[-1]) for runs in tasks for steps in runs.values()]
         if len(rewards) <= 1:

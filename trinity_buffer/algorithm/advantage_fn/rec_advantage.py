@@ -14,7 +14,7 @@ from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
 from trinity_buffer.algorithm.annotating import annotate, reward_of, runs_of
 from trinity_buffer.algorithm.arguments import one_of
-from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups
+from trinity_buffer.algorithm.group_scores import RewardScorer, ScoredGroups
 from trinity_buffer.experience import Experience
 
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, RewardAdvantage
-from trinity_buffer.algorithm.group_scores import Rewards, means
-from trinity_buffer.algorithm.reward_scores import ScoredGroups
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means
 
 
 @ADVANTAGE_FN.register_module("reinforce")

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
-from trinity_buffer.algorithm.advantage_fn.group_rows import broadcast, scored_rows
-from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows, broadcast, scored_rows
 from trinity_buffer.algorithm.group_scores import Over, Rewards, check_over, means, size_of
 
 

@@ -1,16 +1,22 @@
-"""The trainer's door: one view of a batch, whatever its names and layout, and the way back."""
+"""The trainer's door: one view of a batch, whatever its names and layout, and the way back.
+
+Rows of a batch, scored group by group: the arithmetic of lists at the trainer's door.
+
+Batches of other trainers as mappings.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from trinity_buffer.algorithm.group_scores import Over
+from trinity_buffer.algorithm.group_scores import Over, Rewards, as_rewards, by_run, numbered
 from trinity_buffer.errors import InvalidArgumentError
 
 VERL_NAMES = {
@@ -175,3 +181,75 @@ class Rows:
             apart = (kept - mean).square().where(chosen, 0.0)
             squares = self.total((apart * weights).sum())
         return count, mean, (squares / (count - ddof).clamp(min=1.0)).where(count > ddof, 0.0)
+
+
+Score = Callable[..., Rewards]
+"""From the rewards of one group, and the weights of its rows where they have some, to scores."""
+
+
+def scored_rows(rows: Rows, score: Score, over: Over) -> Tensor:
+    """Return ``score`` of the rewards of every group, in row order, float64, shape ``(B,)``.
+
+    Over runs, ``score`` gets one reward for each run whose rows have equal ones; where they have
+    rewards of their own it gets all rows, with their weights.
+
+    One transfer from the device: groups are few and small, and the same functions score lists of
+    experiences.
+    """
+    sums = rows.scores()
+    rewards = sums.tolist()
+    found = torch.zeros(len(rewards), dtype=torch.float64)
+    names = rows.runs() if over == "runs" else None
+    for members in rows.groups():
+        runs = None if names is None else numbered([names[row] for row in members])
+        values, weights = by_run(as_rewards([rewards[row] for row in members]), runs)
+        scores = score(values) if weights is None else score(values, weights)
+        spread = scores if runs is None or weights is not None else scores[runs]
+        found[members] = torch.from_numpy(spread)
+    return found.to(sums.device)
+
+
+def broadcast(scores: Tensor, rows: Rows, like: Tensor) -> Tensor:
+    """Return ``scores`` of shape ``(B,)`` on every action token, 0 elsewhere, shape ``(B, T)``."""
+    spread = scores.to(like.dtype).unsqueeze(-1).expand_as(like)
+    return spread.where(rows.mask, 0.0)
+
+
+class ProtoBatch(MutableMapping[str, Any]):
+    """A view of a ``DataProto`` of verl: its tensors, and behind them what is none."""
+
+    def __init__(self, proto: Any) -> None:
+        self._parts = (proto.batch, proto.non_tensor_batch)
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        for part in self._parts:
+            if key in part.keys():  # noqa: SIM118 - a TensorDict knows no `in`
+                return part[key]
+        raise KeyError(key)
+
+    @override
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._parts[0 if isinstance(value, Tensor) else 1][key] = value
+
+    @override
+    def __delitem__(self, key: str) -> None:
+        for part in self._parts:
+            if key in part.keys():  # noqa: SIM118 - likewise
+                del part[key]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        for part in self._parts:
+            yield from part.keys()
+
+    @override
+    def __len__(self) -> int:
+        return sum(len(part.keys()) for part in self._parts)
+
+
+def as_mapping(batch: Any) -> MutableMapping[str, Any]:
+    """Return ``batch`` as a mapping: itself, or a view of a ``DataProto`` that changes it."""
+    proto = not isinstance(batch, Mapping) and hasattr(batch, "non_tensor_batch")
+    found: MutableMapping[str, Any] = ProtoBatch(batch) if proto else batch
+    return found

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm.advantage_fn.rows import as_mapping
 from trinity_buffer.algorithm.arguments import default_arguments
-from trinity_buffer.algorithm.batches import as_mapping
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     aggregate_loss,

@@ -1,4 +1,18 @@
-"""The formats that `trinity-buffer import` reads, and how they get into a store."""
+"""The formats that `trinity-buffer import` reads, and how they get into a store.
+
+Demonstrations as TRL and Hugging Face data sets hold them.
+
+``messages``, of which the last one is trained, or ``prompt`` and ``completion``.
+
+Pairs as TRL and Hugging Face data sets hold them: ``prompt``, ``chosen``, ``rejected``.
+
+Each is a text or a list of messages; where there is no prompt, it is what both answers begin with.
+
+Rollouts that verl wrote with ``trainer.rollout_data_dir``: ``STEP.jsonl``, texts and scores.
+
+Written against verl 0.9.1, whose lines name the trajectory as ``{uid}_{session}_{index}``. Of any
+other uid all rows of a step are a group; without one, as in older dumps, those of the same input.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +22,143 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.errors import ConflictingExperienceError, InvalidArgumentError
+import torch
+
+from trinity_buffer.errors import (
+    ConflictingExperienceError,
+    InvalidArgumentError,
+    InvalidExperienceError,
+)
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import Key
-from trinity_buffer.integrations.imports import preferences, prime_rl, sft, trinity, verl_dumps
-from trinity_buffer.integrations.imports.rows import Rows
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.identity import EID, Key
+from trinity_buffer.integrations.imports import prime_rl, trinity
+from trinity_buffer.integrations.imports.rows import Rows, name_of
+from trinity_buffer.integrations.imports.texts import Templating, Texts
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.writer import BufferWriter, WriteReceipt
+
+
+def read_sft(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
+    """Yield a demonstration for each row."""
+    for number, where, row in rows.of(path):
+        with rows.reading(where, row) as made:
+            messages = row.get("messages")
+            prompt: Any
+            answer: Any
+            if messages:
+                *prompt, last = messages
+                answer = [last]
+            elif {"prompt", "completion"} <= row.keys():
+                prompt, answer = row["prompt"], row["completion"]
+            else:
+                raise InvalidExperienceError(
+                    f"a demonstration has messages, or prompt and completion, not {sorted(row)}"
+                )
+            how = Templating.of(row)
+            before = texts.prompt(prompt, how)
+            made.append(
+                Experience(
+                    eid=EID(name_of(path), number, 0),
+                    tokens=before + texts.answer(prompt, answer, how),
+                    prompt_length=len(before),
+                    messages=messages or None,
+                    tools=how.tools,
+                    prompt_text=prompt if isinstance(prompt, str) else None,
+                    response_text=answer if isinstance(answer, str) else None,
+                )
+            )
+        yield from made
+
+
+def read_preferences(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
+    """Yield a pair for each row."""
+    for number, where, row in rows.of(path):
+        with rows.reading(where, row) as made:
+            prompt, chosen, rejected = _parts(row)
+            how = Templating.of(row)
+            tokens = texts.prompt(prompt, how)
+            answers = [texts.answer(prompt, one, how) for one in (chosen, rejected)]
+            made.append(
+                Experience(
+                    eid=EID(name_of(path), number, 0),
+                    tokens=tokens,
+                    prompt_length=len(tokens),
+                    chosen=torch.tensor(answers[0], dtype=torch.int32),
+                    rejected=torch.tensor(answers[1], dtype=torch.int32),
+                    prompt_text=prompt if isinstance(prompt, str) else None,
+                    chosen_messages=chosen if isinstance(chosen, list) else None,
+                    tools=how.tools,
+                    rejected_messages=rejected if isinstance(rejected, list) else None,
+                )
+            )
+        yield from made
+
+
+def _parts(row: dict[str, Any]) -> tuple[Any, Any, Any]:
+    if not {"chosen", "rejected"} <= row.keys():
+        raise InvalidExperienceError(f"a pair has chosen and rejected, not {sorted(row)}")
+    chosen, rejected = row["chosen"], row["rejected"]
+    if row.get("prompt") is not None:
+        return row["prompt"], chosen, rejected
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if not shared or isinstance(chosen, str):
+        raise InvalidExperienceError(
+            "there is no prompt, and no messages that both answers begin with"
+        )
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+NEEDED = ("input", "output", "score", "step")
+OWN = (*NEEDED, "uid")
+
+
+def read_verl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
+    """Yield a rollout for each line; a step is a batch, what else a line holds is in ``info``."""
+    seen: dict[int, dict[str, tuple[Key, int]]] = {}
+    for _, where, row in rows.of(path):
+        with rows.reading(where, row) as made:
+            made.append(_rollout(row, texts, seen))
+        yield from made
+
+
+def _rollout(
+    row: dict[str, Any], texts: Texts, seen: dict[int, dict[str, tuple[Key, int]]]
+) -> Experience:
+    if missing := [name for name in NEEDED if name not in row]:
+        raise InvalidExperienceError(
+            f"this row lacks {', '.join(missing)}, which a row of verl's dumps has"
+        )
+    prompt = texts.prompt(row["input"])
+    return Experience(
+        eid=_eid(row, seen),
+        tokens=prompt + texts.answer(row["input"], row["output"]),
+        prompt_length=len(prompt),
+        reward=float(row["score"]),
+        prompt_text=row["input"],
+        response_text=row["output"],
+        info={
+            "model_version": int(row["step"]) - 1,
+            **{name: value for name, value in row.items() if name not in OWN},
+        },
+    )
+
+
+def _eid(row: dict[str, Any], seen: dict[int, dict[str, tuple[Key, int]]]) -> EID:
+    """Return where a rollout stands; ``seen``: per step and group its task and runs so far."""
+    step, uid = int(row["step"]), row.get("uid")
+    parts = str(uid).rsplit("_", 2)
+    if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
+        return EID(f"step-{step}", parts[0], int(parts[1]), int(parts[2]))
+    groups = seen.setdefault(step, {})
+    named = uid is not None and uid != ""
+    group = str(uid if named else row["input"])
+    task, run = groups.get(group, (group if named else len(groups), -1))
+    groups[group] = (task, run + 1)
+    return EID(f"step-{step}", task, run + 1)
+
 
 PER_WRITE = 256
 
@@ -40,18 +182,16 @@ FORMATS = {
     "trinity-rft": Format(
         trinity.read, "experience", "an experience buffer of Trinity-RFT: SQLite, or JSONL of texts"
     ),
-    "verl": Format(
-        verl_dumps.read, "experience", "rollouts dumped by verl: STEP.jsonl, or a folder"
-    ),
+    "verl": Format(read_verl, "experience", "rollouts dumped by verl: STEP.jsonl, or a folder"),
     "prime-rl": Format(
         prime_rl.read, "experience", "episodes of prime-rl's file monitor: the folder of the run"
     ),
     "preferences": Format(
-        preferences.read,
+        read_preferences,
         "dpo",
         "pairs as TRL takes them: JSONL, JSON, Parquet, or a saved data set",
     ),
-    "sft": Format(sft.read, "sft", "demonstrations as TRL takes them, in the same kinds of file"),
+    "sft": Format(read_sft, "sft", "demonstrations as TRL takes them, in the same kinds of file"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import anyio.to_thread
 
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.algorithm.reward_scores import RewardScorer
+from trinity_buffer.algorithm.group_scores import RewardScorer
 from trinity_buffer.errors import ArchivedSegmentError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.experience import Experience

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_buffer.algorithm.group_scores import Over
-from trinity_buffer.algorithm.reward_scores import RewardScorer, ScoredGroups, asked
+from trinity_buffer.algorithm.group_scores import Over, RewardScorer, ScoredGroups, asked
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.pipeline.annotating.grouping import Group
 from trinity_buffer.rejections import invalid

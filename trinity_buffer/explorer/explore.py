@@ -4,6 +4,12 @@ The list is cut into batches whose ids follow from epoch and position alone: ``e
 ``epoch0-1``, ... Whoever plans a batch first has claimed it, by the order of the log; the others
 are told `BatchTakenError` and go on to the next. So every task of every epoch is planned once,
 whatever dies when, and nothing but the log is shared.
+
+The rollouts that are being made, which say so once none of them has ended for long.
+
+What a store has acknowledged, noted by the explorer itself: the proof from outside.
+
+The explorer: plan, generate, write, seal, again; and after a crash, first what is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ import inspect
 import json
 import logging
 import math
+import os
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -22,13 +30,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from trinity_buffer.errors import (
@@ -39,20 +50,241 @@ from trinity_buffer.errors import (
     TrainingError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.acknowledgements import Acknowledgements
-from trinity_buffer.explorer.explorer import BatchReport
-from trinity_buffer.explorer.under_way import UnderWay
 from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.own_code import kind_of
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.spoken_wait import one_line
+from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, one_line, wait_report_s
 from trinity_buffer.pipeline.writing.planning import require_same_contents
+from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
 from trinity_buffer.store.rows import BatchRow
+from trinity_buffer.writer import WriteReceipt
 
 _logger = logging.getLogger(__name__)
+
+
+class UnderWay:
+    """The rollouts that an explorer waits for.
+
+    Args:
+        writer: of the explorer.
+        timeout_s: after which a rollout is given up, if it ever is.
+    """
+
+    def __init__(self, writer: SQLWriter, timeout_s: float | None) -> None:
+        self._writer = writer
+        self._remedy = "timeout_s would end" if timeout_s is None else f"timeout_s={timeout_s} ends"
+        self._begun: dict[str, float] = {}
+        self._ended_at = -math.inf
+
+    @contextmanager
+    def making(self, run: EID) -> Iterator[None]:
+        """Count ``run`` as one that is waited for inside the context."""
+        self._begun[run.rid] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begun[run.rid]
+            self._ended_at = time.monotonic()
+            self._writer.waits_no_more()
+
+    async def stay_known(self) -> None:
+        """Say until cancelled that rollouts are under way, while they are: the run moves."""
+        await self._writer.stay_at_work(lambda: bool(self._begun))
+
+    async def watch(self) -> None:
+        """Say what is waited for, until cancelled; not while rollouts keep ending."""
+        every_s, quiet_until = wait_report_s(), -math.inf
+        while True:
+            now = time.monotonic()
+            since = max(self._ended_at, min(self._begun.values(), default=now))
+            left_s = max(since + every_s, quiet_until) - now
+            if left_s > 0:
+                await anyio.sleep(left_s)
+                continue
+            quiet_until = now + REPEATED_AFTER * every_s
+            said = one_line(self._told(now))
+            _logger.warning("%s", said)
+            await self._writer.waits_for(said)
+
+    def _told(self, now: float) -> str:
+        first, begun = next(iter(self._begun.items()))
+        return (
+            f"explorer {self._writer.actor!r} waits for {counted(len(self._begun), 'rollout')}, "
+            f"the first of them {first} for {now - begun:.0f} s ({self._remedy} them)"
+        )
+
+
+class Acknowledgements:
+    """An append-only file of the lines of receipts that `write` has returned.
+
+    ``trinity-buffer verify --acknowledged FOLDER`` compares such files with the log. A crash may
+    leave the last line unfinished; it is read as never written.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Its name may be an actor's, which a POSIX locale would have in ASCII.
+        path = Path(os.fsdecode(str(path).encode("utf-8", "surrogateescape")))
+        try:
+            torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InvalidArgumentError(f"acknowledgements {path}: {error.strerror}") from error
+        if torn:  # a kill may cut a write short; the next line must not grow out of what is left
+            os.write(self._descriptor, b"\n")
+
+    def note(self, receipt: WriteReceipt) -> None:
+        """Append the lines of ``receipt``, in one write call."""
+        os.write(self._descriptor, "".join(f"{line}\n" for line in receipt.lines).encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplorerSettings:
+    """What one explorer generates.
+
+    Attributes:
+        actor: its name; its batches are ``<actor>-0``, ``<actor>-1``, ...
+        groups_per_batch: problems that are planned at once.
+        rollouts_per_group: attempts at each.
+        groups_per_write: how many groups are written in one call.
+        acknowledgements: file that notes what the store has acknowledged; None: no proof is kept.
+        max_batches: end after so many; None: when the experiment is finished.
+        take_over: finish batches of explorers that are gone, too.
+    """
+
+    actor: str
+    groups_per_batch: int = 8
+    rollouts_per_group: int = 8
+    groups_per_write: int = 8
+    acknowledgements: Path | None = None
+    max_batches: int | None = None
+    take_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What is said of one batch that was sealed.
+
+    Attributes:
+        reward: mean of the rewards of its runs' last steps; None: they have none.
+        policy_version: of the weights; None: the model cannot be loaded anew.
+        repaired: True if it was planned before a crash and finished now.
+        left_out: planned runs that came to nothing; the batch is sealed without them.
+    """
+
+    batch: Key
+    policy_version: int | None
+    rollouts: int
+    experiences: int
+    reward: float | None
+    repaired: bool
+    left_out: int = 0
+
+
+class Sampler(Loadable, Protocol):
+    """A policy that makes rollouts of its own."""
+
+    def rollout(
+        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
+    ) -> list[Experience]:
+        """Return the experiences of the runs ``pairs``, (task, run), of ``batch``."""
+        ...
+
+
+class Explorer:
+    """Has rollouts made with the newest published policy, and writes them.
+
+    Args:
+        experiment: where they go, and where new policies are announced.
+        sampler: makes the rollouts; as it comes it is policy version 0.
+        settings: everything else.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        sampler: Sampler,
+        settings: ExplorerSettings,
+    ) -> None:
+        self._experiment = experiment
+        self._settings = settings
+        self._writer = experiment.writer(settings.actor)
+        self._weights = Weights(experiment, sampler)
+        self._under_way = UnderWay(self._writer, None)
+        path = settings.acknowledgements
+        self._acknowledgements = None if path is None else Acknowledgements(path)
+
+    async def run(self, report: Callable[[BatchReport], None]) -> None:
+        """Explore until the experiment is finished or ``max_batches`` are planned."""
+        try:
+            await self._writer.begin_exploring()
+            await self._weights.load_newest()
+            number, unfinished = await self._writer.unsealed()
+            for batch in unfinished:
+                report(await self._finish(batch, repaired=True))
+            beside = (self._weights.follow, self._writer.stay_present, self._under_way.stay_known)
+            async with running(*beside):
+                while self._settings.max_batches is None or number < self._settings.max_batches:
+                    for left in await self._left_behind():
+                        report(await self._finish(left, repaired=True))
+                    batch = f"{self._settings.actor}-{number}"
+                    tasks = list(range(self._settings.groups_per_batch))
+                    planned = await self._writer.plan(
+                        batch,
+                        tasks,
+                        self._settings.rollouts_per_group,
+                        policy_version=lambda: self._weights.version,
+                    )
+                    if not planned:
+                        return
+                    report(await self._finish(batch, repaired=False))
+                    number += 1
+        finally:
+            if self._acknowledgements is not None:
+                self._acknowledgements.close()
+
+    async def _left_behind(self) -> list[str]:
+        """Return the batches of explorers that are gone, which are this one's to finish now."""
+        return await self._writer.take_over() if self._settings.take_over else []
+
+    async def _finish(self, batch: Key, *, repaired: bool) -> BatchReport:
+        """Generate and write what is missing of a planned batch, then seal it."""
+        missing = await self._writer.missing(batch)
+        version, sampler = self._weights.version, self._weights.model
+        experiences, rewards = 0, []
+        for pairs in _by_group(missing, self._settings.groups_per_write):
+            rollout = partial(sampler.rollout, pairs, batch=batch, policy_version=version)
+            with self._under_way.making(EID(batch, *pairs[0])):
+                made = await anyio.to_thread.run_sync(rollout)
+            receipt = await self._writer.write(made)
+            if self._acknowledgements is not None:
+                self._acknowledgements.note(receipt)
+            experiences += len(made)
+            last = {e.eid.rid: e.reward for e in made}
+            rewards += [reward for reward in last.values() if reward is not None]
+        await self._writer.seal(batch, await self._writer.stored(batch))
+        mean = sum(rewards) / len(rewards) if rewards else None
+        return BatchReport(batch, version, len(missing), experiences, mean, repaired)
+
+
+def _by_group(pairs: Sequence[tuple[Key, int]], groups: int) -> list[list[tuple[Key, int]]]:
+    """Return ``pairs`` in pieces of whole groups."""
+    by_task: dict[Key, list[tuple[Key, int]]] = {}
+    for pair in pairs:
+        by_task.setdefault(pair[0], []).append(pair)
+    tasks = list(by_task.values())
+    pieces = (tasks[start : start + groups] for start in range(0, len(tasks), groups))
+    return [[pair for task in piece for pair in task] for piece in pieces]
+
 
 T = TypeVar("T")
 M = TypeVar("M")

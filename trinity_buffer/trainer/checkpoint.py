@@ -1,0 +1,710 @@
+"""Writing a checkpoint: by one process or by several ranks (FSDP2), at once or beside the training.
+
+Writing has two halves. The first takes what is to be kept, while nobody trains, and asks the other
+ranks; the second writes it, asks nobody, and may be another thread's.
+
+What an optimizer keeps, taken apart for a checkpoint: tensors, plain numbers, groups.
+
+The state of torch's random numbers: the processor's, and behind it that of a GPU.
+
+What a trainer keeps of a step: weights, optimizer, random numbers, manifests gone through.
+
+Tensors are safetensors, everything else is JSON: a checkpoint of unknown origin cannot run code.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trinity_buffer.errors import CheckpointError, NonFiniteError
+from trinity_buffer.pipeline.proof.checkpoint import (
+    may_remove,
+    read_gone_through,
+    read_head,
+    write_gone_through,
+    written,
+)
+from trinity_buffer.pipeline.proof.file_digest import side_by_side
+from trinity_buffer.pipeline.proof.gone_through import GoneThrough
+from trinity_buffer.trainer.parallel import OneProcess, Processes, gather_texts, is_sharded
+from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
+from trinity_buffer.trainer.sharded import (
+    HostCopies,
+    opened,
+    owners_of,
+    part_like,
+    whole_tensors,
+    write_share,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class OptimizerState(NamedTuple):
+    """The state of an optimizer.
+
+    Attributes:
+        tensors: by ``PARAMETER.NAME``, for safetensors.
+        numbers: the rest of what it keeps of its parameters, by the same names, for JSON.
+        groups: its parameter groups, for JSON.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    numbers: dict[str, float | None]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """Return the state of ``optimizer``.
+
+        Raises:
+            CheckpointError: it keeps what is neither a tensor nor a number.
+        """
+        found = optimizer.state_dict()
+        name = type(optimizer).__name__
+        tensors: dict[str, torch.Tensor] = {}
+        numbers: dict[str, float | None] = {}
+        for key, value in _entries(found["state"], name):
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value.detach().contiguous()
+            elif value is None or isinstance(value, int | float):
+                numbers[key] = value
+            else:
+                raise _refusal(name, f"state {key!r}", value)
+        for number, group in enumerate(found["param_groups"]):
+            for key, value in group.items():
+                _require_json(name, f"param_groups[{number}][{key!r}]", value)
+        return cls(tensors, numbers, found["param_groups"])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number of the state is NaN or infinite; one look at a device."""
+        plain = all(value is None or math.isfinite(value) for value in self.numbers.values())
+        return plain and all_finite([*self.tensors.values()])
+
+    def restore(self, optimizer: torch.optim.Optimizer, *, takes_groups: bool = True) -> None:
+        """Put the state into ``optimizer``; of weights that ranks hold in parts, this rank's.
+
+        Args:
+            takes_groups: its parameter groups take the saved settings, such as the learning rate;
+                a warning names those that were others. False: they keep their own.
+
+        Raises:
+            CheckpointError: it is the state of another optimizer, or of other groups of weights.
+        """
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._require_fitting(optimizer, weights)
+        state: dict[int, dict[str, Any]] = {}
+        for key, value in (*self.tensors.items(), *self.numbers.items()):
+            number, _, name = key.partition(".")
+            index = int(number)
+            if isinstance(value, torch.Tensor) and value.shape == weights[index].shape:
+                value = part_like(value, weights[index])
+            state.setdefault(index, {})[name] = value
+        own = optimizer.state_dict()["param_groups"]
+        if takes_groups:
+            self._say_what_differs(optimizer, own)
+            groups = self.groups
+        else:
+            pairs = zip(own, self.groups, strict=True)
+            groups = [{**group, "params": saved["params"]} for group, saved in pairs]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _require_fitting(
+        self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
+    ) -> None:
+        own = optimizer.param_groups
+        sizes = [[len(group["params"]) for group in groups] for groups in (self.groups, own)]
+        if sizes[0] != sizes[1]:
+            raise _other(optimizer, f"has groups of {sizes[0]} weights, not of {sizes[1]}")
+        for saved, group in zip(self.groups, own, strict=True):
+            gone, new = saved.keys() - group.keys(), group.keys() - saved.keys()
+            if gone and new:  # either alone: another version of torch
+                raise _other(optimizer, f"has {', '.join(sorted(gone))}: it is another optimizer")
+        for key, value in self.tensors.items():
+            weight = weights[int(key.partition(".")[0])]
+            if value.dim() == weight.dim() and value.shape != weight.shape:
+                shapes = f"{[*value.shape]}, its weight {[*weight.shape]}"
+                raise _other(optimizer, f"has its weights in another order ({key} is {shapes})")
+
+    def _say_what_differs(
+        self, optimizer: torch.optim.Optimizer, own: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Name the settings of ``optimizer`` that those of the checkpoint replace."""
+        differing = [
+            f"param_groups[{number}][{name!r}] = {value!r} (not {mine!r})"
+            for number, (saved, group) in enumerate(zip(self.groups, own, strict=False))
+            for name, value in saved.items()
+            if name in group and name != "params" and (mine := _as_saved(group[name])) != value
+        ]
+        if differing:
+            _logger.warning(
+                "the settings of the given %s are those of the checkpoint: %s; to change them, "
+                "assign to optimizer.param_groups once the Trainer is made",
+                type(optimizer).__name__,
+                ", ".join(differing),
+            )
+
+
+def _as_saved(value: Any) -> Any:
+    """Return ``value`` as JSON gives it back: a list for a tuple."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _entries(state: Mapping[Any, Any], optimizer: str) -> Iterator[tuple[str, Any]]:
+    """Yield what is kept of each parameter, as ``PARAMETER.NAME`` and its value."""
+    for index, entries in state.items():
+        if not isinstance(index, int) or not isinstance(entries, Mapping):
+            raise _refusal(optimizer, f"state {index!r}", entries)
+        yield from ((f"{index}.{name}", value) for name, value in entries.items())
+
+
+def _require_json(optimizer: str, place: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise _refusal(optimizer, place, value) from error
+
+
+def _other(optimizer: torch.optim.Optimizer, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the optimizer of the checkpoint is not this {type(optimizer).__name__}: it {what}. Give "
+        "the Trainer (optimizer=) the one that it was trained with, of the same groups of weights, "
+        "or begin with a fresh one: let a trainer of another name (consumer=) load the weights"
+    )
+
+
+def _refusal(optimizer: str, place: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"no checkpoint was written: {optimizer} keeps a {type(value).__name__} as {place}; a "
+        "checkpoint holds tensors and numbers of each parameter, and JSON of each group"
+    )
+
+
+def random_state(device: str = "cuda") -> Tensor:
+    """Return the state of this process as bytes, one tensor on the processor.
+
+    Args:
+        device: on which is computed; of ``cuda``, and of the processor, it is the current GPU.
+    """
+    state = torch.get_rng_state()
+    if not torch.cuda.is_initialized():
+        return state
+    return torch.cat([state, torch.cuda.get_rng_state(_gpu(device))])
+
+
+def restore_random(state: Tensor, device: str = "cuda") -> None:
+    """Go on with the random numbers of ``state``; those of a GPU only where there is one.
+
+    Args:
+        device: see `random_state`.
+    """
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size])
+    of_gpu = state[size:]
+    if len(of_gpu) and torch.cuda.is_available():
+        torch.cuda.set_rng_state(of_gpu, _gpu(device))
+
+
+def _gpu(device: str) -> str:
+    return device if device.startswith("cuda") else "cuda"
+
+
+POLICY_FILE = "policy.safetensors"
+OPTIMIZER = "optimizer"
+CRITIC_FILE = "critic.safetensors"
+CRITIC_OPTIMIZER = "critic_optimizer"
+CRITIC_OPTIMIZER_FILE = f"{CRITIC_OPTIMIZER}.safetensors"
+STATE_FILE = "state.json"
+
+
+class OptimizerOf(Protocol):
+    """Returns a fresh optimizer for a model."""
+
+    def __call__(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
+        """Return one for the policy, or for the critic."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState(Generic[AnyPolicy]):
+    """A trainer between two gradient steps.
+
+    Attributes:
+        step: the last one that the weights went through.
+        manifests: of all steps so far, in order, as the trainer itself saw them.
+        critic: and its optimizer, where the algorithm uses one.
+        coefficients: of the divergences, which may adapt from step to step.
+        log_head: of the log, when that step was handed out; it proves the log up to there.
+        random: state of torch's random numbers of each rank; empty: of this process, as it is.
+    """
+
+    policy: AnyPolicy
+    optimizer: torch.optim.Optimizer
+    step: int
+    manifests: GoneThrough
+    critic: tuple[Critic, torch.optim.Optimizer] | None = None
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    log_head: str = ""
+    random: Sequence[torch.Tensor] = ()
+
+
+def fresh_folder(root: Path, step: int) -> Path:
+    """Return a new, empty folder for a checkpoint of ``step``.
+
+    Never one that is there already: it may be of a process that was killed before its commit, or of
+    another one that has taken over meanwhile and committed it.
+
+    Raises:
+        CheckpointError: none can be made there.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            folder = root / (f"step-{step:08d}" + (f"-{number}" if number > 1 else ""))
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint of step {step} can be written to {root}: {error}; start again with a "
+            "folder that can be written: training goes on from the last commit"
+        ) from error
+    raise AssertionError  # count() does not end
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say in a sentence why the folder of a checkpoint cannot be written.
+
+    Raises:
+        CheckpointError: it goes, or is not here, while it is written; or the disk is full or fails.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # The folder itself is the last to go: a file that is missing says enough.
+        if folder.is_dir() and not isinstance(error, FileNotFoundError):
+            raise CheckpointError(
+                f"checkpoint {folder} cannot be written: {error}; make room on that disk, or "
+                "choose another folder, and start again: training goes on from the last commit"
+            ) from error
+        raise CheckpointError(
+            f"checkpoint {folder} was removed while it was written: a trainer of this name took "
+            "over and has gone on; start again to resume from its last commit. Or ranks on several "
+            "machines do not share the folder"
+        ) from error
+
+
+def require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> None:
+    """Refuse weights, and numbers of an optimizer, that are not finite."""
+    finite = {
+        "the weights": all_finite([*model.parameters()]),
+        "the optimizer": optimizer.is_finite,
+    }
+    for what, is_finite in finite.items():
+        if not is_finite:
+            raise NonFiniteError(
+                f"no checkpoint of step {step} was written: {what} of a {type(model).__name__} "
+                "hold NaN or Inf; lower the learning rate or max_gradient_norm, and go on from the "
+                "last checkpoint"
+            )
+
+
+def write_numbers(
+    folder: Path, state: TrainerState[Any], kept: OptimizerState, more: Mapping[str, Any]
+) -> None:
+    """Write what is no tensor."""
+    numbers = {
+        "step": state.step,
+        "optimizer": kept.groups,
+        "optimizer_numbers": kept.numbers,
+        "coefficients": dict(state.coefficients),
+        **more,
+    }
+    (folder / STATE_FILE).write_text(json.dumps(numbers))
+    write_gone_through(folder, state.manifests, state.log_head)
+
+
+def random_of_ranks(state: TrainerState[Any]) -> dict[str, torch.Tensor]:
+    """Return the state of the random numbers of each rank, by its name in a checkpoint."""
+    states = state.random or [random_state()]
+    return {_random_of(rank): one for rank, one in enumerate(states)}
+
+
+_RANDOM = "rng"
+
+
+def _random_of(rank: int) -> str:
+    return f"{_RANDOM}.{rank}" if rank else _RANDOM  # one rank alone writes what it always wrote
+
+
+def _restore_random(tensors: Mapping[str, torch.Tensor], rank: int, device: str) -> None:
+    """Go on with the random numbers of ``rank``.
+
+    A rank that there was not begins numbers of its own, which depend on rank 0's alone.
+    """
+    first, own = tensors[_RANDOM], tensors.get(_random_of(rank))
+    if own is not None:
+        restore_random(own, device)
+        return
+    digest = sha256(first.numpy().tobytes() + rank.to_bytes(4, "big")).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+
+
+def load_checkpoint(
+    folder: Path,
+    optimizer_of: OptimizerOf,
+    policy: AnyPolicy,
+    critic: Critic | None = None,
+    *,
+    rank: int = 0,
+    takes_groups: bool = True,
+    device: str = "cuda",
+) -> TrainerState[AnyPolicy]:
+    """Return the state in ``folder`` and restore torch's random numbers of ``rank``.
+
+    Args:
+        optimizer_of: returns the optimizer of a model.
+        policy: of the kind that was saved; it takes the saved weights.
+        critic: likewise, where one was saved.
+        takes_groups: the policy's optimizer takes the saved settings, see `OptimizerState.restore`.
+        device: on which is computed, see `random_state`.
+
+    Raises:
+        CheckpointError: a file is missing or cannot be read.
+    """
+    with ExitStack() as stack:
+        try:
+            state = json.loads((folder / STATE_FILE).read_text())
+            tensors = stack.enter_context(opened(folder, OPTIMIZER))
+            manifests = read_gone_through(folder).after()
+            trains_critic = "critic_optimizer" in state
+            of_critic = load_file(folder / CRITIC_OPTIMIZER_FILE) if trains_critic else {}
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(
+                f"checkpoint {folder} cannot be read: {error}; resume from an older step"
+            ) from error
+        policy.restore(folder / policy.file_name)
+        optimizer = optimizer_of(policy)
+        _restore_random(tensors, rank, device)
+        numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
+        kept = OptimizerState(tensors.without(_RANDOM), numbers, state["optimizer"])
+        kept.restore(optimizer, takes_groups=takes_groups)
+    trained = None
+    if trains_critic and critic is not None:
+        critic.restore(folder / CRITIC_FILE)
+        trained = (critic, optimizer_of(critic, is_critic=True))
+        kept = OptimizerState(of_critic, {}, state["critic_optimizer"])
+        kept.restore(trained[1], takes_groups=False)
+    coefficients = state.get("coefficients", {})
+    step, head = state["step"], read_head(folder).hex()
+    return TrainerState(policy, optimizer, step, manifests, trained, coefficients, head)
+
+
+def read_step(folder: Path) -> int:
+    """Return the gradient step that the weights in ``folder`` went through last.
+
+    Raises:
+        CheckpointError: this folder is no checkpoint of a trainer.
+    """
+    try:
+        return int(json.loads((folder / STATE_FILE).read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} holds no {STATE_FILE} of a trainer: {error}") from error
+
+
+_NAME = re.compile(r"step-\d+(-\d+)?")
+
+
+def remove_old(root: Path, *, keep: int, committed: Path) -> None:
+    """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
+
+    One whose policy somebody is loading stays for now.
+
+    Args:
+        committed: the one that was committed last; it stays, those that were begun before it for
+            the same step go.
+    """
+    last = _place_of(committed)
+    found = (folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name))
+    places = {folder: _place_of(folder) for folder in found}
+    # None: who took over meanwhile has gone on, and tidied up to where it is.
+    kept = sorted({step for step, _ in places.values() if step <= last[0]})[-keep:]
+    for folder, (step, number) in places.items():
+        gone = kept and (step < kept[0] or (step == last[0] and number < last[1]))
+        # What an explorer is loading goes after a later commit.
+        if gone and all(may_remove(path) for path in folder.glob("*")):
+            # A process that was fenced may be writing into it still: what is left goes next time.
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place_of(folder: Path) -> tuple[int, int]:
+    """Return the step of a checkpoint, and which one of those of that step it is."""
+    _, step, *number = folder.name.split("-")
+    return int(step), int(number[0]) if number else 1
+
+
+_FAILURES = (CheckpointError, NonFiniteError, OSError, SafetensorError)
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was written.
+
+    Attributes:
+        folder: where it is.
+        digests: file -> what `written` returned, of those that are on the disk already.
+    """
+
+    folder: Path
+    digests: Mapping[Path, str]
+
+
+class Begun(NamedTuple):
+    """A checkpoint of which everything was taken.
+
+    Attributes:
+        folder: where it will be.
+        processes: who writes it.
+        write: writes what this rank has to write, and says as JSON what `written` returned of it.
+    """
+
+    folder: Path
+    processes: Processes
+    write: Callable[[], str]
+
+
+def is_shared(policy: Policy) -> bool:
+    """Return whether ranks hold the weights of ``policy`` in parts."""
+    return any(map(is_sharded, policy.parameters()))
+
+
+def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
+    """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
+
+    Raises:
+        CheckpointError: somebody removed the folder meanwhile; the disk is full, or fails; or an
+            optimizer keeps what is neither a tensor nor a number. No folder is left.
+        NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
+    """
+    copies = HostCopies(copied=False)
+    try:
+        begun = begin(root, state, OneProcess(), copies)
+        return end(begun, begun.write).folder
+    finally:
+        copies.close()
+
+
+def begin(root: Path, state: TrainerState[Any], processes: Processes, copies: HostCopies) -> Begun:
+    """Take what a checkpoint of ``state`` keeps; every rank that writes calls it.
+
+    Of weights that ranks hold in parts, each rank takes a share, as whole tensors. So one process,
+    or any number of ranks, goes on with them, and an inference server reads them.
+
+    Args:
+        root: of the folder.
+        state: of the trainer.
+        processes: who writes: all ranks, or one alone.
+        copies: take the tensors; those of the checkpoint before are not read any more.
+
+    Raises:
+        CheckpointError: no folder can be made, or an optimizer keeps what no checkpoint holds.
+        NonFiniteError: a weight or a number of an optimizer is NaN or infinite.
+    """
+    trained: list[tuple[Trainable, OptimizerState]]
+    trained = [(state.policy, OptimizerState.of(state.optimizer))]
+    if state.critic is not None:
+        trained.append((state.critic[0], OptimizerState.of(state.critic[1])))
+
+    def look() -> str:
+        for model, kept in trained:
+            require_finite(state.step, model, kept)
+        return ""
+
+    def make() -> str:
+        if processes.rank:
+            return ""
+        folder = fresh_folder(root, state.step).absolute()
+        if hasattr(state.policy, "held"):
+            with writing(folder):
+                (folder / state.policy.file_name).mkdir()
+        return str(folder)
+
+    on_each(processes, look)
+    folder = Path(on_each(processes, make)[0])
+    copies.begin()
+    shares, saves = _taken(folder, state, [kept for _, kept in trained], processes, copies)
+    # What is written later keeps no tensor of a GPU alive.
+    numbers = [kept._replace(tensors={}) for _, kept in trained]
+    return Begun(
+        folder,
+        processes,
+        _Writing(folder, state, numbers, shares, saves, processes.rank, copies.wait),
+    )
+
+
+def _taken(
+    folder: Path,
+    state: TrainerState[Any],
+    kept: Sequence[OptimizerState],
+    processes: Processes,
+    copies: HostCopies,
+) -> tuple[list[_Share], dict[str, Callable[[Path], None]]]:
+    """Return the tensors that this rank writes, and name -> what writes the file or folder."""
+    policy, among = state.policy, processes.world_size
+    share = partial(_share, rank=processes.rank, copies=copies)
+    shares = [share(folder, OPTIMIZER, kept[0].tensors, among)]
+    saves: dict[str, Callable[[Path], None]] = {}
+    if state.critic is not None:
+        shares.append(share(folder, CRITIC_OPTIMIZER, kept[1].tensors, 1))
+        critic = state.critic[0]
+        saves[CRITIC_FILE] = (deepcopy(critic) if copies.copied else critic).save
+    if hasattr(policy, "held"):
+        # Of an adapter, peft and inference servers read one file.
+        among = 1 if policy.is_adapted else among
+        shares.append(share(folder / policy.file_name, policy.stem, policy.held(), among))
+        saves[policy.file_name] = policy.save_config
+    else:
+        saves[policy.file_name] = (deepcopy(policy) if copies.copied else policy).save
+    return shares, saves
+
+
+def end(begun: Begun, write: Callable[[], str]) -> Saved:
+    """Return the checkpoint when every rank has written its files; every rank that writes calls it.
+
+    Args:
+        begun: what was begun.
+        write: returns what its ``write`` returned, which may have been called elsewhere.
+
+    Raises:
+        CheckpointError, OSError: a rank could not write; no folder is left.
+    """
+    told: list[str] = []
+    try:
+        told = on_each(begun.processes, write)
+    finally:
+        if not told and begun.processes.rank == 0:  # nobody writes any more
+            shutil.rmtree(begun.folder, ignore_errors=True)
+    digests = {file: digest for text in told for file, digest in json.loads(text).items()}
+    return Saved(begun.folder, {Path(file): digest for file, digest in digests.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank writes of tensors that ranks share.
+
+    Attributes:
+        place: folder of the files.
+        stem: how their names begin.
+        among: how many ranks share them.
+        owners: name of a tensor -> rank.
+        mine: the tensors of this rank, whole.
+    """
+
+    place: Path
+    stem: str
+    among: int
+    owners: Mapping[str, int]
+    mine: Mapping[str, Tensor]
+
+
+def _share(
+    place: Path,
+    stem: str,
+    tensors: Mapping[str, Tensor],
+    among: int,
+    *,
+    rank: int,
+    copies: HostCopies,
+) -> _Share:
+    """Return the share of ``rank``; every rank gathers with it."""
+    owners = owners_of(tensors, among)
+    mine = [name for name, owner in owners.items() if owner == rank]
+    return _Share(place, stem, among, owners, whole_tensors(tensors, mine, copies))
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """What one rank has to write; called, it does.
+
+    Attributes:
+        kept: what optimizers keep that is no tensor: the policy's, and a critic's.
+        saves: name -> writes a model, or all of it but its weights.
+        wait: returns when the tensors are in the processor's memory.
+    """
+
+    folder: Path
+    state: TrainerState[Any]
+    kept: Sequence[OptimizerState]
+    shares: Sequence[_Share]
+    saves: Mapping[str, Callable[[Path], None]]
+    rank: int
+    wait: Callable[[], None]
+
+    def __call__(self) -> str:
+        self.wait()
+        with writing(self.folder):
+            return self._written()
+
+    def _written(self) -> str:
+        shares = [share for share in self.shares if self.rank < share.among]
+        files = [file for some in side_by_side(self._write, shares) for file in some]
+        if self.rank == 0:
+            for name, save in self.saves.items():
+                save(self.folder / name)
+            trains_critic = self.state.critic is not None
+            of_critic = {"critic_optimizer": self.kept[1].groups} if trains_critic else {}
+            write_numbers(self.folder, self.state, self.kept[0], of_critic)
+        return json.dumps(dict(files))
+
+    def _write(self, share: _Share) -> list[tuple[str, str]]:
+        """Write a share; return its files, which are on the disk then, and what they hold."""
+        owners, mine = dict(share.owners), dict(share.mine)
+        if share.stem == OPTIMIZER:
+            random = random_of_ranks(self.state)
+            owners |= dict.fromkeys(random, 0)
+            mine |= random if self.rank == 0 else {}
+        files = write_share(share.place, share.stem, mine, owners, self.rank, share.among)
+        return [(str(file), written(file)) for file in files]
+
+
+def on_each(processes: Processes, work: Callable[[], str]) -> list[str]:
+    """Return what ``work`` returned on each rank; every rank calls it, and fails where one does.
+
+    Raises:
+        CheckpointError: another rank failed; the message names it.
+    """
+    done, reason = "", "it ended with an error of its own"
+    try:
+        done = work()
+        reason = ""
+    except _FAILURES as error:
+        reason = str(error)
+        raise
+    finally:  # the others wait for it
+        told = gather_texts(processes, json.dumps([done, reason]))
+    found = []
+    for rank, one in enumerate(told):
+        text, why = json.loads(one)
+        if why:
+            raise CheckpointError(f"no checkpoint was written, as rank {rank} failed: {why}")
+        found.append(text)
+    return found
