@@ -38,13 +38,9 @@ section: `optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The reso
 is the first event of the experiment (`trinity-buffer stats --config`); a later change is an event.
 
 An experiment that you create in Python takes the same keys, and `schema`. An unknown key is
-refused, with a suggestion if a known one is similar; put keys of your own under `extra`. Values of
-keys that the Python functions read are checked when the experiment is created, or when the function
-that reads them starts (leave a key out rather than give None; `trainer` must not contain a slash).
-All other values are checked by the commands only.
-
-These functions read the configuration. A keyword argument takes precedence; a key that is given
-nowhere has the default of the function.
+refused, with a suggestion if a known one is similar; put keys of your own under `extra`. Leave a
+key out rather than give None; `trainer` must not contain a slash. These functions read the
+configuration, and check what they read; a keyword argument takes precedence.
 
 - `run_strategy`: `rollouts_per_group`, `deadline_s`, `idle_s`, `incomplete`
 - a train stream: `groups_per_step`, `tokens_per_microbatch`, `layout`, `lease_ttl_s`
