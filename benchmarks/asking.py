@@ -5,7 +5,7 @@ python -m benchmarks.asking --experiences 200000 --store postgresql
 python -m benchmarks.asking --only page           # or: answer, as-of, serve, stats, start, streamed
 
 A store is filled as `benchmarks.verify` fills its own, and a file is kept for the next time.
-Questions go through `trinity_buffer.inspect`, pages through the application in this process; each
+Questions go through `trinity_buffer.inspector`, pages through the application in this process; each
 is asked once before it counts. Beside the seconds of the clock stand those of the processor, which
 a busy machine changes less; what a PostgreSQL server computes is not among them.
 """
@@ -38,11 +38,11 @@ from benchmarks.provenance import provenance
 from benchmarks.streaming_answers import halfway, streamed
 from benchmarks.verify import EXPERIMENT, RUNS, STORE, TASKS, fill
 from tests.postgres import PostgresServer
-from trinity_buffer import inspect as ask
-from trinity_buffer.inspect.compare import comparing
-from trinity_buffer.inspect.doctor import examine
-from trinity_buffer.inspect.source import Source, as_of, now
-from trinity_buffer.inspect.step_lines import rows_of_step
+from trinity_buffer import inspector as ask
+from trinity_buffer.inspector.compare import comparing
+from trinity_buffer.inspector.doctor import examine
+from trinity_buffer.inspector.source import Source, as_of, now
+from trinity_buffer.inspector.step_lines import rows_of_step
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.web.app import inspector

@@ -11,11 +11,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from trinity_buffer import inspect as ask
+from trinity_buffer import inspector as ask
 from trinity_buffer.codec import decode_fact, decode_segment
-from trinity_buffer.inspect.compare import compare_runs, compare_sets
-from trinity_buffer.inspect.overviews import overview_of
-from trinity_buffer.inspect.source import Source, as_of, now
+from trinity_buffer.inspector.compare import compare_runs, compare_sets
+from trinity_buffer.inspector.overviews import overview_of
+from trinity_buffer.inspector.source import Source, as_of, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress
 from trinity_buffer.pipeline.store import open_store

@@ -22,7 +22,7 @@ PACKAGE = "trinity_buffer"
 READERS = {
     f"{PACKAGE}/store/projections.py",
     f"{PACKAGE}/pipeline/verifying/log_audit.py",
-    f"{PACKAGE}/inspect/events.py",
+    f"{PACKAGE}/inspector/events.py",
 }
 """Of a new kind: those that CONTRIBUTING.md lists."""
 
@@ -43,7 +43,7 @@ class UnknownEvent:
 USE_OF_KIND = """
 import anyio, sys
 from trinity_buffer.events import PolicyScored
-from trinity_buffer.inspect.events import event_lines
+from trinity_buffer.inspector.events import event_lines
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store

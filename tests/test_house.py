@@ -39,8 +39,8 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/streaming/leading_rank.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
-    f"{PACKAGE}/inspect/table.py:pyarrow": "pyarrow is an extra",
-    f"{PACKAGE}/inspect/table.py:parquet_writer": "pyarrow is an extra",
+    f"{PACKAGE}/inspector/table.py:pyarrow": "pyarrow is an extra",
+    f"{PACKAGE}/inspector/table.py:parquet_writer": "pyarrow is an extra",
     f"{PACKAGE}/pipeline/archive_file.py:_parquet": "pyarrow is an extra",
     f"{PACKAGE}/store/postgres.py:_ask": "asyncpg is an extra that users of SQLite do not have",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",

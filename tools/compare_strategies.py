@@ -9,7 +9,7 @@ import argparse
 import asyncio
 
 import trinity_buffer as tb
-from trinity_buffer.inspect import compare_sets, now
+from trinity_buffer.inspector import compare_sets, now
 
 
 async def compare_strategies(url: str, first: str, second: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 
 import trinity_buffer as tb
-from trinity_buffer.inspect import groups
+from trinity_buffer.inspector import groups
 
 CASE = '''"""Group {batch}/{task} of experiment {name!r}, as it was recorded."""
 
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import trinity_buffer as tb
-from trinity_buffer.inspect import groups
+from trinity_buffer.inspector import groups
 
 STRATEGY, ARGS = {strategy}, {args}
 REWARDS = {rewards}

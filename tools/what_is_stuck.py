@@ -9,7 +9,7 @@ import argparse
 import asyncio
 
 import trinity_buffer as tb
-from trinity_buffer.inspect import groups, leases, now, steps
+from trinity_buffer.inspector import groups, leases, now, steps
 
 
 async def what_is_stuck(url: str, newest: int) -> None:

@@ -9,7 +9,7 @@ import argparse
 import asyncio
 
 import trinity_buffer as tb
-from trinity_buffer.inspect import blame, now, show
+from trinity_buffer.inspector import blame, now, show
 
 
 async def worst_rollouts(url: str, step: int, count: int) -> None:

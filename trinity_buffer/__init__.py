@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.names_on_use import names_on_use
+from trinity_buffer.names_on_use import names_on_use, renamed
 
 if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trinity_buffer.explorer.local_model import LocalModel
     from trinity_buffer.explorer.openai_model import OpenAIModel
     from trinity_buffer.identity import EID
-    from trinity_buffer.inspect.table import to_arrow
+    from trinity_buffer.inspector.table import to_arrow
     from trinity_buffer.metrics import gather_metrics
     from trinity_buffer.pipeline.annotating.grouping import GroupingRules
     from trinity_buffer.pipeline.annotating.scoring import assign_rewards
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "to_arrow": "trinity_buffer.inspect.table",
+    "to_arrow": "trinity_buffer.inspector.table",
     "verify": "trinity_buffer.pipeline.verifying.verify",
     "compact": "trinity_buffer.pipeline.history.compaction",
     "assign_rewards": "trinity_buffer.pipeline.annotating.scoring",
@@ -106,3 +106,7 @@ _HOMES = {
 
 
 __getattr__, __dir__ = names_on_use(__name__, _HOMES)
+
+# No folder of this name: a script in this package's folder would import it as `inspect`.
+inspect = renamed("trinity_buffer.inspect", "trinity_buffer.inspector")
+renamed("trinity_buffer.inspect.tracking", "trinity_buffer.inspector.tracking")

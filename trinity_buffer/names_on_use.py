@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+from typing_extensions import override
 
 
 def names_on_use(
@@ -26,3 +30,19 @@ def names_on_use(
         return value
 
     return found, lambda: sorted({*vars(sys.modules[package]), *homes})
+
+
+def renamed(old: str, new: str) -> ModuleType:
+    """Let the module ``new`` be imported as ``old`` too, with a warning, and return that alias."""
+
+    class Alias(ModuleType):
+        @override
+        def __getattr__(self, name: str) -> Any:
+            # Only names of users: tools ask each module in `sys.modules` for its dunder names.
+            if name.startswith("__"):
+                raise AttributeError(name)
+            message = f"{old} is now {new}; the old name goes with the next release"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return getattr(import_module(new), name)
+
+    return sys.modules.setdefault(old, Alias(old))

@@ -18,8 +18,8 @@ from tests.pipeline.planting import unguarded
 from tests.sample_run import RUNS, record_sample_run
 from trinity_buffer import codec
 from trinity_buffer.errors import DamagedSegmentError
-from trinity_buffer.inspect import search
-from trinity_buffer.inspect.source import now
+from trinity_buffer.inspector import search
+from trinity_buffer.inspector.source import now
 from trinity_buffer.store.tables import event, segment
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.web.app import inspector

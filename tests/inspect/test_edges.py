@@ -20,7 +20,7 @@ from tests.trainer.test_mixing import filled, taken
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.experience import Experience
-from trinity_buffer.inspect import (
+from trinity_buffer.inspector import (
     blame,
     compare_runs,
     compare_sets,
@@ -30,10 +30,10 @@ from trinity_buffer.inspect import (
     show,
     steps,
 )
-from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow
-from trinity_buffer.inspect.source import now
-from trinity_buffer.inspect.step_lines import trainer_of
-from trinity_buffer.inspect.tensors import row_of
+from trinity_buffer.inspector.experience import row_of
+from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow
+from trinity_buffer.inspector.source import now
+from trinity_buffer.inspector.step_lines import trainer_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.lease_holders import owner_name
 from trinity_buffer.pipeline.store import open_store

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from trinity_buffer import EID, Experience, inspect
-from trinity_buffer.inspect.source import as_of, now
-from trinity_buffer.inspect.tracking import numbers_of
+from trinity_buffer import EID, Experience, inspector
+from trinity_buffer.inspector.source import as_of, now
+from trinity_buffer.inspector.tracking import numbers_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
@@ -57,12 +57,12 @@ async def test_an_experts_row_is_trained_where_another_experiment_trained_it(
     async with open_store(store_url) as store:
         expert = now(await mixed(store, steps=2))
         (taken,) = [row for row in await _blamed(store, 1) if row.experiment == "expert"]
-        found = await inspect.why(expert, taken.uid)
-        shown = await inspect.show(expert, taken.uid)
-        held = await inspect.why(expert, "x/2/0/0/")
-        left = await inspect.why(expert, "x/5/0/0/")
-        groups = await inspect.groups(expert)
-        await inspect.tokens(expert, taken.uid)
+        found = await inspector.why(expert, taken.uid)
+        shown = await inspector.show(expert, taken.uid)
+        held = await inspector.why(expert, "x/2/0/0/")
+        left = await inspector.why(expert, "x/5/0/0/")
+        groups = await inspector.groups(expert)
+        await inspector.tokens(expert, taken.uid)
     assert found.trained
     assert found.verdict == "trained in step 1 of run/trainer (set recorded)"
     assert found.reasons[-1].what == (
@@ -80,15 +80,15 @@ async def test_an_experts_row_is_trained_where_another_experiment_trained_it(
 _TRAINED = ("trained in step 2", "trained in step 1")
 
 
-async def _blamed(store: Store, step: int) -> tuple[inspect.EatenRow, ...]:
-    return (await inspect.blame(now(await store.experiment("run")), step)).rows
+async def _blamed(store: Store, step: int) -> tuple[inspector.EatenRow, ...]:
+    return (await inspector.blame(now(await store.experiment("run")), step)).rows
 
 
 async def test_an_expert_as_it_was_knows_of_no_other_experiment(store_url: str) -> None:
     async with open_store(store_url) as store:
         expert = await mixed(store)
         async with as_of(expert, await now(expert).head()) as source:
-            found = await inspect.why(source, "x/0/0/0/")
+            found = await inspector.why(source, "x/0/0/0/")
     assert found.verdict == "never trained: ready (set recorded)"
 
 
@@ -97,7 +97,7 @@ async def test_what_a_trainer_of_another_experiment_rejects_is_why_it_was_not_tr
 ) -> None:
     async with open_store(store_url) as store:
         expert = await mixed(store, steps=1, max_tokens=50)
-        found = await inspect.why(now(expert), "x/0/0/0/")
+        found = await inspector.why(now(expert), "x/0/0/0/")
     assert found.verdict == "never trained: rejected by run/trainer: oversize (set recorded)"
     assert found.reasons[-1].position is not None
     assert found.reasons[-1].what == "trainer run/trainer: rejected, oversize"
@@ -107,8 +107,8 @@ async def test_the_numbers_of_a_step_leave_out_the_experts_rows(sqlite_url: str)
     async with open_store(sqlite_url) as store:
         await mixed(store)
         source = now(await store.experiment("run"))
-        lines = await inspect.steps(source)
-        lags = await inspect.staleness(source)
+        lines = await inspector.steps(source)
+        lags = await inspector.staleness(source)
     assert [(one.rows, one.tokens, one.reward, one.oldest) for one in lines] == [(3, 8, 0.5, 0)] * 4
     assert [one.staleness for one in lines] == [one.mean for one in lags] == [0] * 4
     assert numbers_of(lines[3])["batch/staleness"] == 0

@@ -21,11 +21,11 @@ from tests.inspect.numbers_run import MIXED, PENALIZED, Reports, made
 from tests.inspect.plain_log import Log, Row, Step, Trainer, log_of
 from tests.web.conftest import BASE
 from tests.web.test_report import Page
-from trinity_buffer.inspect.table import to_arrow
-from trinity_buffer.inspect.tracking import Tracker, track
+from trinity_buffer.inspector.table import to_arrow
+from trinity_buffer.inspector.tracking import Tracker, track
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.web.app import inspector
-from trinity_buffer.web.prometheus import metrics
+from trinity_buffer.web.metrics import metrics
 from trinity_buffer.web.report import report
 
 pytestmark = pytest.mark.long

@@ -15,9 +15,9 @@ from pysqlite3 import dbapi2
 
 from tests.conftest import Resize
 from tests.sample_run import SampleRun, record_sample_run, rollout
-from trinity_buffer import inspect
+from trinity_buffer import inspector
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.inspect.source import Source, as_of, now
+from trinity_buffer.inspector.source import Source, as_of, now
 from trinity_buffer.pipeline.store import open_store
 
 SLOTS = 1 << 20
@@ -46,7 +46,7 @@ def sql(sample: SampleRun, query: str) -> list[tuple[Any, ...]]:
 
 
 async def test_steps_are_the_rows_of_their_deliveries(sample: SampleRun) -> None:
-    found = await asked(sample, inspect.steps)
+    found = await asked(sample, inspector.steps)
     plain = sql(
         sample,
         "SELECT d.step, count(*), sum(e.length), avg(e.reward), avg(d.step - 1 - e.policy_version)"
@@ -55,13 +55,13 @@ async def test_steps_are_the_rows_of_their_deliveries(sample: SampleRun) -> None
     )
     assert [(s.step, s.rows, s.tokens, s.reward, s.staleness) for s in found] == plain
     assert [s.state for s in found] == ["committed", "committed", "leased"]
-    assert [s.step for s in await asked(sample, lambda s: inspect.steps(s, after=1, limit=1))] == [
-        2
-    ]
+    assert [
+        s.step for s in await asked(sample, lambda s: inspector.steps(s, after=1, limit=1))
+    ] == [2]
 
 
 async def test_blame_names_every_row_of_a_step_in_order(sample: SampleRun) -> None:
-    found = await asked(sample, lambda source: inspect.blame(source, 2))
+    found = await asked(sample, lambda source: inspector.blame(source, 2))
     plain = sql(
         sample,
         "SELECT e.batch || '/' || e.task || '/' || e.run || '/' || e.step || '/' || e.suffix,"
@@ -75,15 +75,15 @@ async def test_blame_names_every_row_of_a_step_in_order(sample: SampleRun) -> No
     assert found.digest == sample.manifests[1].hex()
     assert found.proven is True
     with pytest.raises(UnknownNameError, match="never handed step 9"):
-        await asked(sample, lambda source: inspect.blame(source, 9))
+        await asked(sample, lambda source: inspector.blame(source, 9))
     with pytest.raises(UnknownNameError, match="there: trainer"):
-        await asked(sample, lambda source: inspect.blame(source, 1, trainer="nobody"))
+        await asked(sample, lambda source: inspector.blame(source, 1, trainer="nobody"))
 
 
 async def test_the_advantage_of_a_row_is_what_its_tokens_have(sample: SampleRun) -> None:
-    found = await asked(sample, lambda source: inspect.blame(source, 1))
+    found = await asked(sample, lambda source: inspector.blame(source, 1))
     for row in found.rows:
-        table = await asked(sample, partial(inspect.tokens, uid=row.uid))
+        table = await asked(sample, partial(inspector.tokens, uid=row.uid))
         trained = table.columns["advantage"][table.mask]
         assert trained.tolist() == pytest.approx([row.advantage] * row.trained_tokens)
         assert len(table.ids) == row.length
@@ -103,7 +103,7 @@ async def test_the_advantage_of_a_row_is_what_its_tokens_have(sample: SampleRun)
 async def test_advantages_are_of_the_set_that_is_asked_for(
     sample: SampleRun, uid: str, asked_for: str | None, found: str | None
 ) -> None:
-    table = await asked(sample, partial(inspect.tokens, uid=uid, annotation_set=asked_for))
+    table = await asked(sample, partial(inspector.tokens, uid=uid, annotation_set=asked_for))
     assert table.annotation_set == found
     assert ("advantage" in table.columns) is (found is not None)
 
@@ -127,7 +127,7 @@ async def test_advantages_are_of_the_set_that_is_asked_for(
 async def test_why_names_the_event_that_decided(
     sample: SampleRun, uid: str, verdict: str, told: str
 ) -> None:
-    found = await asked(sample, lambda source: inspect.why(source, uid))
+    found = await asked(sample, lambda source: inspector.why(source, uid))
     assert verdict in found.verdict
     assert told in " | ".join(reason.what for reason in found.reasons)
     assert found.trained is ("trained in" in verdict)
@@ -150,38 +150,38 @@ async def test_why_of_what_nobody_planned_is_refused(
     sample: SampleRun, uid: str, said: str
 ) -> None:
     with pytest.raises(UnknownNameError, match=re.escape(said)):
-        await asked(sample, lambda source: inspect.why(source, uid))
+        await asked(sample, lambda source: inspector.why(source, uid))
 
 
 async def test_nobody_waits_for_a_trainer_of_what_is_finished(tmp_path: Path) -> None:
     own = await record_sample_run(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "run")
-    before = await asked(own, lambda source: inspect.why(source, "b0/3/0/0/"))
+    before = await asked(own, lambda source: inspector.why(source, "b0/3/0/0/"))
     async with open_store(own.url) as store:
         await (await store.experiment(own.name)).finish("enough")
-    after = await asked(own, lambda source: inspect.why(source, "b0/3/0/0/"))
+    after = await asked(own, lambda source: inspector.why(source, "b0/3/0/0/"))
     assert "the experiment is finished: nobody will, unless" in after.reasons[-1].what
     assert before.reasons[-1].what == "set grpo: ready, and no trainer has taken it"
 
 
 async def test_rejections_are_those_of_the_tables(sample: SampleRun) -> None:
-    found = await asked(sample, inspect.rejections)
+    found = await asked(sample, inspector.rejections)
     plain = sql(sample, "SELECT consumer, reason, position FROM rejection")
     door = sql(
         sample, f"SELECT 'door', refused, address / {SLOTS} FROM experience WHERE refused > ''"
     )
     assert sorted((r.by, r.reason, r.position) for r in found) == sorted(plain + door)
-    late = await asked(sample, lambda source: inspect.rejections(source, by="door"))
+    late = await asked(sample, lambda source: inspector.rejections(source, by="door"))
     assert [one.uid for one in late] == ["b0/0/0/0/a1"]
-    assert await asked(sample, inspect.rejection_counts) == {
+    assert await asked(sample, inspector.rejection_counts) == {
         "varied": {"zero_variance": 4},
         "door": {"late": 1},
     }
     with pytest.raises(UnknownNameError, match="door"):
-        await asked(sample, lambda source: inspect.rejections(source, by="nobody"))
+        await asked(sample, lambda source: inspector.rejections(source, by="nobody"))
 
 
 async def test_staleness_is_the_step_less_one_less_the_version(sample: SampleRun) -> None:
-    found = await asked(sample, inspect.staleness)
+    found = await asked(sample, inspector.staleness)
     assert [(s.step, s.actor, s.rows, s.mean, s.greatest) for s in found] == [
         (1, "e0", 4, 0.0, 0),
         (2, "e0", 4, 1.0, 1),
@@ -190,7 +190,7 @@ async def test_staleness_is_the_step_less_one_less_the_version(sample: SampleRun
 
 
 async def test_leases_say_who_is_how_far(sample: SampleRun) -> None:
-    (found,) = await asked(sample, inspect.leases)
+    (found,) = await asked(sample, inspector.leases)
     assert (found.trainer, found.state, found.leased_step, found.committed_step) == (
         *("trainer", "free"),
         *sql(sample, "SELECT leased_step, committed_step FROM consumer WHERE kind = 'trainer'")[0],
@@ -198,12 +198,12 @@ async def test_leases_say_who_is_how_far(sample: SampleRun) -> None:
 
 
 async def test_groups_are_ordered_by_what_is_asked(sample: SampleRun) -> None:
-    found = await asked(sample, inspect.groups)
+    found = await asked(sample, inspector.groups)
     newest = [(group.batch, group.task) for group in found]
     assert newest == [("b1", 0), ("b0", 0), ("b0", 3), ("b0", 2), ("b0", 1)]  # b0/0: what came late
-    by_reward = await asked(sample, partial(inspect.groups, order="reward"))
+    by_reward = await asked(sample, partial(inspector.groups, order="reward"))
     assert [group.mean for group in by_reward] == [1.0, 0.5, 0.5, 0.5, 0.5]
-    by_deviation = await asked(sample, partial(inspect.groups, order="deviation"))
+    by_deviation = await asked(sample, partial(inspector.groups, order="deviation"))
     assert [group.deviation is None for group in by_deviation] == [*[False] * 4, True]
 
 
@@ -216,20 +216,20 @@ async def test_groups_are_ordered_before_they_are_cut(
     named = [("b0", str(task)) for task in (1, 3, 2)]
     for kept in ({}, {"batch": "b0"}, {"named": named}):
         for order in ("newest", "reward", "deviation", "abs-advantage"):
-            whole = await asked(sample, partial(inspect.groups, order=order, **kept))
+            whole = await asked(sample, partial(inspector.groups, order=order, **kept))
             for limit in range(1, len(whole) + 1):
                 first = await asked(
-                    sample, partial(inspect.groups, order=order, limit=limit, **kept)
+                    sample, partial(inspector.groups, order=order, limit=limit, **kept)
                 )
                 assert first == whole[:limit]
-        (best,) = await asked(sample, partial(inspect.groups, order="reward", limit=1, **kept))
+        (best,) = await asked(sample, partial(inspector.groups, order="reward", limit=1, **kept))
         assert best.task == 3
-    newest = await asked(sample, partial(inspect.groups, named=named))
+    newest = await asked(sample, partial(inspector.groups, named=named))
     assert [group.task for group in newest] == [3, 2, 1]
 
 
 async def test_sets_differ_where_their_rows_do(sample: SampleRun) -> None:
-    found = await asked(sample, lambda s: inspect.compare_sets(s, "grpo", "varied"))
+    found = await asked(sample, lambda s: inspector.compare_sets(s, "grpo", "varied"))
     assert found.experiences == len(sql(sample, "SELECT 1 FROM experience WHERE refused IS NULL"))
     both = "SELECT 1 FROM annotation a JOIN annotation b ON a.experience = b.experience"
     both += " WHERE a.consumer = 'grpo' AND b.consumer = 'varied'"
@@ -237,11 +237,11 @@ async def test_sets_differ_where_their_rows_do(sample: SampleRun) -> None:
     assert found.states["annotated / rejected: zero_variance"] == 4
     assert {row.uid.split("/")[1] for row in found.rows} == {"3"}  # which one of the two rejects
     with pytest.raises(UnknownNameError, match="there: grpo, varied"):
-        await asked(sample, lambda s: inspect.compare_sets(s, "grpo", "nonsense"))
+        await asked(sample, lambda s: inspector.compare_sets(s, "grpo", "nonsense"))
 
 
 async def test_a_run_does_not_differ_from_itself(sample: SampleRun) -> None:
-    found = await asked(sample, lambda s: inspect.compare_runs(s, s))
+    found = await asked(sample, lambda s: inspector.compare_runs(s, s))
     assert found.config == {}
     assert found.numbers["rows"] == [12, 12]
     assert sorted(found.steps) == [1, 2, 3]
@@ -250,22 +250,22 @@ async def test_a_run_does_not_differ_from_itself(sample: SampleRun) -> None:
 async def test_all_steps_of_two_runs_count_however_long_they_are(
     sample: SampleRun, resize: Resize
 ) -> None:
-    whole = await asked(sample, lambda s: inspect.compare_runs(s, s))
+    whole = await asked(sample, lambda s: inspector.compare_runs(s, s))
     resize(events_per_page=2)
     told: list[tuple[str, int, int]] = []
 
     def progress(*reached: Any) -> None:
         told.append(reached)
 
-    paged = await asked(sample, lambda s: inspect.compare_runs(s, s, progress=progress))
+    paged = await asked(sample, lambda s: inspector.compare_runs(s, s, progress=progress))
     assert (paged, told) == (whole, [("diff", 2, 3), ("diff", 3, 3)])
-    last = await asked(sample, lambda s: inspect.compare_runs(s, s, limit=1))
+    last = await asked(sample, lambda s: inspector.compare_runs(s, s, limit=1))
     assert (last.numbers["steps"], list(last.steps)) == ([1, 1], [3])
 
 
 async def test_search_finds_every_text_once(sample: SampleRun) -> None:
-    async def question(source: Source) -> list[inspect.Match]:
-        return [one async for one in inspect.search(source, "1 AND 2")]
+    async def question(source: Source) -> list[inspector.Match]:
+        return [one async for one in inspector.search(source, "1 AND 2")]
 
     (found,) = await asked(sample, question)
     assert (found.uid, found.field, found.excerpt) == ("b0/1/2/0/", "response_text", "1 and 2")
@@ -281,21 +281,21 @@ async def test_an_excerpt_holds_what_was_found_behind_letters_that_fold_to_more(
         for one, text in zip(made, [*texts, "Straße"], strict=True):
             one.response_text = text
         await experiment.writer("e0").write(made)
-        found = [one async for one in inspect.search(now(experiment), "nEEDLE")]
-        (other,) = [one async for one in inspect.search(now(experiment), "SSE")]
+        found = [one async for one in inspector.search(now(experiment), "nEEDLE")]
+        (other,) = [one async for one in inspector.search(now(experiment), "SSE")]
     assert [one.excerpt for one in found] == [text[60:146] for text in texts]
     assert other.excerpt == "Straße"
 
 
 async def test_an_older_position_shows_what_was_known_then(sample: SampleRun) -> None:
     ((committed,),) = sql(sample, "SELECT min(position) FROM event WHERE kind = 'StepsCommitted'")
-    before = await asked(sample, inspect.steps, committed - 1)
+    before = await asked(sample, inspector.steps, committed - 1)
     assert {line.state for line in before} == {"leased"}
-    then = await asked(sample, lambda source: inspect.why(source, "b0/0/1/0/"), 5)
+    then = await asked(sample, lambda source: inspector.why(source, "b0/0/1/0/"), 5)
     assert then.verdict == "never trained: no strategy has run"
     assert max(reason.position or 0 for reason in then.reasons) <= 5
     with pytest.raises(InvalidArgumentError, match="goes from 1 to"):
-        await asked(sample, inspect.steps, 10_000)
+        await asked(sample, inspector.steps, 10_000)
 
 
 @pytest.mark.long
@@ -304,16 +304,16 @@ async def test_a_server_answers_as_a_file_does(
 ) -> None:
     other = await record_sample_run(postgres_url, tmp_path / "run")
     for question in (
-        lambda source: inspect.why(source, "b0/1/2/0/"),
-        inspect.rejections,
-        inspect.staleness,
-        lambda source: inspect.blame(source, 2),
-        partial(inspect.groups, batch="b0", order="reward"),
+        lambda source: inspector.why(source, "b0/1/2/0/"),
+        inspector.rejections,
+        inspector.staleness,
+        lambda source: inspector.blame(source, 2),
+        partial(inspector.groups, batch="b0", order="reward"),
     ):
         one, two = await asked(sample, question), await asked(other, question)
         assert untimed(one) == untimed(two)
     with pytest.raises(UnknownNameError, match="no trainer"):
-        await asked(other, inspect.steps, 11)
+        await asked(other, inspector.steps, 11)
 
 
 def untimed(answer: Any) -> str:

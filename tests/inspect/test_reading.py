@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import trinity_buffer
 from tests.sample_run import record_sample_run, rollout
+from trinity_buffer import inspector
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.inspect import now, tokens
+from trinity_buffer.inspector import now, tokens
+from trinity_buffer.inspector.tracking import track
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.web.rollout_view import token_rows
+from trinity_buffer.web.pages import token_rows
 
 
 async def uids(experiment: Experiment, **wanted: Any) -> list[str]:
@@ -67,3 +71,15 @@ async def test_tokens_name_the_policy_that_said_each(store_url: str) -> None:
     assert "policy_version" not in plain.columns
     shades = [row["shade"] for row in token_rows(table, "policy_version", 0)]
     assert shades == [0, 0, 0, 0, 2, 2, 5, 0]
+
+
+def test_the_inspector_is_found_by_its_former_name_with_a_warning() -> None:
+    former = import_module("trinity_buffer.inspect")
+    assert former is trinity_buffer.inspect
+    with pytest.warns(DeprecationWarning, match=r"trinity_buffer\.inspect is now .*\.inspector"):
+        assert former.show is inspector.show
+    with pytest.warns(DeprecationWarning, match="inspector.tracking"):
+        assert import_module("trinity_buffer.inspect.tracking").track is track
+    with pytest.warns(DeprecationWarning, match="now"), pytest.raises(AttributeError):
+        _ = former.not_there
+    assert not (Path(trinity_buffer.__file__).parent / "inspect").exists()

@@ -23,7 +23,7 @@ from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.experience import Experience
-from trinity_buffer.inspect.group_views import groups
+from trinity_buffer.inspector.group_views import groups
 
 
 @pytest.fixture(scope="module")

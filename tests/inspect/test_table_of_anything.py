@@ -196,6 +196,6 @@ def test_an_error_of_compiled_code_is_not_said_to_be_of_ones_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     anyio.run(write, sqlite_url, [row(0, 0)])
-    monkeypatch.setattr("trinity_buffer.inspect.table.array_of", pyarrow.array)
+    monkeypatch.setattr("trinity_buffer.inspector.table.array_of", pyarrow.array)
     with pytest.raises((TypeError, ValueError)):
         cli("export", "-o", tmp_path / "run.jsonl", "--store", sqlite_url)

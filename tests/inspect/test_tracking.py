@@ -14,11 +14,11 @@ import pytest
 from typing_extensions import override
 
 from tests.sample_run import SampleRun, record_sample_run, rollout
-from trinity_buffer import inspect
+from trinity_buffer import inspector
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.inspect import tracking
-from trinity_buffer.inspect.source import now
-from trinity_buffer.inspect.tracking import Tracker, numbers_of, track
+from trinity_buffer.inspector import tracking
+from trinity_buffer.inspector.source import now
+from trinity_buffer.inspector.tracking import Tracker, numbers_of, track
 from trinity_buffer.integrations.trackers import tracker_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -69,7 +69,7 @@ async def test_every_committed_step_is_given_once(
     async with open_store(sample.url, read_only=True) as store:
         experiment = await store.experiment(sample.name)
         assert await track(experiment, kept) == 2  # the third was handed out, not committed
-        lines = await inspect.steps(now(experiment), after=0)
+        lines = await inspector.steps(now(experiment), after=0)
         assert kept.numbers == [1, 2]
         assert [metrics["batch/reward"] for _, metrics in kept.steps] == [
             line.reward for line in lines[:2]
@@ -98,7 +98,7 @@ async def test_of_two_trainers_the_one_that_is_named_is_tracked(tmp_path: Path) 
 
 async def test_what_is_no_finite_number_is_left_out(sample: SampleRun) -> None:
     async with open_store(sample.url, read_only=True) as store:
-        (line, *_) = await inspect.steps(now(await store.experiment(sample.name)))
+        (line, *_) = await inspector.steps(now(await store.experiment(sample.name)))
     measured = {"loss": 0.5, "broken": float("nan"), "skipped": "non_finite", "batch/rows": -1}
     numbers = numbers_of(replace(line, metrics=measured))
     assert numbers == {

@@ -12,7 +12,7 @@ from tests.pipeline.watching import reasons
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.inspect import now, rejection_counts
+from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.contract.making import group
-from trinity_buffer import inspect
+from trinity_buffer import inspector
 from trinity_buffer.errors import ArchivedSegmentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotating.scoring import assign_rewards
@@ -222,11 +222,11 @@ async def test_a_new_reward_function_may_do_without_what_was_deleted(store_url: 
 
 async def test_show_says_where_the_tensors_are(store_url: str, tmp_path: Path) -> None:
     async with compacted(store_url, None) as (experiment, written):
-        told = await inspect.show(experiment, written[0].eid.uid)
+        told = await inspector.show(experiment, written[0].eid.uid)
         assert "deleted for good by the event at position" in (told.archived or "")
         assert (told.tensors, told.length) == ({}, 8)
-        assert (await inspect.show(experiment, written[-1].eid.uid)).archived is None
+        assert (await inspector.show(experiment, written[-1].eid.uid)).archived is None
     async with compacted(f"sqlite:///{tmp_path}/other.db", tmp_path / "a") as (experiment, written):
-        told = await inspect.show(experiment, written[0].eid.uid)
+        told = await inspector.show(experiment, written[0].eid.uid)
         assert told.archived is None
         assert told.tensors["tokens"].shape == (8,)

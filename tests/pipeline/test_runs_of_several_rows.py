@@ -17,7 +17,7 @@ from typing_extensions import override
 from tests.contract.making import opened, rollout, rows
 from tests.pipeline.test_reward_table import by_experiences, said
 from tests.pipeline.test_reward_table import recorded as as_events
-from trinity_buffer import inspect
+from trinity_buffer import inspector
 from trinity_buffer.algorithm import ADD_STRATEGY, ADVANTAGE_FN
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
@@ -233,7 +233,7 @@ async def test_each_row_is_compared_by_its_own_reward_if_it_has_one(store_url: s
         experiment = await recorded(store, "run", [OWN])
         await run_strategy(experiment, "grpo")
         found = await decided(experiment, "grpo")
-        (view,) = await inspect.groups(experiment)
+        (view,) = await inspector.groups(experiment)
     filled = [[0.0, 0.5, 1.0], [1.0], [0.25], [0.5, 0.5]]
     mean = fmean(map(fmean, filled))
     spread = sum(fmean((one - mean) ** 2 for one in run) for run in filled) / 3

@@ -21,7 +21,7 @@ from tests.pipeline.planting import everything, unguarded
 from tests.sample_run import SampleRun
 from tests.small_sizes import NAMES, small
 from trinity_buffer.experience import Experience
-from trinity_buffer.inspect import groups
+from trinity_buffer.inspector import groups
 from trinity_buffer.pipeline.annotating.scoring import assign_rewards
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment

@@ -22,8 +22,8 @@ from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.experience import Experience
-from trinity_buffer.inspect import compare_sets, leases
-from trinity_buffer.inspect.source import now
+from trinity_buffer.inspector import compare_sets, leases
+from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
 from trinity_buffer.pipeline.annotating.strategy_lease import StrategyLease
 from trinity_buffer.pipeline.annotating.unit_reader import UnitReader

@@ -28,8 +28,7 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import (
     StrategyConsumer,
     run_strategy,
 )
-from trinity_buffer.store import tables
-from trinity_buffer.store.asking import conservation
+from trinity_buffer.store import counts, tables
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +98,7 @@ async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: 
                 await writer.write([rollout(task=1, run=1)])
                 await experiment.finish("enough")
         assert report == [ConsumerReport(3, 0, 0, 0)]
-        refused = await experiment.database.read(conservation.refused, experiment.key)
+        refused = await experiment.database.read(counts.refused, experiment.key)
         assert refused == {"late": 1}  # its batch was sealed at the deadline
         await assert_conserved(experiment)
 

@@ -18,17 +18,16 @@ from tests.trainer.test_mixing import filled, taken
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.experience import Experience
-from trinity_buffer.inspect import now, rejection_counts
-from trinity_buffer.inspect.overviews import ExperimentOverview, overview, overview_of
-from trinity_buffer.inspect.source import as_of
+from trinity_buffer.inspector import now, rejection_counts
+from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
+from trinity_buffer.inspector.source import as_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import counters, log, migrations, queries
-from trinity_buffer.store.asking import conservation, tallies
+from trinity_buffer.store import counters, counts, log, migrations, queries
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.transaction import Transaction
 
@@ -93,8 +92,8 @@ async def require_plain(experiment: Experiment) -> None:
     read, key = experiment.database.read, experiment.key
     assert await read(counters.numbers_of, key) == await read(in_plain_sql)
     assert await read(stored) == await read(stored_in_plain_sql)
-    batches = await read(tallies.batches, key, await read(counters.numbers_of, key))
-    assert batches.plans == await read(conservation.of_plans, key)
+    batches = await read(counts.batches, key, await read(counters.numbers_of, key))
+    assert batches.plans == await read(counts.recount_plans, key)
     assert await read(handed_out) == await read(handed_out_in_plain_sql)
 
 
@@ -113,7 +112,7 @@ async def test_versions_go_both_ways_and_none_is_no_version(store_url: str) -> N
             for one in made:
                 one.info = dict(info)
             await writer.write(made)
-            found = tallies.recorded(
+            found = counts.recorded(
                 await experiment.database.read(counters.numbers_of, experiment.key)
             )
             seen.append((found.lowest_version, found.highest_version))

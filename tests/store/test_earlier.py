@@ -24,7 +24,7 @@ from trinity_buffer.events import (
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.inspect.source import as_of
+from trinity_buffer.inspector.source import as_of
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event
 from trinity_buffer.pipeline.experiment import Experiment

@@ -21,8 +21,7 @@ from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import counters, log, queries, reads, retention
-from trinity_buffer.store.asking import conservation, inspection, tallies
+from trinity_buffer.store import counters, counts, inspection, log, queries, reads, retention
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -63,12 +62,12 @@ QUESTIONS: dict[str, Callable[[Transaction], Any]] = {
     "events of rare kinds": lambda tx: log.read_after(
         tx, 1, 0, limit=9, kinds=(TrainerRewound.__name__, "BatchSealed"), up_to=END
     ),
-    "what a strategy has done": lambda tx: conservation.of_strategy(tx, 1, TRAINER),
-    "what a trainer has done": lambda tx: conservation.of_trainer(tx, 1, TRAINER),
-    "how full the plans are": lambda tx: conservation.of_plans(tx, 1),
-    "which rollouts lack a reward": lambda tx: conservation.unrewarded(tx, 1, 2),
-    "which groups are open": lambda tx: conservation.open_groups(tx, 1, TRAINER),
-    "what a trainer's numbers are": lambda tx: tallies.of_trainer(tx, 1, TRAINER, {}),
+    "what a strategy has done": lambda tx: counts.recount_strategy(tx, 1, TRAINER),
+    "what a trainer has done": lambda tx: counts.recount_trainer(tx, 1, TRAINER),
+    "how full the plans are": lambda tx: counts.recount_plans(tx, 1),
+    "which rollouts lack a reward": lambda tx: counts.unrewarded(tx, 1, 2),
+    "which groups are open": lambda tx: counts.open_groups(tx, 1, TRAINER),
+    "what a trainer's numbers are": lambda tx: counts.of_trainer(tx, 1, TRAINER, {}),
     "which segments may leave": lambda tx: retention.finished(tx, 1, [HELD], [NEED]),
     "who needs the experiences": lambda tx: retention.needs_of(tx, 1, keep_steps=0),
     "which rollouts came late": lambda tx: counters.count_late(

@@ -15,8 +15,7 @@ from sqlalchemy.event import listen
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import log, queries, reads, trainer_queries
-from trinity_buffer.store.asking import conservation, inspection, tallies
+from trinity_buffer.store import counts, inspection, log, queries, reads, trainer_queries
 from trinity_buffer.store.auditing import comparison
 from trinity_buffer.store.projections import fold_all
 from trinity_buffer.store.rows import ConsumerRow
@@ -93,9 +92,9 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
         tx, 1, comparison.Span("rejection", "s", 1 << 20, 2 << 20)
     ),
     "an actor's batches": lambda tx: queries.batches_of_actor(tx, 1, "e0"),
-    "open batches": lambda tx: conservation.open_batches(tx, 1),
-    "counted batches": lambda tx: tallies.batches(tx, 1, {}),
-    "a trainer's numbers": lambda tx: tallies.of_trainer(tx, 1, TRAINER, {}),
+    "open batches": lambda tx: counts.open_batches(tx, 1),
+    "counted batches": lambda tx: counts.batches(tx, 1, {}),
+    "a trainer's numbers": lambda tx: counts.of_trainer(tx, 1, TRAINER, {}),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tests.contract.making import count, group
 from trinity_buffer.blob import Blob, Buffer
-from trinity_buffer.inspect.overviews import overview
+from trinity_buffer.inspector.overviews import overview
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compaction import compact

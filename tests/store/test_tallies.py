@@ -14,14 +14,13 @@ from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import counters, log, queries
-from trinity_buffer.store.asking import conservation, tallies
+from trinity_buffer.store import counters, counts, log, queries
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.tables import annotation, delivery
 from trinity_buffer.store.tables import experience as table
 from trinity_buffer.store.transaction import Transaction
 
-Counts = conservation.StrategyCounts | conservation.TrainerCounts
+Counts = counts.StrategyCounts | counts.TrainerCounts
 
 
 async def both(experiment: Experiment) -> tuple[list[Counts], list[Counts]]:
@@ -33,12 +32,12 @@ async def both(experiment: Experiment) -> tuple[list[Counts], list[Counts]]:
         trainers = [row for row in rows if row.kind == "trainer"]
         numbers = counters.numbers_of(tx, key)
         tallied: list[Counts] = [
-            *(tallies.of_strategy(tx, key, row, numbers) for row in sets),
-            *(tallies.of_trainer(tx, key, row, numbers).counts for row in trainers),
+            *(counts.of_strategy(tx, key, row, numbers) for row in sets),
+            *(counts.of_trainer(tx, key, row, numbers).counts for row in trainers),
         ]
         counted: list[Counts] = [
-            *(conservation.of_strategy(tx, key, row) for row in sets),
-            *(conservation.of_trainer(tx, key, row) for row in trainers),
+            *(counts.recount_strategy(tx, key, row) for row in sets),
+            *(counts.recount_trainer(tx, key, row) for row in trainers),
         ]
         return tallied, counted
 
@@ -60,11 +59,11 @@ async def test_tallies_are_what_is_counted(store_url: str, tmp_path: Path) -> No
         tallied, counted = await both(experiment)
     assert tallied == counted
     grpo, varied, trainer, other = tallied
-    assert isinstance(other, conservation.TrainerCounts)
+    assert isinstance(other, counts.TrainerCounts)
     assert (other.rows, other.ready, other.leased, other.committed) == (12, 4, 4, 4)
-    assert isinstance(grpo, conservation.StrategyCounts)
-    assert isinstance(varied, conservation.StrategyCounts)
-    assert isinstance(trainer, conservation.TrainerCounts)
+    assert isinstance(grpo, counts.StrategyCounts)
+    assert isinstance(varied, counts.StrategyCounts)
+    assert isinstance(trainer, counts.TrainerCounts)
     assert (grpo.recorded, grpo.unseen, grpo.waiting, grpo.annotated) == (19, 1, 1, 16)
     assert (grpo.rejected, varied.rejected) == ({"late": 1}, {"late": 1, "zero_variance": RUNS})
     assert (trainer.rows, trainer.ready, trainer.leased, trainer.committed) == (16, 4, 4, 8)
@@ -83,8 +82,8 @@ async def test_what_lies_behind_a_cursor_is_unseen(sqlite_store_url: str, tmp_pa
             for cursor in range(log.head(tx, key) + 1):
                 moved = replace(row, cursor=cursor)
                 expected = sum(position_of(address) > cursor for address in taken)
-                assert conservation.of_strategy(tx, key, moved).unseen == expected
-                assert conservation.unseen(tx, key, moved)[0] == expected
+                assert counts.recount_strategy(tx, key, moved).unseen == expected
+                assert counts.unseen(tx, key, moved)[0] == expected
 
         await experiment.database.read(look)
 
@@ -99,7 +98,7 @@ async def test_rows_that_a_trainer_rejects_before_their_turn_are_not_ready(
         tallied, counted = await both(experiment)
     assert tallied == counted
     trainer = tallied[-1]
-    assert isinstance(trainer, conservation.TrainerCounts)
+    assert isinstance(trainer, counts.TrainerCounts)
     assert (trainer.ready, trainer.rejected) == (RUNS - 1, {"stale": 1})
 
 
@@ -122,7 +121,7 @@ async def test_rows_of_an_expert_are_none_of_the_set(store_url: str) -> None:
         tallied, counted = await both(experiment)
     assert tallied == counted
     trainer = tallied[-1]
-    assert isinstance(trainer, conservation.TrainerCounts)
+    assert isinstance(trainer, counts.TrainerCounts)
     assert 0 < trainer.leased <= trainer.rows
 
 
@@ -141,7 +140,7 @@ async def test_steps_of_another_experiments_trainer_are_not_waited_for(
             key, database = experiment.key, experiment.database
             row = await database.read(queries.consumer_row, key, "trainer")
             assert row is not None
-            found.append(await database.read(conservation.first_uncommitted, key, row))
+            found.append(await database.read(counts.first_uncommitted, key, row))
         leased = [e.position async for e in (await store.experiment("sort")).events(kinds=LEASED)]
     assert found == [leased[2], None]
 

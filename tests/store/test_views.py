@@ -12,8 +12,8 @@ from tests.conftest import STORE
 from tests.postgres import PostgresServer
 from tests.sample_run import record_sample_run
 from trinity_buffer.identity import EID
-from trinity_buffer.inspect import blame, overview, rejection_counts, steps
-from trinity_buffer.inspect.source import now
+from trinity_buffer.inspector import blame, overview, rejection_counts, steps
+from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store.schema import unsound, view_created

@@ -13,8 +13,7 @@ from tests.torture.fleet import LEASE_TTL_S, Fleet
 from tests.torture.sites import Site
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import promises
-from trinity_buffer.store.asking import conservation
+from trinity_buffer.store import counts, promises
 
 EXPERIMENT = "torture"
 SHARED = "trainer"
@@ -70,7 +69,7 @@ async def _lacks_runs(url: str) -> bool:
     try:
         async with open_store(url, read_only=True) as store:
             experiment = await store.experiment(EXPERIMENT)
-            batches = await store.database.read(conservation.open_batches, experiment.key)
+            batches = await store.database.read(counts.open_batches, experiment.key)
             writer = experiment.writer("auditor")
             mine = [batch.key for batch in batches if batch.actor == MORTAL]
             return any([await writer.missing(batch) for batch in mine])

@@ -22,7 +22,7 @@ from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
-from trinity_buffer.store.asking.conservation import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 
 if TYPE_CHECKING:
     from tests.torture.round import RoundReport

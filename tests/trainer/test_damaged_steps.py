@@ -22,12 +22,12 @@ from tests.trainer.data import RUNS as RUNS_OF_DATA
 from tests.trainer.data import policy, recorded, rollouts, solutions
 from tests.trainer.test_elastic_ranks import life
 from tests.trainer.test_mixing import MIXED
-from trinity_buffer import inspect
+from trinity_buffer import inspector
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, StepDealt
 from trinity_buffer.explorer.explore import Acknowledgements
-from trinity_buffer.inspect.source import now
+from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compaction import compact
@@ -168,14 +168,14 @@ async def test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained(
         assert counts.holds
         assert await diff_projections(experiment.database, experiment.key) == []
         source = now(experiment)
-        lines = await inspect.steps(source)
+        lines = await inspector.steps(source)
         assert [(one.rows, one.groups, one.state) for one in lines] == [
             (7, 2, "committed"),
             (4, 1, "committed"),
         ]
-        found = await inspect.blame(source, 1)
+        found = await inspector.blame(source, 1)
         assert (len(found.rows), found.proven) == (7, True)
-        why = await inspect.why(source, "b0/0/1/0/")
+        why = await inspector.why(source, "b0/0/1/0/")
         assert not why.trained
         assert why.verdict == "never trained: rejected by trainer: damaged (set grpo)"
         rows = {one.eid.uid async for one in experiment.read(trained_in=2)}
@@ -215,7 +215,7 @@ async def test_a_step_of_which_nothing_is_left_changes_nothing_and_is_committed(
         report = await verify(experiment, checkpoint=last)
         nothing_but_the_damage(report)
         assert report.chain == 4
-        assert (await inspect.blame(now(experiment), 3)).rows == ()
+        assert (await inspector.blame(now(experiment), 3)).rows == ()
 
 
 async def test_ranks_come_and_go_before_and_behind_what_is_dropped(store_url: str) -> None:
@@ -241,7 +241,7 @@ async def test_ranks_come_and_go_before_and_behind_what_is_dropped(store_url: st
         nothing_but_the_damage(await verify(experiment))
         with resized(events_per_page=1):  # and what is dealt anew is read once more
             nothing_but_the_damage(await verify(experiment))
-        (row,) = await inspect.steps(now(experiment))
+        (row,) = await inspector.steps(now(experiment))
         assert (row.rows, row.groups) == (11, 3)
 
 

@@ -20,11 +20,11 @@ from tests.trainer.test_damaged_steps import OPTIONS, filled, left, replays, tra
 from tests.trainer.test_elastic_ranks import life
 from tests.trainer.test_failing_rows import train, with_a_long_row
 from tests.trainer.test_mixing import MIXED
-from trinity_buffer import inspect
+from trinity_buffer import inspector
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownNameError
 from trinity_buffer.events import StepDealt
-from trinity_buffer.inspect.source import now
+from trinity_buffer.inspector.source import now
 from trinity_buffer.integrations.torch_data import StepDataset
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.history.refold import diff_projections
@@ -57,7 +57,7 @@ async def test_a_row_that_is_dropped_leaves_its_leased_step_and_the_rest_is_trai
         nothing_is_wrong(report)
         assert report.trainers[0].rejected == {"dropped": 1}
         assert await diff_projections(experiment.database, experiment.key) == []
-        why = await inspect.why(now(experiment), "b0/0/1/0/")
+        why = await inspector.why(now(experiment), "b0/0/1/0/")
         assert why.verdict == "never trained: rejected by trainer: dropped (set grpo)"
     assert await left(store_url, 0, **dropped) == []  # said again it changes nothing
     assert len(await events_of(store_url, "StepDealt")) == 1

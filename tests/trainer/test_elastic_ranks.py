@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.trainer.data import policy, prepared, recorded, rollouts
-from trinity_buffer import inspect
+from trinity_buffer import inspector
 from trinity_buffer.algorithm import Algorithm, build
-from trinity_buffer.inspect.source import now
+from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.store import open_store
@@ -128,18 +128,18 @@ async def test_questions_see_a_step_as_it_was_dealt_last(store_url: str) -> None
         served: list[TrainStep] = []
         await life(experiment, 1, deliver=2, commit=1, take=served.append)
         source = now(experiment)
-        lines = await inspect.steps(source)
+        lines = await inspector.steps(source)
         told = [(one.step, one.state) for one in lines if one.step <= 2]
         assert told == [(1, "committed"), (2, "leased")]
         for step, proven in zip(served, [True, None], strict=True):
-            found = await inspect.blame(source, step.step)
+            found = await inspector.blame(source, step.step)
             addresses = [written_as(one) for one in step.manifest.experiences]
             assert [row.address for row in found.rows] == addresses
             assert (found.digest, found.proven) == (step.manifest.digest.hex(), proven)
             rows = [row async for row in experiment.read(trained_in=step.step)]
             assert {row.eid.uid for row in rows} == {row.uid for row in found.rows}
         trained = sum(len(step.manifest.experiences) for step in served)
-        stale = [one.rows for one in await inspect.staleness(source) if one.step <= 2]
+        stale = [one.rows for one in await inspector.staleness(source) if one.step <= 2]
         assert sum(stale) == trained
 
 

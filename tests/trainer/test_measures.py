@@ -17,10 +17,10 @@ from torch import Tensor
 from tests.trainer.data import policy, prepared
 from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer.algorithm import build
-from trinity_buffer.inspect.experience_view import show
-from trinity_buffer.inspect.source import now
-from trinity_buffer.inspect.step_lines import StepContents, blame, steps
-from trinity_buffer.inspect.token_table import tokens
+from trinity_buffer.inspector.experience import show
+from trinity_buffer.inspector.source import now
+from trinity_buffer.inspector.step_lines import StepContents, blame, steps
+from trinity_buffer.inspector.token_table import tokens
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store

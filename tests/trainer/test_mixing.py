@@ -8,7 +8,7 @@ import torch
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownExperimentError
 from trinity_buffer.events import body_of
-from trinity_buffer.inspect import now, rejection_counts, rejections
+from trinity_buffer.inspector import now, rejection_counts, rejections
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.proof.manifest import Manifest

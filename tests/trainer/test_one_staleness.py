@@ -12,7 +12,7 @@ from tests.trainer.gradients import train
 from trinity_buffer.algorithm import build
 from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.events import StepsCommitted, kinds_of
-from trinity_buffer.inspect import overview
+from trinity_buffer.inspector import overview
 from trinity_buffer.pipeline.store import open_store
 
 

@@ -17,10 +17,10 @@ from tests.trainer.data import prepared
 from tests.trainer.forked_ranks import said_by
 from tests.trainer.numbers_rank import NOT_FINITE, STEPS, main, trained
 from tests.trainer.two_ranks import RankOfTwo
-from trinity_buffer import inspect
+from trinity_buffer import inspector
 from trinity_buffer.algorithm import build
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.inspect.source import now
+from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.trainer.numbers import Number, StepNumbers, combined
@@ -67,7 +67,7 @@ def test_any_number_of_ranks_reports_and_commits_what_one_process_would(
 async def committed(url: str, trainer: str) -> list[dict[str, float]]:
     async with open_store(url) as store:
         source = now(await store.experiment("run"))
-        return [dict(one.metrics) for one in await inspect.steps(source, trainer=trainer)]
+        return [dict(one.metrics) for one in await inspector.steps(source, trainer=trainer)]
 
 
 def of_tokens(number: int) -> MicroBatch:

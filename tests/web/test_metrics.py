@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.sample_run import rollout
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.web.prometheus import metrics
+from trinity_buffer.web.metrics import metrics
 
 
 def _samples(text: str) -> dict[str, float]:

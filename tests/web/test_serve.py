@@ -83,7 +83,7 @@ def kind_of(link: str) -> str:
 async def test_groups_are_paged_once_each(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_buffer.web.views.PAGE", 2)
+    monkeypatch.setattr("trinity_buffer.web.pages.PAGE", 2)
     await record_sample_run(store_url, tmp_path / "run")
     found: list[str] = []
     async with serving(store_url) as base, httpx2.AsyncClient(base_url=base) as client:
@@ -102,7 +102,7 @@ def test_a_search_that_stops_early_goes_on_with_the_next_row(
     path = "search?text=and"
     whole = re.findall('uid=[^"]*', client.get(f"/sort/{path}").text)
     for name in ("FIRST_S", "SEARCH_S"):
-        monkeypatch.setattr(f"trinity_buffer.web.views.{name}", 0)
+        monkeypatch.setattr(f"trinity_buffer.web.pages.{name}", 0)
     with resized(experiences_per_page=2):
         page = client.get(f"/sort/{path}").text
         seen = re.findall('uid=[^"]*', page)
@@ -121,7 +121,7 @@ def test_a_search_that_stops_early_goes_on_with_the_next_row(
 def test_pages_lead_back_the_way_that_they_led_on(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("trinity_buffer.web.views.PAGE", 1)
+    monkeypatch.setattr("trinity_buffer.web.pages.PAGE", 1)
     seen = [client.get(f"/sort/{path}").text]
     while len(seen) < 4:
         seen.append(client.get(linked(seen[-1], "next")).text)
@@ -181,7 +181,7 @@ def test_a_bar_and_a_lane_lead_to_each_step(client: TestClient) -> None:
 def test_sets_are_compared_for_longer_on_request(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_buffer.web.diff_view.FIRST_S", 0)
+    monkeypatch.setattr("trinity_buffer.web.pages.FIRST_S", 0)
     path = "/sort/diff?first=grpo&second=varied"
     page = client.get(path).text
     longer = re.search(r'href="([^"]+)">compare for longer', page)

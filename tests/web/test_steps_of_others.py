@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 from tests.inspect.test_experts import mixed
 from tests.sample_run import rollout
 from tests.web.conftest import BASE
-from trinity_buffer.inspect import blame
-from trinity_buffer.inspect.source import now
+from trinity_buffer.inspector import blame
+from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store

@@ -8,7 +8,7 @@ from typing import Any
 from trinity_buffer.cli.options import chosen_experiment, chosen_store
 from trinity_buffer.cli.printing import progress
 from trinity_buffer.cli.running import run
-from trinity_buffer.inspect.source import Source, as_of
+from trinity_buffer.inspector.source import Source, as_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 

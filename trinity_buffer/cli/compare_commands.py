@@ -10,7 +10,7 @@ import typer
 from rich.console import Group
 from rich.live import Live
 
-from trinity_buffer import inspect as questions
+from trinity_buffer import inspector as questions
 from trinity_buffer.cli.asking import asked_of
 from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
@@ -33,16 +33,16 @@ from trinity_buffer.cli.printing import (
 )
 from trinity_buffer.cli.running import run
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.inspect.blobs import Unreadable
-from trinity_buffer.inspect.compare import (
+from trinity_buffer.inspector.compare import (
     RunDifference,
     SetDifference,
     compare_runs,
     compare_sets,
 )
-from trinity_buffer.inspect.events import event_lines, position_before
-from trinity_buffer.inspect.searching import search as found_in
-from trinity_buffer.inspect.source import Source, now
+from trinity_buffer.inspector.events import event_lines, position_before
+from trinity_buffer.inspector.experience import Unreadable
+from trinity_buffer.inspector.searching import search as found_in
+from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries

@@ -8,7 +8,7 @@ from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import ExperimentOption, JsonOption, StoreOption, chosen_store
 from trinity_buffer.cli.printing import console, print_json, table, time_of
 from trinity_buffer.cli.running import run
-from trinity_buffer.inspect.doctor import Examination, Stuck, examine
+from trinity_buffer.inspector.doctor import Examination, Stuck, examine
 from trinity_buffer.pipeline.store import open_store
 
 

@@ -23,9 +23,9 @@ from trinity_buffer.cli.options import (
 )
 from trinity_buffer.cli.printing import console, end_if_damaged, print_json, size_of
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.inspect.source import Source
-from trinity_buffer.inspect.table import Wanted, parquet_writer, record_batches
-from trinity_buffer.inspect.writable import strict_json
+from trinity_buffer.inspector.output import strict_json
+from trinity_buffer.inspector.source import Source
+from trinity_buffer.inspector.table import Wanted, parquet_writer, record_batches
 from trinity_buffer.pipeline.background import made_ahead
 
 FORMATS = (".parquet", ".jsonl")

@@ -9,7 +9,7 @@ import anyio
 import typer
 from rich.markup import escape
 
-from trinity_buffer import inspect as questions
+from trinity_buffer import inspector as questions
 from trinity_buffer.cli.asking import asked, asked_of
 from trinity_buffer.cli.escaping import one_line, unescaped
 from trinity_buffer.cli.options import (
@@ -30,18 +30,12 @@ from trinity_buffer.cli.printing import (
 from trinity_buffer.cli.running import INTERRUPTED
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import parse_uid
-from trinity_buffer.inspect import (
-    EventLine,
-    ExperienceView,
-    GroupView,
-    TensorSummary,
-)
-from trinity_buffer.inspect.group_views import Order as GroupOrder
-from trinity_buffer.inspect.source import Source
-from trinity_buffer.inspect.step_lines import blame
-from trinity_buffer.inspect.texts import token_texts
-from trinity_buffer.inspect.token_table import TokenTable
-from trinity_buffer.inspect.token_table import tokens as tokens_of
+from trinity_buffer.inspector import EventLine, ExperienceView, GroupView, TensorSummary
+from trinity_buffer.inspector.group_views import Order as GroupOrder
+from trinity_buffer.inspector.source import Source
+from trinity_buffer.inspector.step_lines import blame
+from trinity_buffer.inspector.token_table import TokenTable, token_texts
+from trinity_buffer.inspector.token_table import tokens as tokens_of
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 

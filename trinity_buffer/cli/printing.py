@@ -21,7 +21,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from trinity_buffer.cli.escaping import escaped, escaped_in_json, one_line
-from trinity_buffer.inspect.writable import strict_json
+from trinity_buffer.inspector.output import strict_json
 
 Report = Callable[[str, int, int], None]
 

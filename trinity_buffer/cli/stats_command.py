@@ -30,9 +30,9 @@ from trinity_buffer.cli.printing import (
     time_of,
 )
 from trinity_buffer.cli.running import run
-from trinity_buffer.inspect.overviews import ExperimentOverview, Overview, overview, overview_of
-from trinity_buffer.inspect.source import Source
-from trinity_buffer.inspect.source import as_of as at_position
+from trinity_buffer.inspector.overviews import ExperimentOverview, Overview, overview, overview_of
+from trinity_buffer.inspector.source import Source
+from trinity_buffer.inspector.source import as_of as at_position
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.store import queries
 

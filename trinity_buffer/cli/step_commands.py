@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trinity_buffer import inspect as questions
+from trinity_buffer import inspector as questions
 from trinity_buffer.cli.asking import asked_of
 from trinity_buffer.cli.escaping import one_line, unescaped
 from trinity_buffer.cli.options import (
@@ -20,12 +20,18 @@ from trinity_buffer.cli.options import (
 )
 from trinity_buffer.cli.printing import console, print_json, shown, table, time_of
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect.ageing import StalenessGrowth, Tenth
-from trinity_buffer.inspect.reasons import Why
-from trinity_buffer.inspect.reasons import why as why_of
-from trinity_buffer.inspect.rejected import Lease, Rejected
-from trinity_buffer.inspect.source import Source
-from trinity_buffer.inspect.step_lines import EatenRow, Staleness, StepContents, StepLine
+from trinity_buffer.inspector.fates import Why
+from trinity_buffer.inspector.fates import why as why_of
+from trinity_buffer.inspector.rejected import Lease, Rejected
+from trinity_buffer.inspector.source import Source
+from trinity_buffer.inspector.step_lines import (
+    EatenRow,
+    Staleness,
+    StalenessGrowth,
+    StepContents,
+    StepLine,
+    Tenth,
+)
 from trinity_buffer.pipeline.diagnosis import counted
 
 AfterStepOption = Annotated[

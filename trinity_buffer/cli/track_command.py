@@ -11,7 +11,7 @@ from trinity_buffer.cli.asking import asked
 from trinity_buffer.cli.options import ExperimentOption, StoreOption, TrainerOption
 from trinity_buffer.cli.printing import console
 from trinity_buffer.cli.running import run
-from trinity_buffer.inspect.tracking import track as track_steps
+from trinity_buffer.inspector.tracking import track as track_steps
 from trinity_buffer.integrations.trackers import tracker_of
 from trinity_buffer.pipeline.experiment import Experiment
 

@@ -17,7 +17,7 @@ from slime.utils.types import Sample
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.inspect.overviews import overview
+from trinity_buffer.inspector.overviews import overview
 from trinity_buffer.integrations.checkpointed_steps import (
     CheckpointedSteps,
     checkpointed_steps,

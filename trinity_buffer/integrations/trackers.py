@@ -1,4 +1,4 @@
-"""TensorBoard and trackio, as `trinity_buffer.inspect.tracking.Tracker`."""
+"""TensorBoard and trackio, as `trinity_buffer.inspector.tracking.Tracker`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.extras import extra
-from trinity_buffer.inspect.tracking import Tracker
+from trinity_buffer.inspector.tracking import Tracker
 
 
 class TensorBoard(Tracker):

@@ -13,8 +13,7 @@ from itertools import islice
 from typing import Any
 
 from trinity_buffer.pipeline.presence import AT_WORK, is_here, own_wait_of, place_of, was_silent
-from trinity_buffer.store import counters, promises, queries
-from trinity_buffer.store.asking import conservation, tallies
+from trinity_buffer.store import counters, counts, promises, queries
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import BatchRow, ConsumerRow
 from trinity_buffer.store.transaction import Transaction
@@ -87,7 +86,7 @@ def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
     """Return why a trainer of this set is given nothing, whose ready rows it has taken."""
     around = Surroundings.of(tx, experiment)
     strategy = around.consumers.get(annotation_set)
-    number, _ = conservation.unseen(tx, experiment, strategy)
+    number, _ = counts.unseen(tx, experiment, strategy)
     at_work = around.who("strategy", annotation_set)
     lacks = lacks_of(tx, experiment, strategy)
     if number and at_work is None:
@@ -158,10 +157,10 @@ def is_being_decided(tx: Transaction, experiment: int, annotation_set: str) -> b
 
 
 def _is_undecided(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> bool:
-    number, _ = conservation.unseen(tx, experiment, strategy)
+    number, _ = counts.unseen(tx, experiment, strategy)
     if number:
         return True
-    return strategy is not None and bool(conservation.open_groups(tx, experiment, strategy))
+    return strategy is not None and bool(counts.open_groups(tx, experiment, strategy))
 
 
 def found_of(tx: Transaction, experiment: int, trainer: str) -> str:
@@ -170,15 +169,15 @@ def found_of(tx: Transaction, experiment: int, trainer: str) -> str:
     if row is None:
         return "it is not registered"
     numbers = counters.numbers_of(tx, experiment)
-    counts = tallies.of_trainer(tx, experiment, row, numbers).counts
-    rows = f"the {counted(counts.rows, 'row')} of set {counts.annotation_set!r}"
-    if not counts.rows:
-        return f"set {counts.annotation_set!r} has no rows: nothing was annotated"
-    rejected = sum(counts.rejected.values())
-    told = f"of {rows} {counts.committed} are in committed steps, up to step {row.committed_step}"
+    terms = counts.of_trainer(tx, experiment, row, numbers).counts
+    rows = f"the {counted(terms.rows, 'row')} of set {terms.annotation_set!r}"
+    if not terms.rows:
+        return f"set {terms.annotation_set!r} has no rows: nothing was annotated"
+    rejected = sum(terms.rejected.values())
+    told = f"of {rows} {terms.committed} are in committed steps, up to step {row.committed_step}"
     if rejected:
-        told += f", and {rejected} were rejected ({', '.join(counts.rejected)})"
-    return told + (f", and {counts.ready} are ready" if counts.ready else "")
+        told += f", and {rejected} were rejected ({', '.join(terms.rejected)})"
+    return told + (f", and {terms.ready} are ready" if terms.ready else "")
 
 
 def explorers_of(around: Surroundings, lacks: Sequence[Lack]) -> str:
@@ -205,7 +204,7 @@ def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
 def abandoned_groups(tx: Transaction, experiment: int) -> int:
     """Return how many planned groups lack runs that no process will bring: their actor is gone."""
     around = Surroundings.of(tx, experiment)
-    batches = conservation.open_batches(tx, experiment)
+    batches = counts.open_batches(tx, experiment)
     gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]
     rows = queries.batches(tx, experiment, gone).values() if gone else ()
     lacks = (_planned(row, queries.runs_of(tx, experiment, row.batch)) for row in rows)
@@ -229,11 +228,11 @@ def lacks_of(
     """
     config: dict[str, Any] = {} if strategy is None else strategy.config.get("grouping") or {}
     size = config.get("rollouts_per_group")
-    stored = {} if strategy is None else conservation.open_groups(tx, experiment, strategy)
-    planned = [batch.key for batch in conservation.open_batches(tx, experiment)]
+    stored = {} if strategy is None else counts.open_groups(tx, experiment, strategy)
+    planned = [batch.key for batch in counts.open_batches(tx, experiment)]
     rows = queries.batches(tx, experiment, sorted({*stored, *planned}))
     found = []
-    for key in islice(dict.fromkeys((*planned, *stored)), conservation.BATCHES_LOOKED_AT):
+    for key in islice(dict.fromkeys((*planned, *stored)), counts.BATCHES_LOOKED_AT):
         row = rows.get(key)
         if row is not None and row.sealed_at is not None:
             continue  # nothing is lacking of it any more

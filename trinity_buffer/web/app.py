@@ -24,15 +24,15 @@ from trinity_buffer.errors import (
     UnknownExperimentError,
     UnknownNameError,
 )
-from trinity_buffer.inspect.events import event_lines
-from trinity_buffer.inspect.source import as_of
+from trinity_buffer.inspector.events import event_lines
+from trinity_buffer.inspector.source import as_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.web.asked import GREATEST, Asked, View, whole
 from trinity_buffer.web.guard import Guard
-from trinity_buffer.web.prometheus import CONTENT_TYPE, metrics
+from trinity_buffer.web.metrics import CONTENT_TYPE, metrics
+from trinity_buffer.web.pages import PAGES
+from trinity_buffer.web.request import GREATEST, Asked, View, whole
 from trinity_buffer.web.templating import named, rendered, segment
-from trinity_buffer.web.views import PAGES
 
 STATIC = Path(__file__).parent / "static"
 STATUS: dict[type[TrinityBufferError], int] = {

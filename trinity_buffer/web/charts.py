@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trinity_buffer.inspect.step_lines import Staleness
+from trinity_buffer.inspector.step_lines import Staleness
 
 WIDTH, HEIGHT = 320, 120
 LEFT, BOTTOM, TOP = 44, 18, 8

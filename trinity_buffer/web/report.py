@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
-from trinity_buffer.inspect import (
+from trinity_buffer.inspector import (
     StepLine,
     blame,
     event_lines,
@@ -18,9 +18,9 @@ from trinity_buffer.inspect import (
     staleness,
     steps,
 )
-from trinity_buffer.inspect.doctor import examine
-from trinity_buffer.inspect.source import Source, now
-from trinity_buffer.inspect.step_lines import EatenRow, rewards_of_runs
+from trinity_buffer.inspector.doctor import examine
+from trinity_buffer.inspector.source import Source, now
+from trinity_buffer.inspector.step_lines import EatenRow, rewards_of_runs
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.web.charts import Lines, histogram, lines
 from trinity_buffer.web.templating import cut, rendered

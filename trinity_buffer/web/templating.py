@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trinity_buffer.inspect.writable import writable
+from trinity_buffer.inspector.output import writable
 
 _DOTS = {".": "!.", "..": "!.."}
 """Names that a browser takes as a way up, and their parts of a path, which no other name has."""

@@ -14,8 +14,7 @@ from trinity_buffer.pipeline.events import now_us
 from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
 from trinity_buffer.pipeline.spoken_wait import one_line
 from trinity_buffer.pipeline.writing.planning import seal_as_it_is
-from trinity_buffer.store import log, queries
-from trinity_buffer.store.asking import conservation
+from trinity_buffer.store import counts, log, queries
 from trinity_buffer.store.transaction import Transaction
 
 SHORTEST_US = 10_000
@@ -52,7 +51,7 @@ class Deadlines:
         full_page = True
         while full_page:
             overdue = await self._experiment.database.read(self._overdue)
-            full_page = len(overdue) == conservation.BATCHES_LOOKED_AT
+            full_page = len(overdue) == counts.BATCHES_LOOKED_AT
             for batch in overdue:
                 await self._seal(batch)
 
@@ -78,7 +77,7 @@ class Deadlines:
         reader = queries.consumer_row(tx, key, config.get("trainer", "trainer"))
         if reader is not None and reader.config.get("strategy") != self._name:
             return []
-        planned = conservation.open_batches(tx, key)
+        planned = counts.open_batches(tx, key)
         places = [batch.planned_at for batch in planned]
         since = log.recorded_at(tx, key, places)
         due = {batch.key: since[batch.planned_at] + self._after_us for batch in planned}

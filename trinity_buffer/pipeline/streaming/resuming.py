@@ -24,8 +24,7 @@ from trinity_buffer.pipeline.proof.checkpoint import digest_of, found_again, req
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.pipeline.stall import Stall
 from trinity_buffer.pipeline.streaming.stream_options import Resume, StreamOptions
-from trinity_buffer.store import log, queries, trainer_queries
-from trinity_buffer.store.asking import inspection
+from trinity_buffer.store import inspection, log, queries, trainer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, StepRow
 from trinity_buffer.store.transaction import Transaction

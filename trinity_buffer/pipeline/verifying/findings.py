@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trinity_buffer.store.asking.conservation import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,7 @@ from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
 from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.outside import Evidence
 from trinity_buffer.pipeline.verifying.segment_audit import check_segments
-from trinity_buffer.store import counters, log, queries
-from trinity_buffer.store.asking import conservation
+from trinity_buffer.store import counters, counts, log, queries
 from trinity_buffer.store.auditing import comparison
 from trinity_buffer.store.auditing.scratch import Scratch, Unfoldable
 from trinity_buffer.store.log import StoredEvent
@@ -89,7 +88,7 @@ async def verify(
 
 
 T = TypeVar("T")
-Counts: TypeAlias = conservation.StrategyCounts | conservation.TrainerCounts
+Counts: TypeAlias = counts.StrategyCounts | counts.TrainerCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,9 @@ class _Snapshot:
 
     rows: dict[str, int]
     numbers: counters.Numbers
-    strategies: tuple[conservation.StrategyCounts, ...]
-    trainers: tuple[conservation.TrainerCounts, ...]
-    plans: conservation.PlanCounts
+    strategies: tuple[counts.StrategyCounts, ...]
+    trainers: tuple[counts.TrainerCounts, ...]
+    plans: counts.PlanCounts
 
 
 async def _next_of(found: AsyncIterator[T]) -> T | None:
@@ -178,16 +177,16 @@ class _Verification:
             comparison.counts(tx, self._key),
             counters.numbers_of(tx, self._key),
             tuple(
-                conservation.of_strategy(tx, self._key, row)
+                counts.recount_strategy(tx, self._key, row)
                 for row in consumers
                 if row.kind == "strategy"
             ),
             tuple(
-                conservation.of_trainer(tx, self._key, row)
+                counts.recount_trainer(tx, self._key, row)
                 for row in consumers
                 if row.kind == "trainer"
             ),
-            conservation.of_plans(tx, self._key),
+            counts.recount_plans(tx, self._key),
         )
 
     async def _take(self, page: Sequence[StoredEvent], scratch: Scratch | None) -> None:
@@ -257,10 +256,10 @@ class _Verification:
 
     def _add_up(self) -> None:
         everything: list[Counts] = [*self._seen.strategies, *self._seen.trainers]
-        for counts in everything:
-            if not counts.holds:
-                what = f"the terms do not add up: {counts}"
-                self._problems.append(Problem("conservation", counts.consumer, what))
+        for terms in everything:
+            if not terms.holds:
+                what = f"the terms do not add up: {terms}"
+                self._problems.append(Problem("conservation", terms.consumer, what))
         plans, stored = self._seen.plans, self._audit.stored_runs()
         if plans.stored != stored:
             what = f"{plans.stored} planned runs are stored, by the log {stored}"

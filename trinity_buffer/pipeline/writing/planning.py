@@ -24,9 +24,8 @@ from trinity_buffer.pipeline.presence import Presence, place_of
 from trinity_buffer.pipeline.rejection_watch import FAULTS, MAX_REJECTED_STEPS, WARN_AFTER_STEPS
 from trinity_buffer.pipeline.spoken_wait import SpokenWait, one_line
 from trinity_buffer.pipeline.stall import Stall
-from trinity_buffer.store import log, promises, queries, trainer_queries
+from trinity_buffer.store import counts, log, promises, queries, trainer_queries
 from trinity_buffer.store import rows as store_rows
-from trinity_buffer.store.asking import conservation
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.transaction import Transaction, lock_experiment
@@ -454,7 +453,7 @@ def take_over(
     presence_of: Callable[[str], Presence],
     mine: Collection[str],
     batches: Collection[str] | None,
-) -> list[conservation.OpenBatch]:
+) -> list[counts.OpenBatch]:
     """Claim open batches of explorers that are gone; return them, oldest first.
 
     From here on this process is there under their names, so that no other one claims them too.
@@ -473,7 +472,7 @@ def take_over(
 
     gone = [
         batch
-        for batch in conservation.open_batches(tx, experiment)
+        for batch in counts.open_batches(tx, experiment)
         if batches is None or batch.key in batches
         if not is_there(batch.actor)
     ]

@@ -1,6 +1,7 @@
 """What is stored, as a table: a row for each experience, in record batches of Arrow.
 
-Memory does not grow with the store: a page of experiences is one batch.
+Memory does not grow with the store: a page of experiences is one batch. Nobody has checked what
+stands in ``info``, or which characters a text has: no value of them ends an export.
 """
 
 from __future__ import annotations
@@ -26,18 +27,101 @@ from anyio.from_thread import start_blocking_portal
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import ExperiencesRecorded
-from trinity_buffer.inspect.arrow_columns import TEXTS, array_of, info_column, schema_of
-from trinity_buffer.inspect.blobs import Damage, EventWithSegment, readable_events
-from trinity_buffer.inspect.fates import AnnotationRow, Fate, StepOfRow, fates
-from trinity_buffer.inspect.source import Source, as_of
-from trinity_buffer.inspect.step_lines import rows_of_step, trainer_of
-from trinity_buffer.inspect.tensors import elements_of_rows
-from trinity_buffer.inspect.writable import strict_json
+from trinity_buffer.inspector.experience import (
+    Damage,
+    EventWithSegment,
+    elements_of_rows,
+    readable_events,
+)
+from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow, fates
+from trinity_buffer.inspector.output import strict_json, writable
+from trinity_buffer.inspector.source import Source, as_of
+from trinity_buffer.inspector.step_lines import rows_of_step, trainer_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries, reads
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
+
+TEXTS = ("prompt_text", "response_text")
+_INFO = "info."
+
+
+def info_column(key: str) -> str:
+    """Return the name of the column that holds a key of ``info``."""
+    return writable(f"{_INFO}{key}")
+
+
+def array_of(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
+    """Return values, or arrays of numbers, as an array of ``kind``; null in place of any other."""
+    if not arrow.types.is_list(kind):
+        return _plain(arrow, values, kind)
+    there = [one for one in values if one is not None]
+    flat = arrow.array(np.concatenate(there)) if there else arrow.array([], kind.value_type)
+    ends = np.zeros(len(values) + 1, np.int32)
+    np.cumsum([0 if one is None else len(one) for one in values], out=ends[1:])
+    absent = arrow.array([one is None for one in values])
+    return arrow.ListArray.from_arrays(
+        arrow.array(ends), flat.cast(kind.value_type), type=kind, mask=absent
+    )
+
+
+def _plain(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
+    try:
+        return arrow.array(values, kind)
+    except (ValueError, TypeError):  # of Arrow, and of a text that UTF-8 cannot write
+        fitting = _text if arrow.types.is_string(kind) else _number
+        return arrow.array([fitting(one) for one in values], kind)
+
+
+def _text(value: Any) -> str | None:
+    return writable(value) if isinstance(value, str) else None
+
+
+def _number(value: Any) -> float | None:
+    """Return a number as a float, None if none is equal to it."""
+    if isinstance(value, float):
+        return value
+    try:
+        return float(value) if isinstance(value, int) and float(value) == value else None
+    except OverflowError:
+        return None
+
+
+def schema_of(arrow: Any, columns: Mapping[str, Sequence[Any]]) -> Any:
+    """Return the columns that every table has, and those of ``info`` that the first page has."""
+    text, number, real = arrow.string(), arrow.int64(), arrow.float64()
+    texts: tuple[str, ...] = (
+        "uid",
+        "batch",
+        "task",
+        "suffix",
+        "actor",
+        "kind",
+        "finish_reason",
+        "refused",
+    )
+    texts += (*TEXTS, "messages", "info", "set", "state", "reason", "trainer", "damaged")
+    numbers: tuple[str, ...] = (
+        "run",
+        "step",
+        "position",
+        "policy_version",
+        "prompt_length",
+        "length",
+    )
+    numbers += ("trained_tokens", "trained_step")
+    fields = [(name, text) for name in texts] + [(name, number) for name in numbers]
+    fields += [(name, real) for name in ("recorded_at", "reward", "advantage")]
+    fields += [("tokens", arrow.list_(number)), ("action_mask", arrow.list_(arrow.bool_()))]
+    fields += [(name, arrow.list_(arrow.float32())) for name in ("logprobs", "advantages")]
+    for name, values in columns.items():
+        if name.startswith(_INFO):
+            known = [value for value in values if value is not None]
+            numeric = all(isinstance(value, int | float) for value in known)
+            fields.append((name, real if numeric else text))
+    return arrow.schema(fields)
+
 
 FAMILIES = ("light", "tokens", "text")
 _TENSORS = ("tokens", "logprobs", "action_mask")

@@ -12,14 +12,12 @@ from typing import Literal, NamedTuple
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import Key
-from trinity_buffer.inspect.blobs import EventWithSegment, events_with_segments
-from trinity_buffer.inspect.fates import Fate, fates
-from trinity_buffer.inspect.source import Source, now
-from trinity_buffer.inspect.tensors import mean_of
+from trinity_buffer.inspector.experience import EventWithSegment, events_with_segments, mean_of
+from trinity_buffer.inspector.fates import Fate, fates
+from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.sizes import sizes
-from trinity_buffer.store import queries
-from trinity_buffer.store.asking import inspection
+from trinity_buffer.store import inspection, queries
 from trinity_buffer.store.rows import BatchRow, ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 

@@ -11,14 +11,14 @@ from typing import Any
 from trinity_buffer.codec import unpack_object
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded
-from trinity_buffer.inspect.blobs import (
+from trinity_buffer.inspector.experience import (
     Damage,
     EventWithSegment,
     Unreadable,
     decoded_each,
     with_segments,
 )
-from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.sizes import sizes

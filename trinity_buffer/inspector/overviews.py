@@ -8,13 +8,19 @@ from itertools import repeat
 from statistics import fmean
 
 from trinity_buffer.events import BatchLeased
-from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import counters, log, trainer_queries
-from trinity_buffer.store.asking import inspection, tallies
-from trinity_buffer.store.asking.conservation import PlanCounts, StrategyCounts, TrainerCounts
-from trinity_buffer.store.asking.tallies import BatchCounts, LogCounts, PolicyCounts, TrainerTally
+from trinity_buffer.store import counters, counts, inspection, log, trainer_queries
+from trinity_buffer.store.counts import (
+    BatchCounts,
+    LogCounts,
+    PlanCounts,
+    PolicyCounts,
+    StrategyCounts,
+    TrainerCounts,
+    TrainerTally,
+)
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.write_ahead_log import log_state
@@ -121,7 +127,7 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
 async def overview_of(source: Source) -> ExperimentOverview:
     """Return one experiment in numbers, as it is or as it was."""
     projected = (await source.read(_projected, [source.key], source.key))[source.key]
-    logged = (await source.database.read(tallies.logs, source.key, source.position))[source.key]
+    logged = (await source.database.read(counts.logs, source.key, source.position))[source.key]
     staleness: dict[str, float | None] = {}
     for name, served_at in projected.served.items():
         own = _own_rows((await source.leases(served_at)).values())
@@ -133,7 +139,7 @@ async def overview_of(source: Source) -> ExperimentOverview:
 
 def _experiments(tx: Transaction, name: str | None, of: int | None) -> list[ExperimentOverview]:
     keys = log.experiment_names(tx) if name is None or of is None else {name: of}
-    logs, projected = tallies.logs(tx, of), _projected(tx, list(keys.values()), of)
+    logs, projected = counts.logs(tx, of), _projected(tx, list(keys.values()), of)
     found = []
     for one, key in keys.items():
         staleness = {
@@ -164,7 +170,7 @@ class _Projected:
 
 
 def _projected(tx: Transaction, keys: Sequence[int], of: int | None) -> dict[int, _Projected]:
-    finished, consumers = tallies.finished(tx, of), tallies.consumers(tx, of)
+    finished, consumers = counts.finished(tx, of), counts.consumers(tx, of)
     numbers = counters.all_numbers(tx) if of is None else {of: counters.numbers_of(tx, of)}
     found = {}
     for key in keys:
@@ -172,12 +178,12 @@ def _projected(tx: Transaction, keys: Sequence[int], of: int | None) -> dict[int
         trainers = [row for row in rows if row.kind == "trainer"]
         found[key] = _Projected(
             finished.get(key, False),
-            tallies.batches(tx, key, own),
-            tallies.policies(tx, key, own),
+            counts.batches(tx, key, own),
+            counts.policies(tx, key, own),
             own,
             {row.name: row for row in rows},
-            tuple(tallies.of_strategy(tx, key, r, own) for r in rows if r.kind == "strategy"),
-            tuple(tallies.of_trainer(tx, key, row, own) for row in trainers),
+            tuple(counts.of_strategy(tx, key, r, own) for r in rows if r.kind == "strategy"),
+            tuple(counts.of_trainer(tx, key, row, own) for row in trainers),
             {row.name: _last_served(tx, key, row) for row in trainers},
         )
     return found
@@ -195,7 +201,7 @@ def _of_experiment(
     staleness: Mapping[str, float | None],
 ) -> ExperimentOverview:
     numbers, plans = projected.numbers, projected.batches
-    recorded = tallies.recorded(numbers)
+    recorded = counts.recorded(numbers)
     guests = sorted({consumer for consumer, _ in numbers if "/" in consumer})
     return ExperimentOverview(
         name=name,

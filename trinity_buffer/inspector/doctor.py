@@ -19,8 +19,7 @@ from trinity_buffer.pipeline.writing.planning import (
     is_unpublished,
     unpublished,
 )
-from trinity_buffer.store import counters, log, promises, queries, reads, trainer_queries
-from trinity_buffer.store.asking import conservation, tallies
+from trinity_buffer.store import counters, counts, log, promises, queries, reads, trainer_queries
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
@@ -167,7 +166,7 @@ class _Look:
 
     def _of_nobody(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
         if self._recorded is not None:
-            number, first = conservation.unrewarded(tx, self._key, self._recorded)
+            number, first = counts.unrewarded(tx, self._key, self._recorded)
             if number:
                 name = self._name.removesuffix(TURNS)
                 what = f"{counted(number, 'rollout')} of {name!r} without a reward"
@@ -175,7 +174,7 @@ class _Look:
             return
         if strategies:
             return
-        number, first = conservation.unseen(tx, self._key, None)
+        number, first = counts.unseen(tx, self._key, None)
         if number:
             what = f"{counted(number, 'experience')} recorded, and no annotation set"
             remedy = (
@@ -187,7 +186,7 @@ class _Look:
     def _of_strategy(
         self, tx: Transaction, around: Surroundings, row: ConsumerRow
     ) -> Iterator[Stuck]:
-        number, first = conservation.unseen(tx, self._key, row)
+        number, first = counts.unseen(tx, self._key, row)
         if not number or around.who("strategy", row.name) is not None:
             return
         if row.name == "recorded":
@@ -208,7 +207,7 @@ class _Look:
             return
         named = "" if row.name == self._trainer else " --set " + quote(f"trainer={row.name}")
         again = f"start trainer {row.name!r} again (`trinity-buffer train --follow{named}`)"
-        leased = conservation.first_uncommitted(tx, self._key, row)
+        leased = counts.first_uncommitted(tx, self._key, row)
         if leased is not None:
             steps = counted(row.leased_step - row.committed_step, "step")
             what = (
@@ -219,13 +218,13 @@ class _Look:
                 self._name, what, self._since(tx, leased), f"{again}: it is served them first"
             )
         numbers = counters.numbers_of(tx, self._key)
-        counts = tallies.of_trainer(tx, self._key, row, numbers).counts
-        if counts.ready:
+        terms = counts.of_trainer(tx, self._key, row, numbers).counts
+        if terms.ready:
             reader = Reader(self._key, row.name, "", row.name)
             start = trainer_queries.first_undelivered(tx, reader)
-            first = conservation.first_row(tx, self._key, counts.annotation_set, start)
+            first = counts.first_row(tx, self._key, terms.annotation_set, start)
             since = self._since(tx, first)
-            rows = f"{counted(counts.ready, 'row')} of set {counts.annotation_set!r}"
+            rows = f"{counted(terms.ready, 'row')} of set {terms.annotation_set!r}"
             yield Stuck(
                 self._name, f"no process trains as {row.name!r}: {rows} ready", since, again
             )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from trinity_buffer.inspect.doctor import examine
-from trinity_buffer.inspect.overviews import (
+from trinity_buffer.inspector.doctor import examine
+from trinity_buffer.inspector.overviews import (
     STEPS_OF_STALENESS,
     ExperimentOverview,
     Overview,

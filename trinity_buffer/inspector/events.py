@@ -37,12 +37,11 @@ from trinity_buffer.events import (
     UnknownEvent,
     body_of,
 )
-from trinity_buffer.inspect.source import require_position
+from trinity_buffer.inspector.source import require_position
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.store import log
-from trinity_buffer.store.asking import inspection
+from trinity_buffer.store import inspection, log
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.store import counters, queries
-from trinity_buffer.store.asking import inspection
-from trinity_buffer.store.asking.inspection import LeaseRow
+from trinity_buffer.store import counters, inspection, queries
+from trinity_buffer.store.inspection import LeaseRow
 from trinity_buffer.store.queries import DOOR
 from trinity_buffer.store.rows import ConsumerRow, position_of, written_as
 from trinity_buffer.store.transaction import Transaction

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import StepsCommitted, TrainerRewound, kinds_of
-from trinity_buffer.inspect.source import now
-from trinity_buffer.inspect.step_lines import StepLine, steps, trainer_of
+from trinity_buffer.inspector.source import now
+from trinity_buffer.inspector.step_lines import StepLine, steps, trainer_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.spoken_wait import SpokenWait
 from trinity_buffer.store import queries

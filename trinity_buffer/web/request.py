@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.inspect.source import Source
+from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.store import Store
 
 GREATEST = (1 << 62) - 1

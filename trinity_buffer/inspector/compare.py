@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspect.blobs import Damage, Unreadable, readable_events
-from trinity_buffer.inspect.source import Source
-from trinity_buffer.inspect.step_lines import StepLine, steps
-from trinity_buffer.inspect.tensors import means_of
+from trinity_buffer.inspector.experience import Damage, Unreadable, means_of, readable_events
+from trinity_buffer.inspector.source import Source
+from trinity_buffer.inspector.step_lines import StepLine, steps
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import queries
-from trinity_buffer.store.asking.columns import Decisions, Integers, addresses, decisions
+from trinity_buffer.store.row_numbers import Decisions, Integers, addresses, decisions
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, position_of
 from trinity_buffer.store.transaction import Transaction
 

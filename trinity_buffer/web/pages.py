@@ -1,0 +1,423 @@
+"""The pages of the inspector: for each, the name of its template and what stands in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.inspector import (
+    EatenRow,
+    Match,
+    RunDifference,
+    SetDifference,
+    StepLine,
+    blame,
+    compare_runs,
+    event_lines,
+    groups,
+    growth_by_actor,
+    leases,
+    overview,
+    position_before,
+    rejection_counts,
+    rejections,
+    search,
+    show,
+    staleness,
+    steps,
+    tokens,
+    why,
+)
+from trinity_buffer.inspector.compare import comparing
+from trinity_buffer.inspector.doctor import examine
+from trinity_buffer.inspector.experience import Unreadable
+from trinity_buffer.inspector.overviews import overview_of
+from trinity_buffer.inspector.source import Source, now
+from trinity_buffer.inspector.step_lines import rewards_of_runs
+from trinity_buffer.inspector.token_table import TokenTable, token_texts
+from trinity_buffer.store import queries
+from trinity_buffer.store.rows import first_address
+from trinity_buffer.web.charts import histogram, lanes, step_bar
+from trinity_buffer.web.report import charts_of
+from trinity_buffer.web.request import GREATEST, Asked, Page, View, turned, whole
+
+PAGE = 50
+STEPS_OF_CHARTS = 200
+NEIGHBOURS = 30
+"""The bar above a step shows so many steps before it and after it."""
+
+
+async def steps_page(asked: Asked) -> Page:
+    """Return gradient steps: curves, a bar that leads to each, and a row for each."""
+    source, after = asked.source, asked.whole("after")
+    some = await _steps(source, asked, after, STEPS_OF_CHARTS)
+    shown = some[:PAGE] if after is not None else some[-PAGE:]
+    return "steps.html", {
+        "charts": charts_of(some),
+        "bar": step_bar([(line.step, line.reward) for line in some]),
+        "steps": shown,
+        "older": max(0, shown[0].step - 1 - PAGE) if shown and shown[0].step > 1 else None,
+        "newer": shown[-1].step if shown and after is not None else None,
+        "trainer": asked.text("trainer"),
+        "live": None if after is not None else await source.head(),
+    }
+
+
+async def _steps(source: Source, asked: Asked, after: int | None, limit: int) -> list[StepLine]:
+    """Return steps, none where nobody trains and no trainer is named."""
+    trainer = asked.text("trainer")
+    try:
+        return await steps(source, trainer=trainer, after=after, limit=limit)
+    except UnknownNameError:
+        if trainer is not None:
+            raise
+        return []
+
+
+async def step_page(asked: Asked) -> Page:
+    """Return what one gradient step was given; a bar of the histogram leads to its rows."""
+    source, number = asked.source, whole("step", asked.part)
+    found = await blame(source, number, trainer=asked.text("trainer"))
+    trainer = found.line.trainer
+    near = await steps(
+        source, trainer=trainer, after=max(0, number - 1 - NEIGHBOURS), limit=2 * NEIGHBOURS + 1
+    )
+    rows = _chosen(asked, found.rows)
+    start = asked.whole("from") or 0
+    return "step.html", {
+        "found": found,
+        "bar": step_bar([(line.step, line.reward) for line in near], current=number),
+        "before": number - 1 if near[0].step < number else None,
+        "after": number + 1 if near[-1].step > number else None,
+        "bars": histogram(rewards_of_runs(found.rows)),
+        "shares": any("loss_share" in row.measured for row in found.rows),
+        "rows": rows[start : start + PAGE],
+        "matching": len(rows),
+        "next": start + PAGE if start + PAGE < len(rows) else None,
+        "kept": {key: value for key, value in asked.query.items() if key != "from"},
+    }
+
+
+def _chosen(asked: Asked, eaten: tuple[EatenRow, ...]) -> list[EatenRow]:
+    """Return the rows of runs between the rewards asked for, in the order that is asked for."""
+    low, high = asked.real("low"), asked.real("high")
+    rows = [
+        row
+        for row in eaten
+        if (low is None or (row.run_reward is not None and row.run_reward >= low))
+        and (high is None or (row.run_reward is not None and row.run_reward <= high))
+    ]
+    if asked.text("sort") == "abs-advantage":
+        rows.sort(key=lambda row: -abs(row.advantage or 0.0))
+    elif asked.text("sort") == "loss-share":
+        rows.sort(key=lambda row: -row.measured.get("loss_share", 0.0))
+    return rows
+
+
+async def staleness_page(asked: Asked) -> Page:
+    """Return how old what was trained on was: a lane for each actor, and step by step."""
+    source, after, trainer = asked.source, asked.whole("after"), asked.text("trainer")
+    try:
+        some = await staleness(source, trainer=trainer, after=after, limit=PAGE)
+    except UnknownNameError:
+        if trainer is not None:
+            raise
+        some = []
+    first = some[0].step if some else 0
+    return "staleness.html", {
+        "rows": some,
+        "lanes": lanes(some),
+        "actors": growth_by_actor(some),
+        "older": max(0, first - 1 - PAGE) if first > 1 else None,
+        "newer": some[-1].step if some and after is not None else None,
+        "trainer": trainer,
+    }
+
+
+TOKENS = 500
+TEXT = 20_000
+"""So many characters of one text are shown."""
+PLAIN_OVERLAYS = ("text", "mask")
+"""Those that every rollout has; each column of its table is one more."""
+SHADES = 5
+
+
+async def rollout_page(asked: Asked) -> Page:
+    """Return one rollout: what it holds, why it was trained or not, and its tokens."""
+    source, uid = asked.source, asked.text("uid") or ""
+    found, start = await show(source, uid), asked.whole("from") or 0
+    try:
+        table = await tokens(source, found.uid, annotation_set=asked.text("set"))
+    except UnknownNameError:
+        table = None
+    overlays = (*PLAIN_OVERLAYS, *(() if table is None else table.columns))
+    wanted = asked.text("overlay") or ""
+    overlay = wanted if wanted in overlays else "text"
+    return "rollout.html", {
+        "found": found,
+        "why": await why(source, found.uid),
+        "texts": {name: value for name, value in found.objects.items() if value},
+        "limit": TEXT,
+        "table": table,
+        "rows": [] if table is None else await _page_of(source, table, overlay, start),
+        "from": start,
+        "next": start + TOKENS if table is not None and start + TOKENS < len(table.ids) else None,
+        "page": TOKENS,
+        "overlay": overlay,
+        "overlays": overlays,
+        "set": asked.text("set"),
+    }
+
+
+async def _page_of(
+    source: Source, table: TokenTable, overlay: str, start: int
+) -> list[dict[str, Any]]:
+    shown = table.ids[start : start + TOKENS]
+    return token_rows(table, overlay, start, await token_texts(source, shown))
+
+
+def token_rows(
+    table: TokenTable, overlay: str, start: int, texts: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return a page of tokens; ``shade`` is how strongly the overlay marks each, -5 to 5.
+
+    Args:
+        table: of the rollout.
+        overlay: ``mask`` or a column of the table; anything else marks nothing.
+        start: the first token.
+        texts: of the tokens from there on, None where nobody knows them.
+    """
+    end = min(start + TOKENS, len(table.ids))
+    shades = _shades(table, overlay)
+    return [
+        {
+            "at": at,
+            "id": int(table.ids[at]),
+            "text": None if texts is None else texts[at - start],
+            "mask": bool(table.mask[at]),
+            "prompt": at < table.prompt_length,
+            "shade": int(shades[at]),
+            "values": [_known(values[at]) for values in table.columns.values()],
+        }
+        for at in range(start, end)
+    ]
+
+
+def _known(value: Any) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _shades(table: TokenTable, overlay: str) -> Any:
+    if overlay == "mask":
+        return table.mask * SHADES
+    values = table.columns.get(overlay, np.zeros(len(table.ids)))
+    if overlay == "ratio":
+        values = values - 1.0  # which changes nothing
+    elif overlay == "policy_version":
+        values = values - np.nanmin(values) + 1.0  # the oldest the palest
+    values = np.nan_to_num(values)
+    most = np.abs(values).max(initial=0.0)
+    return np.rint(values / most * SHADES) if most > 0 else np.zeros(len(values))
+
+
+FIRST_S = 0.5
+"""So long sets are compared before a first answer."""
+LONGEST_S = 60
+STEPS = 200
+"""So many of the last steps of each run are compared."""
+
+
+async def diff_page(asked: Asked) -> Page:
+    """Return how two annotation sets differ, as far as some seconds reach, or two runs."""
+    source = asked.source
+    consumers = await source.read(queries.consumers, source.key)
+    first, second, other = (asked.text(name) for name in ("first", "second", "run"))
+    sets: SetDifference | None = None
+    runs: RunDifference | None = None
+    reached = 0
+    if first and second:
+        sets, reached = await _compared(asked, source, first, second)
+    elif other and source.position is not None:
+        raise InvalidArgumentError("two runs are compared as they are now: open the diff there")
+    elif other:
+        runs = await compare_runs(source, now(await asked.store.experiment(other)), limit=STEPS)
+    return "diff.html", {
+        "names": [row.name for row in consumers.values() if row.kind == "strategy"],
+        "others": [] if source.position is not None else await _others(asked),
+        "asked": (first, second, other),
+        "sets": sets,
+        "runs": runs,
+        "reached": reached,
+        "most_steps": STEPS,
+        "head": await source.head(),
+        "longer": min(LONGEST_S, 4 * (asked.whole("seconds") or FIRST_S)),
+    }
+
+
+async def _others(asked: Asked) -> list[str]:
+    return [name for name in await asked.store.experiments() if name != asked.name]
+
+
+async def _compared(
+    asked: Asked, source: Source, first: str, second: str
+) -> tuple[SetDifference, int]:
+    """Return what was found in the seconds that are asked for, and up to which position."""
+    until = time.monotonic() + min(LONGEST_S, asked.whole("seconds") or FIRST_S)
+    found = SetDifference(first, second)
+    async for found, reached in comparing(source, first, second):
+        if time.monotonic() > until:
+            return found, reached
+    return found, await source.head()
+
+
+GROUPS_OF_BATCH = 500
+SEARCH_S = 5.0
+"""A search is cut into answers of about so many seconds; the first one comes sooner."""
+
+
+async def overview_page(asked: Asked) -> Page:
+    """Return counts from the plan to the commit, and what is stuck now."""
+    source, examined = asked.source, None
+    if source.position is None:
+        (counted,) = (await overview(asked.store, asked.name)).experiments
+        examined = await examine(asked.store, asked.name)
+    else:
+        counted = await overview_of(source)
+    return "overview.html", {
+        "counted": counted,
+        "examined": examined,
+        "leases": await leases(source),
+        "rejected": await rejection_counts(source),
+        "live": counted.head,
+    }
+
+
+async def groups_page(asked: Asked) -> Page:
+    """Return groups, the newest first."""
+    batch, before = asked.text("batch"), asked.whole("before", GREATEST)
+    found = await groups(
+        asked.source,
+        annotation_set=asked.text("set"),
+        batch=batch,
+        limit=PAGE if batch is None else GROUPS_OF_BATCH,
+        before=before,
+    )
+    more = batch is None and len(found) == PAGE
+    return "groups.html", {
+        "groups": found,
+        "batch": batch,
+        **turned(asked, "before", min(g.newest for g in found) if more else None, ["batch", "set"]),
+    }
+
+
+async def rejected_page(asked: Asked) -> Page:
+    """Return what was left out; of one consumer, page by page."""
+    source, by = asked.source, asked.text("by")
+    before = asked.whole("before", GREATEST)
+    found = await rejections(source, by=by, reason=asked.text("reason"), limit=PAGE, before=before)
+    more = _lowest(one.address for one in found) if by and len(found) == PAGE else None
+    return "rejected.html", {
+        "counts": await rejection_counts(source),
+        "rejected": found,
+        "by": by,
+        "reason": asked.text("reason"),
+        **turned(asked, "before", more, ["by", "reason"]),
+    }
+
+
+def _lowest(written: Any) -> int:
+    """Return the lowest of addresses that are written as ``position:slot``."""
+    parts = (one.partition(":") for one in written)
+    return min(first_address(int(position)) + int(slot) for position, _, slot in parts)
+
+
+class _LongEnough(Exception):  # noqa: N818 - no error: what ends a part of a search
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+
+async def search_page(asked: Asked) -> Page:
+    """Return rollouts whose texts hold what is looked for: as many as are found in some seconds."""
+    source, text = asked.source, asked.text("text")
+    found: list[Match] = []
+    unreadable: list[Unreadable] = []
+    more = None
+    if text is not None:
+        more = await _search(source, text, asked, found, unreadable)
+    return "search.html", {
+        "text": text,
+        "exact": asked.text("exact"),
+        "found": found,
+        "unreadable": unreadable,
+        "more": more,
+        **turned(asked, "after", more, ["text", "exact"]),
+    }
+
+
+async def _search(
+    source: Source, text: str, asked: Asked, found: list[Match], unreadable: list[Unreadable]
+) -> int | None:
+    """Search into the lists; return the address after which it goes on, None at the end."""
+    after = asked.whole("after", GREATEST)
+    until = time.monotonic() + (FIRST_S if after is None else SEARCH_S)
+
+    def looked_at(address: int) -> None:
+        if time.monotonic() > until:
+            raise _LongEnough(address)
+
+    some = search(
+        source,
+        text,
+        exact=asked.text("exact") is not None,
+        after=-1 if after is None else after,
+        looked_at=looked_at,
+        unreadable=unreadable,
+    )
+    try:
+        async for match in some:
+            if len(found) >= PAGE and match.address != found[-1].address:
+                return found[-1].address
+            found.append(match)
+    except _LongEnough as enough:
+        return enough.address
+    return None
+
+
+async def events_page(asked: Asked) -> Page:
+    """Return events: the last ones, followed live, or those after a position."""
+    experiment, up_to = await asked.store.experiment(asked.name), asked.source.position
+    asked_after = asked.whole("after", GREATEST >> 20)
+    after = (
+        await position_before(experiment, PAGE, up_to=up_to) if asked_after is None else asked_after
+    )
+    lines = []
+    async for line in event_lines(experiment, after=after, up_to=up_to):
+        lines.append(line)
+        if len(lines) == PAGE:
+            break
+    last = lines[-1].position if lines else after
+    return "events.html", {
+        "events": lines,
+        "older": max(0, after - PAGE) if after > 0 else None,
+        "newer": last if asked_after is not None else None,
+        "follow": last if asked_after is None and up_to is None else None,
+    }
+
+
+PAGES: Mapping[str, View] = {
+    "steps": steps_page,
+    "steps/{part}": step_page,
+    "groups": groups_page,
+    "rollout": rollout_page,
+    "rejected": rejected_page,
+    "staleness": staleness_page,
+    "search": search_page,
+    "diff": diff_page,
+    "events": events_page,
+    "": overview_page,
+}
+"""Path behind the name of an experiment -> its page; the empty one, which fits all, comes last."""
