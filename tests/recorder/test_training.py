@@ -166,7 +166,7 @@ def test_a_recorder_keeps_the_turns_of_what_is_asked_for(tmp_path: Path, cli: Cl
     assert "several experiments" in cli("events", "--store", tmp_path / "three.db").err
 
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "own_rollout.md").read_text()
 AGENT = """#!/usr/bin/env python
 from openai import OpenAI
 
@@ -176,11 +176,11 @@ OpenAI().chat.completions.create(model="tiny", messages=messages)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the recipe needs curl")
-def test_the_recipe_of_the_readme_annotates_its_runs(tmp_path: Path) -> None:
+def test_the_recipe_of_the_page_annotates_its_runs(tmp_path: Path) -> None:
     """As it is printed, but for the server and the port."""
     recipe = {
         name: textwrap.dedent(block)
-        for name, block in re.findall(r"```sh (recorder|agent)\n(.*?)```", README, re.DOTALL)
+        for name, block in re.findall(r"```sh (recorder|agent)\n(.*?)```", PAGE, re.DOTALL)
     }
     make_tiny_model(tmp_path / "model", width=16, layers=1, heads=2)
     (tmp_path / "agent").write_text(AGENT)
