@@ -75,6 +75,9 @@ PRINTING = (f"{PACKAGE}/cli/", "tools/", "benchmarks/", "tests/")
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "managers"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save"}
+UNPICKLING = {
+    f"{PACKAGE}/integrations/imports/trinity.py": "an Unpickler whose find_class refuses every name"
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -253,7 +256,7 @@ def test_no_byte_that_is_read_can_run() -> None:
         if unsafe and not file.startswith("tests/"):
             what = ", ".join(sorted(map(str, unsafe)))
             breaches.append(Breach(file, getattr(node, "lineno", 0), what))
-    complain(breaches, {})
+    complain(breaches, UNPICKLING)
 
 
 def test_imports_stand_at_the_top() -> None:

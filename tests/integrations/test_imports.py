@@ -420,7 +420,7 @@ def _paired(blob: bytes) -> bytes:
 
 
 def test_a_pickle_that_calls_something_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="GLOBAL is no plain data"):
+    with pytest.raises(InvalidArgumentError, match=r"os\.system is no plain data"):
         plain(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(InvalidArgumentError, match="cannot be read"):
         plain(b"\x80\x05}\x94")
