@@ -16,7 +16,7 @@ from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.demo.tasks import SortDigits
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.explore import BatchReport, Explorer, ExplorerSettings
+from trinity_buffer.explorer.explore import BatchReport, ExploreOptions, SamplingExplorer
 from trinity_buffer.explorer.weights import Weights
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.experiment import Experiment
@@ -86,10 +86,10 @@ async def explored(
     experiment: Experiment, sampler: TaskSampler | Interrupted, batches: int = 1
 ) -> list[BatchReport]:
     reports: list[BatchReport] = []
-    settings = ExplorerSettings(
-        actor="e0", groups_per_batch=2, rollouts_per_group=2, max_batches=batches
+    options = ExploreOptions(
+        groups_per_batch=2, rollouts_per_group=2, max_batches=batches, report=reports.append
     )
-    await Explorer(experiment, sampler, settings).run(reports.append)  # type: ignore[arg-type]
+    await SamplingExplorer(experiment, sampler, "e0", options).run()  # type: ignore[arg-type]
     return reports
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from typing_extensions import override
 from tests.contract.making import group, living, opened, rows
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.explore import Explorer, ExplorerSettings, explore
+from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer, explore
+from trinity_buffer.identity import Key
 from trinity_buffer.pipeline import presence, processes
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.events import now_us
@@ -164,10 +165,15 @@ class Policy:
     def load(self, uri: str) -> Policy:
         return self
 
+    def rollout(
+        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
+    ) -> list[Experience]:
+        return []
+
 
 async def ends_as_the_demo(experiment: Experiment) -> None:
-    settings = ExplorerSettings(actor="e0", max_batches=0)
-    await Explorer(experiment, Policy(), settings).run(print)  # type: ignore[arg-type]  # idle
+    options = ExploreOptions(max_batches=1)
+    await SamplingExplorer(experiment, Policy(), "e0", options).run()
 
 
 @pytest.mark.parametrize("work", [ends, ends_as_the_demo])

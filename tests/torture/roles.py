@@ -32,7 +32,7 @@ from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.explore import Explorer, ExplorerSettings
+from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer
 from trinity_buffer.pipeline import events
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
 from trinity_buffer.pipeline.history.replay import open_replay_stream
@@ -230,19 +230,17 @@ def explorer(url: str, experiment: str, actor: str, folder: str, sends: Sequence
         async with open_store(url) as store:
             opened = await store.experiment(experiment)
             config = of_experiment(opened.config)
-            settings = ExplorerSettings(
-                actor=actor,
+            options = ExploreOptions(
                 groups_per_batch=config.groups_per_batch,
                 rollouts_per_group=config.rollouts_per_group,
-                groups_per_write=1,
                 acknowledgements=Path(folder) / "acks" / f"{actor}.ack",
                 take_over=actor == HEIR,
             )
             first = first_policy(config)
             sampler = TaskSampler(first, task_of(config), config.seed)
-            made = Explorer(opened, sampler, settings)
+            made = SamplingExplorer(opened, sampler, actor, options, groups_per_write=1)
             made._writer = _Insistent(made._writer, sends, Path(folder))  # type: ignore[assignment]
-            await made.run(lambda _: None)
+            await made.run()
 
     anyio.run(main)
 

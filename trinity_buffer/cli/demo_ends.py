@@ -16,7 +16,7 @@ from trinity_buffer.demo.rollout import TaskSampler, evaluate
 from trinity_buffer.demo.solutions import SolutionSampler
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.explorer.explore import BatchReport, Explorer, ExplorerSettings, Sampler
+from trinity_buffer.explorer.explore import BatchReport, ExploreOptions, Sampler, SamplingExplorer
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 
@@ -130,16 +130,19 @@ class DemoEnds:
     ) -> None:
         """Make rollouts of fresh problems until the experiment is finished."""
         config = self.config
-        settings = ExplorerSettings(
-            actor=actor,
+        options = ExploreOptions(
             groups_per_batch=config.groups_per_batch,
             rollouts_per_group=config.rollouts_per_group,
-            groups_per_write=8 if algorithm.type.use_rollout else config.groups_per_batch,
             acknowledgements=acknowledgements,
             max_batches=max_batches,
             take_over=take_over,
+            report=report,
         )
-        await Explorer(experiment, sampler_of(config), settings).run(report)
+        per_write = 8 if algorithm.type.use_rollout else config.groups_per_batch
+        sampler = sampler_of(config)
+        await SamplingExplorer(
+            experiment, sampler, actor, options, groups_per_write=per_write
+        ).run()
 
     def accuracy(self, policy: TransformerPolicy, *, problems: int, seed: int) -> float:
         """Return the share of fresh problems that greedy answers solve."""

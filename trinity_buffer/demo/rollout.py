@@ -33,7 +33,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """A policy that makes rollouts of a task, for an `Explorer`.
+    """A policy that makes rollouts of a task, for a `SamplingExplorer`.
 
     Attributes:
         seed: of the experiment; problems and rollouts follow from it.

@@ -14,7 +14,7 @@ from trinity_buffer.experience import EID, Experience, Key
 
 @dataclass(frozen=True, slots=True)
 class SolutionSampler:
-    """Makes recorded data in place of rollouts, for an `Explorer`; it has no weights to load.
+    """Makes recorded data in place of rollouts, for a `SamplingExplorer`; it loads no weights.
 
     What it makes of a run depends on (seed, batch, task) alone.
 

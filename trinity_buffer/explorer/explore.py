@@ -1,15 +1,11 @@
-"""`explore`: anybody's rollouts of a task list that several actors share.
+"""Exploring: plan a batch, have its rollouts made, write them, seal it; after a crash, the rest.
 
-The list is cut into batches whose ids follow from epoch and position alone: ``epoch0-0``,
-``epoch0-1``, ... Whoever plans a batch first has claimed it, by the order of the log; the others
-are told `BatchTakenError` and go on to the next. So every task of every epoch is planned once,
-whatever dies when, and nothing but the log is shared.
+`explore` goes through a list of tasks that several actors share. The list is cut into batches whose
+ids follow from epoch and position alone: ``epoch0-0``, ``epoch0-1``, ... The first to plan a batch
+has claimed it, by the order of the log; the others get `BatchTakenError` and go on to the next. So
+every task of every epoch is planned once, whatever dies when, and nothing but the log is shared.
 
-The rollouts that are being made, which say so once none of them has ended for long.
-
-What a store has acknowledged, noted by the explorer itself: the proof from outside.
-
-The explorer: plan, generate, write, seal, again; and after a crash, first what is missing.
+`SamplingExplorer` has no list: a policy makes up its problems, batch after batch.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ import logging
 import math
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -41,6 +38,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
+from typing_extensions import override
 
 from trinity_buffer.errors import (
     BatchTakenError,
@@ -64,57 +62,19 @@ from trinity_buffer.writer import WriteReceipt
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+M = TypeVar("M")
 
-class UnderWay:
-    """The rollouts that an explorer waits for.
+Rollout = Callable[[T, M], Awaitable[Sequence[Experience]]]
+"""One attempt at a task with a model: the experiences of the run, one per step, in order."""
 
-    Args:
-        writer: of the explorer.
-        timeout_s: after which a rollout is given up, if it ever is.
-    """
+DIGEST_BYTES = 16
 
-    def __init__(self, writer: SQLWriter, timeout_s: float | None) -> None:
-        self._writer = writer
-        self._remedy = "timeout_s would end" if timeout_s is None else f"timeout_s={timeout_s} ends"
-        self._begun: dict[str, float] = {}
-        self._ended_at = -math.inf
+BATCHES_PER_QUERY = 256
+"""How many batches one query asks for their owners."""
 
-    @contextmanager
-    def making(self, run: EID) -> Iterator[None]:
-        """Count ``run`` as one that is waited for inside the context."""
-        self._begun[run.rid] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._begun[run.rid]
-            self._ended_at = time.monotonic()
-            self._writer.waits_no_more()
-
-    async def stay_known(self) -> None:
-        """Say until cancelled that rollouts are under way, while they are: the run moves."""
-        await self._writer.stay_at_work(lambda: bool(self._begun))
-
-    async def watch(self) -> None:
-        """Say what is waited for, until cancelled; not while rollouts keep ending."""
-        every_s, quiet_until = wait_report_s(), -math.inf
-        while True:
-            now = time.monotonic()
-            since = max(self._ended_at, min(self._begun.values(), default=now))
-            left_s = max(since + every_s, quiet_until) - now
-            if left_s > 0:
-                await anyio.sleep(left_s)
-                continue
-            quiet_until = now + REPEATED_AFTER * every_s
-            said = one_line(self._told(now))
-            _logger.warning("%s", said)
-            await self._writer.waits_for(said)
-
-    def _told(self, now: float) -> str:
-        first, begun = next(iter(self._begun.items()))
-        return (
-            f"explorer {self._writer.actor!r} waits for {counted(len(self._begun), 'rollout')}, "
-            f"the first of them {first} for {now - begun:.0f} s ({self._remedy} them)"
-        )
+REFUSED_TO_ALL = (401, 403, 404)
+"""Statuses of a server that every rollout would get: a wrong key, URL or name of a model."""
 
 
 class Acknowledgements:
@@ -147,32 +107,59 @@ class Acknowledgements:
         os.close(self._descriptor)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplorerSettings:
-    """What one explorer generates.
+class StalledRolloutMonitor:
+    """The rollouts that an explorer waits for, with a warning once none has ended for long.
 
-    Attributes:
-        actor: its name; its batches are ``<actor>-0``, ``<actor>-1``, ...
-        groups_per_batch: problems that are planned at once.
-        rollouts_per_group: attempts at each.
-        groups_per_write: how many groups are written in one call.
-        acknowledgements: file that notes what the store has acknowledged; None: no proof is kept.
-        max_batches: end after so many; None: when the experiment is finished.
-        take_over: finish batches of explorers that are gone, too.
+    Args:
+        writer: of the explorer.
+        timeout_s: after which a rollout is given up; None: never.
     """
 
-    actor: str
-    groups_per_batch: int = 8
-    rollouts_per_group: int = 8
-    groups_per_write: int = 8
-    acknowledgements: Path | None = None
-    max_batches: int | None = None
-    take_over: bool = False
+    def __init__(self, writer: SQLWriter, timeout_s: float | None) -> None:
+        self._writer = writer
+        self._remedy = "timeout_s would end" if timeout_s is None else f"timeout_s={timeout_s} ends"
+        self._begun: dict[str, float] = {}
+        self._ended_at = -math.inf
+
+    @contextmanager
+    def running(self, run: EID) -> Iterator[None]:
+        """Count ``run`` as being made inside the context."""
+        self._begun[run.rid] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begun[run.rid]
+            self._ended_at = time.monotonic()
+            self._writer.waits_no_more()
+
+    async def stay_known(self) -> None:
+        """Register rollouts in progress until cancelled: the run does not count as stalled."""
+        await self._writer.stay_at_work(lambda: bool(self._begun))
+
+    async def watch(self) -> None:
+        """Warn of rollouts that take long, until cancelled; not while others keep ending."""
+        every_s, quiet_until = wait_report_s(), -math.inf
+        while True:
+            now = time.monotonic()
+            since = max(self._ended_at, min(self._begun.values(), default=now))
+            left_s = max(since + every_s, quiet_until) - now
+            if left_s > 0:
+                await anyio.sleep(left_s)
+                continue
+            quiet_until = now + REPEATED_AFTER * every_s
+            first, begun = next(iter(self._begun.items()))
+            waiting = counted(len(self._begun), "rollout")
+            message = one_line(
+                f"explorer {self._writer.actor!r} waits for {waiting}, the first of them {first} "
+                f"for {now - begun:.0f} s ({self._remedy} them)"
+            )
+            _logger.warning("%s", message)
+            await self._writer.waits_for(message)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What is said of one batch that was sealed.
+    """The outcome of a sealed batch.
 
     Attributes:
         reward: mean of the rewards of its runs' last steps; None: they have none.
@@ -188,117 +175,6 @@ class BatchReport:
     reward: float | None
     repaired: bool
     left_out: int = 0
-
-
-class Sampler(Loadable, Protocol):
-    """A policy that makes rollouts of its own."""
-
-    def rollout(
-        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
-    ) -> list[Experience]:
-        """Return the experiences of the runs ``pairs``, (task, run), of ``batch``."""
-        ...
-
-
-class Explorer:
-    """Has rollouts made with the newest published policy, and writes them.
-
-    Args:
-        experiment: where they go, and where new policies are announced.
-        sampler: makes the rollouts; as it comes it is policy version 0.
-        settings: everything else.
-    """
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        sampler: Sampler,
-        settings: ExplorerSettings,
-    ) -> None:
-        self._experiment = experiment
-        self._settings = settings
-        self._writer = experiment.writer(settings.actor)
-        self._weights = Weights(experiment, sampler)
-        self._under_way = UnderWay(self._writer, None)
-        path = settings.acknowledgements
-        self._acknowledgements = None if path is None else Acknowledgements(path)
-
-    async def run(self, report: Callable[[BatchReport], None]) -> None:
-        """Explore until the experiment is finished or ``max_batches`` are planned."""
-        try:
-            await self._writer.begin_exploring()
-            await self._weights.load_newest()
-            number, unfinished = await self._writer.unsealed()
-            for batch in unfinished:
-                report(await self._finish(batch, repaired=True))
-            beside = (self._weights.follow, self._writer.stay_present, self._under_way.stay_known)
-            async with running(*beside):
-                while self._settings.max_batches is None or number < self._settings.max_batches:
-                    for left in await self._left_behind():
-                        report(await self._finish(left, repaired=True))
-                    batch = f"{self._settings.actor}-{number}"
-                    tasks = list(range(self._settings.groups_per_batch))
-                    planned = await self._writer.plan(
-                        batch,
-                        tasks,
-                        self._settings.rollouts_per_group,
-                        policy_version=lambda: self._weights.version,
-                    )
-                    if not planned:
-                        return
-                    report(await self._finish(batch, repaired=False))
-                    number += 1
-        finally:
-            if self._acknowledgements is not None:
-                self._acknowledgements.close()
-
-    async def _left_behind(self) -> list[str]:
-        """Return the batches of explorers that are gone, which are this one's to finish now."""
-        return await self._writer.take_over() if self._settings.take_over else []
-
-    async def _finish(self, batch: Key, *, repaired: bool) -> BatchReport:
-        """Generate and write what is missing of a planned batch, then seal it."""
-        missing = await self._writer.missing(batch)
-        version, sampler = self._weights.version, self._weights.model
-        experiences, rewards = 0, []
-        for pairs in _by_group(missing, self._settings.groups_per_write):
-            rollout = partial(sampler.rollout, pairs, batch=batch, policy_version=version)
-            with self._under_way.making(EID(batch, *pairs[0])):
-                made = await anyio.to_thread.run_sync(rollout)
-            receipt = await self._writer.write(made)
-            if self._acknowledgements is not None:
-                self._acknowledgements.note(receipt)
-            experiences += len(made)
-            last = {e.eid.rid: e.reward for e in made}
-            rewards += [reward for reward in last.values() if reward is not None]
-        await self._writer.seal(batch, await self._writer.stored(batch))
-        mean = sum(rewards) / len(rewards) if rewards else None
-        return BatchReport(batch, version, len(missing), experiences, mean, repaired)
-
-
-def _by_group(pairs: Sequence[tuple[Key, int]], groups: int) -> list[list[tuple[Key, int]]]:
-    """Return ``pairs`` in pieces of whole groups."""
-    by_task: dict[Key, list[tuple[Key, int]]] = {}
-    for pair in pairs:
-        by_task.setdefault(pair[0], []).append(pair)
-    tasks = list(by_task.values())
-    pieces = (tasks[start : start + groups] for start in range(0, len(tasks), groups))
-    return [[pair for task in piece for pair in task] for piece in pieces]
-
-
-T = TypeVar("T")
-M = TypeVar("M")
-
-Rollout = Callable[[T, M], Awaitable[Sequence[Experience]]]
-"""One attempt at a task with a model: the experiences of the run, one per step, in order."""
-
-DIGEST_BYTES = 16
-
-BATCHES_PER_LOOK = 256
-"""Of how many batches one query asks who has them."""
-
-REFUSED_TO_ALL = (401, 403, 404)
-"""Statuses of a server that every rollout would get: a wrong key, URL or name of a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,37 +218,40 @@ class ExploreOptions:
     report: Callable[[BatchReport], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "groups_per_batch", "rollouts_per_group", "concurrency", "attempts"):
-            self._require(name, _is_count(getattr(self, name)), "a number, 1 or more")
-        most, seconds, delay = self.max_batches, self.timeout_s, self.retry_delay_s
-        self._require(
-            "max_batches", most is None or _is_count(most), "a number, 1 or more, or None"
-        )
-        some = seconds is None or (_is_seconds(seconds) and seconds > 0)
-        self._require("timeout_s", some, "seconds, more than 0, or None")
-        self._require("retry_delay_s", _is_seconds(delay) and delay >= 0, "seconds, 0 or more")
-        kinds = type(self.retry_on) is tuple and all(map(_is_error, self.retry_on))
-        self._require("retry_on", kinds, "a tuple of Exception classes")
-        chosen = self.on_failure in ("raise", "leave_out")
-        self._require("on_failure", chosen, "'raise' or 'leave_out'")
-        told = self.report is None or callable(self.report)
-        self._require("report", told, "a function of a BatchReport, or None")
-
-    def _require(self, name: str, is_right: bool, what: str) -> None:  # noqa: FBT001 - of a line
-        if not is_right:
-            raise InvalidArgumentError(f"{name}={getattr(self, name)!r}: must be {what}")
+        counts = ("epochs", "groups_per_batch", "rollouts_per_group", "concurrency", "attempts")
+        rules = {name: (_is_count(getattr(self, name)), "a number, 1 or more") for name in counts}
+        most, timeout, delay = self.max_batches, self.timeout_s, self.retry_delay_s
+        rules |= {
+            "max_batches": (most is None or _is_count(most), "a number, 1 or more, or None"),
+            "timeout_s": (
+                timeout is None or (_is_finite(timeout) and timeout > 0),
+                "seconds, more than 0, or None",
+            ),
+            "retry_delay_s": (_is_finite(delay) and delay >= 0, "seconds, 0 or more"),
+            "retry_on": (_are_errors(self.retry_on), "a tuple of Exception classes"),
+            "on_failure": (self.on_failure in ("raise", "leave_out"), "'raise' or 'leave_out'"),
+            "report": (
+                self.report is None or callable(self.report),
+                "a function of a BatchReport, or None",
+            ),
+        }
+        for name, (is_valid, what) in rules.items():
+            if not is_valid:
+                raise InvalidArgumentError(f"{name}={getattr(self, name)!r}: must be {what}")
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def _is_seconds(value: object) -> bool:
+def _are_errors(kinds: object) -> bool:
+    return type(kinds) is tuple and all(
+        isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds
+    )
+
+
+def _is_finite(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def _is_error(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Exception)
 
 
 async def explore(
@@ -408,16 +287,16 @@ async def explore(
         TrainingError: a rollout was cancelled from within.
     """
     sizes = ("groups_per_batch", "rollouts_per_group")
-    known = {name: experiment.config[name] for name in sizes if name in experiment.config}
-    settings = ExploreOptions(**{**known, **options})
-    await _Exploration(experiment, actor, tasks, rollout, model, settings).run()
+    configured = {name: experiment.config[name] for name in sizes if name in experiment.config}
+    settings = ExploreOptions(**{**configured, **options})
+    await _TaskListExplorer(experiment, actor, tasks, rollout, model, settings).run()
 
 
 @dataclass(slots=True)
 class _Batch:
     """A planned batch whose runs are being made."""
 
-    key: str
+    key: Key
     repaired: bool
     missing: Sequence[tuple[Key, int]]
     done: int = 0
@@ -425,16 +304,95 @@ class _Batch:
     left_out: int = 0
     rewards: list[float] = field(default_factory=list)
 
-    def take(self, made: Sequence[Experience]) -> None:
-        """Count one run."""
-        self.done += 1
+    def count(self, made: Sequence[Experience], runs: int = 1) -> None:
+        """Count the experiences of some runs; the reward of a run is that of its last step."""
+        self.done += runs
         self.experiences += len(made)
         self.left_out += not made
-        if made and made[-1].reward is not None:
-            self.rewards.append(made[-1].reward)
+        last = {e.eid.rid: e.reward for e in made}
+        self.rewards += [reward for reward in last.values() if reward is not None]
 
 
-class _Exploration:
+class _Explorer(ABC):
+    """An explorer: present, up to date with the weights, acknowledged writes, sealed batches."""
+
+    def __init__(
+        self, experiment: Experiment, actor: str, model: Any, options: ExploreOptions
+    ) -> None:
+        self._writer = experiment.writer(actor)
+        self._model = model
+        self._weights = Weights(experiment, model) if isinstance(model, Loadable) else None
+        self._options = options
+        self._monitor = StalledRolloutMonitor(self._writer, options.timeout_s)
+        path = options.acknowledgements
+        self._acknowledgements = None if path is None else Acknowledgements(path)
+
+    async def run(self) -> None:
+        """Explore until there is nothing left, or the experiment is finished."""
+        beside = [self._writer.stay_present, self._monitor.watch, self._monitor.stay_known]
+        try:
+            await self._writer.begin_exploring()
+            if self._weights is not None:
+                await self._weights.load_newest()
+                beside.append(self._weights.follow)
+            async with running(*beside):
+                await self._explore()
+        finally:
+            if self._acknowledgements is not None:
+                self._acknowledgements.close()
+
+    @abstractmethod
+    async def _explore(self) -> None:
+        """Plan, make, write and seal batches."""
+
+    @property
+    def _newest(self) -> tuple[Any, int | None]:
+        """The model and its policy version; None if it cannot be loaded anew."""
+        if self._weights is None:
+            return self._model, None
+        return self._weights.model, self._weights.version
+
+    async def _plan(self, batch: Key, tasks: Sequence[Key], contents: bytes | None = None) -> bool:
+        """Plan a batch as soon as it is admitted; return False if the experiment is finished."""
+        weights = self._weights
+        return await self._writer.plan(
+            batch,
+            tasks,
+            self._options.rollouts_per_group,
+            # Asked again while the plan waits: newer weights may be what it waits for.
+            policy_version=None if weights is None else lambda: weights.version,
+            contents=contents,
+        )
+
+    async def _write(self, made: Sequence[Experience]) -> None:
+        if made:
+            receipt = await self._writer.write(made)
+            if self._acknowledgements is not None:
+                self._acknowledgements.note(receipt)
+
+    async def _seal(self, batch: _Batch, version: int | None) -> None:
+        await self._writer.seal(batch.key, await self._writer.stored(batch.key))
+        if self._options.report is None:
+            return
+        mean = sum(batch.rewards) / len(batch.rewards) if batch.rewards else None
+        runs = len(batch.missing) - batch.left_out
+        self._options.report(
+            BatchReport(
+                batch.key, version, runs, batch.experiences, mean, batch.repaired, batch.left_out
+            )
+        )
+
+    async def _left_behind(self, taken: Sequence[str] | None = None) -> list[_Batch]:
+        """Return the batches of actors that are gone, now this one's, if it takes over."""
+        if not self._options.take_over:
+            return []
+        keys = await self._writer.take_over(taken)
+        return [_Batch(key, repaired=True, missing=await self._writer.missing(key)) for key in keys]
+
+
+class _TaskListExplorer(_Explorer):
+    """Rolls out a list of tasks that several actors share."""
+
     def __init__(
         self,
         experiment: Experiment,
@@ -446,48 +404,28 @@ class _Exploration:
     ) -> None:
         if not tasks:
             raise InvalidArgumentError("tasks is empty: give at least one task")
-        self._writer = experiment.writer(actor)
+        super().__init__(experiment, actor, model, options)
         self._is_named = isinstance(tasks, Mapping)
         pairs = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
         self._tasks: dict[Key, Any] = dict(pairs)
         self._rollout = rollout
-        self._model = model
-        self._weights = Weights(experiment, model) if isinstance(model, Loadable) else None
-        self._options = options
         self._slots = anyio.Semaphore(options.concurrency)
-        self._under_way = UnderWay(self._writer, options.timeout_s)
-        path = options.acknowledgements
-        self._acknowledgements = None if path is None else Acknowledgements(path)
 
-    async def run(self) -> None:
-        """Go through the list."""
-        under_way = self._under_way
-        beside = [self._writer.stay_present, under_way.watch, under_way.stay_known]
-        try:
-            await self._writer.begin_exploring()
-            if self._weights is not None:
-                await self._weights.load_newest()
-                beside.append(self._weights.follow)
-            async with running(*beside):
-                await self._make_all()
-        finally:
-            if self._acknowledgements is not None:
-                self._acknowledgements.close()
-
-    async def _make_all(self) -> None:
-        begun, most = 0, self._options.max_batches
+    @override
+    async def _explore(self) -> None:
+        begun = 0
         async with task_group() as group:
             async for batch in self._claimed():
                 await self._begin(batch, group)
                 begun += 1
-                if begun == most:
+                if begun == self._options.max_batches:
                     return
 
     async def _claimed(self) -> AsyncIterator[_Batch]:
         """Yield the batches that are this actor's to make."""
         batches = self._batches()
         taken: list[str] = []  # by others
-        while page := dict(islice(batches, BATCHES_PER_LOOK)):
+        while page := dict(islice(batches, BATCHES_PER_QUERY)):
             rows = await self._writer.batches(list(page))
             known = await self._writer.contents_of(list(rows.values()))
             for batch, tasks in page.items():
@@ -496,26 +434,19 @@ class _Exploration:
                     require_same_contents(batch, known, self._contents(tasks))
                     continue
                 try:
-                    planned = await self._plan(batch, tasks)
+                    planned = await self._plan(batch, tasks, self._contents(tasks))
                 except BatchTakenError:
                     taken.append(batch)
                     continue
                 if not planned:
                     return
-                missing = await self._writer.missing(batch)
-                yield _Batch(batch, row is not None, missing)
-            async for left in self._left_behind(taken):
+                yield _Batch(batch, row is not None, await self._writer.missing(batch))
+            for left in await self._left_behind(taken) if taken else []:
+                taken.remove(str(left.key))
                 yield left
-        async for left in self._left_behind(taken):  # somebody may have died meanwhile
+        # Their owners may have died since.
+        for left in await self._left_behind(taken) if taken else []:
             yield left
-
-    async def _left_behind(self, taken: list[str]) -> AsyncIterator[_Batch]:
-        """Yield, and take out of ``taken``, batches of other actors that are gone."""
-        if not (self._options.take_over and taken):
-            return
-        for batch in await self._writer.take_over(taken):
-            taken.remove(batch)
-            yield _Batch(batch, repaired=True, missing=await self._writer.missing(batch))
 
     def _batches(self) -> Iterator[tuple[str, list[Key]]]:
         keys, size = list(self._tasks), self._options.groups_per_batch
@@ -527,33 +458,20 @@ class _Exploration:
         same = list(map(str, row.tasks)) == list(map(str, tasks))
         return same and row.rollouts_per_group == self._options.rollouts_per_group
 
-    async def _plan(self, batch: str, tasks: Sequence[Key]) -> bool:
-        return await self._writer.plan(
-            batch,
-            tasks,
-            self._options.rollouts_per_group,
-            policy_version=None if self._weights is None else self._version,
-            contents=self._contents(tasks),
-        )
-
     def _contents(self, tasks: Sequence[Key]) -> bytes | None:
-        """Return the digest of tasks that have no keys of their own, None if JSON cannot say it."""
+        """Return the digest of tasks that have no keys of their own, None if they are not JSON."""
         if self._is_named:
             return None
         try:
-            said = json.dumps([self._tasks[task] for task in tasks], sort_keys=True)
+            text = json.dumps([self._tasks[task] for task in tasks], sort_keys=True)
         except (TypeError, ValueError, RecursionError):
             return None
-        return hashlib.sha256(said.encode()).digest()[:DIGEST_BYTES]
-
-    def _version(self) -> int:
-        assert self._weights is not None
-        return self._weights.version
+        return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
 
     async def _begin(self, batch: _Batch, group: TaskGroup) -> None:
         """Start what is missing of a planned batch, each run as soon as there is a slot for it."""
         if not batch.missing:
-            await self._seal(batch)
+            await self._seal(batch, self._newest[1])
         for task, run in batch.missing:
             await self._slots.acquire()
             group.start_soon(self._make, batch, EID(batch.key, task, run))
@@ -563,31 +481,27 @@ class _Exploration:
         made = await self._attempted(run)
         # Only now: so a kill costs no more rollouts than run at the same time.
         self._slots.release()
-        batch.take(made)
+        batch.count(made)
         if batch.done == len(batch.missing):
-            await self._seal(batch)
+            await self._seal(batch, self._newest[1])
 
     async def _attempted(self, run: EID) -> list[Experience]:
         """Return the experiences of a run, which are stored; none if it is left out."""
-        options = self._options
-        attempts = 1
+        options, attempts = self._options, 1
         while isinstance(made := await self._attempt(run), Exception):
-            if attempts == options.attempts or isinstance(made, RefusedRequestError):
-                self._leave_out(run, made, attempts)
+            is_refused = isinstance(made, RefusedRequestError)
+            if attempts == options.attempts or is_refused:
+                is_hopeless = (
+                    isinstance(made, RefusedRequestError) and made.status in REFUSED_TO_ALL
+                )
+                if options.on_failure == "raise" or is_hopeless:
+                    raise made
+                why = f"after {counted(attempts, 'attempt')}: {type(made).__name__}: {made}"
+                _logger.warning("%s", one_line(f"rollout {run.rid} is left out {why}"))
                 return []
             await anyio.sleep(options.retry_delay_s * 2 ** (attempts - 1))
             attempts += 1
         return made
-
-    def _leave_out(self, run: EID, failure: Exception, attempts: int) -> None:
-        is_of_all = isinstance(failure, RefusedRequestError) and failure.status in REFUSED_TO_ALL
-        if self._options.on_failure == "raise" or is_of_all:
-            raise failure
-        why = f"{type(failure).__name__}: {failure}"
-        _logger.warning(
-            "%s",
-            one_line(f"rollout {run.rid} is left out after {counted(attempts, 'attempt')}: {why}"),
-        )
 
     async def _attempt(self, run: EID) -> list[Experience] | Exception:
         """Return the experiences of a run, which are stored, or an error of ``retry_on``."""
@@ -604,21 +518,13 @@ class _Exploration:
             return error
         return made
 
-    async def _write(self, made: Sequence[Experience]) -> None:
-        if made:
-            receipt = await self._writer.write(made)
-            if self._acknowledgements is not None:
-                self._acknowledgements.note(receipt)
-
     async def _once(self, run: EID) -> list[Experience]:
-        model, version = self._model, None
-        if self._weights is not None:
-            model, version = self._weights.model, self._weights.version
+        model, version = self._newest
         try:
-            with anyio.fail_after(self._options.timeout_s), self._under_way.making(run):
-                given = self._rollout(self._tasks[run.task], model)
-                is_async = inspect.isawaitable(given)
-                returned = await given if is_async else given
+            with anyio.fail_after(self._options.timeout_s), self._monitor.running(run):
+                awaitable = self._rollout(self._tasks[run.task], model)
+                is_async = inspect.isawaitable(awaitable)
+                returned = await awaitable if is_async else awaitable
         except Exception as error:
             error.add_note(f"in the rollout {run.rid}")
             raise
@@ -634,25 +540,12 @@ class _Exploration:
                 f"rollout {run.rid} returned {kind_of(returned)} without being awaited: write it "
                 "as an async function of a task and a model that returns a list of Experience"
             )
-        made = [copy(one) for one in _listed(run, returned)]  # other runs may return the same ones
+        made = [copy(e) for e in _listed(run, returned)]  # other runs may return the same ones
         for step, experience in enumerate(made):
             experience.eid = EID(run.batch, run.task, run.run, step)
             if version is not None:
                 experience.info = {"model_version": version} | experience.info
         return made
-
-    async def _seal(self, batch: _Batch) -> None:
-        await self._writer.seal(batch.key, await self._writer.stored(batch.key))
-        if self._options.report is None:
-            return
-        mean = sum(batch.rewards) / len(batch.rewards) if batch.rewards else None
-        version = None if self._weights is None else self._weights.version
-        runs = len(batch.missing) - batch.left_out
-        self._options.report(
-            BatchReport(
-                batch.key, version, runs, batch.experiences, mean, batch.repaired, batch.left_out
-            )
-        )
 
 
 def _listed(run: EID, returned: Any) -> list[Experience]:
@@ -665,7 +558,7 @@ def _listed(run: EID, returned: Any) -> list[Experience]:
         wrong = kind_of(returned)
     else:
         made = list(returned)
-        others = [one for one in made if not isinstance(one, Experience)]
+        others = [e for e in made if not isinstance(e, Experience)]
         if not others:
             return made
         wrong = f"{kind_of(returned)} that holds {kind_of(others[0])}"
@@ -673,3 +566,73 @@ def _listed(run: EID, returned: Any) -> list[Experience]:
         f"rollout {run.rid} returned {wrong}: return a list of Experience, or [] to leave the run "
         "out"
     )
+
+
+class Sampler(Loadable, Protocol):
+    """A policy that makes rollouts of its own."""
+
+    def rollout(
+        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
+    ) -> list[Experience]:
+        """Return the experiences of the runs ``pairs``, (task, run), of ``batch``."""
+        ...
+
+
+class SamplingExplorer(_Explorer):
+    """Has a policy make rollouts of problems of its own, in batches ``<actor>-0``, ``<actor>-1``...
+
+    It ends when the experiment is finished, or when ``options.max_batches`` are planned, those of
+    an earlier process of this name among them.
+
+    Args:
+        experiment: where they go, and where new policies are announced.
+        sampler: makes the rollouts; as it comes it is policy version 0.
+        actor: name of this process.
+        options: of those of `explore` the sizes, ``take_over``, ``acknowledgements``, ``report``.
+        groups_per_write: how many groups are made, and written, in one call.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        sampler: Sampler,
+        actor: str,
+        options: ExploreOptions,
+        *,
+        groups_per_write: int = 8,
+    ) -> None:
+        super().__init__(experiment, actor, sampler, options)
+        self._actor = actor
+        self._groups_per_write = groups_per_write
+
+    @override
+    async def _explore(self) -> None:
+        number, unfinished = await self._writer.unsealed()
+        for batch in unfinished:
+            missing = await self._writer.missing(batch)
+            await self._finish(_Batch(batch, repaired=True, missing=missing))
+        most = self._options.max_batches
+        while most is None or number < most:
+            for left in await self._left_behind():
+                await self._finish(left)
+            batch = f"{self._actor}-{number}"
+            if not await self._plan(batch, list(range(self._options.groups_per_batch))):
+                return
+            missing = await self._writer.missing(batch)
+            await self._finish(_Batch(batch, repaired=False, missing=missing))
+            number += 1
+
+    async def _finish(self, batch: _Batch) -> None:
+        """Generate and write what is missing of a planned batch, then seal it."""
+        # The whole batch by one policy, whatever is published meanwhile.
+        sampler, version = self._newest
+        tasks = list(dict.fromkeys(task for task, _ in batch.missing))
+        for start in range(0, len(tasks), self._groups_per_write):
+            chosen = tasks[start : start + self._groups_per_write]
+            pairs = [(task, run) for task in chosen for of, run in batch.missing if of == task]
+            rollout = partial(sampler.rollout, pairs, batch=batch.key, policy_version=version)
+            with self._monitor.running(EID(batch.key, *pairs[0])):
+                made = await anyio.to_thread.run_sync(rollout)
+            await self._write(made)
+            batch.count(made, len(pairs))
+        await self._seal(batch, version)
