@@ -19,7 +19,7 @@ from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, as_of, now
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries, reads
-from trinity_buffer.store.rows import slot_of
+from trinity_buffer.store.rows import position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -40,8 +40,8 @@ async def row_by_row(source: Source, first: str, second: str) -> dict[str, Any]:
         if not fate.annotations:
             return state, None
         note = fate.annotations[0]
-        events, _ = await readable_events(source, [note.position], ["annotation"])
-        segment = events[note.position].families["annotation"]
+        events, _ = await readable_events(source, [position_of(note.address)], ["annotation"])
+        segment = events[position_of(note.address)].families["annotation"]
         return state, mean_of(segment, "advantages", slot_of(note.address))
 
     return {uid: (await told(a), await told(b)) for uid, a, b in await source.read(look)}

@@ -461,8 +461,8 @@ FAULTS = [
     Fault(
         "the last committed step is shown as leased",
         "inspector/fates.py",
-        "<= trainers[one.consumer].committed_step",
-        "< trainers[one.consumer].committed_step",
+        "<= trainers[name].committed_step",
+        "< trainers[name].committed_step",
         "tests/cli/test_asking.py::test_groups_show_rewards_advantages_and_fates",
     ),
     Fault(
@@ -503,8 +503,8 @@ FAULTS = [
     Fault(
         "run 0 is never what a group waits for",
         "inspector/fates.py",
-        "missing = sorted(set(range(planned)) - seen.runs)",
-        "missing = sorted(set(range(1, planned)) - seen.runs)",
+        "missing = sorted(set(range(planned)) - runs)",
+        "missing = sorted(set(range(1, planned)) - runs)",
         "tests/inspect/test_questions.py::test_why_names_the_event_that_decided",
     ),
     Fault(

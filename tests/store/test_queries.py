@@ -65,7 +65,6 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "still_waiting": lambda tx: inspection.still_waiting(tx, 1, ["s"], [1 << 20, 2 << 20]),
     "find": lambda tx: inspection.find(tx, 1, EID("b", "t", 0)),
     "rejected": lambda tx: inspection.rejected(tx, 1, "s", reason=None, limit=9),
-    "rejections_of": lambda tx: inspection.rejections_of(tx, 1, ["s"], [1 << 20]),
     "actors": lambda tx: inspection.actors(tx, 1, [4, 5]),
     "annotated_experiences": lambda tx: inspection.annotated_experiences(
         tx, 1, ["s"], [1 << 20, 2 << 20]
@@ -93,7 +92,7 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     ),
     "an actor's batches": lambda tx: queries.batches_of_actor(tx, 1, "e0"),
     "open batches": lambda tx: counts.open_batches(tx, 1),
-    "counted batches": lambda tx: counts.batches(tx, 1, {}),
+    "counted rollouts": lambda tx: counts.of_plans(tx, 1, {}),
     "a trainer's numbers": lambda tx: counts.of_trainer(tx, 1, TRAINER, {}),
     "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }

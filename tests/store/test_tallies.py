@@ -33,7 +33,7 @@ async def both(experiment: Experiment) -> tuple[list[Counts], list[Counts]]:
         numbers = counters.numbers_of(tx, key)
         tallied: list[Counts] = [
             *(counts.of_strategy(tx, key, row, numbers) for row in sets),
-            *(counts.of_trainer(tx, key, row, numbers).counts for row in trainers),
+            *(counts.of_trainer(tx, key, row, numbers)[0] for row in trainers),
         ]
         counted: list[Counts] = [
             *(counts.recount_strategy(tx, key, row) for row in sets),

@@ -218,7 +218,7 @@ class _Look:
                 self._name, what, self._since(tx, leased), f"{again}: it is served them first"
             )
         numbers = counters.numbers_of(tx, self._key)
-        terms = counts.of_trainer(tx, self._key, row, numbers).counts
+        terms, _, _ = counts.of_trainer(tx, self._key, row, numbers)
         if terms.ready:
             reader = Reader(self._key, row.name, "", row.name)
             start = trainer_queries.first_undelivered(tx, reader)

@@ -1,9 +1,10 @@
-"""What became of experiences in each annotation set and trainer, and which events decided it."""
+"""What became of experiences in each annotation set and trainer; and which events decided it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from typing_extensions import override
 
@@ -12,7 +13,7 @@ from trinity_buffer.identity import EID, parse_uid
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.store import inspection, queries, trainer_queries
 from trinity_buffer.store.retention import EXPERTS_SET
-from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, StepRow, position_of
+from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -21,9 +22,10 @@ class StepOfRow:
     """The gradient step that holds an annotation row, or why a trainer left it out.
 
     Attributes:
-        trainer: its name; of one of another experiment, which mixes in rows of this one as its
-            expert's, ``EXPERIMENT/TRAINER``.
-        experiment: that other experiment, to whose log the step belongs; "" for this one.
+        trainer: its name; a trainer of another experiment, which mixes in rows of this one as its
+            expert's, is ``EXPERIMENT/TRAINER``.
+        experiment: that other experiment, whose log has the step; "" for this one.
+        rejected_at: position of the event that rejected the row.
     """
 
     trainer: str
@@ -31,6 +33,7 @@ class StepOfRow:
     committed: bool
     reason: str | None
     experiment: str = ""
+    rejected_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,6 @@ class AnnotationRow:
     address: int
     steps: tuple[StepOfRow, ...]
 
-    @property
-    def position(self) -> int:
-        """Of the event that annotated it."""
-        return position_of(self.address)
-
 
 @dataclass(frozen=True, slots=True)
 class Fate:
@@ -52,9 +50,10 @@ class Fate:
 
     Attributes:
         state: ``refused`` at the door, ``unseen``, ``waiting``, ``rejected`` or ``annotated``.
-        reason: of what was refused or rejected.
+        reason: why it was refused or rejected.
         annotations: more than one where the strategy made copies.
         is_unread: whether there are trainers, and all of them read other sets.
+        rejected_at: position of the event that rejected it.
     """
 
     annotation_set: str
@@ -62,6 +61,12 @@ class Fate:
     reason: str | None
     annotations: tuple[AnnotationRow, ...] = ()
     is_unread: bool = False
+    rejected_at: int | None = None
+
+    @property
+    def steps(self) -> tuple[StepOfRow, ...]:
+        """The steps of all its annotations."""
+        return tuple(step for row in self.annotations for step in row.steps)
 
     @override
     def __str__(self) -> str:
@@ -85,77 +90,65 @@ def _summary(row: AnnotationRow, untaken: str) -> str:
 def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> dict[int, list[Fate]]:
     """Return address of experience -> its fate in every annotation set, by name of the set.
 
-    What trainers of other experiments were handed is known of the store as it is alone.
+    The steps of other experiments' trainers are known only of the store as it is now.
     """
-    consumers = list(queries.consumers(tx, experiment).values())
+    consumers = queries.consumers(tx, experiment).values()
     strategies = [row for row in consumers if row.kind == "strategy"]
     trainers = {row.name: row for row in consumers if row.kind == "trainer"}
     addresses = [row.address for row in rows]
     annotated = inspection.annotation_rows(tx, experiment, addresses)
-    steps = _steps(tx, experiment, trainers, [a.annotation or 0 for a in annotated])
-    notes: dict[tuple[int, str], list[AnnotationRow]] = {}
-    for one in annotated:
-        row = AnnotationRow(one.annotation or 0, tuple(steps.get(one.annotation or 0, ())))
-        notes.setdefault((one.address, one.consumer), []).append(row)
+    steps = _steps(tx, experiment, trainers, [note for _, _, note in annotated])
+    notes: dict[tuple[str, int], list[AnnotationRow]] = defaultdict(list)
+    for name, address, note in annotated:
+        notes[name, address].append(AnnotationRow(note, tuple(steps[note])))
     names = [strategy.name for strategy in strategies]
-    rejected = inspection.rejections(tx, experiment, names, addresses)
-    reasons = {(one.address, one.consumer): one.reason for one in rejected}
-    left = inspection.still_waiting(tx, experiment, names, addresses)
-    waiting = {(one.address, one.consumer) for one in left}
-    unread = _unread(names, trainers)
+    rejected = {
+        (row.consumer, row.address): row
+        for row in inspection.rejections(tx, experiment, names, addresses)
+    }
+    waiting = inspection.still_waiting(tx, experiment, names, addresses)
+    # An expert's set is read by trainers of other experiments, whose configurations are not here.
+    read = {EXPERTS_SET, *(row.config.get("strategy") for row in trainers.values())}
 
     def fate(row: ExperienceRow, strategy: ConsumerRow) -> Fate:
-        one = _fate(row, strategy, notes, reasons, waiting)
-        return replace(one, is_unread=True) if strategy.name in unread else one
+        name, key = strategy.name, (strategy.name, row.address)
+        is_unread = bool(trainers) and name not in read
+        if row.refused is not None:
+            return Fate(name, "refused", row.refused, is_unread=is_unread)
+        if key in notes:
+            return Fate(name, "annotated", None, tuple(notes[key]), is_unread)
+        if key in rejected:
+            by = rejected[key]
+            return Fate(name, "rejected", by.reason, (), is_unread, by.position)
+        is_unseen = position_of(row.address) > strategy.cursor and key not in waiting
+        return Fate(name, "unseen" if is_unseen else "waiting", None, (), is_unread)
 
     return {row.address: [fate(row, strategy) for strategy in strategies] for row in rows}
 
 
-def _unread(names: Sequence[str], trainers: Mapping[str, ConsumerRow]) -> set[str]:
-    """Return the sets that no trainer reads, where there are trainers; others read an expert's."""
-    read = {row.config.get("strategy") for row in trainers.values()}
-    return {*names} - {EXPERTS_SET, *read} if trainers else set()
-
-
-def _fate(
-    row: ExperienceRow,
-    strategy: ConsumerRow,
-    notes: dict[tuple[int, str], list[AnnotationRow]],
-    reasons: dict[tuple[int, str], str | None],
-    waiting: set[tuple[int, str]],
-) -> Fate:
-    key = (row.address, strategy.name)
-    if row.refused is not None:
-        return Fate(strategy.name, "refused", row.refused)
-    if key in notes:
-        return Fate(strategy.name, "annotated", None, tuple(notes[key]))
-    if key in reasons:
-        return Fate(strategy.name, "rejected", reasons[key])
-    unseen = position_of(row.address) > strategy.cursor and key not in waiting
-    return Fate(strategy.name, "unseen" if unseen else "waiting", None)
-
-
 def _steps(
-    tx: Transaction, experiment: int, trainers: dict[str, ConsumerRow], rows: Sequence[int]
+    tx: Transaction, experiment: int, trainers: Mapping[str, ConsumerRow], notes: Sequence[int]
 ) -> dict[int, list[StepOfRow]]:
-    """Return address of annotation -> what trainers made of it: what was trained comes last."""
-    found: dict[int, list[StepOfRow]] = {address: [] for address in rows}
-    if not found:
-        return found
+    """Return address of annotation -> what trainers made of it; trained rows come last."""
+    steps: dict[int, list[StepOfRow]] = {address: [] for address in notes}
+    if not steps:
+        return steps
     guests = [name for name in inspection.who_rejected(tx, experiment) if "/" in name]
-    for one in inspection.rejections(tx, experiment, [*guests, *trainers], rows):
-        step = StepOfRow(one.consumer, None, committed=False, reason=one.reason)
-        found[one.address].append(step)
+    for row in inspection.rejections(tx, experiment, [*guests, *trainers], notes):
+        steps[row.address].append(
+            StepOfRow(
+                row.consumer, None, committed=False, reason=row.reason, rejected_at=row.position
+            )
+        )
     for guest in inspection.guests(tx, experiment):
-        held = inspection.deliveries(tx, guest.key, [guest.trainer], rows, guest.source)
-        for one in held:
-            committed = (one.step or 0) <= guest.committed_step
-            step = StepOfRow(guest.name, one.step, committed, None, guest.experiment)
-            found[one.address].append(step)
-    for one in inspection.deliveries(tx, experiment, list(trainers), rows):
-        committed = (one.step or 0) <= trainers[one.consumer].committed_step
-        found[one.address].append(StepOfRow(one.consumer, one.step, committed, None))
-    return found
+        held = inspection.deliveries(tx, guest.key, [guest.trainer], notes, guest.source)
+        for _, address, step in held:
+            committed = step <= guest.committed_step
+            steps[address].append(StepOfRow(guest.name, step, committed, None, guest.experiment))
+    for name, address, step in inspection.deliveries(tx, experiment, list(trainers), notes):
+        committed = step <= trainers[name].committed_step
+        steps[address].append(StepOfRow(name, step, committed, None))
+    return steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +156,7 @@ class Reason:
     """What decided the fate of an experience.
 
     Attributes:
-        position: of the event, None of what has not happened, or of what another experiment's log
-            says.
+        position: of the event; None if it has not happened, or is in another experiment's log.
         recorded_at: seconds since 1970; ``actor`` recorded it.
     """
 
@@ -190,21 +182,6 @@ class Why:
     reasons: tuple[Reason, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What one transaction saw."""
-
-    row: ExperienceRow | None
-    batch: BatchRow | None
-    fates: list[Fate]
-    rejected: Mapping[tuple[str, int], int]
-    consumers: Mapping[str, ConsumerRow]
-    steps: Mapping[tuple[str, int], StepRow]
-    runs: frozenset[int]
-    same_run: tuple[str, ...]
-    finished: bool
-
-
 async def why(source: Source, uid: str) -> Why:
     """Return what decided whether ``uid`` was trained.
 
@@ -213,169 +190,149 @@ async def why(source: Source, uid: str) -> Why:
         UnknownNameError: it is neither stored nor planned.
     """
     eid = parse_uid(uid)
-    seen = await source.read(lambda tx: _look(tx, source.key, eid))
-    batch = seen.batch
-    planned = batch is not None and eid.task in {str(task) for task in batch.tasks}
-    if seen.row is None:
-        _require_planned(seen, eid, f"experiment {source.name!r}", planned=planned)
-    told = [*_told(seen, eid, planned=planned)]
-    events = await source.events([at for at, _ in told if at is not None])
-    reasons = []
-    for position, what in sorted(told, key=lambda one: one[0] or 1 << 62):
-        event = None if position is None else events.get(position)
-        at, actor = (None, None) if event is None else (event.recorded_at, event.actor)
-        reasons.append(Reason(position, at, actor, what))
-    steps = [step for fate in seen.fates for row in fate.annotations for step in row.steps]
-    trained = any(step.committed for step in steps)
-    return Why(uid, trained, _verdict(seen), tuple(reasons))
+
+    def read(tx: Transaction) -> tuple[bool, str, list[tuple[int | None, str]]]:
+        life = _Life(tx, source, eid)
+        return life.is_trained(), life.verdict(), [*life.reasons()]
+
+    trained, verdict, reasons = await source.read(read)
+    reasons.sort(key=lambda reason: reason[0] or 1 << 62)
+    events = await source.events([at for at, _ in reasons if at is not None])
+    explained = []
+    for at, what in reasons:
+        event = None if at is None else events.get(at)
+        when, actor = (None, None) if event is None else (event.recorded_at, event.actor)
+        explained.append(Reason(at, when, actor, what))
+    return Why(uid, trained, verdict, tuple(explained))
 
 
-def _look(tx: Transaction, experiment: int, eid: EID) -> _Seen:
-    row = inspection.find(tx, experiment, eid)
-    group = inspection.members(tx, experiment, [(str(eid.batch), str(eid.task))])
-    found = [] if row is None else fates(tx, experiment, [row])[row.address]
-    notes = [note.address for fate in found for note in fate.annotations]
-    own = [] if row is None else [row.address]
-    handed_out = {
-        (step.trainer, step.step)
-        for fate in found
-        for note in fate.annotations
-        for step in note.steps
-        if step.step is not None and not step.experiment
-    }
-    steps: dict[tuple[str, int], StepRow] = {}
-    for trainer, number in handed_out:
-        some = trainer_queries.steps(tx, experiment, trainer, after=number - 1, limit=1)
-        steps |= {(trainer, one.step): one for one in some}
-    consumers, config = queries.consumers(tx, experiment), queries.config_of(tx, experiment)
-    trainers = {step.trainer for fate in found for note in fate.annotations for step in note.steps}
-    return _Seen(
-        row,
-        queries.batches(tx, experiment, [str(eid.batch)]).get(str(eid.batch)),
-        found,
-        inspection.rejections_of(tx, experiment, [*trainers, *consumers], [*own, *notes]),
-        consumers,
-        steps,
-        frozenset(one.eid.run for one in group if one.refused is None),
-        tuple(one.eid.uid for one in group if one.eid.run == eid.run),
-        finished=config is not None and config[1],
-    )
+class _Life:
+    """The life of one experience, read inside one transaction.
 
+    Raises:
+        UnknownNameError: it is neither stored nor planned.
+    """
 
-def _require_planned(seen: _Seen, eid: EID, where: str, *, planned: bool) -> None:
-    """Return if an experience that is not stored may come yet, or could have."""
-    runs = None if seen.batch is None else seen.batch.rollouts_per_group
-    if seen.same_run:
-        there = ", ".join(seen.same_run[:8]) + (" ..." if len(seen.same_run) > 8 else "")
-        raise UnknownNameError(
-            f"{where} holds no {eid.uid!r}; of run {eid.run} of task {eid.task} it holds {there}"
-        )
-    if not planned:
-        raise UnknownNameError(
-            f"{where} neither holds nor planned {eid.uid!r}; "
-            "`trinity-buffer groups` shows what there is"
-        )
-    if runs is not None and eid.run >= runs:
-        raise UnknownNameError(
-            f"{where} neither holds nor planned {eid.uid!r}: batch {str(eid.batch)!r} was planned "
-            f"with runs 0 to {runs - 1} of each task"
-        )
+    def __init__(self, tx: Transaction, source: Source, eid: EID) -> None:
+        self._tx, self._key, self._eid = tx, source.key, eid
+        self._row = inspection.find(tx, source.key, eid)
+        self._batch = queries.batch_row(tx, source.key, eid.batch)
+        tasks = () if self._batch is None else map(str, self._batch.tasks)
+        self._is_planned = str(eid.task) in tasks
+        self._group = inspection.members(tx, source.key, [(str(eid.batch), str(eid.task))])
+        row, self._fates = self._row, list[Fate]()
+        if row is None:
+            self._require_planned(f"experiment {source.name!r}")
+        else:
+            self._fates = fates(tx, source.key, [row])[row.address]
 
+    def is_trained(self) -> bool:
+        return any(step.committed for fate in self._fates for step in fate.steps)
 
-def _told(seen: _Seen, eid: EID, *, planned: bool) -> Iterator[tuple[int | None, str]]:
-    batch, row = seen.batch, seen.row
-    if batch is not None and planned:
-        runs = "" if batch.rollouts_per_group is None else f", {batch.rollouts_per_group} runs each"
-        yield batch.planned_at, f"planned: batch {batch.batch}, {len(batch.tasks)} tasks{runs}"
-    if batch is not None and batch.sealed_at is not None:
-        yield batch.sealed_at, f"batch {batch.batch} sealed at {batch.expected} experiences"
-    if row is None:
-        yield None, f"never stored: nobody wrote run {eid.run} of task {eid.task}"
-        return
-    yield position_of(row.address), f"recorded, {row.length} tokens, reward {row.reward}"
-    if row.refused is not None:
-        yield position_of(row.address), f"refused at the door: {row.refused}"
-        return
-    for fate in seen.fates:
-        yield from _told_of(fate, seen, row)
-    if not seen.fates:
-        yield None, "no strategy has run: `trinity-buffer annotate` runs one"
+    def _require_planned(self, where: str) -> None:
+        eid, runs = self._eid, None if self._batch is None else self._batch.rollouts_per_group
+        if same_run := [row.eid.uid for row in self._group if row.eid.run == eid.run]:
+            raise UnknownNameError(
+                f"{where} holds no {eid.uid!r}; of run {eid.run} of task {eid.task} it holds "
+                f"{_shortened(same_run)}"
+            )
+        if not self._is_planned:
+            raise UnknownNameError(
+                f"{where} neither holds nor planned {eid.uid!r}; "
+                "`trinity-buffer groups` shows what there is"
+            )
+        if runs is not None and eid.run >= runs:
+            raise UnknownNameError(
+                f"{where} neither holds nor planned {eid.uid!r}: batch {str(eid.batch)!r} was "
+                f"planned with runs 0 to {runs - 1} of each task"
+            )
 
+    def verdict(self) -> str:
+        if self._row is None:
+            return "planned, and never stored"
+        if self._row.refused is not None:
+            return f"never trained: refused at the door, {self._row.refused}"
+        if not self._fates:
+            return "never trained: no strategy has run"
+        parts = []
+        for fate in self._fates:
+            is_unread = fate.is_unread and fate.annotations and not fate.steps
+            reader = ", which no trainer reads" if is_unread else ""
+            parts.append(f"{fate} (set {fate.annotation_set}{reader})")
+        return ("" if self.is_trained() else "never trained: ") + "; ".join(parts)
 
-def _told_of(fate: Fate, seen: _Seen, row: ExperienceRow) -> Iterator[tuple[int | None, str]]:
-    name = fate.annotation_set
-    if fate.state == "rejected":
-        at = seen.rejected.get((name, row.address))
-        yield at, f"set {name}: rejected, {fate.reason}"
-    elif fate.state != "annotated":
-        yield None, f"set {name}: {_undecided(fate, seen)}"
-    for note in fate.annotations:
-        yield position_of(note.address), f"set {name}: annotated"
-        for step in note.steps:
-            yield from _told_of_step(step, seen, note.address)
-        if not note.steps:
-            yield None, f"set {name}: {_not_taken(fate, seen)}"
+    def reasons(self) -> Iterator[tuple[int | None, str]]:
+        batch, row, eid = self._batch, self._row, self._eid
+        if batch is not None and self._is_planned:
+            each = f", {batch.rollouts_per_group} runs each" if batch.rollouts_per_group else ""
+            yield batch.planned_at, f"planned: batch {batch.batch}, {len(batch.tasks)} tasks{each}"
+        if batch is not None and batch.sealed_at is not None:
+            yield batch.sealed_at, f"batch {batch.batch} sealed at {batch.expected} experiences"
+        if row is None:
+            yield None, f"never stored: nobody wrote run {eid.run} of task {eid.task}"
+            return
+        yield position_of(row.address), f"recorded, {row.length} tokens, reward {row.reward}"
+        if row.refused is not None:
+            yield position_of(row.address), f"refused at the door: {row.refused}"
+            return
+        for fate in self._fates:
+            yield from self._reasons_of(fate)
+        if not self._fates:
+            yield None, "no strategy has run: `trinity-buffer annotate` runs one"
 
+    def _reasons_of(self, fate: Fate) -> Iterator[tuple[int | None, str]]:
+        name = f"set {fate.annotation_set}"
+        if fate.state == "rejected":
+            yield fate.rejected_at, f"{name}: rejected, {fate.reason}"
+        elif fate.state != "annotated":
+            yield None, f"{name}: {self._undecided(fate)}"
+        for note in fate.annotations:
+            yield position_of(note.address), f"{name}: annotated"
+            for step in note.steps:
+                yield from self._reasons_of_step(step)
+            if not note.steps and fate.is_unread:
+                yield None, f"{name}: no trainer reads it"
+            elif not note.steps:
+                finished = (
+                    "; the experiment is finished: nobody will, unless a trainer still runs or is "
+                    "started again"
+                )
+                ended = finished if queries.is_finished(self._tx, self._key) else ""
+                yield None, f"{name}: ready, and no trainer has taken it{ended}"
 
-def _told_of_step(
-    step: StepOfRow, seen: _Seen, annotation: int
-) -> Iterator[tuple[int | None, str]]:
-    told = f"trainer {step.trainer}:"
-    if step.step is None:
-        yield seen.rejected.get((step.trainer, annotation)), f"{told} rejected, {step.reason}"
-    elif step.experiment:
-        held = "trained" if step.committed else "handed out, and not committed,"
-        yield None, f"{told} {held} in step {step.step}, as the log of {step.experiment!r} says"
-    else:
-        known = seen.steps[step.trainer, step.step]
-        yield known.leased_at, f"{told} handed out in step {step.step}"
-        done = "committed" if known.committed_at is not None else "is not committed"
-        yield known.committed_at, f"{told} step {step.step} {done}"
+    def _reasons_of_step(self, step: StepOfRow) -> Iterator[tuple[int | None, str]]:
+        trainer = f"trainer {step.trainer}:"
+        if step.step is None:
+            yield step.rejected_at, f"{trainer} rejected, {step.reason}"
+        elif step.experiment:
+            state = "trained" if step.committed else "handed out, and not committed,"
+            where = f"as the log of {step.experiment!r} says"
+            yield None, f"{trainer} {state} in step {step.step}, {where}"
+        else:
+            row = trainer_queries.step_at(self._tx, self._key, step.trainer, step.step)
+            assert row is not None  # its rows were delivered
+            yield row.leased_at, f"{trainer} handed out in step {step.step}"
+            state = "is not committed" if row.committed_at is None else "committed"
+            yield row.committed_at, f"{trainer} step {step.step} {state}"
 
-
-def _not_taken(fate: Fate, seen: _Seen) -> str:
-    if fate.is_unread:
-        return "no trainer reads it"
-    if seen.finished:
+    def _undecided(self, fate: Fate) -> str:
+        if fate.state == "unseen":
+            strategy = queries.consumer_row(self._tx, self._key, fate.annotation_set)
+            cursor = 0 if strategy is None else strategy.cursor
+            return f"not seen yet, the strategy has read up to position {cursor}"
+        planned = None if self._batch is None else self._batch.rollouts_per_group
+        if self._batch is None or planned is None:
+            return (
+                "waiting for its group, whose batch was never planned: a seal or a deadline ends it"
+            )
+        runs = {row.eid.run for row in self._group if row.refused is None}
+        missing = sorted(set(range(planned)) - runs)
         return (
-            "ready, and no trainer has taken it; the experiment is finished: nobody will, unless "
-            "a trainer still runs or is started again"
+            f"waiting for its group, which has {len(runs)} of {planned} runs"
+            + (f" (missing: {_shortened(missing)})" if missing else "")
+            + f"; the batch is {'not sealed' if self._batch.sealed_at is None else 'sealed'}"
         )
-    return "ready, and no trainer has taken it"
 
 
-def _undecided(fate: Fate, seen: _Seen) -> str:
-    cursor = seen.consumers[fate.annotation_set].cursor
-    if fate.state == "unseen":
-        return f"not seen yet, the strategy has read up to position {cursor}"
-    batch = seen.batch
-    planned = None if batch is None else batch.rollouts_per_group
-    if planned is None:
-        return "waiting for its group, whose batch was never planned: a seal or a deadline ends it"
-    missing = sorted(set(range(planned)) - seen.runs)
-    sealed = "sealed" if batch is not None and batch.sealed_at is not None else "not sealed"
-    some = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-    return (
-        f"waiting for its group, which has {len(seen.runs)} of {planned} runs"
-        + (f" (missing: {some})" if missing else "")
-        + f"; the batch is {sealed}"
-    )
-
-
-def _verdict(seen: _Seen) -> str:
-    if seen.row is None:
-        return "planned, and never stored"
-    if seen.row.refused is not None:
-        return f"never trained: refused at the door, {seen.row.refused}"
-    if not seen.fates:
-        return "never trained: no strategy has run"
-    told = [_told_in_short(fate) for fate in seen.fates]
-    steps = [step for fate in seen.fates for row in fate.annotations for step in row.steps]
-    trained = any(step.committed for step in steps)
-    return "; ".join(told) if trained else "never trained: " + "; ".join(told)
-
-
-def _told_in_short(fate: Fate) -> str:
-    taken = any(note.steps for note in fate.annotations)
-    unread = fate.is_unread and fate.annotations and not taken
-    return f"{fate} (set {fate.annotation_set}{', which no trainer reads' if unread else ''})"
+def _shortened(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:8])) + (" ..." if len(items) > 8 else "")

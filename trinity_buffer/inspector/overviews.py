@@ -1,27 +1,18 @@
-"""What is in a store, and how far everybody is."""
+"""What is in a store, and how far each process is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from statistics import fmean
 
-from trinity_buffer.events import BatchLeased
+from trinity_buffer.events import BatchLeased, BatchPlanned, BatchSealed, PolicyPublished
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.leased_steps import leased_steps
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import counters, counts, inspection, log, trainer_queries
-from trinity_buffer.store.counts import (
-    BatchCounts,
-    LogCounts,
-    PlanCounts,
-    PolicyCounts,
-    StrategyCounts,
-    TrainerCounts,
-    TrainerTally,
-)
-from trinity_buffer.store.rows import ConsumerRow
+from trinity_buffer.store import counters, counts, inspection, log, queries, trainer_queries
+from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.write_ahead_log import log_state
 
@@ -109,10 +100,14 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
     Raises:
         UnknownExperimentError: there is none of this name.
     """
-    database, of = store.database, None
-    if experiment is not None:
-        of = (await store.experiment(experiment)).key
-    found = await database.read(_experiments, experiment, of)
+    database = store.database
+    chosen = None if experiment is None else (await store.experiment(experiment)).key
+
+    def read(tx: Transaction) -> tuple[ExperimentOverview, ...]:
+        keys = log.experiment_names(tx) if experiment is None else {experiment: chosen or 0}
+        return tuple(_overview(tx, name, key) for name, key in keys.items())
+
+    experiments = await database.read(read)
     size = await database.read(inspection.size_bytes)
     parts = await database.read(database.segments.segment_parts)
     growth = None
@@ -121,146 +116,116 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
         size += state.size_bytes
         growth = state.told() if state.has_grown else None
     version = f"{'SQLite' if database.dialect == 'sqlite' else 'PostgreSQL'} {database.version}"
-    return Overview(store.url, version, size, parts, tuple(found), growth)
+    return Overview(store.url, version, size, parts, experiments, growth)
+
+
+def _overview(tx: Transaction, name: str, key: int) -> ExperimentOverview:
+    counted, served_at = _projected(tx, name, key)
+    staleness = {}
+    for trainer, positions in served_at.items():
+        rows = _own_rows(leased_steps(tx, key, name, positions).values())
+        versions = inspection.known_policy_versions(tx, key, [address for _, address in rows])
+        staleness[trainer] = _mean_lag(rows, versions)
+    return _completed(counted, _span(tx, key, None), staleness)
 
 
 async def overview_of(source: Source) -> ExperimentOverview:
-    """Return one experiment in numbers, as it is or as it was."""
-    projected = (await source.read(_projected, [source.key], source.key))[source.key]
-    logged = (await source.database.read(counts.logs, source.key, source.position))[source.key]
-    staleness: dict[str, float | None] = {}
-    for name, served_at in projected.served.items():
-        own = _own_rows((await source.leases(served_at)).values())
-        addresses = [address for _, address in own]
-        versions = await source.read(inspection.known_policy_versions, source.key, addresses)
-        staleness[name] = _mean_lag(own, versions)
-    return _of_experiment(source.name, logged, projected, staleness)
+    """Return one experiment in numbers, as it is or as it was.
 
-
-def _experiments(tx: Transaction, name: str | None, of: int | None) -> list[ExperimentOverview]:
-    keys = log.experiment_names(tx) if name is None or of is None else {name: of}
-    logs, projected = counts.logs(tx, of), _projected(tx, list(keys.values()), of)
-    found = []
-    for one, key in keys.items():
-        staleness = {
-            trainer: _staleness(tx, key, one, served_at)
-            for trainer, served_at in projected[key].served.items()
-        }
-        found.append(_of_experiment(one, logs[key], projected[key], staleness))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Projected:
-    """What the projections say of one experiment.
-
-    Attributes:
-        trainers: each with its name, and how far it was handed out and committed.
-        served: trainer -> where its last steps were handed out.
+    As it was, the projections are on a connection of their own, and the log is read on another one.
     """
-
-    finished: bool
-    batches: BatchCounts
-    policies: PolicyCounts
-    numbers: counters.Numbers
-    rows: Mapping[str, ConsumerRow]
-    strategies: tuple[StrategyCounts, ...]
-    trainers: tuple[TrainerTally, ...]
-    served: Mapping[str, Sequence[int]]
-
-
-def _projected(tx: Transaction, keys: Sequence[int], of: int | None) -> dict[int, _Projected]:
-    finished, consumers = counts.finished(tx, of), counts.consumers(tx, of)
-    numbers = counters.all_numbers(tx) if of is None else {of: counters.numbers_of(tx, of)}
-    found = {}
-    for key in keys:
-        own, rows = numbers.get(key, {}), consumers.get(key, [])
-        trainers = [row for row in rows if row.kind == "trainer"]
-        found[key] = _Projected(
-            finished.get(key, False),
-            counts.batches(tx, key, own),
-            counts.policies(tx, key, own),
-            own,
-            {row.name: row for row in rows},
-            tuple(counts.of_strategy(tx, key, r, own) for r in rows if r.kind == "strategy"),
-            tuple(counts.of_trainer(tx, key, row, own) for row in trainers),
-            {row.name: _last_served(tx, key, row) for row in trainers},
-        )
-    return found
+    counted, served_at = await source.read(_projected, source.name, source.key)
+    span = await source.database.read(_span, source.key, source.position)
+    staleness = {}
+    for trainer, positions in served_at.items():
+        rows = _own_rows((await source.leases(positions)).values())
+        addresses = [address for _, address in rows]
+        versions = await source.read(inspection.known_policy_versions, source.key, addresses)
+        staleness[trainer] = _mean_lag(rows, versions)
+    return _completed(counted, span, staleness)
 
 
-def _last_served(tx: Transaction, key: int, row: ConsumerRow) -> list[int]:
-    after = row.leased_step - STEPS_OF_STALENESS
-    return [step.leased_at for step in trainer_queries.steps(tx, key, row.name, after=after)]
+_Span = tuple[int, float | None, float | None]
+"""The last position of a log that counts, and when its first and last events were recorded."""
 
 
-def _of_experiment(
-    name: str,
-    logged: LogCounts,
-    projected: _Projected,
-    staleness: Mapping[str, float | None],
+def _span(tx: Transaction, key: int, up_to: int | None) -> _Span:
+    head = log.head(tx, key) if up_to is None else up_to
+    times = {at: us / 1e6 for at, us in log.recorded_at(tx, key, [1, head]).items()}
+    return head, times.get(1), times.get(head)
+
+
+def _completed(
+    counted: ExperimentOverview, span: _Span, staleness: Mapping[str, float | None]
 ) -> ExperimentOverview:
-    numbers, plans = projected.numbers, projected.batches
-    recorded = counts.recorded(numbers)
+    head, first_at, last_at = span
+    trainers = tuple(replace(one, staleness=staleness[one.name]) for one in counted.trainers)
+    return replace(counted, head=head, first_at=first_at, last_at=last_at, trainers=trainers)
+
+
+def _projected(
+    tx: Transaction, name: str, key: int
+) -> tuple[ExperimentOverview, dict[str, list[int]]]:
+    """Return what the projections say, and for each trainer where its last steps were handed out.
+
+    What the log alone says is still missing.
+    """
+    numbers, consumers = counters.numbers_of(tx, key), queries.consumers(tx, key)
+    config, finished = queries.config_of(tx, key) or ({}, False)
+    policy = queries.newest_policy(tx, key, config.get("trainer", "trainer"))
+    trainers, served_at = [], {}
+    for row in consumers.values():
+        if row.kind != "trainer":
+            continue
+        counted, delivered, committed = counts.of_trainer(tx, key, row, numbers)
+        strategy = consumers.get(counted.annotation_set)
+        rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
+        groups = numbers.get(("", counters.PLANNED_GROUPS), 0) - rejected
+        progress = (row.name, row.leased_step, row.committed_step, None)
+        trainers.append(TrainerProgress(*progress, groups - delivered, groups - committed, counted))
+        last = row.leased_step - STEPS_OF_STALENESS
+        steps = trainer_queries.steps(tx, key, row.name, after=last)
+        served_at[row.name] = [step.leased_at for step in steps]
     guests = sorted({consumer for consumer, _ in numbers if "/" in consumer})
-    return ExperimentOverview(
+    overview = ExperimentOverview(
         name=name,
-        finished=projected.finished,
-        head=logged.events,
+        finished=finished,
+        head=0,
         events=dict(sorted(counters.kinds(numbers).items())),
-        first_at=None if logged.first_at is None else logged.first_at / 1e6,
-        last_at=None if logged.last_at is None else logged.last_at / 1e6,
-        experiences=recorded.number,
-        batches=plans.planned,
-        sealed=plans.sealed,
-        plans=plans.plans,
-        strategies=projected.strategies,
-        trainers=tuple(_progress(projected, tally, staleness) for tally in projected.trainers),
-        versions=(recorded.lowest_version, recorded.highest_version),
-        published=projected.policies.newest,
-        policies=projected.policies.number,
-        refused=recorded.refused,
+        first_at=None,
+        last_at=None,
+        experiences=numbers.get(("", counters.RECORDED), 0),
+        batches=numbers.get(("", BatchPlanned.__name__), 0),
+        sealed=numbers.get(("", BatchSealed.__name__), 0),
+        plans=counts.of_plans(tx, key, numbers),
+        strategies=tuple(
+            counts.of_strategy(tx, key, row, numbers)
+            for row in consumers.values()
+            if row.kind == "strategy"
+        ),
+        trainers=tuple(trainers),
+        versions=(
+            numbers.get(("", counters.LOWEST_VERSION)),
+            numbers.get(("", counters.HIGHEST_VERSION)),
+        ),
+        published=None if policy is None else policy[0],
+        policies=numbers.get(("", PolicyPublished.__name__), 0),
+        refused=counters.reasons(numbers, ""),
         guests={guest: counters.reasons(numbers, guest) for guest in guests},
     )
-
-
-def _progress(
-    projected: _Projected, tally: TrainerTally, staleness: Mapping[str, float | None]
-) -> TrainerProgress:
-    row = projected.rows[tally.counts.consumer]
-    strategy = projected.rows.get(tally.counts.annotation_set)
-    rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
-    groups = projected.batches.groups - rejected
-    return TrainerProgress(
-        row.name,
-        row.leased_step,
-        row.committed_step,
-        staleness[row.name],
-        groups - tally.groups_delivered,
-        groups - tally.groups_committed,
-        tally.counts,
-    )
-
-
-def _staleness(tx: Transaction, key: int, name: str, served_at: Sequence[int]) -> float | None:
-    own = _own_rows(leased_steps(tx, key, name, served_at).values())
-    versions = inspection.known_policy_versions(tx, key, [address for _, address in own])
-    return _mean_lag(own, versions)
+    return overview, served_at
 
 
 def _own_rows(steps: Iterable[BatchLeased]) -> list[tuple[int, int]]:
     """Return (step, address) of each experience that is no expert's."""
-    own: list[tuple[int, int]] = []
-    for leased in steps:
-        sources = leased.source or repeat(0)
-        own += [
-            (leased.step, address)
-            for address, source in zip(leased.experiences, sources, strict=False)
-            if source == 0
-        ]
-    return own
+    return [
+        (leased.step, address)
+        for leased in steps
+        for address, source in zip(leased.experiences, leased.source or repeat(0), strict=False)
+        if source == 0
+    ]
 
 
-def _mean_lag(own: Sequence[tuple[int, int]], versions: Mapping[int, int]) -> float | None:
-    lags = [step - 1 - versions[address] for step, address in own if address in versions]
+def _mean_lag(rows: Sequence[tuple[int, int]], versions: Mapping[int, int]) -> float | None:
+    lags = [step - 1 - versions[address] for step, address in rows if address in versions]
     return fmean(lags) if lags else None

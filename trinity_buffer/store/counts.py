@@ -5,41 +5,27 @@ follows from other numbers is a difference there, so their terms always add up. 
 functions, for `verify`, count the total and its terms by themselves, so that a row that is lost or
 there twice breaks the equation; only two numbers are differences: rows that are ``leased`` (handed
 out less committed) and planned rollouts that are ``missing`` (planned less stored). Each function
-needs one transaction; where ``of`` is None it answers for all experiments at once.
+needs one transaction.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sqlalchemy import (
-    ColumnElement,
-    Executable,
-    Integer,
-    Select,
-    and_,
-    bindparam,
-    case,
-    func,
-    select,
-)
+from sqlalchemy import Integer, and_, bindparam, case, func, select
 
-from trinity_buffer.events import BatchPlanned, BatchSealed, PolicyPublished
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import counters
 from trinity_buffer.store.counters import Numbers
-from trinity_buffer.store.queries import config_of, is_open, newest_policy, waiting_addresses
+from trinity_buffer.store.queries import is_open, waiting_addresses
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
 from trinity_buffer.store.tables import (
     annotation,
     batch,
-    configuration,
-    consumer,
     delivery,
-    event,
     experience,
-    experiment,
     plan,
     rejection,
     step,
@@ -115,71 +101,158 @@ class PlanCounts:
         return self.planned - self.stored
 
 
-def _count(tx: Transaction, query: Executable) -> int:
-    return int(tx.execute(query).scalar_one() or 0)
+def of_plans(tx: Transaction, experiment: int, numbers: Numbers) -> PlanCounts:
+    """Return the planned rollouts; those of open batches are counted now, the others are known."""
+    in_open = int(_STORED_OF_OPEN.value(tx, of=experiment) or 0)
+    stored = numbers.get(("", counters.STORED_ROLLOUTS), 0) + in_open
+    return PlanCounts(numbers.get(("", counters.PLANNED_ROLLOUTS), 0), stored)
 
 
-def _recorded(tx: Transaction, experiment: int) -> int:
-    """Return how many experiences are stored."""
-    query = select(func.count()).select_from(experience)
-    return _count(tx, query.where(experience.c.experiment == experiment))
+_STORED_OF_OPEN = Prepared(
+    select(func.sum(counters.stored_rollouts(), type_=Integer)).where(
+        batch.c.experiment == bindparam("of"), *is_open()
+    )
+)
+
+
+def of_strategy(
+    tx: Transaction, experiment: int, row: ConsumerRow, numbers: Numbers
+) -> StrategyCounts:
+    """Return the counts of one annotation set; what waits is what nothing else became of."""
+    recorded, refused = numbers.get(("", counters.RECORDED), 0), counters.reasons(numbers, "")
+    annotated, own = (
+        numbers.get((row.name, counters.ANNOTATED), 0),
+        counters.reasons(numbers, row.name),
+    )
+    rejected = Counter(own) + Counter(refused)
+    undecided = recorded - annotated - rejected.total()
+    unseen = undecided  # of one that has read nothing
+    if row.cursor:
+        behind = first_address(row.cursor + 1)
+        unseen = int(_UNSEEN.value(tx, of=experiment, start=behind))
+    return StrategyCounts(
+        row.name,
+        recorded,
+        unseen,
+        undecided - unseen,
+        annotated,
+        dict(sorted(rejected.items())),
+        numbers.get((row.name, counters.ROWS), 0),
+    )
+
+
+_UNSEEN = Prepared(
+    select(func.count()).where(
+        experience.c.experiment == bindparam("of"),
+        experience.c.address >= bindparam("start"),
+        experience.c.refused.is_(None),
+    )
+)
+
+
+def of_trainer(
+    tx: Transaction, experiment: int, row: ConsumerRow, numbers: Numbers
+) -> tuple[TrainerCounts, int, int]:
+    """Return the counts of one trainer, and how many planned groups were handed out and committed.
+
+    Rows above the last one that was handed out are ready.
+    """
+    of, mine = str(row.config.get("strategy", "")), {"of": experiment, "by": row.name}
+    so_far = _SO_FAR.rows(tx, **mine, leased=row.leased_step, committed=row.committed_step)
+    handed = {number: (groups, own) for number, groups, own in so_far}
+    groups_delivered, delivered = handed.get(row.leased_step, (0, 0))
+    groups_committed, committed = handed.get(row.committed_step, (0, 0))
+    rejected = counters.reasons(numbers, row.name)
+    rows = ready = numbers.get((of, counters.ROWS), 0)
+    last = _LAST_HANDED.value(tx, **mine)
+    if last:
+        ready = int(_ROWS_FROM.value(tx, of=experiment, by=of, start=last + 1))
+    if any(rejected.values()):
+        ready -= int(_LEFT_OUT.value(tx, of=experiment, by=row.name, set=of, start=(last or 0) + 1))
+    leased = int(delivered) - int(committed)
+    terms = TrainerCounts(row.name, of, rows, ready, leased, int(committed), rejected)
+    return terms, int(groups_delivered), int(groups_committed)
+
+
+_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
+_LAST_HANDED = Prepared(
+    select(func.max(delivery.c.address)).where(
+        delivery.c.experiment == bindparam("of"),
+        delivery.c.consumer == bindparam("by"),
+        delivery.c.source == "",
+    )
+)
+_SO_FAR = Prepared(
+    select(step.c.step, step.c.planned_groups_so_far, step.c.own_rows_so_far).where(
+        *_STEP, (step.c.step == bindparam("leased")) | (step.c.step == bindparam("committed"))
+    )
+)
+_ROWS_FROM = Prepared(
+    select(func.count()).where(
+        annotation.c.experiment == bindparam("of"),
+        annotation.c.consumer == bindparam("by"),
+        annotation.c.address >= bindparam("start"),
+    )
+)
+# Rows of the set that a trainer rejected before their turn.
+_LEFT_OUT = Prepared(
+    select(func.count()).where(
+        rejection.c.experiment == bindparam("of"),
+        rejection.c.consumer == bindparam("by"),
+        rejection.c.address >= bindparam("start"),
+        has_row(
+            annotation.c.experiment == rejection.c.experiment,
+            annotation.c.consumer == bindparam("set"),
+            annotation.c.address == rejection.c.address,
+        ),
+    )
+)
 
 
 def recount_strategy(tx: Transaction, experiment: int, row: ConsumerRow) -> StrategyCounts:
-    """Count for one annotation set."""
-    mine = (experience.c.experiment == experiment,)
-    unseen = select(func.count()).where(
-        *mine, experience.c.address >= first_address(row.cursor + 1), experience.c.refused.is_(None)
+    """Count the rows of one annotation set."""
+    is_unseen = (
+        experience.c.address >= first_address(row.cursor + 1),
+        experience.c.refused.is_(None),
     )
+    stored = select(func.count(), func.count(case((and_(*is_unseen), 1))))
+    recorded, unseen = tx.execute(stored.where(experience.c.experiment == experiment)).one()
     still = select(func.count()).where(
         waiting.c.experiment == experiment, waiting.c.consumer == row.name
     )
-    annotated = (annotation.c.experiment == experiment, annotation.c.consumer == row.name)
-    rejected = reasons(tx, experiment, row.name)
-    for reason, count in refused(tx, experiment).items():
-        rejected[reason] = rejected.get(reason, 0) + count
-    distinct = select(func.count(annotation.c.experience.distinct())).where(*annotated)
-    return StrategyCounts(
-        row.name,
-        _recorded(tx, experiment),
-        _count(tx, unseen),
-        _count(tx, still),
-        _count(tx, distinct),
-        dict(sorted(rejected.items())),
-        _count(tx, select(func.count()).where(*annotated)),
+    noted = select(func.count(), func.count(annotation.c.experience.distinct())).where(
+        annotation.c.experiment == experiment, annotation.c.consumer == row.name
     )
+    rows, annotated = tx.execute(noted).one()
+    waits = int(tx.execute(still).scalar_one())
+    rejected = Counter(reasons(tx, experiment, row.name)) + Counter(refused(tx, experiment))
+    parts = (int(recorded), int(unseen), waits, int(annotated))
+    return StrategyCounts(row.name, *parts, dict(sorted(rejected.items())), int(rows))
 
 
 def recount_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCounts:
-    """Count for one trainer."""
+    """Count the rows of one trainer."""
     name, of = row.name, str(row.config.get("strategy", ""))
-    in_set = (annotation.c.experiment == experiment, annotation.c.consumer == of)
     own = (
         delivery.c.experiment == experiment,
         delivery.c.consumer == name,
-        delivery.c.source == "",  # rows of an expert's experiment are none of this set
+        delivery.c.source == "",  # an expert's rows are not of this set
     )
-    held = has_row(
-        *own,
-        delivery.c.address == annotation.c.address,
-    )
-    left_out = has_row(
+    is_held = has_row(*own, delivery.c.address == annotation.c.address)
+    is_left_out = has_row(
         rejection.c.experiment == experiment,
         rejection.c.consumer == name,
         rejection.c.address == annotation.c.address,
     )
-    is_committed: ColumnElement[int] = case((delivery.c.step <= row.committed_step, 1), else_=0)
-    handed_out = select(func.count(), func.sum(is_committed, type_=Integer)).where(*own)
-    delivered, committed = tx.execute(handed_out).one()
-    return TrainerCounts(
-        name,
-        of,
-        _count(tx, select(func.count()).where(*in_set)),
-        _count(tx, select(func.count()).where(*in_set, ~held, ~left_out)),
-        int(delivered) - int(committed or 0),
-        int(committed or 0),
-        reasons(tx, experiment, name),
+    in_set = select(func.count(), func.count(case((and_(~is_held, ~is_left_out), 1)))).where(
+        annotation.c.experiment == experiment, annotation.c.consumer == of
     )
+    is_committed = case((delivery.c.step <= row.committed_step, 1))
+    handed_out = select(func.count(), func.count(is_committed)).where(*own)
+    rows, ready = map(int, tx.execute(in_set).one())
+    delivered, committed = map(int, tx.execute(handed_out).one())
+    rejected = reasons(tx, experiment, name)
+    return TrainerCounts(name, of, rows, ready, delivered - committed, committed, rejected)
 
 
 def recount_plans(tx: Transaction, experiment: int) -> PlanCounts:
@@ -188,22 +261,17 @@ def recount_plans(tx: Transaction, experiment: int) -> PlanCounts:
     return PlanCounts(int(planned or 0), int(stored or 0))
 
 
-def _plans() -> Prepared:
-    of_batch = and_(batch.c.experiment == plan.c.experiment, batch.c.batch == plan.c.batch)
-    # A look at an index for each group: joined, every experience would be looked up again.
-    runs = select(func.count(experience.c.run.distinct())).where(
-        experience.c.experiment == plan.c.experiment,
-        experience.c.batch == plan.c.batch,
-        experience.c.task == plan.c.task,
-        experience.c.run < batch.c.rollouts_per_group,
-    )
-    planned, stored = batch.c.rollouts_per_group, runs.scalar_subquery()
-    query = select(func.sum(planned, type_=Integer), func.sum(stored, type_=Integer))
-    of = plan.c.experiment == bindparam("of")
-    return Prepared(query.select_from(plan.join(batch, of_batch)).where(of))
-
-
-_PLANS = _plans()
+_GROUPS = select(func.count()).where(
+    plan.c.experiment == batch.c.experiment, plan.c.batch == batch.c.batch
+)
+_PLANS = Prepared(
+    select(
+        func.sum(
+            batch.c.rollouts_per_group * _GROUPS.correlate(batch).scalar_subquery(), type_=Integer
+        ),
+        func.sum(counters.stored_rollouts(), type_=Integer),
+    ).where(batch.c.experiment == bindparam("of"))
+)
 
 
 def reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:
@@ -328,215 +396,3 @@ def first_row(tx: Transaction, experiment: int, annotation_set: str, start: int)
     )
     found = tx.execute(query).scalar()
     return None if found is None else position_of(int(found))
-
-
-class LogCounts(NamedTuple):
-    """How long a log is, and when it was written, in microseconds since 1970."""
-
-    events: int
-    first_at: int | None
-    last_at: int | None
-
-
-class BatchCounts(NamedTuple):
-    """Batches that were planned, and sealed; groups and rollouts of the planned ones."""
-
-    planned: int
-    sealed: int
-    groups: int
-    plans: PlanCounts
-
-
-class PolicyCounts(NamedTuple):
-    """Policies that were published, and the version of the last one, None before the first."""
-
-    number: int
-    newest: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """All experiences of an experiment.
-
-    Attributes:
-        lowest_version, highest_version: of the policies that generated some; None where no version
-            is known.
-        refused: reason -> how many were refused at the door for it.
-    """
-
-    number: int
-    lowest_version: int | None
-    highest_version: int | None
-    refused: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerTally:
-    """What a trainer was handed, and how many planned groups that were; see `TrainerProgress`."""
-
-    counts: TrainerCounts
-    groups_delivered: int
-    groups_committed: int
-
-
-def logs(tx: Transaction, of: int | None = None, up_to: int | None = None) -> dict[int, LogCounts]:
-    """Return experiment -> its log, up to a position."""
-    mine = event.c.experiment == experiment.c.id
-    mine = mine if up_to is None else and_(mine, event.c.position <= up_to)
-    first = select(event.c.recorded_at).where(mine).order_by(event.c.position).limit(1)
-    last = select(event.c.position).where(mine).order_by(event.c.position.desc()).limit(1)
-    ended = select(event.c.recorded_at).where(mine).order_by(event.c.position.desc()).limit(1)
-    ends = select(experiment.c.id, *(one.scalar_subquery() for one in (last, first, ended)))
-    return {
-        int(key): LogCounts(int(events or 0), begun, ended)
-        for key, events, begun, ended in tx.execute(_of(ends, experiment.c.id, of)).all()
-    }
-
-
-def finished(tx: Transaction, of: int | None = None) -> dict[int, bool]:
-    """Return experiment -> whether it is finished."""
-    query = select(configuration.c.experiment, configuration.c.finished)
-    rows = tx.execute(_of(query, configuration.c.experiment, of)).all()
-    return {int(key): bool(done) for key, done in rows}
-
-
-def batches(tx: Transaction, experiment_key: int, numbers: Numbers) -> BatchCounts:
-    """Return the batches of an experiment; rollouts are counted now of those that are open."""
-    opened = int(_STORED_OF_OPEN.value(tx, of=experiment_key) or 0)
-    stored = numbers.get(("", counters.STORED_ROLLOUTS), 0) + opened
-    return BatchCounts(
-        numbers.get(("", BatchPlanned.__name__), 0),
-        numbers.get(("", BatchSealed.__name__), 0),
-        numbers.get(("", counters.PLANNED_GROUPS), 0),
-        PlanCounts(numbers.get(("", counters.PLANNED_ROLLOUTS), 0), stored),
-    )
-
-
-_STORED_OF_OPEN = Prepared(
-    select(func.sum(counters.stored_rollouts(), type_=Integer)).where(
-        batch.c.experiment == bindparam("of"), *is_open()
-    )
-)
-
-
-def policies(tx: Transaction, experiment_key: int, numbers: Numbers) -> PolicyCounts:
-    """Return the published policies of an experiment."""
-    config, _ = config_of(tx, experiment_key) or ({}, False)
-    newest = newest_policy(tx, experiment_key, config.get("trainer", "trainer"))
-    number = numbers.get(("", PolicyPublished.__name__), 0)
-    return PolicyCounts(number, None if newest is None else newest[0])
-
-
-def consumers(tx: Transaction, of: int | None = None) -> dict[int, list[ConsumerRow]]:
-    """Return experiment -> its strategies and trainers, by name."""
-    query = _of(select(consumer), consumer.c.experiment, of)
-    found: dict[int, list[ConsumerRow]] = {}
-    for key, *row in tx.execute(query.order_by(consumer.c.name)).all():
-        found.setdefault(int(key), []).append(ConsumerRow(*row))
-    return found
-
-
-def _of(query: Select[*Any], column: ColumnElement[int], of: int | None) -> Select[*Any]:
-    return query if of is None else query.where(column == of)
-
-
-def recorded(numbers: Numbers) -> Recorded:
-    """Return how many experiences are stored."""
-    return Recorded(
-        numbers.get(("", counters.RECORDED), 0),
-        numbers.get(("", counters.LOWEST_VERSION)),
-        numbers.get(("", counters.HIGHEST_VERSION)),
-        counters.reasons(numbers, ""),
-    )
-
-
-def of_strategy(
-    tx: Transaction, experiment_key: int, row: ConsumerRow, numbers: Numbers
-) -> StrategyCounts:
-    """Return the numbers of one annotation set; what waits is what nothing else became of."""
-    stored = recorded(numbers)
-    own, refused = counters.reasons(numbers, row.name), stored.refused
-    annotated = numbers.get((row.name, counters.ANNOTATED), 0)
-    undecided = stored.number - sum(refused.values()) - annotated - sum(own.values())
-    unseen = undecided  # of one that has seen nothing
-    if row.cursor:
-        behind = first_address(row.cursor + 1)
-        unseen = int(_UNSEEN.value(tx, of=experiment_key, start=behind))
-    rejected = {reason: own.get(reason, 0) + refused.get(reason, 0) for reason in own | refused}
-    return StrategyCounts(
-        row.name,
-        stored.number,
-        unseen,
-        undecided - unseen,
-        annotated,
-        dict(sorted(rejected.items())),
-        numbers.get((row.name, counters.ROWS), 0),
-    )
-
-
-_UNSEEN = Prepared(
-    select(func.count()).where(
-        experience.c.experiment == bindparam("of"),
-        experience.c.address >= bindparam("start"),
-        experience.c.refused.is_(None),
-    )
-)
-
-
-def of_trainer(
-    tx: Transaction, experiment_key: int, row: ConsumerRow, numbers: Numbers
-) -> TrainerTally:
-    """Return the numbers of one trainer; ready is what lies above all that it was handed."""
-    of, mine = str(row.config.get("strategy", "")), {"of": experiment_key, "by": row.name}
-    so_far = _SO_FAR.rows(tx, **mine, leased=row.leased_step, committed=row.committed_step)
-    handed = {number: (groups, own) for number, groups, own in so_far}
-    groups_delivered, delivered = handed.get(row.leased_step, (0, 0))
-    groups_committed, committed = handed.get(row.committed_step, (0, 0))
-    rejected = counters.reasons(numbers, row.name)
-    ready = numbers.get((of, counters.ROWS), 0)
-    if last := _LAST_HANDED.value(tx, **mine):
-        ready = int(_ROWS_FROM.value(tx, of=experiment_key, by=of, start=last + 1))
-    all_rejected = sum(rejected.values())
-    if all_rejected:
-        ready -= int(
-            _LEFT_OUT.value(tx, of=experiment_key, by=row.name, set=of, start=(last or 0) + 1)
-        )
-    rows = numbers.get((of, counters.ROWS), 0)
-    leased = int(delivered) - int(committed)
-    counts = TrainerCounts(row.name, of, rows, ready, leased, int(committed), rejected)
-    return TrainerTally(counts, int(groups_delivered), int(groups_committed))
-
-
-_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
-_LAST_HANDED = Prepared(
-    select(func.max(delivery.c.address)).where(
-        delivery.c.experiment == bindparam("of"),
-        delivery.c.consumer == bindparam("by"),
-        delivery.c.source == "",
-    )
-)
-_SO_FAR = Prepared(
-    select(step.c.step, step.c.planned_groups_so_far, step.c.own_rows_so_far).where(
-        *_STEP, (step.c.step == bindparam("leased")) | (step.c.step == bindparam("committed"))
-    )
-)
-_ROWS_FROM = Prepared(
-    select(func.count()).where(
-        annotation.c.experiment == bindparam("of"),
-        annotation.c.consumer == bindparam("by"),
-        annotation.c.address >= bindparam("start"),
-    )
-)
-# Rows of the set that a trainer rejected before their turn.
-_LEFT_OUT = Prepared(
-    select(func.count()).where(
-        rejection.c.experiment == bindparam("of"),
-        rejection.c.consumer == bindparam("by"),
-        rejection.c.address >= bindparam("start"),
-        has_row(
-            annotation.c.experiment == rejection.c.experiment,
-            annotation.c.consumer == bindparam("set"),
-            annotation.c.address == rejection.c.address,
-        ),
-    )
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Select, bindparam, func, or_, select, text
 
@@ -24,25 +24,6 @@ from trinity_buffer.store.tables import (
 )
 from trinity_buffer.store.trainer_queries import guest_name
 from trinity_buffer.store.transaction import Prepared, Transaction, among, has_row
-
-
-@dataclass(frozen=True, slots=True)
-class RowFate:
-    """What one consumer has made of one experience.
-
-    Attributes:
-        consumer: strategy or trainer.
-        address: of the experience; of a trainer, of the annotation.
-        step: of a trainer, the gradient step that holds it.
-        reason: why it was rejected.
-        annotation: address of the annotation row.
-    """
-
-    consumer: str
-    address: int
-    step: int | None = None
-    reason: str | None = None
-    annotation: int | None = None
 
 
 def position_before(
@@ -158,17 +139,16 @@ def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
     return None if row is None else experience_row(row)
 
 
-def annotation_rows(tx: Transaction, experiment: int, addresses: Sequence[int]) -> list[RowFate]:
-    """Return the annotation rows of experiences, of all sets."""
+def annotation_rows(
+    tx: Transaction, experiment: int, addresses: Sequence[int]
+) -> list[tuple[str, int, int]]:
+    """Return (set, address of the experience, address of the annotation), sorted."""
     # Only what its index holds, and sorted here: else SQLite walks through every annotation.
     query = select(annotation.c.consumer, annotation.c.experience, annotation.c.address).where(
         annotation.c.experiment == experiment, among(tx, annotation.c.experience, addresses)
     )
-    found = [
-        RowFate(row.consumer, int(row.experience), annotation=int(row.address))
-        for row in tx.execute(query).all()
-    ]
-    return sorted(found, key=lambda one: (one.consumer, one.annotation or 0))
+    rows = [(name, int(of), int(address)) for name, of, address in tx.execute(query).all()]
+    return sorted(rows, key=lambda row: (row[0], row[2]))
 
 
 def deliveries(
@@ -177,24 +157,21 @@ def deliveries(
     trainers: Sequence[str],
     addresses: Sequence[int],
     source: str = "",
-) -> list[RowFate]:
-    """Return the gradient steps of ``trainers`` that hold annotation rows.
+) -> list[tuple[str, int, int]]:
+    """Return (trainer, address of the annotation, step) of the steps that hold annotation rows.
 
     Args:
         experiment: the trainers'.
         source: the experiment of the rows, where it is another one.
     """
-    query = select(delivery).where(
+    query = select(delivery.c.consumer, delivery.c.address, delivery.c.step).where(
         delivery.c.experiment == experiment,
         among(tx, delivery.c.consumer, trainers),
         delivery.c.source == source,
         among(tx, delivery.c.address, addresses),
     )
     query = query.order_by(delivery.c.consumer, delivery.c.step)
-    return [
-        RowFate(row.consumer, int(row.address), step=int(row.step))
-        for row in tx.execute(query).all()
-    ]
+    return [(name, int(address), int(step)) for name, address, step in tx.execute(query).all()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,43 +217,46 @@ def guests(tx: Transaction, experiment: int) -> list[Guest]:
     ]
 
 
-def rejections(
-    tx: Transaction, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
-) -> list[RowFate]:
-    """Return why ``consumers`` rejected experiences (of a trainer: annotation rows)."""
-    query = select(rejection).where(
-        rejection.c.experiment == experiment,
-        among(tx, rejection.c.consumer, consumers),
-        among(tx, rejection.c.address, addresses),
-    )
-    query = query.order_by(rejection.c.consumer, rejection.c.address)
-    return [
-        RowFate(row.consumer, int(row.address), reason=row.reason)
-        for row in tx.execute(query).all()
-    ]
-
-
-def still_waiting(
-    tx: Transaction, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
-) -> list[RowFate]:
-    """Return which experiences ``strategies`` have seen and not decided."""
-    query = select(waiting.c.consumer, waiting.c.address).where(
-        waiting.c.experiment == experiment,
-        among(tx, waiting.c.consumer, strategies),
-        among(tx, waiting.c.address, addresses),
-    )
-    query = query.order_by(waiting.c.consumer, waiting.c.address)
-    return [RowFate(name, int(address)) for name, address in tx.execute(query).all()]
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedRow:
-    """A row of `tables.rejection`."""
+class RejectedRow(NamedTuple):
+    """A row of `tables.rejection`: an experience, or of a trainer an annotation, left out."""
 
     consumer: str
     address: int
     reason: str
     position: int
+
+
+_REJECTED = (
+    rejection.c.consumer,
+    rejection.c.address,
+    rejection.c.reason,
+    rejection.c.position,
+)
+
+
+def rejections(
+    tx: Transaction, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
+) -> list[RejectedRow]:
+    """Return which of ``addresses`` these consumers rejected."""
+    query = select(*_REJECTED).where(
+        rejection.c.experiment == experiment,
+        among(tx, rejection.c.consumer, consumers),
+        among(tx, rejection.c.address, addresses),
+    )
+    query = query.order_by(rejection.c.consumer, rejection.c.address)
+    return [RejectedRow(*row) for row in tx.execute(query).all()]
+
+
+def still_waiting(
+    tx: Transaction, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
+) -> set[tuple[str, int]]:
+    """Return (set, address) of the experiences that ``strategies`` have read and not decided."""
+    query = select(waiting.c.consumer, waiting.c.address).where(
+        waiting.c.experiment == experiment,
+        among(tx, waiting.c.consumer, strategies),
+        among(tx, waiting.c.address, addresses),
+    )
+    return {(name, int(address)) for name, address in tx.execute(query).all()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,16 +279,14 @@ def rejected(
     before: int | None = None,
 ) -> list[RejectedRow]:
     """Return what one consumer rejected, by address from the highest, or from ``before``, down."""
-    query = select(
-        rejection.c.consumer, rejection.c.address, rejection.c.reason, rejection.c.position
-    )
+    query = select(*_REJECTED)
     query = query.where(rejection.c.experiment == experiment, rejection.c.consumer == name)
     if reason is not None:
         query = query.where(_for(rejection.c.reason, reason))
     if before is not None:
         query = query.where(rejection.c.address < before)
     rows = tx.execute(query.order_by(rejection.c.address.desc()).limit(limit)).all()
-    return [RejectedRow(row.consumer, int(row.address), row.reason, row.position) for row in rows]
+    return [RejectedRow(*row) for row in rows]
 
 
 def _for(recorded: ColumnElement[Any], reason: str) -> ColumnElement[bool]:
@@ -331,18 +309,6 @@ def refused(
         query = query.where(experience.c.address < before)
     rows = tx.execute(query.order_by(experience.c.address.desc()).limit(limit)).all()
     return [experience_row(row) for row in rows]
-
-
-def rejections_of(
-    tx: Transaction, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
-) -> dict[tuple[str, int], int]:
-    """Return (consumer, address) -> position of the event that rejected it."""
-    query = select(rejection.c.consumer, rejection.c.address, rejection.c.position).where(
-        rejection.c.experiment == experiment,
-        among(tx, rejection.c.consumer, consumers),
-        among(tx, rejection.c.address, addresses),
-    )
-    return {(row.consumer, int(row.address)): int(row.position) for row in tx.execute(query).all()}
 
 
 def who_rejected(tx: Transaction, experiment: int) -> list[str]:

@@ -194,9 +194,8 @@ def _require_not_committed(
     of = experiment if not source else log.find_experiment(tx, source)
     assert consumer is not None  # it is registered
     assert of is not None  # the row is of it
-    noted = [one.annotation or 0 for one in inspection.annotation_rows(tx, of, [row.address])]
-    for held in inspection.deliveries(tx, experiment, [trainer], noted, source):
-        step = held.step or 0
+    notes = [note for _, _, note in inspection.annotation_rows(tx, of, [row.address])]
+    for _, _, step in inspection.deliveries(tx, experiment, [trainer], notes, source):
         if step <= consumer.committed_step:
             raise InvalidArgumentError(
                 f"drop: row {uid} was trained in step {step} of trainer {trainer!r}, which is "
