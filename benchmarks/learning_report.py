@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.cli.demo_sources import needs_of_run
+from trinity_buffer.cli.demo_run import needs_of_run
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.demo.recipes import RECIPES, config_for
 

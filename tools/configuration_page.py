@@ -5,16 +5,18 @@ python tools/configuration_page.py > docs/configuration.md
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trinity_buffer.cli.config_checks import section_of
-from trinity_buffer.cli.run_config import RunConfig
+from trinity_buffer.cli.run_config import RunConfig, section_of
 
 UNITS = {
     r".*_s": "seconds",
@@ -62,15 +64,28 @@ def page() -> str:
     return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in _rows(RunConfig, ""))
 
 
+def _meanings(section: type[BaseModel]) -> dict[str, str]:
+    """Return what stands below each field of a section, in one line."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: " ".join(str(below.value.value).split())
+        for field, below in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
+
+
 def _rows(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
+    meanings = _meanings(section)
     for name, field in section.model_fields.items():
         key, kind, inner = prefix + name, field.annotation, section_of(field.annotation)
         if inner is not None:
             yield from _rows(inner, f"{key}.")
         if inner is None:
-            yield (f"`{key}`", _type(kind, key), _default(field), field.description or "")
+            yield (f"`{key}`", _type(kind, key), _default(field), meanings.get(name, ""))
         elif inner is not kind:
-            yield (f"`{key}`", "str", "", f"in place of the section: {field.description}")
+            yield (f"`{key}`", "str", "", f"in place of the section: {meanings[name]}")
 
 
 def _type(kind: Any, key: str) -> str:

@@ -41,7 +41,7 @@ def test_a_question_loads_what_it_asks_with_and_no_more() -> None:
     modules = loaded_by("stats", "--store", "sqlite:///not-there.db")
     assert "sqlalchemy" in modules
     assert not {"torch", "alembic", "pyarrow", "asyncpg"} & modules
-    assert "trinity_buffer.cli.run_commands" not in modules
+    assert "trinity_buffer.cli.run" not in modules
 
 
 def test_a_question_loads_the_driver_of_its_own_database_and_no_orm(store_url: str) -> None:

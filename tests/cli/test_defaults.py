@@ -6,13 +6,13 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.cli.config_checks import Section
 from trinity_buffer.cli.roles import settings_of
 from trinity_buffer.cli.run_config import (
     ExploringConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
+    Section,
 )
 from trinity_buffer.demo.policy import PolicyConfig
 from trinity_buffer.explorer.explore import ExploreOptions

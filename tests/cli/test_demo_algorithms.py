@@ -13,10 +13,9 @@ import pytest
 
 from tests.cli.calling import Cli
 from trinity_buffer.cli import roles
-from trinity_buffer.cli.demo_ends import first_policy
-from trinity_buffer.cli.demo_sources import expert_of, teacher_of
-from trinity_buffer.cli.run_algorithm import recorded
-from trinity_buffer.cli.run_config import RunConfig, resolved
+from trinity_buffer.cli.demo_run import expert_of, teacher_of
+from trinity_buffer.cli.run_backends import first_policy
+from trinity_buffer.cli.run_config import RunConfig, recorded, resolved
 from trinity_buffer.crash_points import VARIABLE
 from trinity_buffer.demo.recipes import config_for
 from trinity_buffer.pipeline.store import open_store

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.cli.calling import Cli
 from tests.cli.test_option_matrix import SMALL, stored, words_of
 from tests.trainer.qwen import qwen2
-from trinity_buffer.cli import ranks, roles
-from trinity_buffer.cli.ends import ends_of
+from trinity_buffer.cli import roles
+from trinity_buffer.cli.run_backends import backend_for
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.demo.policy import KeyValueCache, PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import evaluate
@@ -86,7 +86,7 @@ def test_a_gpu_that_is_not_there_or_not_alone_is_refused(
 ) -> None:
     gpus(monkeypatch, number, **environment)
     with pytest.raises(InvalidArgumentError, match=message):
-        ranks.device_here(device)
+        roles.device_here(device)
 
 
 @pytest.mark.parametrize(("available", "backend"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
@@ -95,17 +95,17 @@ def test_ranks_exchange_tensors_of_a_gpu_by_nccl_where_there_is_one(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for name in ranks.SET_BY_TORCHRUN[:1] + ranks.SET_BY_TORCHRUN[2:]:
+    for name in roles.SET_BY_TORCHRUN[:1] + roles.SET_BY_TORCHRUN[2:]:
         monkeypatch.setenv(name, "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(ranks, "rendezvous", lambda _: iter([(None, 0, 2)]))
-    monkeypatch.setattr(ranks, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(roles, "rendezvous", lambda _: iter([(None, 0, 2)]))
+    monkeypatch.setattr(roles, "PrefixStore", lambda *_: None)
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda backend, **_: asked.append(backend)
     )
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    with ranks.ranks_of_environment():
+    with roles.ranks_of_environment():
         assert asked == [backend]
 
 
@@ -113,7 +113,7 @@ def test_every_model_of_a_run_goes_where_it_is_trained(
     tmp_path: Path, moved: list[tuple[str, str]]
 ) -> None:
     config = resolved({"device": "cuda:1", "model": {"width": 8, "layers": 1, "heads": 1}})
-    ends = ends_of(config)
+    ends = backend_for(config)
     ends.policy().save(tmp_path / "policy")
     ends.load(tmp_path / "policy")
     assert moved[0] == ("TransformerPolicy", "cuda:1")
@@ -126,7 +126,7 @@ def test_a_model_of_transformers_goes_where_it_is_trained(
     tmp_path: Path, moved: list[tuple[str, str]]
 ) -> None:
     qwen2().save_pretrained(tmp_path)
-    ends = ends_of(resolved({"device": "cuda:1", "model": str(tmp_path)}))
+    ends = backend_for(resolved({"device": "cuda:1", "model": str(tmp_path)}))
     ends.policy()
     assert moved == [("Qwen2ForCausalLM", "cuda:1")]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_buffer.cli.logs import FORMAT, LEVEL, set_up
+from trinity_buffer.cli.escaping import FORMAT, LEVEL, set_up_logs
 from trinity_buffer.errors import InvalidArgumentError
 
 OURS = logging.getLogger("trinity_buffer")
@@ -26,7 +26,7 @@ def as_before() -> Iterator[None]:
 
 
 def test_a_record_is_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up({FORMAT: "json"})
+    set_up_logs({FORMAT: "json"})
     inner = logging.getLogger("trinity_buffer.store.somewhere")
     inner.info("not asked for")
     inner.warning("a %s\n\x1b[2J", "step")
@@ -42,20 +42,20 @@ def test_a_record_is_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_level_is_the_lowest_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up({LEVEL: "debug"})
+    set_up_logs({LEVEL: "debug"})
     logging.getLogger("trinity_buffer.x").debug("\x1b[2J")
     assert capsys.readouterr().err == "DEBUG trinity_buffer.x: \\x1b[2J\n"
 
 
 def test_a_name_cannot_pretend_to_be_another_record(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up({LEVEL: "warning"})
+    set_up_logs({LEVEL: "warning"})
     logging.getLogger("trinity_buffer.x").warning("actor %s", "e0\nERROR trinity_buffer: all lost")
     told = capsys.readouterr().err
     assert told == "WARNING trinity_buffer.x: actor e0\\nERROR trinity_buffer: all lost\n"
 
 
 def test_a_traceback_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    set_up({LEVEL: "warning"})
+    set_up_logs({LEVEL: "warning"})
     try:
         raise StopIteration("the end")  # noqa: TRY301 - to have one
     except StopIteration:
@@ -68,7 +68,7 @@ def test_a_traceback_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_root_logger_and_those_of_others_stay_as_they_are(environment: dict[str, str]) -> None:
     root = logging.getLogger()
     before = ([*root.handlers], root.level)
-    set_up(environment)
+    set_up_logs(environment)
     assert ([*root.handlers], root.level) == before
     assert bool(OURS.handlers) == bool(environment)
 
@@ -76,7 +76,7 @@ def test_the_root_logger_and_those_of_others_stay_as_they_are(environment: dict[
 @pytest.mark.parametrize("environment", [{FORMAT: "xml"}, {LEVEL: "loud"}])
 def test_what_a_variable_cannot_mean_is_refused(environment: dict[str, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(environment.values()))):
-        set_up(environment)
+        set_up_logs(environment)
 
 
 def test_the_command_reads_the_environment(tmp_path: Path) -> None:

@@ -26,10 +26,9 @@ from trinity_buffer.algorithm import (
     SAMPLE_STRATEGY,
 )
 from trinity_buffer.algorithm.registry import Registry
-from trinity_buffer.cli import roles, run_commands
+from trinity_buffer.cli import roles, run
 from trinity_buffer.cli.commands import COMMANDS
-from trinity_buffer.cli.run_algorithm import recorded
-from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
+from trinity_buffer.cli.run_config import RunConfig, overridden, recorded, resolved
 from trinity_buffer.errors import UnknownStoreError
 from trinity_buffer.pipeline.store import open_store
 
@@ -260,7 +259,7 @@ def test_every_key_of_the_configuration_is_tried() -> None:
 def test_every_option_of_a_command_is_tried(command: str) -> None:
     function = COMMANDS[command].place.partition(":")[2]
     made = typer.Typer(add_completion=False)
-    made.command()(getattr(run_commands, function))
+    made.command()(getattr(run, function))
     options = {one.opts[0] for one in typer.main.get_command(made).params}
     tried = {word for words in OPTIONS[command] for word in words.split() if word[:2] == "--"}
     assert tried == options

@@ -15,7 +15,7 @@ import trinity_buffer as tb
 from tests.cli.calling import Cli
 from tests.inspect.test_experts import mixed
 from tests.sample_run import SampleRun, record_sample_run, rollout
-from trinity_buffer.cli.stats_command import MOST_IN_FULL
+from trinity_buffer.cli.stats import MOST_IN_FULL
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.url import named
@@ -171,7 +171,7 @@ def test_where_nothing_differs_that_is_said(cli: Cli, sample: SampleRun) -> None
 def test_lines_of_steps_that_are_left_out_are_told_of(
     cli: Cli, sample: SampleRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_buffer.cli.compare_commands.MOST_LINES", 5)
+    monkeypatch.setattr("trinity_buffer.cli.inspect.MOST_LINES", 5)
     out = cli("diff", "sort", "sort", "--store", sample.url).out
     assert out.endswith("these are the last 5 of 12 lines: --json has them all\n")
 

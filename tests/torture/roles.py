@@ -25,9 +25,8 @@ from typing_extensions import override
 from tests.crash.forking import become
 from tests.torture.effects import note
 from trinity_buffer.cli import roles
-from trinity_buffer.cli.demo_ends import first_policy, task_of
-from trinity_buffer.cli.run_algorithm import algorithm_of
-from trinity_buffer.cli.run_config import RunConfig, of_experiment
+from trinity_buffer.cli.run_backends import first_policy, task_of
+from trinity_buffer.cli.run_config import RunConfig, algorithm_of, of_experiment
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrainingError, TrinityBufferError

@@ -1,4 +1,4 @@
-"""All commands: where each is, and what it does. A command loads its own modules and no other's."""
+"""All commands: where each is, and what it does. Running one loads its own module alone."""
 
 from __future__ import annotations
 
@@ -14,159 +14,86 @@ from typing_extensions import override
 
 
 class Command(NamedTuple):
-    """A command: ``module:function``, and the first line of its help, which a test holds to it."""
+    """A command: ``module:function``, and the first line of its help, which a test compares."""
 
     place: str
     does: str
 
 
-_RUN = "trinity_buffer.cli.run_commands"
-_ASK = "trinity_buffer.cli.inspect_commands"
-_STEP = "trinity_buffer.cli.step_commands"
-_COMPARE = "trinity_buffer.cli.compare_commands"
-_EXPORT = "trinity_buffer.cli.export_commands"
-_MEND = "trinity_buffer.cli.maintenance_commands"
-_HISTORY = "trinity_buffer.cli.history_commands"
-
-COMMANDS = {
-    "demo": Command(
-        f"{_RUN}:demo",
-        "Train a small policy from scratch, in four processes on one store, and watch it.",
-    ),
-    "init": Command(
-        "trinity_buffer.cli.init_command:init",
-        "Write a run to start from: configuration, rollouts, a small random model.",
-    ),
-    "explore": Command(
-        f"{_RUN}:explore",
-        "Generate rollouts with the newest published policy, until the experiment is finished.",
-    ),
-    "record": Command(
-        "trinity_buffer.cli.server_commands:record",
-        "Run an OpenAI-compatible proxy that stores every conversation passing through it.",
-    ),
-    "annotate": Command(
-        f"{_RUN}:annotate",
-        "Run a strategy over stored rollouts, and store its advantages as annotations.",
-    ),
-    "train": Command(
-        f"{_RUN}:train",
-        "Train on annotated groups, and commit each checkpoint with what it was trained on.",
-    ),
-    "stats": Command(
-        "trinity_buffer.cli.stats_command:stats",
-        "Show what is in a store and how far each process is.",
-    ),
-    "events": Command(
-        f"{_ASK}:events",
-        "Print the events of the log, one per line: the last ones, or those after a position.",
-    ),
-    "groups": Command(
-        f"{_ASK}:groups",
-        "Show groups: rewards and advantages of the runs of a task, and what became of them.",
-    ),
-    "show": Command(
-        f"{_ASK}:show",
-        "Show one experience: what it holds, its annotations, where it was trained, or why not.",
-    ),
-    "doctor": Command(
-        "trinity_buffer.cli.doctor_command:doctor",
-        "Say what is stuck, since when, and what would help; exit code 1 if anything is.",
-    ),
-    "seal": Command(
-        "trinity_buffer.cli.seal_command:seal",
-        "Seal a batch as it is: its groups are decided with the runs that are stored.",
-    ),
-    "steps": Command(
-        f"{_STEP}:steps",
-        "Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer "
-        "recorded.",
-    ),
-    "blame": Command(
-        f"{_STEP}:blame",
-        "Say exactly what one gradient step was trained on, and whether its commit proves it.",
-    ),
-    "why": Command(
-        f"{_STEP}:why",
-        "Say why a rollout was trained or never was: each event that decided it, in order.",
-    ),
-    "rejected": Command(f"{_STEP}:rejected", "Show what was left out, by whom and why."),
-    "leases": Command(
-        f"{_STEP}:leases",
-        "Show who holds each lease of a trainer or strategy, until when, and how far a trainer is.",
-    ),
-    "staleness": Command(
-        f"{_STEP}:staleness",
-        "Show staleness, in policy versions: by gradient step and by actor, and whether it grew.",
-    ),
-    "diff": Command(
-        f"{_COMPARE}:diff",
-        "Compare two annotation sets over the same rollouts, or two runs step by step.",
-    ),
-    "search": Command(
-        f"{_COMPARE}:search",
-        "Find rollouts by their text; each is printed as soon as it is found.",
-    ),
-    "top": Command(
-        f"{_COMPARE}:top",
-        "Watch a run: how far each process is, the last steps, and the last events.",
-    ),
-    "export": Command(
-        f"{_EXPORT}:export",
-        "Write a file with a row for each rollout, its advantage and what became of it.",
-    ),
-    "import": Command(
-        "trinity_buffer.cli.import_command:import_",
-        "Import files of another package into a store, ready to be annotated and trained.",
-    ),
-    "report": Command(
-        "trinity_buffer.cli.report_command:report",
-        "Write a page about a run: one file that opens offline, without scripts.",
-    ),
-    "track": Command(
-        "trinity_buffer.cli.track_command:track",
-        "Send each committed step's numbers to TensorBoard or trackio, during a run or after it.",
-    ),
-    "serve": Command(
-        "trinity_buffer.cli.serve_command:serve",
-        "Show a store in the browser: red flags, steps, groups, rollouts, events; and /metrics.",
-    ),
-    "verify": Command(
-        f"{_MEND}:verify",
-        "Check every promise: the log, its segments and projections, and the proof from outside.",
-    ),
-    "rebuild": Command(f"{_MEND}:rebuild", "Rebuild every projection from the log."),
-    "migrate": Command(f"{_MEND}:migrate", "Upgrade a store that an older version wrote."),
-    "algorithms": Command(
-        f"{_MEND}:algorithms",
-        "List the algorithms and the parts that they are built from, with their arguments.",
-    ),
-    "sync-weights": Command(
-        "trinity_buffer.cli.server_commands:sync_weights",
-        "Load the newest published weights into inference servers: pause, load, resume.",
-    ),
-    "replay": Command(
-        f"{_HISTORY}:replay",
-        "Train again on the recorded batches, without explorers and without changing the store.",
-    ),
-    "reannotate": Command(
-        f"{_HISTORY}:reannotate",
-        "Add a second set of annotations beside the first, without touching it.",
-    ),
-    "compact": Command(
-        f"{_HISTORY}:compact",
-        "Archive, or delete, the tensors of what was committed long ago; events and lineage stay.",
-    ),
-    "restore": Command(
-        f"{_HISTORY}:restore", "Restore archived tensors; the archive files stay where they are."
-    ),
+_DOES = {
+    "demo": "Train a small policy from scratch, in four processes on one store, and watch it.",
+    "init": "Write a run to start from: configuration, rollouts, a small random model.",
+    "explore": "Generate rollouts with the newest published policy, until the experiment is "
+    "finished.",
+    "record": "Run an OpenAI-compatible proxy that stores every conversation passing through it.",
+    "annotate": "Run a strategy over stored rollouts, and store its advantages as annotations.",
+    "train": "Train on annotated groups, and commit each checkpoint with what it was trained on.",
+    "stats": "Show what is in a store and how far each process is.",
+    "events": "Print the events of the log, one per line: the last ones, or those after a "
+    "position.",
+    "groups": "Show groups: rewards and advantages of the runs of a task, and what became of them.",
+    "show": "Show one experience: what it holds, its annotations, where it was trained, or why "
+    "not.",
+    "doctor": "Say what is stuck, since when, and what would help; exit code 1 if anything is.",
+    "seal": "Seal a batch as it is: its groups are decided with the runs that are stored.",
+    "steps": "Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer "
+    "recorded.",
+    "blame": "Say exactly what one gradient step was trained on, and whether its commit proves it.",
+    "why": "Say why a rollout was trained or never was: each event that decided it, in order.",
+    "rejected": "Show what was left out, by whom and why.",
+    "leases": "Show who holds each lease of a trainer or strategy, until when, and how far a "
+    "trainer is.",
+    "staleness": "Show staleness, in policy versions: by gradient step and by actor, and whether "
+    "it grew.",
+    "diff": "Compare two annotation sets over the same rollouts, or two runs step by step.",
+    "search": "Find rollouts by their text; each is printed as soon as it is found.",
+    "top": "Watch a run: how far each process is, the last steps, and the last events.",
+    "export": "Write a file with a row for each rollout, its advantage and what became of it.",
+    "import": "Import files of another package into a store, ready to be annotated and trained.",
+    "report": "Write a page about a run: one file that opens offline, without scripts.",
+    "track": "Send each committed step's numbers to TensorBoard or trackio, during a run or after "
+    "it.",
+    "serve": "Show a store in the browser: red flags, steps, groups, rollouts, events; and "
+    "/metrics.",
+    "verify": "Check every promise: the log, its segments and projections, and the proof from "
+    "outside.",
+    "rebuild": "Rebuild every projection from the log.",
+    "migrate": "Upgrade a store that an older version wrote.",
+    "algorithms": "List the algorithms and the parts that they are built from, with their "
+    "arguments.",
+    "sync-weights": "Load the newest published weights into inference servers: pause, load, "
+    "resume.",
+    "replay": "Train again on the recorded batches, without explorers and without changing the "
+    "store.",
+    "reannotate": "Add a second set of annotations beside the first, without touching it.",
+    "compact": "Archive, or delete, the tensors of what was committed long ago; events and lineage "
+    "stay.",
+    "restore": "Restore archived tensors; the archive files stay where they are.",
 }
+_HOMES = {
+    "run": "demo explore annotate train",
+    "init": "init",
+    "servers": "record serve sync-weights",
+    "stats": "stats",
+    "inspect": "events groups show steps blame why rejected leases staleness diff search top",
+    "maintenance": "doctor seal verify rebuild migrate algorithms",
+    "data": "export report track",
+    "imports": "import",
+    "history": "replay reannotate compact restore",
+}
+_PLACES = {
+    name: f"trinity_buffer.cli.{module}:{name.replace('-', '_')}"
+    for module, names in _HOMES.items()
+    for name in names.split()
+} | {"import": "trinity_buffer.cli.imports:import_"}  # `import` is a keyword of Python
+
+COMMANDS = {name: Command(_PLACES[name], does) for name, does in _DOES.items()}
 """Name -> command, in the order of the help."""
 
 
 @contextmanager
-def _nothing_walked() -> Iterator[None]:
-    """Import without a look for garbage, now or later, among what is imported: it all stays."""
+def _without_gc() -> Iterator[None]:
+    """Import without garbage collection, and exempt what was imported from it: all of it stays."""
     gc.disable()
     try:
         yield
@@ -176,7 +103,7 @@ def _nothing_walked() -> Iterator[None]:
 
 
 class _Loaded(Mapping[str, Any]):
-    """The commands by name, each loaded when it is asked for."""
+    """The commands by name, each loaded on access."""
 
     @override
     def __getitem__(self, name: str) -> Any:
@@ -184,7 +111,7 @@ class _Loaded(Mapping[str, Any]):
         alone = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
-        with _nothing_walked():
+        with _without_gc():
             alone.command(name)(getattr(import_module(module), function))
         return typer.main.get_command(alone)
 
@@ -198,7 +125,7 @@ class _Loaded(Mapping[str, Any]):
 
 
 class CommandTable(TyperGroup):
-    """The group of all commands; its help is read off the table."""
+    """The group of all commands; its help comes from the table."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "commands": None})

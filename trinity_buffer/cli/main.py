@@ -13,13 +13,12 @@ import typer
 
 from trinity_buffer import __version__
 from trinity_buffer.cli.commands import CommandTable
-from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.logs import set_up as set_up_logs
+from trinity_buffer.cli.escaping import escaped, set_up_logs
 from trinity_buffer.cli.supervisor import end_with_parent, exit_code_of
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.own_code import own_code
 
-# Help is plain text: a formatted one would take twice as long to start as all else that it needs.
+# Help is plain text: rich would take twice as long to import as everything else that it needs.
 app = typer.Typer(
     cls=CommandTable,
     no_args_is_help=True,
@@ -29,8 +28,8 @@ app = typer.Typer(
 )
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"trinity-buffer {__version__}")
         raise typer.Exit
 
@@ -40,7 +39,7 @@ def trinity_buffer(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_tell_version, is_eager=True, help="Say the version, and end."
+            "--version", callback=_print_version, is_eager=True, help="Say the version, and end."
         ),
     ] = False,
 ) -> None:
@@ -51,20 +50,18 @@ def trinity_buffer(
 
 
 def run_command() -> None:
-    """Run the command; our errors are one sentence, and exit code 1 (failed), 2 (refused) or 3.
+    """Run the command; an error ends it with one sentence and exit code 1, 2 or 3.
 
-    3 is that of a run in which nothing moves any more (`RunStalledError`).
-
-    So are those of the system (a full disk, a folder that may not be written), and those of the
-    user's own code.
+    1: it failed, 2: it was refused, 3: the run has stalled (`RunStalledError`). Errors of the
+    system (a full disk, a read-only folder) and of the user's own code are one sentence too.
     """
     try:
         set_up_logs(os.environ)
         with own_code():
             app()
     except TrinityBufferError as error:
-        told = "; ".join([str(error), *getattr(error, "__notes__", [])])
-        sys.stderr.write(f"error: {escaped(told)}\n")
+        message = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        sys.stderr.write(f"error: {escaped(message)}\n")
         raise SystemExit(exit_code_of(error)) from None
     except OSError as error:
         sys.stderr.write(f"error: {escaped(str(error))}\n")
@@ -72,9 +69,9 @@ def run_command() -> None:
 
 
 def _open_streams() -> None:
-    """Give a process that was started without stdin, stdout or stderr an empty one.
+    """Open /dev/null in place of each standard stream that the process was started without.
 
-    Else the next file that is opened takes its number, and whatever is printed goes there.
+    Otherwise the next opened file would get its descriptor, and prints would go into that file.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -83,27 +80,27 @@ def _open_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
-    for stream in (sys.stdout, sys.stderr):  # a terminal of ASCII is no reason to end a run
+    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal must not end a run
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _speak_utf_8() -> None:
-    """Begin again in Python's UTF-8 mode where the locale has no room for anybody's words.
+    """Restart in Python's UTF-8 mode if the locale is ASCII.
 
-    Python does so by itself in the locales C and POSIX, unless it is told not to. Names of files,
-    arguments and output would each fail in a way of their own.
+    Python does so by itself in the locales C and POSIX, unless told not to. In ASCII, file names,
+    arguments and output would each fail in another way.
     """
     if codecs.lookup(sys.getfilesystemencoding()).name == "ascii":
-        os.environ["PYTHONUTF8"] = "1"  # of the processes that this one starts
+        os.environ["PYTHONUTF8"] = "1"  # for child processes
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def main() -> NoReturn:
     """Run the command, and end the process with it.
 
-    At once: all is closed by then, and to take torch down would take each process a third of a
-    second, for which somebody who has pressed Ctrl-C waits.
+    It ends by `os._exit`: everything is closed by then, and torch's teardown would make the user
+    wait for a third of a second after Ctrl-C.
     """
     _speak_utf_8()
     _open_streams()
@@ -113,7 +110,7 @@ def main() -> NoReturn:
         run_command()
     except SystemExit as end:
         code = end.code
-    with suppress(OSError):  # nobody may be reading any more
+    with suppress(OSError):  # the reader of a pipe may be gone
         if isinstance(code, str):
             sys.stderr.write(f"{escaped(code)}\n")
         sys.stdout.flush()

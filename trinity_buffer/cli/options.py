@@ -1,4 +1,4 @@
-"""Options that most commands share, and what they mean when they are not given."""
+"""Options that most commands share, what they mean when left out, and how a command runs."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import anyio
 import typer
 
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.run_file import PLACES, parsed, store_in
+from trinity_buffer.cli.output import Report, progress
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.identity import TURNS
+from trinity_buffer.inspector.source import Source, as_of
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, wait_report_s
 from trinity_buffer.pipeline.store import open_store
 
 STORE_VARIABLE = "TRINITY_BUFFER_STORE"
 
-_OF_SQLITE = b"SQLite format 3\0"
-"""What each of its files begins with."""
+SQLITE_MAGIC = b"SQLite format 3\0"
+"""The first bytes of every SQLite database."""
 
-STORE_LOOK_S = 0.2
-"""How often a follower looks for a store that is not there yet."""
+STORE_POLL_S = 0.2
+"""How often a follower checks for a store that does not exist yet."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell: 128 + SIGINT."""
+
+RESUMABLE = "interrupted; run it again to go on"
 
 StoreOption = Annotated[
     str | None,
@@ -39,6 +47,18 @@ StoreOption = Annotated[
 ExperimentOption = Annotated[
     str | None,
     typer.Option("--experiment", help="Which experiment, if the store has more than one."),
+]
+SetNameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--set", help="Annotation set whose advantages are shown. Default: the first one."
+    ),
+]
+UidArgument = Annotated[
+    str, typer.Argument(help="batch/task/run/step/suffix, such as e0-7/3/1/0/.")
+]
+FollowOption = Annotated[
+    bool, typer.Option("--follow", help="Keep running until the experiment is finished.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
@@ -84,14 +104,15 @@ PlaceOption = Annotated[
 
 
 def chosen_store(store: str | None, config: Path | None = None) -> str:
-    """Return the store to use: the one given, else that of the file ``config``, else the usual one.
+    """Return the store to use: ``store``, else that of the file ``config``, else the usual one.
 
-    Where it is the newest of several files, that is said on standard error.
+    If it is the newest of several files, standard error says so.
 
     Raises:
-        UnknownStoreError: none is named and there is none under runs/.
+        UnknownStoreError: no store is named, and runs/ holds none.
+        InvalidArgumentError: the file has an unknown key, which may have meant the store.
     """
-    in_file = store_of_file(config)  # read in any case: its keys are checked
+    in_file = store_of_file(config)  # even if `store` is given: this checks the file's keys
     named = store or in_file or os.environ.get(STORE_VARIABLE)
     if named:
         return named
@@ -101,39 +122,45 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
             f"no store: say --store, set ${STORE_VARIABLE}, or run `trinity-buffer demo` first"
         )
     if len(files) > 1:
-        told = escaped(f"store: {files[-1]}, the newest of {len(files)}")
-        sys.stderr.write(f"{told}\n")
+        sys.stderr.write(escaped(f"store: {files[-1]}, the newest of {len(files)}") + "\n")
     return f"sqlite:///{files[-1]}"
 
 
 def store_of_file(config: Path | None) -> str | None:
-    """Return the store that the file of a run names; None: it names none.
+    """Return the store that the file ``config`` names, if any.
 
     Raises:
-        InvalidArgumentError: it has a key that nothing reads, which may have meant the store.
+        InvalidArgumentError: it has an unknown key, which may have meant the store.
     """
     if config is None:
         return None
-    from trinity_buffer.cli.config_checks import refuse_unknown  # noqa: PLC0415 - pydantic
-    from trinity_buffer.cli.run_config import RunConfig  # noqa: PLC0415 - likewise
+    from trinity_buffer.cli.run_config import store_in  # noqa: PLC0415 - pydantic and torch
 
-    refuse_unknown(parsed(config), RunConfig, f"configuration {config}: ", PLACES)
     return store_in(config)
 
 
-def made_folder_of(url: str) -> None:
-    """Make the folder that a store is to be created in; one on a server has none.
+def named_experiment(experiment: str | None, config: Path | None) -> str | None:
+    """Return the experiment that is named: ``experiment``, else that of the file ``config``."""
+    if experiment is not None or config is None:
+        return experiment
+    from trinity_buffer.cli.run_config import experiment_in  # noqa: PLC0415 - pydantic and torch
+
+    return experiment_in(config)
+
+
+def make_folder_of(url: str) -> None:
+    """Make the folder that a store will be created in; one on a server has none.
 
     Raises:
         InvalidArgumentError: it cannot be made.
     """
     path = url.removeprefix("sqlite:///")
     if "://" not in path:
-        made_folder(Path(path).expanduser().parent)
+        make_folder(Path(path).expanduser().parent)
 
 
-def made_folder(path: Path) -> Path:
-    """Return the folder ``path``, made where it is missing.
+def make_folder(path: Path) -> Path:
+    """Return the folder ``path``; create it if it is missing.
 
     Raises:
         InvalidArgumentError: it cannot be made, or is a file.
@@ -146,33 +173,25 @@ def made_folder(path: Path) -> Path:
 
 
 def require_no_database(path: Path) -> None:
-    """Return if a file may be written at ``path``: no database is there, nor the log of one.
-
-    Called before the store is opened: who closes a file of SQLite's loses all locks on it.
-
-    Raises:
-        InvalidArgumentError: it would be overwritten.
-    """
+    """Raise InvalidArgumentError if writing to ``path`` would overwrite a database or its log."""
     database = path.with_name(path.name.removesuffix("-wal").removesuffix("-shm"))
     if not database.is_file():
         return
+    # Before the store is opened: closing any handle of an SQLite file drops all POSIX locks that
+    # this process holds on it.
     with database.open("rb") as file:
-        if file.read(len(_OF_SQLITE)) == _OF_SQLITE:
+        if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
             raise InvalidArgumentError(f"{path} belongs to a database: name another file")
 
 
 def require_folder(path: Path) -> None:
-    """Return if the folder ``path`` is there or can be made; make none.
-
-    Raises:
-        InvalidArgumentError: it is a file, or where it would be nothing may be written.
-    """
+    """Raise InvalidArgumentError unless the folder ``path`` exists or can be made; make none."""
     whole = path.absolute()
-    there = next(one for one in (whole, *whole.parents) if one.exists())
+    parent = next(folder for folder in (whole, *whole.parents) if folder.exists())
     wrong = None
-    if not there.is_dir():
-        wrong = errno.EEXIST if there == whole else errno.ENOTDIR
-    elif there != whole and not os.access(there, os.W_OK):
+    if not parent.is_dir():
+        wrong = errno.EEXIST if parent == whole else errno.ENOTDIR
+    elif parent != whole and not os.access(parent, os.W_OK):
         wrong = errno.EACCES
     if wrong is not None:
         raise InvalidArgumentError(f"folder {path}: {os.strerror(wrong)}")
@@ -207,8 +226,8 @@ async def chosen_experiment(url: str, experiment: str | None) -> str:
 
 def only_one(names: Sequence[str]) -> str | None:
     """Return the only experiment but for a recorder's turns of it; None: there are several."""
-    found = [name for name in names if name.removesuffix(TURNS) not in {*names} - {name}]
-    return found[0] if len(found) == 1 else None
+    own = [name for name in names if name.removesuffix(TURNS) not in {*names} - {name}]
+    return own[0] if len(own) == 1 else None
 
 
 async def folder_of(base: Path, url: str, experiment: str) -> Path:
@@ -219,10 +238,10 @@ async def folder_of(base: Path, url: str, experiment: str) -> Path:
 
 
 async def awaited_experiment(url: str, experiment: str | None) -> str:
-    """Return the experiment to use, as soon as somebody has made it; say so as other waits do.
+    """Wait until the experiment exists, and return its name; report the wait as other waits do.
 
     Raises:
-        InvalidArgumentError: there are several and none is named.
+        InvalidArgumentError: the store holds several and none is named.
     """
     due = time.monotonic() + wait_report_s()
     while True:
@@ -230,8 +249,72 @@ async def awaited_experiment(url: str, experiment: str | None) -> str:
             return await chosen_experiment(url, experiment)
         except (UnknownStoreError, UnknownExperimentError) as error:
             if time.monotonic() >= due:
-                told = escaped(f"waits for the first explorer or trainer to make it: {error}")
-                sys.stderr.write(f"{told}\n")
+                message = f"waits for the first explorer or trainer to make it: {error}"
+                sys.stderr.write(escaped(message) + "\n")
                 due = time.monotonic() + REPEATED_AFTER * wait_report_s()
-        # A store that is not there has nothing to tell of its coming.
-        await anyio.sleep(STORE_LOOK_S)
+        # Nothing can notify of a store that does not exist, so this polls.
+        await anyio.sleep(STORE_POLL_S)
+
+
+@contextmanager
+def interruptible(message: str | None = None) -> Iterator[None]:
+    """End with a message instead of a traceback on Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if message is not None:
+            typer.echo(message)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def run(main: Callable[[], Awaitable[Any]]) -> Any:
+    """Run a command to its end; Ctrl-C ends it without a traceback."""
+    with interruptible():
+        return anyio.run(main)
+
+
+async def on_experiment(
+    store: str | None,
+    experiment: str | None,
+    work: Callable[[Experiment], Awaitable[Any]],
+    *,
+    read_only: bool = True,
+) -> Any:
+    """Return what ``work`` returns for the chosen experiment, in a store opened for it."""
+    url = chosen_store(store)
+    name = await chosen_experiment(url, experiment)
+    async with open_store(url, read_only=read_only, create=False) as opened:
+        return await work(await opened.experiment(name))
+
+
+def run_on(
+    store: str | None,
+    experiment: str | None,
+    work: Callable[[Experiment, Report], Awaitable[Any]],
+    *,
+    read_only: bool = True,
+) -> Any:
+    """Run ``work`` on the chosen experiment, and show its progress."""
+
+    async def main() -> Any:
+        with progress() as report:
+            return await on_experiment(
+                store, experiment, lambda opened: work(opened, report), read_only=read_only
+            )
+
+    return run(main)
+
+
+def asked_of(
+    store: str | None,
+    experiment: str | None,
+    position: int | None,
+    question: Callable[[Source], Awaitable[Any]],
+) -> Any:
+    """Return the answer to ``question`` about an experiment as of ``position``; None: as it is."""
+
+    async def work(opened: Experiment, report: Report) -> Any:
+        async with as_of(opened, position, report) as source:
+            return await question(source)
+
+    return run_on(store, experiment, work)

@@ -1,4 +1,4 @@
-"""A run once more from its log: the trainer on the recorded batches, compared with what it made."""
+"""Train a run again from its log, and compare the weights with the recorded ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from trinity_buffer.cli.roles import (
     trainer_on,
     use_one_thread,
 )
-from trinity_buffer.cli.run_algorithm import algorithm_of, parts_of
-from trinity_buffer.cli.run_config import RunConfig, overridden, resolved
+from trinity_buffer.cli.run_config import RunConfig, algorithm_of, overridden, parts_of, resolved
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.own_code import own_code
@@ -38,32 +37,26 @@ OF_STEPS = frozenset(
     {
         *("groups_per_batch", "groups_per_step", "rollouts_per_group", "tokens_per_microbatch"),
         *("layout", "max_staleness", "max_waiting_groups", "strategy", "strategy_args"),
-        *(
-            "deadline_s",
-            "idle_s",
-            "incomplete",
-            "stalled_after_s",
-            "commit_every_steps",
-            "max_steps",
-        ),
+        *("deadline_s", "idle_s", "incomplete", "stalled_after_s", "commit_every_steps"),
+        "max_steps",
     }
 )
-"""Keys that say what the steps of a run hold, and when it explores, commits and ends."""
+"""Keys without effect on a replay: they decide what steps hold, and when a run commits and ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
-        first, last: the gradient steps that were run again.
-        identical: whether the weights are bit for bit those that were published after ``last``;
-            None where that cannot be asked: another loss, or nothing was published then.
+        first, last: gradient steps that were run again.
+        identical: whether the weights are bit for bit those published after ``last``; None: another
+            loss was used, or none were published then.
         digest: sha256 of the replayed weights.
-        recorded: sha256 of the recorded ones, None if there are none.
+        recorded: sha256 of the recorded ones, if there are any.
         differences: of software, device and settings: name -> recorded, here.
         mean_loss: over the steps.
-        largest_difference: of the weights, as a part of the size of their tensor; None: they were
+        largest_difference: of the weights, relative to the largest of their tensor; None: they were
             not compared, or it is infinite.
         tensor: the tensor with that difference; None: they were not compared.
         within: whether it is within the tolerance; None: there is none, or they were not compared.
@@ -94,22 +87,30 @@ def replay(
     """Train again on the recorded batches, changing nothing in the store.
 
     Args:
+        url: of the store.
+        experiment: its name.
         steps: ``A:B``; either may be left out.
-        from_checkpoint: begin with these weights, after the step that they went through.
+        from_checkpoint: begin with these weights, after their step.
         overrides: of the run's configuration, such as ``algorithm=gspo``; the weights then differ.
-        tolerance: compare the weights too, and not their bits alone: so far they may differ.
+        tolerance: largest relative difference of the weights that is accepted; None: compare bits.
+        say: prints a line.
     """
     if tolerance is not None and math.isnan(tolerance):
         raise InvalidArgumentError("--tolerance nan: give a number, such as 1e-5")
     use_one_thread()
-    recorded_config, _ = anyio.run(config_of, url, experiment)
+    recorded_config = anyio.run(config_of, url, experiment)
     config = at_its_device(resolved(overridden(recorded_config.model_dump(), overrides)))
-    _require_effect(overrides)
+    for key in (one.partition("=")[0] for one in overrides):
+        if key in OF_STEPS:
+            raise InvalidArgumentError(
+                f"--set {key}: a replay takes its steps, their micro-batches and their advantages "
+                "from the log, so that this would change nothing: leave it out"
+            )
     first, last = _span(steps, from_checkpoint)
     end = anyio.run(_end, url, experiment, config.trainer, last)
     span = {"consumer": config.trainer, "first": first, "last": end.step}
     span["repeat_skips"] = not overrides
-    if overrides:  # else it needs what the run had
+    if overrides:  # another algorithm may need other columns than the run's
         span["needs"] = stream_options(algorithm_of(config))["needs"]
     then = partial(_score_as_then, without_heads=end.without_heads)
     with tempfile.TemporaryDirectory() as scratch:
@@ -137,32 +138,14 @@ def replay(
 
 
 def _compared(end: RecordedEnd, weights: Path) -> LargestDifference | None:
-    """Return how far ``weights`` are from the recorded ones; None: those are not there any more.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """Return how far ``weights`` are from the recorded ones; None if those no longer exist."""
     if end.weights is None or end.digest is None or not end.weights.exists():
         return None
     try:
         require_digest(end.weights, end.digest)
-    except CheckpointError:  # other ones are there now
+    except CheckpointError:  # other weights have taken their place
         return None
     return largest_difference(end.weights, weights)
-
-
-def _require_effect(overrides: list[str]) -> None:
-    """Return if each override can change what a replay does.
-
-    Raises:
-        InvalidArgumentError: one is of a key that only says how a run gets its steps.
-    """
-    idle = [key for key in (one.partition("=")[0] for one in overrides) if key in OF_STEPS]
-    if idle:
-        raise InvalidArgumentError(
-            f"--set {idle[0]}: a replay takes its steps, their micro-batches and their advantages "
-            "from the log, so that this would change nothing: leave it out"
-        )
 
 
 def _trained_again(
@@ -175,15 +158,15 @@ def _trained_again(
     score_as_then: Callable[[Trainer, int], None],
     say: Say,
 ) -> tuple[Trainer, list[float]]:
-    """Return a trainer that went through the replayed steps, and the losses on the way."""
+    """Return a trainer after the replayed steps, and the loss of each step."""
     losses: list[float] = []
 
-    def tell(report: StepReport) -> None:
+    def on_step(report: StepReport) -> None:
         losses.append(report.loss)
         say(line_of(report))
         score_as_then(trainer, report.step + 1)
 
-    # The trainer must not commit on the way: what it writes is thrown away.
+    # No commits: the replay's checkpoints are thrown away.
     config = config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
     with open_replay_stream(
         url,
@@ -197,7 +180,7 @@ def _trained_again(
         trainer = trainer_on(stream, config, algorithm, settings)
         score_as_then(trainer, span["first"])
         with own_code(parts_of(algorithm)):
-            trainer.run(tell)
+            trainer.run(on_step)
     return trainer, losses
 
 
@@ -233,7 +216,7 @@ async def _end(url: str, experiment: str, trainer: str, last: int | None) -> Rec
 
 
 def _score_as_then(trainer: Trainer, step: int, *, without_heads: int) -> None:
-    """Let a step be scored as it was: before the log had heads, from all logits at once."""
+    """Score a step as the run did: from all logits at once, before the log had heads."""
     for model in trainer.scoring:
         if isinstance(model, TransformerPolicy):
             model.whole_logits = step <= without_heads

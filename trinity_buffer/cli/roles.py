@@ -1,4 +1,7 @@
-"""The three kinds of process of a run, each from its configuration in the store."""
+"""The processes of a run, explorer, strategy and trainer, each from the configuration in the store.
+
+A trainer that ``torchrun`` started has several ranks, each a ``trinity-buffer train`` of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,43 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import anyio
 import torch
+import torch.distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
-from trinity_buffer.cli.demo_ends import require_policies
-from trinity_buffer.cli.ends import Ends, ends_of
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.expert_check import require_expert
-from trinity_buffer.cli.options import made_folder
-from trinity_buffer.cli.ranks import device_here, number_of_rank_0
-from trinity_buffer.cli.run_algorithm import algorithm_of, look_for, parts_of, require_parts_of
-from trinity_buffer.cli.run_config import RunConfig, of_experiment, require_model
-from trinity_buffer.errors import InvalidArgumentError, NonFiniteError, TrainingError
+from trinity_buffer.cli.options import make_folder, make_folder_of, only_one
+from trinity_buffer.cli.run_backends import Backend, backend_for, require_policies
+from trinity_buffer.cli.run_config import (
+    RunConfig,
+    algorithm_of,
+    look_for,
+    merged,
+    of_experiment,
+    overridden,
+    parts_of,
+    recorded,
+    require_expert,
+    require_model,
+    require_parts_of,
+    resolved,
+)
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    NonFiniteError,
+    TrainingError,
+    UnknownStoreError,
+)
 from trinity_buffer.events import (
     ConfigurationChanged,
     ExperimentFinished,
@@ -32,7 +53,9 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.explorer.explore import BatchReport
+from trinity_buffer.identity import require_name
 from trinity_buffer.own_code import own_code
+from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
 from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
 from trinity_buffer.pipeline.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
@@ -41,8 +64,12 @@ from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.streaming.stream_options import CONFIGURED, GoingOn
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.store import queries
-from trinity_buffer.store.rows import ConsumerRow
-from trinity_buffer.trainer.parallel import OneProcess, Processes
+from trinity_buffer.trainer.parallel import (
+    OneProcess,
+    Processes,
+    gather_texts,
+    processes_here,
+)
 from trinity_buffer.trainer.requirements import (
     strategies_of,
     strategy_of,
@@ -53,31 +80,220 @@ from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
 Say = Callable[[str], None]
 
+DEFAULT_NAME = "run"
+SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def plain(message: str) -> None:
+    """Print a line with the time of day."""
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {escaped(message)}\n")
+    sys.stdout.flush()
+
 
 def use_one_thread() -> None:
-    """Several processes share few cores: more threads each would only wait for each other."""
+    """Let torch use one thread: the processes of a run share few cores."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
 
-def at_its_device(config: RunConfig) -> RunConfig:
-    """Return the configuration with the device of this rank, which becomes torch's current one.
+@contextmanager
+def ranks_of_environment() -> Iterator[Processes]:
+    """Join the ranks that the environment names, and leave them at the end.
 
     Raises:
-        InvalidArgumentError: it is not there.
+        InvalidArgumentError: it names several ranks, but not where they meet.
+    """
+    number = os.environ.get("WORLD_SIZE", "1")
+    if number == "1":
+        yield OneProcess()
+        return
+    missing = [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]
+    if missing:
+        raise InvalidArgumentError(
+            f"WORLD_SIZE={number} without {', '.join(missing)}: start several ranks with `torchrun "
+            "--nproc-per-node N --no-python trinity-buffer train`, which sets them all; for a "
+            "trainer on its own, unset WORLD_SIZE"
+        )
+    store, rank, world_size = next(rendezvous("env://"))
+    # torchrun keeps its store when it restarts the ranks. Without a prefix they would find the
+    # addresses of their predecessors there, and wait for those until a timeout.
+    life = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+        store=PrefixStore(life, store),
+        rank=rank,
+        world_size=world_size,
+    )
+    try:
+        yield processes_here()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def on_rank_0(processes: Processes, work: Callable[[], str]) -> str:
+    """Return what ``work`` returns on rank 0, which alone runs it; every rank must call this."""
+    return gather_texts(processes, "" if processes.rank else work())[0]
+
+
+def number_of_rank_0(processes: Processes, work: Callable[[], float | None]) -> float | None:
+    """Return what ``work`` returns on rank 0, which alone runs it; every rank must call this."""
+    number = None if processes.rank else work()
+    if processes.world_size == 1:
+        return number
+    pair = torch.tensor([number is not None, number or 0.0], dtype=torch.float64)
+    is_number, value = processes.gather(pair)[0].tolist()
+    return value if is_number else None
+
+
+def device_here(device: str) -> str:
+    """Return the device that a configuration means in this process: of ``cuda``, its rank's GPU.
+
+    Raises:
+        InvalidArgumentError: torch sees no such GPU, or several ranks would share one.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return device
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if index and ranks > 1:
+        raise InvalidArgumentError(
+            f"device={device} is one GPU, and {ranks} ranks on this machine need one each: give "
+            "device=cuda (--set device=cuda)"
+        )
+    number = int(index or os.environ.get("LOCAL_RANK", "0"))
+    needed, available = max(number + 1, ranks), torch.cuda.device_count()
+    if needed > available:
+        raise InvalidArgumentError(
+            f"device={device} needs {counted(needed, 'GPU')}, and torch {torch.__version__} sees "
+            f"{available} on this machine: run it where there are enough, or with --set device=cpu"
+        )
+    return f"{kind}:{number}"
+
+
+def at_its_device(config: RunConfig) -> RunConfig:
+    """Return the configuration with the device of this rank, and make it torch's current one.
+
+    Raises:
+        InvalidArgumentError: there is no such device.
     """
     device = device_here(config.device)
     if device.startswith("cuda"):
-        torch.cuda.set_device(device)  # whose random numbers are kept, and where kernels run
+        torch.cuda.set_device(device)  # its random state is saved, and kernels launch there
     return config.model_copy(update={"device": device})
 
 
-async def require_parts(store: Store, experiment: Experiment, *, expert_rows: bool = False) -> None:
-    """Return if a run has what its algorithm needs; see `require_parts_of` and `require_expert`.
+async def prepare(
+    url: str,
+    name: str | None,
+    file: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    explores: bool = False,
+) -> str:
+    """Create the experiment of a run, or record what changed in its configuration.
+
+    A refusal records nothing, and creates neither a store nor its folder.
+
+    Args:
+        url: of the store.
+        name: of the experiment; None: the only one there is but for its turns, else `DEFAULT_NAME`.
+        file: the content of a configuration file.
+        overrides: as ``optimizer.learning_rate=3e-4``.
+        explores: require what makes rollouts; else what is trained.
+
+    Returns:
+        The experiment's name.
 
     Raises:
-        InvalidArgumentError: says what is lacking, and what to do.
+        InvalidArgumentError: says which key is wrong, or what the run lacks.
     """
+    wanted = _Wanted(file, overrides, explores)
+    with suppress(UnknownStoreError):
+        async with open_store(url, create=False) as store:
+            return await _record(store, name, wanted)
+    require_name("an experiment's name", name or DEFAULT_NAME)
+    wanted.settings()
+    make_folder_of(url)
+    async with open_store(url) as store:
+        return await _record(store, name, wanted)
+
+
+async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
+    names = await store.experiments()
+    name = name or only_one(names) or DEFAULT_NAME
+    if name not in names:
+        settings = wanted.settings(names)
+        await require_expert(store, name, of_experiment(settings))
+        await store.experiment(name, config=settings)
+        return name
+    opened = await store.experiment(name)
+    before = opened.config
+    changed = wanted.settings(names, before, await opened.columns())
+    require_model(name, {**before, **wanted.file}, explores=wanted.explores)
+    await require_expert(store, name, of_experiment(changed))
+    await _require_same_set(opened, of_experiment(changed))
+    # Keys that are not ours, such as `extra` of a run in Python, stay.
+    await store.experiment(name, config={**before, **changed})
+    return name
+
+
+async def _require_same_set(experiment: Experiment, config: RunConfig) -> None:
+    """Raise InvalidArgumentError if the run's trainer has begun with another annotation set."""
+    row = await experiment.database.read(queries.consumer_row, experiment.key, config.trainer)
+    reads = strategy_of(algorithm_of(config)) or RECORDED
+    if row is not None and row.kind == "trainer" and row.config.get("strategy") != reads:
+        raise InvalidArgumentError(
+            f"trainer {config.trainer!r} of experiment {experiment.name!r} trains on "
+            f"{row.config.get('strategy')!r}, and algorithm={config.algorithm} would read "
+            f"{reads!r}: name another trainer too (--set trainer=NAME), or another --experiment"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a command says of its run; see `prepare`."""
+
+    file: Mapping[str, Any]
+    overrides: Sequence[str]
+    explores: bool
+
+    def settings(
+        self,
+        names: Collection[str] = (),
+        before: Mapping[str, Any] | None = None,
+        columns: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """Return what the experiment will record; raise InvalidArgumentError if a part lacks."""
+        before = before or {}
+        known = of_experiment(before).model_dump()
+        if "rollouts_per_group" not in before:
+            del known["rollouts_per_group"]  # its default depends on the algorithm
+        config = resolved(overridden(merged(known, self.file), self.overrides))
+        settings = recorded(config)
+        # Everything is checked before it is recorded: all processes of the run will read it.
+        if "/" in config.trainer and config.trainer != before.get("trainer"):
+            raise InvalidArgumentError(f"trainer={config.trainer}: must be a text without '/'")
+        require_policies(config)
+        require_parts_of(
+            config,
+            schema=before.get("schema", settings["schema"]),
+            columns=columns,
+            experiments=names,
+        )
+        backend = backend_for(config)
+        if self.explores:
+            backend.require_explorable()
+        else:
+            device_here(config.device)
+            backend.require_trainable()
+        return settings
+
+
+async def _require_parts(
+    store: Store, experiment: Experiment, *, expert_rows: bool = False
+) -> None:
+    """Raise InvalidArgumentError unless a run has what its algorithm needs."""
     config = of_experiment(experiment.config)
     require_policies(config)
     await require_expert(store, experiment.name, config, rows=expert_rows)
@@ -101,10 +317,9 @@ async def explore(
 ) -> None:
     """Explore until the experiment is finished."""
     use_one_thread()
-
     batches = 0
 
-    def tell(report: BatchReport) -> None:
+    def on_batch(report: BatchReport) -> None:
         nonlocal batches
         batches += 1
         repaired = " (planned before a crash, finished now)" if report.repaired else ""
@@ -115,35 +330,30 @@ async def explore(
 
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
-        await require_parts(store, opened)
+        await _require_parts(store, opened)
         require_model(experiment, opened.config, explores=True)
         config = of_experiment(opened.config)
-        ends = ends_of(config)
-        ends.require_explorable()
+        backend = backend_for(config)
+        backend.require_explorable()
         if acknowledgements is not None:
-            made_folder(acknowledgements.parent)
+            make_folder(acknowledgements.parent)
         say(f"explores {experiment} as {actor}")
-        await ends.explore(
+        await backend.explore(
             opened,
-            algorithm_of(config),
+            report=on_batch,
             actor=actor,
             acknowledgements=acknowledgements,
             max_batches=max_batches,
             take_over=take_over,
-            report=tell,
         )
-        if not batches:
-            say(
-                f"{actor} had nothing to explore: {await _why_nothing(opened, config, max_batches)}"
-            )
-
-
-async def _why_nothing(experiment: Experiment, config: RunConfig, batches: int | None) -> str:
-    if await experiment.is_finished():
-        return "the experiment is finished"
-    if config.rollout is not None:
-        return "each of its tasks was planned before"
-    return f"--batches {batches} counts what it has planned before"
+        if batches:
+            return
+        why = f"--batches {max_batches} counts what it has planned before"
+        if await opened.is_finished():
+            why = "the experiment is finished"
+        elif config.rollout is not None:
+            why = "each of its tasks was planned before"
+        say(f"{actor} had nothing to explore: {why}")
 
 
 async def annotate(
@@ -155,7 +365,7 @@ async def annotate(
     args: dict[str, Any] | None,
     follow: bool,
 ) -> ConsumerReport:
-    """Run the strategy of the run, or another one; of a set that is there by default its own."""
+    """Run a strategy: the one that is named, else that of an existing set, else the run's."""
     use_one_thread()
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
@@ -171,63 +381,53 @@ async def annotate(
         if name is not None and args is None:
             row = await opened.database.read(queries.consumer_row, opened.key, name)
             if row is not None:
-                return await _go_on(opened, row, follow=follow)
-        await require_parts(store, opened)
+                options = dict(row.config)
+                names, args, rules = (options.pop(k) for k in ("strategy", "args", "grouping"))
+                return await run_named(
+                    opened, names, args, name=name, follow=follow, **rules, **options
+                )
+        await _require_parts(store, opened)
         names, configured = strategies_of(algorithm_of(of_experiment(opened.config)))
-        if not names:
-            return await _nothing_to_annotate(opened, follow=follow)
-        given = configured if args is None else args
-        return await run_named(opened, names, given, name=name, follow=follow)
-
-
-async def _go_on(experiment: Experiment, made: ConsumerRow, *, follow: bool) -> ConsumerReport:
-    """Run the strategy of an annotation set with what it was made with."""
-    options = dict(made.config)
-    names, args, grouping = (options.pop(key) for key in ("strategy", "args", "grouping"))
-    return await run_named(
-        experiment, names, args, name=made.name, follow=follow, **grouping, **options
-    )
+        if names:
+            args = configured if args is None else args
+            return await run_named(opened, names, args, name=name, follow=follow)
+        if follow:
+            plain(
+                "nothing to annotate: the trainer reads what was recorded; waits for the run's end"
+            )
+            await opened.until_finished()
+        return ConsumerReport(0, 0, 0, 0)
 
 
 async def run_named(
     experiment: Experiment, names: list[str], args: dict[str, Any], **options: Any
 ) -> ConsumerReport:
-    """Return what `run_strategy` did; what fails in a strategy of the user's own is a sentence.
+    """Run a strategy by its names.
 
     Raises:
-        TrainingError: a strategy of the user's own failed; names its line.
+        TrainingError: a strategy of the user's own failed; the message names its line.
     """
     look_for(names, experiment.config.get("folder"))
     with own_code({f"strategy {name!r}": ADD_STRATEGY.get(name) for name in names}):
         return await run_strategy(experiment, names, args, **options)
 
 
-async def _nothing_to_annotate(experiment: Experiment, *, follow: bool) -> ConsumerReport:
-    """Return at once, or when the experiment is finished: the trainer reads what was recorded."""
-    if follow:
-        plain("nothing to annotate: the trainer reads what was recorded; waits for the run's end")
-        await experiment.until_finished()
-    return ConsumerReport(0, 0, 0, 0)
-
-
-async def config_of(
-    url: str, experiment: str, *, expert_rows: bool = False
-) -> tuple[RunConfig, str]:
-    """Return the configuration of a run, and the schema of its data."""
+async def config_of(url: str, experiment: str, *, expert_rows: bool = False) -> RunConfig:
+    """Return the configuration of a run that can be trained."""
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
-        await require_parts(store, opened, expert_rows=expert_rows)
+        await _require_parts(store, opened, expert_rows=expert_rows)
         require_model(experiment, opened.config)
-        return of_experiment(opened.config), opened.config.get("schema", "experience")
+        return of_experiment(opened.config)
 
 
 def settings_of(
     config: RunConfig, checkpoints: Path, keep_checkpoints: int | None = KEPT_CHECKPOINTS
 ) -> TrainerSettings:
-    """Return how the trainer of a run makes gradients into steps."""
-    given = vars(config) | vars(config.optimizer)
-    named = {one.name: given[one.name] for one in fields(TrainerSettings) if one.name in given}
-    return TrainerSettings(checkpoints=checkpoints, keep_checkpoints=keep_checkpoints, **named)
+    """Return the settings of the trainer of a run."""
+    keys = vars(config) | vars(config.optimizer)
+    settings = {one.name: keys[one.name] for one in fields(TrainerSettings) if one.name in keys}
+    return TrainerSettings(checkpoints=checkpoints, keep_checkpoints=keep_checkpoints, **settings)
 
 
 def trainer_on(
@@ -236,15 +436,15 @@ def trainer_on(
     algorithm: Algorithm,
     settings: TrainerSettings,
 ) -> Trainer:
-    """Return the trainer of a run on ``stream``, at the stream's last commit."""
-    ends = ends_of(config)
+    """Return the trainer of a run on ``stream``, restored from the stream's last commit."""
+    backend = backend_for(config)
     return Trainer(
         stream,
-        ends.policy(),
+        backend.policy(),
         algorithm,
         settings,
-        reference=None if config.reference is None else ends.load(config.reference),
-        teacher=None if config.teacher is None else ends.load(config.teacher),
+        reference=None if config.reference is None else backend.load(config.reference),
+        teacher=None if config.teacher is None else backend.load(config.teacher),
     )
 
 
@@ -262,12 +462,13 @@ def train(
     """Train until the target is reached or the stream ends; then finish the experiment.
 
     Args:
-        processes: the ranks of this trainer, which all call this; None: it is on its own.
+        keep_checkpoints: how many of the newest stay on disk; None: all.
+        processes: the ranks of this trainer, which all call this; None: there is one.
     """
     processes = processes or OneProcess()
     use_one_thread()
-    config, _ = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
-    ends_of(config).require_trainable()
+    config = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
+    backend_for(config).require_trainable()
     reason = anyio.run(_finished_by, url, experiment, config.trainer)
     if reason is not None and going_on.get("resume_from") is None:
         say(
@@ -277,14 +478,14 @@ def train(
         say(f"{experiment} is finished: {reason}")
         return
     config = at_its_device(config)
-    algorithm = algorithm_of(config)
+    algorithm, backend = algorithm_of(config), backend_for(config)
     with open_train_stream(
         url,
         experiment=experiment,
         strategy=strategy_of(algorithm),
         consumer=config.trainer,
         device=config.device,
-        max_tokens=ends_of(config).max_tokens,
+        max_tokens=backend.max_tokens,
         follow=follow,
         expert_experiment=config.expert_experiment,
         rank=processes.rank,
@@ -297,39 +498,43 @@ def train(
             teacher=config.teacher is not None,
         ),
     ) as stream:
-        settings = settings_of(config, made_folder(checkpoints), keep_checkpoints)
+        settings = settings_of(config, make_folder(checkpoints), keep_checkpoints)
         trainer = trainer_on(stream, config, algorithm, settings)
         begin = "begins" if stream.resume is None else f"resumes after step {stream.resume.step}"
         among = f", {processes.world_size} ranks" if processes.world_size > 1 else ""
         say(f"trains {experiment} as {config.trainer}{among}: {begin}")
-        measured = _Evaluation(config, ends_of(config), trainer, processes)
-        if stream.resume is not None and going_on.get("resume_from") is None:
-            measured.note(stream.resume.metrics.get("accuracy"))
-        num_skipped = 0 if stream.resume is None else stream.resume.skipped
+        evaluation = _Evaluation(config, backend, trainer, processes)
+        num_skipped = 0
+        if stream.resume is not None:
+            num_skipped = stream.resume.skipped
+            if going_on.get("resume_from") is None:
+                evaluation.note(stream.resume.metrics.get("accuracy"))
 
-        def tell(report: StepReport) -> bool:
+        def on_step(report: StepReport) -> bool:
             nonlocal num_skipped
             say(line_of(report))
             num_skipped += report.skipped
-            return measured.reached
+            return evaluation.reached
 
-        if measured.reached:
-            say(f"nothing is trained further: {measured.said}step {trainer.state.step}")
+        if evaluation.reached:
+            say(f"nothing is trained further: {evaluation.summary}step {trainer.state.step}")
         else:
             with own_code(parts_of(algorithm)):
-                trainer.run(tell, measure=measured)
+                trainer.run(on_step, measure=evaluation)
         _require_trained(experiment, config, trainer.state.step, num_skipped)
         if follow and not processes.rank:
-            _finish(stream, experiment, f"{measured.said}step {trainer.state.step}", say)
+            reason = f"{evaluation.summary}step {trainer.state.step}"
+            stream.finish(reason)
+            say(f"{experiment} is finished: {reason}")
 
 
 async def _finished_by(url: str, experiment: str, trainer: str) -> str | None:
-    """Return why ``trainer`` finished its run, if nobody changed the run since."""
+    """Return why ``trainer`` finished its run, unless the run was changed or rewound since."""
     reason = None
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
-        ends = kinds_of(ExperimentFinished | ConfigurationChanged | TrainerRewound)
-        async for event in opened.events(kinds=ends):
+        kinds = kinds_of(ExperimentFinished | ConfigurationChanged | TrainerRewound)
+        async for event in opened.events(kinds=kinds):
             match event.fact:
                 case ExperimentFinished(reason=why) if event.actor == trainer:
                     reason = why
@@ -341,11 +546,7 @@ async def _finished_by(url: str, experiment: str, trainer: str) -> str | None:
 
 
 def _require_trained(experiment: str, config: RunConfig, steps: int, skipped: int) -> None:
-    """Return if a run has changed the weights in any of its ``steps``.
-
-    Raises:
-        TrainingError: it has not; says where to look.
-    """
+    """Raise TrainingError unless a run has changed the weights in one of its ``steps``."""
     if not steps:
         raise TrainingError(
             f"no step was trained of {experiment}: nothing is ready for the trainer "
@@ -362,48 +563,47 @@ def _require_trained(experiment: str, config: RunConfig, steps: int, skipped: in
         )
 
 
-def _finish(stream: SyncTrainStream, experiment: str, reason: str, say: Say) -> None:
-    stream.finish(reason)
-    say(f"{experiment} is finished: {reason}")
-
-
+@dataclass(slots=True)
 class _Evaluation:
-    """Greedy accuracy on fresh problems, every few steps, where there is a way to tell."""
+    """Measures greedy accuracy on fresh problems, every few steps, if the backend can.
 
-    def __init__(
-        self, config: RunConfig, ends: Ends, trainer: Trainer, processes: Processes
-    ) -> None:
-        self._processes = processes
-        self._config = config
-        self._ends = ends
-        self._trainer = trainer
-        self.said = ""
-        self.reached = False
+    Attributes:
+        summary: the last accuracy, as the beginning of a sentence; empty before the first.
+        reached: whether it was the target.
+    """
+
+    config: RunConfig
+    backend: Backend
+    trainer: Trainer
+    processes: Processes
+    summary: str = ""
+    reached: bool = False
 
     def __call__(self, step: int) -> dict[str, float]:
-        rules = self._config.evaluation
-        if step % rules.every_steps and step != self._config.max_steps:
+        rules = self.config.evaluation
+        if step % rules.every_steps and step != self.config.max_steps:
             return {}
 
         def measure() -> float | None:
-            seed = self._config.seed + step
-            return self._ends.accuracy(self._trainer.policy, problems=rules.problems, seed=seed)
+            policy: Any = self.trainer.policy
+            seed = self.config.seed + step
+            return self.backend.accuracy(policy, problems=rules.problems, seed=seed)
 
-        accuracy = number_of_rank_0(self._processes, measure)
+        accuracy = number_of_rank_0(self.processes, measure)
         self.note(accuracy)
         return {} if accuracy is None else {"accuracy": accuracy}
 
     def note(self, accuracy: float | None) -> None:
-        """Remember what was measured last; None: nothing was."""
+        """Remember the last accuracy; None: nothing was measured."""
         if accuracy is None:
             return
-        target = self._config.evaluation.target_accuracy
-        self.said = f"accuracy {accuracy:.3f} at "
+        target = self.config.evaluation.target_accuracy
+        self.summary = f"accuracy {accuracy:.3f} at "
         self.reached = target is not None and accuracy >= target
 
 
 def line_of(report: StepReport) -> str:
-    """Return one step in one line."""
+    """Return a step as one line."""
     numbers = {name: round(value, 4) for name, value in report.metrics.items()}
     again = ", served again" if report.recorded else ""
     again += ", skipped: non_finite" if report.skipped else ""
@@ -412,14 +612,3 @@ def line_of(report: StepReport) -> str:
         f"staleness {report.staleness:.1f}, "
         f"{report.rows} rows in {report.seconds * 1e3:.0f} ms{again} {json.dumps(numbers)}"
     )
-
-
-def plain(message: str) -> None:
-    """Print a line with the time of day."""
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {escaped(message)}\n")
-    sys.stdout.flush()
-
-
-def silent(message: str) -> None:
-    """Print nothing: rank 0 speaks for all ranks."""
-    del message

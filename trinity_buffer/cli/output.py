@@ -1,4 +1,4 @@
-"""How commands print: tables for people, JSON for programs, progress where somebody watches."""
+"""How commands print: tables for people, JSON for programs, progress on a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,11 +26,11 @@ from trinity_buffer.inspector.output import strict_json
 Report = Callable[[str, int, int], None]
 
 PLAIN_WIDTH = 1000
-"""Of lines that go into a file or a pipe: nobody cuts or wraps them there."""
+"""Width for output into a file or a pipe, so that tables are neither cut nor wrapped."""
 
 
 class Terminal(Console):
-    """Where everything for people is printed: what a rollout says is shown, never obeyed."""
+    """A console that shows control characters of stored texts instead of obeying them."""
 
     @override
     def render_str(self, text: str, **style: Any) -> Text:
@@ -38,17 +38,23 @@ class Terminal(Console):
 
 
 def console() -> Terminal:
-    """Return where results are printed; lines are not wrapped where nobody watches."""
+    """Return where results are printed; lines are wrapped on a terminal only."""
     watched = sys.stdout.isatty()
     width = None if watched else PLAIN_WIDTH
     return Terminal(width=width, highlight=False, emoji=False, soft_wrap=not watched)
 
 
+def say(*lines: str) -> None:
+    """Print each of ``lines`` for people, line feeds and markup escaped."""
+    for line in lines:
+        console().print(one_line(line), markup=False)
+
+
 def as_json(value: Any) -> str:
     """Return a result as one line of JSON; bytes are written as hexadecimal digits.
 
-    Null stands for NaN and infinity. What a terminal would obey is escaped as JSON does it: who
-    parses the line reads the same text.
+    NaN and infinity become null. Control characters are escaped as JSON does it: parsing the line
+    gives the same text.
     """
     return escaped_in_json(strict_json(value, _plain))
 
@@ -62,30 +68,37 @@ def _plain(value: object) -> Any:
     return tolist() if callable(tolist) else str(value)
 
 
+def fields_of(value: Any, *, without: str = "") -> dict[str, Any]:
+    """Return the fields of a dataclass, one of them left out, each value as it is."""
+    # `asdict` would copy a Counter by counting its items.
+    return {one.name: getattr(value, one.name) for one in fields(value) if one.name != without}
+
+
 def print_json(*values: Any) -> None:
-    """Print one line of JSON for each value, each as soon as it is there."""
+    """Print one line of JSON for each value, and flush: a reader sees it at once."""
     is_unicode = codecs.lookup(sys.stdout.encoding or "utf-8").name.startswith("utf")
     for value in values:
         line = as_json(value)
-        # Where the locale has no room for a character, the stream would write no JSON.
+        # A stream that cannot encode a character would write a backslash escape, which is no JSON.
         sys.stdout.write(f"{line if is_unicode else json.dumps(json.loads(line))}\n")
     sys.stdout.flush()
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Return a table; numbers are set to the right."""
-    found = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    """Return a table; columns of numbers are aligned to the right."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         numbers = all(isinstance(row[index], int | float) or row[index] is None for row in rows)
         side: JustifyMethod = "right" if numbers and rows else "left"
-        found.add_column(column, justify=side, no_wrap=column == "uid")  # nobody can type half
+        # A uid is for copying into the next command, so it must stay in one piece.
+        made.add_column(column, justify=side, no_wrap=column == "uid")
     for row in rows:
-        found.add_row(*(escape(shown(cell)) for cell in row))
-    return found
+        made.add_row(*(escape(shown(cell)) for cell in row))
+    return made
 
 
 def shown(value: Any) -> str:
-    """Return a value as people read it."""
+    """Return a value as text for people."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -98,7 +111,7 @@ def shown(value: Any) -> str:
 
 
 def end_if_damaged(rows: Sequence[object]) -> None:
-    """Tell of the rows that could not be read, if there are any, and end with exit code 1."""
+    """If any rows could not be read, report them on standard error and end with exit code 1."""
     for row in rows:
         sys.stderr.write(f"error: {one_line(str(row))}\n")
     if rows:
@@ -106,14 +119,14 @@ def end_if_damaged(rows: Sequence[object]) -> None:
 
 
 def time_of(seconds: float | None) -> str:
-    """Return a time since 1970 as people read it, in UTC."""
+    """Return seconds since 1970 as a date and time in UTC."""
     if seconds is None:
         return "-"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def size_of(count: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes with its unit."""
     size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -124,7 +137,7 @@ def size_of(count: int) -> str:
 def progress() -> Iterator[Report]:
     """Show progress on a terminal, and nothing elsewhere.
 
-    It goes to standard error, so that what is printed can be read by a program.
+    It goes to standard error: standard output may be piped into a program.
     """
     screen = Terminal(stderr=True)
     if not screen.is_terminal:
@@ -132,11 +145,11 @@ def progress() -> Iterator[Report]:
         return
     columns = (TextColumn("{task.description:<8}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True) as bars:
-        known: dict[str, TaskID] = {}
+        tasks: dict[str, TaskID] = {}
 
         def report(what: str, done: int, total: int) -> None:
-            if what not in known:
-                known[what] = bars.add_task(what, total=total)
-            bars.update(known[what], completed=done, total=total)
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
 
         yield report

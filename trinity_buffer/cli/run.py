@@ -1,19 +1,23 @@
-"""Commands that run something: the demo, and each of its processes by hand."""
+"""Commands that run something: the demo, and each of its processes by hand.
+
+This module loads no torch, so that a refusal or a help page is quick.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import anyio
 import typer
 
 from trinity_buffer.cli.options import (
+    RESUMABLE,
     ArgumentsOption,
     ConfigOption,
     ExperimentOption,
+    FollowOption,
     JsonOption,
     PlaceOption,
     SetOption,
@@ -22,45 +26,42 @@ from trinity_buffer.cli.options import (
     chosen_experiment,
     chosen_store,
     folder_of,
+    interruptible,
+    named_experiment,
     require_folder,
     store_of_file,
 )
-from trinity_buffer.cli.printing import print_json
-from trinity_buffer.cli.run_file import experiment_in
+from trinity_buffer.cli.output import print_json
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import require_name
-
-if TYPE_CHECKING:
-    from trinity_buffer.cli.run_config import RunConfig
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        help="hf: a small transformers model, which learns a game in a conversation; by"
-        " default our own transformer."
-    ),
-]
-AlgorithmOption = Annotated[
-    str | None,
-    typer.Option(help="Registered name, see `trinity-buffer algorithms`; by default the task's."),
-]
-TaskOption = Annotated[str | None, typer.Option(help="sort or guess; by default the algorithm's.")]
-NameOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Name of the run and of its files under runs/; by default demo (with hf: demo-hf)."
-    ),
-]
 
 
 def demo(
     store: Annotated[
         str | None, typer.Option("--store", help="Path or URL; by default runs/NAME.db.")
     ] = None,
-    name: NameOption = None,
-    model: ModelOption = None,
-    algorithm: AlgorithmOption = None,
-    task: TaskOption = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the run and of its files under runs/; by default demo (with hf: demo-hf)."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="hf: a small transformers model, which learns a game in a conversation; by"
+            " default our own transformer."
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            help="Registered name, see `trinity-buffer algorithms`; by default the task's."
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="sort or guess; by default the algorithm's.")
+    ] = None,
     digits: Annotated[int | None, typer.Option(help="sort: how many digits; by default 3.")] = None,
     explorers: Annotated[int, typer.Option(min=1, help="How many explorer processes.")] = 2,
     chaos: Annotated[
@@ -82,93 +83,27 @@ def demo(
 
     Example: trinity-buffer demo --algorithm dpo --chaos
     """
-    from trinity_buffer.cli import demo as demos  # noqa: PLC0415 - keep the other commands light
+    from trinity_buffer.cli import demo_run  # noqa: PLC0415 - torch
 
     if model not in (None, "hf"):
         raise InvalidArgumentError(f"--model {model}: there is hf; `trinity-buffer init` has yours")
     if chaos_every is not None and not chaos:
         raise InvalidArgumentError(f"--chaos-every {chaos_every:g} needs --chaos")
-    if config is not None:
-        store, name = store or store_of_file(config), name or experiment_in(config)
-    name = name or ("demo-hf" if model else "demo")
-    paths = demos.store_path(store, name)
+    store = store or store_of_file(config)
+    name = named_experiment(name, config) or ("demo-hf" if model else "demo")
+    paths = demo_run.demo_paths(store, name)
     given = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
-    settings = _demo_settings(given, paths.model if model else None, config, overrides)
-    run = demos.Demo(
+    options = {key: value for key, value in given.items() if value is not None}
+    own_model = paths.file(".model") if model else None
+    run = demo_run.Demo(
         paths,
         name,
-        settings,
+        demo_run.demo_config(options, own_model, config, overrides or []),
         explorers=explorers,
         chaos_every_s=(chaos_every or 4.0) if chaos else None,
         limit_s=limit,
     )
     raise typer.Exit(run.run())
-
-
-def _demo_settings(
-    given: dict[str, Any],
-    model: Path | None,
-    config: Path | None,
-    overrides: list[str] | None,
-) -> RunConfig:
-    """Return the recipe of algorithm and task, with what the user says in its place.
-
-    Args:
-        given: keys that have options of their own, as they were given there; None: not given.
-        model: folder of a model of transformers; None: our own transformer.
-    """
-    from trinity_buffer.cli.demo_own import own_config  # noqa: PLC0415
-    from trinity_buffer.cli.demo_sources import require_parts_of_demo  # noqa: PLC0415 - torch
-    from trinity_buffer.cli.run_config import (  # noqa: PLC0415
-        merged,
-        overridden,
-        read_file,
-        resolved,
-    )
-    from trinity_buffer.demo.recipes import config_for  # noqa: PLC0415
-
-    given = {key: value for key, value in given.items() if value is not None}
-    file = {} if config is None else read_file(config)
-    said = overridden(file, overrides or [])
-    _refuse_contradictions(given, said, model)
-    algorithm = given.get("algorithm", said.get("algorithm"))
-    if algorithm is not None and not isinstance(algorithm, str):
-        raise InvalidArgumentError(f"algorithm={algorithm}: must be the name of one")
-    if model is not None:
-        own = own_config(model)
-        base = own | {"algorithm": algorithm or own["algorithm"]}
-    else:
-        wanted = {"name": given.get("task.name"), "digits": given.get("task.digits", 3)}
-        wanted |= said.get("task") or {}
-        base = config_for(algorithm, wanted["name"], wanted["digits"])
-    base["seed"] = given.get("seed", 0)
-    settings = resolved(overridden(merged(base, file), overrides or []))
-    if "task.digits" in given and settings.task.name != "sort":
-        raise InvalidArgumentError(
-            f"--digits {given['task.digits']}: the task {settings.task.name!r} has none: leave it "
-            "out, or choose --task sort"
-        )
-    require_parts_of_demo(
-        settings
-    )  # refused here, and not by three processes and a store that has it
-    return settings
-
-
-def _refuse_contradictions(given: dict[str, Any], said: dict[str, Any], model: Path | None) -> None:
-    """Return if each option of the demo is read, and nothing else says another thing.
-
-    Raises:
-        InvalidArgumentError: names both.
-    """
-    for key, value in given.items():
-        section, _, last = key.rpartition(".")
-        option = f"--{'task' if key == 'task.name' else last} {value}"
-        if section and model is not None:
-            raise InvalidArgumentError(f"{option}: --model hf has a task of its own")
-        table = said.get(section) if section else said
-        other = table.get(last, value) if isinstance(table, dict) else value
-        if other != value:
-            raise InvalidArgumentError(f"{option}, and {key}={other}: say one of the two")
 
 
 def explore(
@@ -215,19 +150,18 @@ def explore(
         require_name("--actor", actor)
         if acknowledge is not None:
             require_folder(acknowledge)
-        name = await _prepared(url, experiment, config, overrides, explores=True)
-        path = None if acknowledge is None else acknowledge / f"{actor}.ack"
         await roles.explore(
             url,
-            name,
+            await _prepared(url, experiment, config, overrides, explores=True),
             actor=actor,
-            acknowledgements=path,
+            acknowledgements=None if acknowledge is None else acknowledge / f"{actor}.ack",
             max_batches=batches,
             take_over=take_over,
             say=roles.plain,
         )
 
-    _until_interrupted(anyio.run, main)
+    with interruptible(RESUMABLE):
+        anyio.run(main)
 
 
 def annotate(
@@ -244,23 +178,19 @@ def annotate(
         str | None, typer.Option(help="Name of the annotation set; by default the strategy's.")
     ] = None,
     arguments: ArgumentsOption = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Keep running until the experiment is finished.")
-    ] = False,
+    follow: FollowOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a strategy over stored rollouts, and store its advantages as annotations.
 
     Example: trinity-buffer annotate --strategy grpo --set epsilon=1e-5 --name grpo-5
     """
-    from dataclasses import asdict  # noqa: PLC0415
-
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
     async def main() -> None:
         url = chosen_store(store, config)
-        named = experiment or (None if config is None else experiment_in(config))
+        named = named_experiment(experiment, config)
         chosen = await (awaited_experiment if follow else chosen_experiment)(url, named)
         args = overridden({}, arguments) if arguments else None
         if follow and not as_json:
@@ -273,11 +203,11 @@ def annotate(
         else:
             roles.plain(
                 f"{report.annotated} annotated, {report.rejected} rejected, "
-                f"{report.waiting} waiting in "
-                f"{report.waiting_groups} incomplete groups"
+                f"{report.waiting} waiting in {report.waiting_groups} incomplete groups"
             )
 
-    _until_interrupted(anyio.run, main)
+    with interruptible(RESUMABLE):
+        anyio.run(main)
 
 
 def train(
@@ -317,21 +247,20 @@ def train(
 
     Example: trinity-buffer train --store runs/demo.db --follow
     """
-    from trinity_buffer.cli import ranks, roles  # noqa: PLC0415 - torch
+    from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
     url = chosen_store(store, config)
-    kept = _number_or_all("--keep-checkpoints", keep_checkpoints)
+    kept = None if keep_checkpoints == "all" else _count("--keep-checkpoints", keep_checkpoints)
     base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
         require_folder(checkpoints)
-    with ranks.ranks_of_environment() as processes:
-        name = ranks.on_rank_0(
+    with roles.ranks_of_environment() as processes:
+        name = roles.on_rank_0(
             processes, lambda: anyio.run(_prepared, url, experiment, config, overrides)
         )
         folder = checkpoints or anyio.run(folder_of, base, url, name)
-        _until_interrupted(
-            partial(
-                roles.train,
+        with interruptible(RESUMABLE):
+            roles.train(
                 url,
                 name,
                 checkpoints=folder,
@@ -340,28 +269,15 @@ def train(
                 resume_from=resume_from,
                 damaged_rows="drop" if drop_damaged_rows else "refuse",
                 drop=tuple(drop or ()),
-                say=roles.silent if processes.rank else roles.plain,
+                say=(lambda _: None) if processes.rank else roles.plain,
                 processes=processes,
             )
-        )
 
 
-def _number_or_all(option: str, said: str) -> int | None:
-    """Return the number that was said, None for ``all``."""
-    if said == "all":
-        return None
-    if not said.isdecimal() or int(said) < 1:
-        raise InvalidArgumentError(f"{option} {said}: it must be a number from 1 on, or all")
-    return int(said)
-
-
-def _until_interrupted(run: Callable[..., Any], *args: Any) -> None:
-    """Run; Ctrl-C ends it cleanly: what was acknowledged is stored, the lease is released."""
-    try:
-        run(*args)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; run it again to go on")
-        raise typer.Exit(130) from None
+def _count(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise InvalidArgumentError(f"{option} {text}: it must be a number from 1 on, or all")
+    return int(text)
 
 
 def _beside(url: str) -> Path:
@@ -384,9 +300,9 @@ async def _prepared(
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
         return await chosen_experiment(url, experiment)
-    from trinity_buffer.cli.preparing import prepare  # noqa: PLC0415 - torch
+    from trinity_buffer.cli.roles import prepare  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
     file = {} if config is None else read_file(config)
-    named = experiment or (None if config is None else experiment_in(config))
+    named = named_experiment(experiment, config)
     return await prepare(url, named, file, overrides or [], explores=explores)

@@ -1,4 +1,4 @@
-"""The command that takes in what other packages left in files."""
+"""``trinity-buffer import``: take in files that other packages wrote."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.options import JsonOption, made_folder_of
-from trinity_buffer.cli.printing import print_json
-from trinity_buffer.cli.running import run
+from trinity_buffer.cli.options import STORE_VARIABLE, JsonOption, make_folder_of, run
+from trinity_buffer.cli.output import print_json
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import require_name
 from trinity_buffer.integrations.imports.formats import (
@@ -29,7 +28,7 @@ def import_(
     name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
     path: Annotated[Path, typer.Argument(help="The file or the folder.")],
     store: Annotated[
-        str, typer.Option(envvar="TRINITY_BUFFER_STORE", help="Path or URL of the store to fill.")
+        str, typer.Option(envvar=STORE_VARIABLE, help="Path or URL of the store to fill.")
     ] = "runs/imported.db",
     experiment: Annotated[
         str | None, typer.Option(help="Experiment name; by default that of the file or folder.")
@@ -55,7 +54,7 @@ def import_(
     require_name("an experiment's name", target)
     options: dict[str, Any] = {"tokenizer": tokenizer, "skip_bad_lines": skip_bad_lines}
     require_readable(name, path, **options)
-    made_folder_of(store)
+    make_folder_of(store)
 
     async def main() -> Imported:
         async with open_store(store) as opened:

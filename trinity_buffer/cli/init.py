@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_buffer.cli.options import made_folder
+from trinity_buffer.cli.options import make_folder
 from trinity_buffer.errors import InvalidArgumentError
 
 WRITTEN = ("run.toml", "rollout.py", "README.md")
@@ -27,12 +27,12 @@ def init(
     """
     from trinity_buffer.demo.tiny_model import make_tiny_model  # noqa: PLC0415 - torch
 
-    there = [name for name in (*WRITTEN, MODEL) if (folder / name).exists()]
-    if there:
+    taken = [name for name in (*WRITTEN, MODEL) if (folder / name).exists()]
+    if taken:
         raise InvalidArgumentError(
-            f"{folder} has {', '.join(there)} already: nothing was written, name another folder"
+            f"{folder} has {', '.join(taken)} already: nothing was written, name another folder"
         )
-    made_folder(folder)
+    make_folder(folder)
     make_tiny_model(folder / MODEL, seed=seed)
     for name in WRITTEN:
         text = files("trinity_buffer.demo").joinpath("own", name).read_text()

@@ -1,4 +1,4 @@
-"""Commands that use what was recorded: train again, annotate again, and let go of old tensors."""
+"""Commands that use what was recorded: train again, annotate again, archive and restore tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from trinity_buffer.cli.options import (
     StoreOption,
     chosen_experiment,
     chosen_store,
+    named_experiment,
+    run,
+    run_on,
 )
-from trinity_buffer.cli.printing import console, print_json, progress
-from trinity_buffer.cli.run_file import experiment_in
-from trinity_buffer.cli.running import run
+from trinity_buffer.cli.output import Report, console, print_json
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compaction import CompactionReport
 from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
 from trinity_buffer.pipeline.history.restoring import RestoreReport
 from trinity_buffer.pipeline.history.restoring import restore as restore_experiment
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries
 
 if TYPE_CHECKING:
-    from trinity_buffer.cli import replays
+    from trinity_buffer.cli.replays import ReplayReport
     from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport
 
 
@@ -68,7 +69,7 @@ def replay(
     from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
 
     url = chosen_store(store, config)
-    named = experiment or (None if config is None else experiment_in(config))
+    named = named_experiment(experiment, config)
     name = run(lambda: chosen_experiment(url, named))
     changed = [*(overrides or [])]
     changed += [f"loss.name={loss}"] if loss else []
@@ -85,21 +86,28 @@ def replay(
     if as_json:
         print_json(asdict(report))
     else:
-        verdict = _verdict(report.identical, changed)
         console().print(
-            f"steps {report.first} to {report.last}: weights {verdict}\n"
-            f"replayed {report.digest}\nrecorded {report.recorded}{_last_line(report, tolerance)}",
+            f"steps {report.first} to {report.last}: weights {_verdict(report, changed)}\n"
+            f"replayed {report.digest}\nrecorded {report.recorded}{_distance(report, tolerance)}",
             markup=False,
             soft_wrap=True,
         )
     passed = report.within
-    if passed is None:  # not asked, or the recorded weights are gone: then the bits decide
+    if passed is None:  # no tolerance, or the recorded weights are gone: then the bits decide
         passed = report.identical is True or (tolerance is None and report.identical is None)
     raise typer.Exit(0 if passed else 1)
 
 
-def _last_line(report: replays.ReplayReport, tolerance: float | None) -> str:
-    """Return how far the weights are apart, where that was asked or their bits differ."""
+def _verdict(report: ReplayReport, changed: list[str]) -> str:
+    """Return how the bits of the weights compare with the recorded ones, or why they do not."""
+    if report.identical is None:
+        why = f"with {', '.join(changed)}" if changed else "none were published after the last step"
+        return f"not compared, {why}"
+    return "bit-identical" if report.identical else "DIFFERENT"
+
+
+def _distance(report: ReplayReport, tolerance: float | None) -> str:
+    """Return a line on how far the weights are apart, if that was asked or their bits differ."""
     if report.tensor is not None:
         verdict = "" if tolerance is None else f": {'within' if report.within else 'above'}"
         allowed = "" if tolerance is None else f" {tolerance:g}"
@@ -111,14 +119,6 @@ def _last_line(report: replays.ReplayReport, tolerance: float | None) -> str:
         "\nlargest relative difference unknown: the recorded weights are not on the disk any more "
         "(`train --keep-checkpoints` keeps them)"
     )
-
-
-def _verdict(identical: bool | None, changed: list[str]) -> str:
-    """Return what the weights of a replay are, beside the recorded ones; if not asked, why."""
-    if identical is None:
-        why = f"with {', '.join(changed)}" if changed else "none were published after the last step"
-        return f"not compared, {why}"
-    return "bit-identical" if identical else "DIFFERENT"
 
 
 def reannotate(
@@ -139,22 +139,17 @@ def reannotate(
     from trinity_buffer.cli.roles import run_named  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
-    async def main() -> tuple[bool, ConsumerReport]:
-        url = chosen_store(store)
-        chosen = await chosen_experiment(url, experiment)
-        async with open_store(url) as opened:
-            found = await opened.experiment(chosen)
-            there = name in await found.database.read(queries.consumers, found.key)
-            args = overridden({}, arguments or [])
-            parts = strategy.split("+")
-            return there, await run_named(found, parts, args, name=name, rewards=rewards)
+    async def work(opened: Experiment, _: Report) -> tuple[bool, ConsumerReport]:
+        existed = name in await opened.database.read(queries.consumers, opened.key)
+        args, parts = overridden({}, arguments or []), strategy.split("+")
+        return existed, await run_named(opened, parts, args, name=name, rewards=rewards)
 
-    there, report = run(main)
+    existed, report = run_on(store, experiment, work, read_only=False)
     if as_json:
         print_json({"set": name, **asdict(report)})
-    elif there and not any(asdict(report).values()):
-        told = f"set {name} was complete already: all that is recorded is decided in it"
-        console().print(told, markup=False)
+    elif existed and not any(asdict(report).values()):
+        message = f"set {name} was complete already: all that is recorded is decided in it"
+        console().print(message, markup=False)
     else:
         console().print(
             f"set {name}: {report.annotated} annotated, {report.rejected} rejected, "
@@ -180,30 +175,22 @@ def compact(
     Example: trinity-buffer compact --keep-steps 100 --archive runs/archive
     """
 
-    async def main() -> CompactionReport:
-        url = chosen_store(store)
-        chosen = await chosen_experiment(url, experiment)
-        with progress() as report:
-            async with open_store(url) as opened:
-                return await compact_experiment(
-                    await opened.experiment(chosen),
-                    keep_steps=keep_steps,
-                    archive=archive,
-                    delete=delete,
-                    progress=report,
-                )
+    async def work(opened: Experiment, progress: Report) -> CompactionReport:
+        return await compact_experiment(
+            opened, keep_steps=keep_steps, archive=archive, delete=delete, progress=progress
+        )
 
-    report: CompactionReport = run(main)
+    report: CompactionReport = run_on(store, experiment, work, read_only=False)
     if as_json:
         print_json(asdict(report))
-    else:
-        where = f" to {len(report.files)} files" if report.files else ""
-        megabytes = report.bytes / 1e6
-        console().print(f"{report.segments} segments ({megabytes:.1f} MB) left the store{where}")
-        if report.damaged:
-            console().print(
-                f"{report.damaged} cannot be read and stayed: `verify` names what is damaged"
-            )
+        return
+    where = f" to {len(report.files)} files" if report.files else ""
+    size = f"{report.bytes / 1e6:.1f} MB"
+    console().print(f"{report.segments} segments ({size}) left the store{where}")
+    if report.damaged:
+        console().print(
+            f"{report.damaged} cannot be read and stayed: `verify` names what is damaged"
+        )
 
 
 def restore(
@@ -219,18 +206,12 @@ def restore(
     Example: trinity-buffer restore --from /mnt/archive
     """
 
-    async def main() -> RestoreReport:
-        url = chosen_store(store)
-        chosen = await chosen_experiment(url, experiment)
-        with progress() as report:
-            async with open_store(url) as opened:
-                return await restore_experiment(
-                    await opened.experiment(chosen), folder=folder, progress=report
-                )
+    async def work(opened: Experiment, progress: Report) -> RestoreReport:
+        return await restore_experiment(opened, folder=folder, progress=progress)
 
-    report: RestoreReport = run(main)
+    report: RestoreReport = run_on(store, experiment, work, read_only=False)
     if as_json:
         print_json(asdict(report))
     else:
-        megabytes = report.bytes / 1e6
-        console().print(f"{report.segments} segments ({megabytes:.1f} MB) are in the store again")
+        size = f"{report.bytes / 1e6:.1f} MB"
+        console().print(f"{report.segments} segments ({size}) are in the store again")

@@ -10,17 +10,18 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from trinity_buffer.cli.asking import asked_of
 from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
     AsOfOption,
     ExperimentOption,
     JsonOption,
     StoreOption,
+    asked_of,
     chosen_experiment,
     chosen_store,
+    run,
 )
-from trinity_buffer.cli.printing import (
+from trinity_buffer.cli.output import (
     console,
     print_json,
     progress,
@@ -29,15 +30,14 @@ from trinity_buffer.cli.printing import (
     table,
     time_of,
 )
-from trinity_buffer.cli.running import run
 from trinity_buffer.inspector.overviews import ExperimentOverview, Overview, overview, overview_of
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.source import as_of as at_position
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import queries
 
 MOST_IN_FULL = 12
-"""Experiments; of more, each is one line."""
+"""Experiments that are shown in full; of more, each is one line."""
 
 
 def stats(
@@ -53,62 +53,60 @@ def stats(
 
     Example: trinity-buffer stats --store runs/demo.db
     """
-    if config:
-        print_json(asked_of(store, experiment, as_of, _configuration))
-        return
+
+    async def configuration(source: Source) -> dict[str, Any]:
+        row = await source.read(queries.config_of, source.key)
+        return {} if row is None else row[0]
 
     async def main() -> Overview:
         url = chosen_store(store)
         name = experiment if as_of is None else await chosen_experiment(url, experiment)
         async with open_store(url, read_only=True) as opened:
-            found = await overview(opened, name)
-            return found if as_of is None else await _as_it_was(opened, found, as_of)
+            now = await overview(opened, name)
+            if as_of is None:
+                return now
+            (one,) = now.experiments
+            with progress() as report:
+                experiment_then = await opened.experiment(one.name)
+                async with at_position(experiment_then, as_of, report) as source:
+                    return replace(now, experiments=(await overview_of(source),))
 
-    found: Overview = run(main)
-    if as_json:
-        print_json(found)
-    else:
-        _print_overview(found)
-
-
-async def _as_it_was(store: Store, found: Overview, position: int) -> Overview:
-    (one,) = found.experiments
-    with progress() as report:
-        async with at_position(await store.experiment(one.name), position, report) as source:
-            return replace(found, experiments=(await overview_of(source),))
-
-
-async def _configuration(source: Source) -> dict[str, Any]:
-    found = await source.read(queries.config_of, source.key)
-    return {} if found is None else found[0]
-
-
-def _print_overview(found: Overview) -> None:
-    out = console()
-    out.print(f"{found.url}  {found.version}, {size_of(found.size_bytes)} on disk", markup=False)
-    if found.growth is not None:
-        out.print(found.growth, markup=False)
-    if not found.experiments:
-        out.print("no experiments yet")
-    if len(found.experiments) > MOST_IN_FULL:
-        _print_many(found.experiments)
+    if config:
+        print_json(asked_of(store, experiment, as_of, configuration))
         return
-    for one in found.experiments:
+    view: Overview = run(main)
+    if as_json:
+        print_json(view)
+    else:
+        _print_overview(view)
+
+
+def _print_overview(view: Overview) -> None:
+    out = console()
+    out.print(f"{view.url}  {view.version}, {size_of(view.size_bytes)} on disk", markup=False)
+    if view.growth is not None:
+        out.print(view.growth, markup=False)
+    if not view.experiments:
+        out.print("no experiments yet")
+    if len(view.experiments) > MOST_IN_FULL:
+        _print_many(view.experiments)
+        return
+    for one in view.experiments:
         out.print()
         _print_experiment(one)
 
 
-def _print_many(found: Sequence[ExperimentOverview]) -> None:
-    """Print a line for each experiment, past rich: it takes a second for a thousand of them."""
-    names = [one_line(one.name) for one in found]
+def _print_many(experiments: Sequence[ExperimentOverview]) -> None:
+    """Print a line for each experiment, without rich: that takes a second for a thousand."""
+    names = [one_line(one.name) for one in experiments]
     width = max(map(len, names))
     lines = [f"\n{'experiment':<{width}}  state     experiences      steps  last event (UTC)"]
-    for name, one in zip(names, found, strict=True):
+    for name, one in zip(names, experiments, strict=True):
         state = "finished" if one.finished else "open"
         steps = max((trainer.committed for trainer in one.trainers), default=0)
-        told = f"{state:<8} {one.experiences:>12} {steps:>10}  {time_of(one.last_at)}"
-        lines.append(f"{name:<{width}}  {told}")
-    lines.append(f"\n{len(found)} experiments; --experiment NAME says all of one, --json of each")
+        numbers = f"{one.experiences:>12} {steps:>10}  {time_of(one.last_at)}"
+        lines.append(f"{name:<{width}}  {state:<8} {numbers}")
+    lines.append(f"\n{len(names)} experiments; --experiment NAME says all of one, --json of each")
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -131,24 +129,21 @@ def _print_experiment(one: ExperimentOverview) -> None:
     out.print("\n".join(lines), markup=False)
     if one.strategies:
         columns = ["set", "recorded", "unseen", "waiting", "annotated", "rows", "rejected"]
-        rows = [
+        rows: list[tuple[Any, ...]] = [
             (s.consumer, s.recorded, s.unseen, s.waiting, s.annotated, s.rows, s.rejected)
             for s in one.strategies
         ]
         out.print(table("annotation sets", columns, rows))
     if one.trainers:
-        out.print(table("trainers", _TRAINER_COLUMNS, [_trainer_row(t) for t in one.trainers]))
-    events = [(kind, count) for kind, count in one.events.items()]
-    out.print(table("events", ["kind", "count"], events))
-
-
-_TRAINER_COLUMNS = [
-    *("trainer", "set", "rows", "ready", "leased", "committed", "rejected"),
-    *("step", "staleness", "undelivered groups", "uncommitted groups"),
-]
-
-
-def _trainer_row(t: Any) -> tuple[Any, ...]:
-    c = t.counts
-    rows = (c.rows, c.ready, c.leased, c.committed, c.rejected)
-    return (t.name, c.annotation_set, *rows, t.committed, t.staleness, t.undelivered, t.uncommitted)
+        columns = ["trainer", "set", "rows", "ready", "leased", "committed", "rejected", "step"]
+        columns += ["staleness", "undelivered groups", "uncommitted groups"]
+        rows = [
+            (
+                *(t.name, t.counts.annotation_set, t.counts.rows, t.counts.ready, t.counts.leased),
+                *(t.counts.committed, t.counts.rejected, t.committed, t.staleness),
+                *(t.undelivered, t.uncommitted),
+            )
+            for t in one.trainers
+        ]
+        out.print(table("trainers", columns, rows))
+    out.print(table("events", ["kind", "count"], list(one.events.items())))

@@ -1,0 +1,176 @@
+"""Commands that take data out of a store, for other tools. Importing this loads no torch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, closing, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio.to_thread
+import typer
+
+from trinity_buffer.cli.options import (
+    AsOfOption,
+    ExperimentOption,
+    JsonOption,
+    SetNameOption,
+    StoreOption,
+    TrainerOption,
+    asked_of,
+    chosen_experiment,
+    chosen_store,
+    make_folder,
+    on_experiment,
+    require_no_database,
+    run,
+)
+from trinity_buffer.cli.output import console, end_if_damaged, print_json, size_of
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.inspector.output import strict_json
+from trinity_buffer.inspector.source import Source
+from trinity_buffer.inspector.table import Wanted, parquet_writer, record_batches
+from trinity_buffer.inspector.tracking import track as track_steps
+from trinity_buffer.pipeline.background import made_ahead
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import open_store
+
+SUFFIXES = (".parquet", ".jsonl")
+"""Of the files that `export` writes."""
+
+
+def export(
+    output: Annotated[Path, typer.Option("--output", "-o", help="FILE.parquet or FILE.jsonl.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    annotation_set: SetNameOption = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only what this gradient step was trained on.", min=1)
+    ] = None,
+    trainer: TrainerOption = None,
+    as_of: AsOfOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a file with a row for each rollout, its advantage and what became of it.
+
+    What cannot be read is null, and the column `damaged` says why; the exit code is 1 then.
+
+    State, step and advantage of a row are those of `--step` or of `--trainer`, else of the first
+    committed step of the trainer furthest ahead.
+
+    Parquet is read by pandas, DuckDB and Hugging Face datasets; JSONL by everything.
+
+    Example: trinity-buffer export -o runs/demo.parquet
+    """
+    if output.suffix not in SUFFIXES:
+        raise InvalidArgumentError(f"--output {output}: end the name in {' or '.join(SUFFIXES)}")
+    require_no_database(output)
+    make_folder(output.parent)
+    wanted = Wanted(annotation_set, step, trainer)
+    damaged: list[str] = []
+
+    async def question(source: Source) -> int:
+        with _written(output) as write:
+            return await _export(source, wanted, write, damaged)
+
+    count = asked_of(store, experiment, as_of, question)
+    size = output.stat().st_size
+    if as_json:
+        print_json({"path": str(output), "rows": count, "bytes": size})
+    else:
+        console().print(f"{count} rows, {size_of(size)}: {output}", markup=False)
+    end_if_damaged(damaged)
+
+
+async def _export(
+    source: Source, wanted: Wanted, write: Callable[[Any], None], damaged: list[str]
+) -> int:
+    """Write all rows, reading the next ones meanwhile; return how many."""
+    count = 0
+    gc.freeze()  # else everything that was imported is scanned again, every few pages
+    async with aclosing(record_batches(source, wanted)) as batches:
+
+        async def following() -> Any:
+            return await anext(batches, None)
+
+        async with made_ahead(following) as made:
+            async for batch in made:
+                await anyio.to_thread.run_sync(write, batch)
+                count += batch.num_rows
+                if batch.column("damaged").null_count < batch.num_rows:
+                    rows = batch.select(["uid", "damaged"]).to_pylist()
+                    damaged += [f"{r['uid']}: {r['damaged']}" for r in rows if r["damaged"]]
+    return count
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that writes a batch; the file gets its name once it is complete."""
+    partial = path.with_name(f"{path.name}.writing")
+    try:
+        if path.suffix == ".parquet":
+            with parquet_writer(partial) as write:
+                yield write
+        else:
+            with partial.open("w", encoding="utf-8") as file:
+                yield lambda batch: file.writelines(
+                    strict_json(row, str) + "\n" for row in batch.to_pylist()
+                )
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def report(
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+) -> None:
+    """Write a page about a run: one file that opens offline, without scripts.
+
+    Example: trinity-buffer report -o runs/report.html
+    """
+    from trinity_buffer.web.report import report as page_of  # noqa: PLC0415 - jinja2
+
+    require_no_database(output)
+
+    async def main() -> str:
+        url = chosen_store(store)
+        name = await chosen_experiment(url, experiment)
+        async with open_store(url, read_only=True) as opened:
+            return await page_of(opened, name)
+
+    page = run(main)
+    make_folder(output.parent)
+    output.write_text(page, encoding="utf-8")
+    console().print(f"{output}", markup=False)
+
+
+def track(
+    to: Annotated[str, typer.Option("--to", help="tensorboard:FOLDER or trackio:PROJECT[/RUN].")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    trainer: TrainerOption = None,
+    after: Annotated[int, typer.Option(help="Begin after this gradient step.", min=0)] = 0,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            "-f",
+            help="Wait for the trainer, and for more until the experiment is finished.",
+        ),
+    ] = False,
+) -> None:
+    """Send each committed step's numbers to TensorBoard or trackio, during a run or after it.
+
+    Example: trinity-buffer track --to tensorboard:runs/tensorboard/demo
+    """
+    from trinity_buffer.integrations.trackers import tracker_of  # noqa: PLC0415 - torch
+
+    async def work(opened: Experiment) -> int:
+        with closing(tracker_of(to)) as tracker:
+            return await track_steps(opened, tracker, trainer=trainer, after=after, follow=follow)
+
+    last = run(lambda: on_experiment(store, experiment, work))
+    console().print(f"steps up to {last}: {to}", markup=False)

@@ -1,0 +1,495 @@
+"""``trinity-buffer demo``: a whole run, four processes on one store, watched as it learns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.live import Live
+
+from trinity_buffer.cli.options import make_folder, make_folder_of
+from trinity_buffer.cli.output import Terminal, progress
+from trinity_buffer.cli.roles import device_here, explore
+from trinity_buffer.cli.run_backends import backend_for, require_policies, task_of
+from trinity_buffer.cli.run_config import (
+    PLACES,
+    RunConfig,
+    algorithm_of,
+    merged,
+    of_experiment,
+    overridden,
+    parsed,
+    read_file,
+    recorded,
+    require_parts_of,
+    resolved,
+)
+from trinity_buffer.cli.supervisor import Supervisor, command_of
+from trinity_buffer.demo import view
+from trinity_buffer.demo.needs import Needs, needs_of
+from trinity_buffer.demo.recipes import config_for, teacher_config
+from trinity_buffer.demo.solutions import require_solutions
+from trinity_buffer.demo.tiny_model import make_tiny_model
+from trinity_buffer.demo.view import RunNumbers
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.store.url import named
+from trinity_buffer.trainer.checkpoint import POLICY_FILE
+from trinity_buffer.trainer.requirements import strategies_of
+
+OWN_PACKAGE = "trinity_buffer.demo.own"
+"""What `init` writes; `demo --model hf` runs it in the demo's processes."""
+
+FRAMES_PER_S = 4
+PLAIN_LINE_EVERY_S = 2.0
+LAST_MOMENTS_S = 5
+"""How long the processes of a finished run may take to end by themselves."""
+
+STEPS_WITHOUT_END = 1000
+"""Steps that an expert's data suffice for, if the run has no last step."""
+
+
+def demo_config(
+    options: Mapping[str, Any], model: Path | None, config: Path | None, overrides: Sequence[str]
+) -> RunConfig:
+    """Return the recipe of algorithm and task, overridden by what the user gives.
+
+    Args:
+        options: values of the command's own options, by key of the configuration.
+        model: folder of a model of transformers; None: our own transformer.
+        config: a configuration file.
+        overrides: as ``optimizer.learning_rate=3e-4``.
+
+    Raises:
+        InvalidArgumentError: an option that is not read, or contradicts a key; or the run lacks
+            something that the demo cannot make.
+    """
+    file = {} if config is None else read_file(config)
+    values = overridden(file, overrides)
+    for key, value in options.items():
+        section, _, last = key.rpartition(".")
+        option = f"--{'task' if key == 'task.name' else last} {value}"
+        if section and model is not None:
+            raise InvalidArgumentError(f"{option}: --model hf has a task of its own")
+        table = values.get(section) if section else values
+        other = table.get(last, value) if isinstance(table, dict) else value
+        if other != value:
+            raise InvalidArgumentError(f"{option}, and {key}={other}: say one of the two")
+    algorithm = options.get("algorithm", values.get("algorithm"))
+    if algorithm is not None and not isinstance(algorithm, str):
+        raise InvalidArgumentError(f"algorithm={algorithm}: must be the name of one")
+    if model is not None:
+        base = _own_config(model)
+        base["algorithm"] = algorithm or base["algorithm"]
+    else:
+        task = {"name": options.get("task.name"), "digits": options.get("task.digits", 3)}
+        task |= values.get("task") or {}
+        base = config_for(algorithm, task["name"], task["digits"])
+    base["seed"] = options.get("seed", 0)
+    result = resolved(overridden(merged(base, file), overrides))
+    if "task.digits" in options and result.task.name != "sort":
+        raise InvalidArgumentError(
+            f"--digits {options['task.digits']}: the task {result.task.name!r} has none: leave it "
+            "out, or choose --task sort"
+        )
+    _require_parts(result)
+    return result
+
+
+def _own_config(model: Path) -> dict[str, Any]:
+    """Return the configuration that `init` writes, with the model in the folder ``model``."""
+    values = parsed(Path(str(files(OWN_PACKAGE).joinpath("run.toml"))))
+    functions = {key: f"{OWN_PACKAGE}.{values[key]}" for key in ("rollout", "tasks", "evaluate")}
+    kept = {key: value for key, value in values.items() if key not in PLACES}
+    return kept | functions | {"model": str(model.resolve())}
+
+
+def _require_parts(config: RunConfig) -> None:
+    """Raise an error unless a run has what its algorithm needs, or the demo can make it."""
+    device_here(config.device)
+    require_policies(config)
+    needs, made = needs_of_run(config), {}
+    if needs.teacher and config.teacher is None:
+        made["teacher"] = "made by the demo"
+    if needs.expert_groups and config.expert_experiment is None:
+        made["expert_experiment"] = "made by the demo"
+    require_parts_of(config.model_copy(update=made), schema=recorded(config)["schema"])
+
+
+def needs_of_run(config: RunConfig) -> Needs:
+    """Return what the algorithm of a run needs beside its configuration.
+
+    Raises:
+        UnknownNameError, InvalidArgumentError: there is no such algorithm, or its task cannot give
+            what it needs.
+    """
+    needs = needs_of(algorithm_of(config), config.groups_per_step)
+    if needs.solutions and config.rollout is not None:
+        raise InvalidArgumentError(
+            f"algorithm {config.algorithm!r} needs somebody who knows the answers, and "
+            f"{config.rollout!r} makes rollouts alone: choose another one, such as grpo"
+        )
+    if needs.solutions:
+        require_solutions(task_of(config))
+    return needs
+
+
+def teacher_of(config: RunConfig) -> RunConfig:
+    """Return the configuration that trains a run's teacher: the same policy, from solutions.
+
+    A run that is cut to a few steps has a teacher of no more.
+    """
+    recipe = teacher_config(task_of(config))
+    steps = min(recipe["max_steps"], config.max_steps or recipe["max_steps"])
+    shared = config.model_dump(include={"task", "model", "device"})
+    # Another seed than the pupil's: other initial weights, and other problems.
+    return resolved(recipe | shared | {"max_steps": steps, "seed": config.seed + 1})
+
+
+def expert_of(config: RunConfig) -> RunConfig:
+    """Return the configuration of the experiment that holds an expert's solutions."""
+    base = config_for("sft", config.task.name, config.task.digits)
+    # No trainer of its own consumes this experiment, so nothing may wait for one.
+    return resolved(base | {"seed": config.seed, "max_waiting_groups": None})
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPaths:
+    """Where a demo keeps its files: each beside the store, and named after it."""
+
+    store: str
+    base: Path
+
+    def of(self, source: str) -> DemoPaths:
+        """Return the paths of the demo's teacher, or of its expert."""
+        return DemoPaths(self.store, self.base.with_name(f"{self.base.name}-{source}"))
+
+    def file(self, suffix: str) -> Path:
+        """Return the file or folder with this suffix."""
+        return self.base.with_suffix(suffix)
+
+    @property
+    def acknowledgements(self) -> Path:
+        """Folder of the explorers' receipts."""
+        return self.file(".acks")
+
+
+def demo_paths(store: str | None, name: str) -> DemoPaths:
+    """Return where the demo ``name`` keeps its files.
+
+    Raises:
+        InvalidArgumentError: a name that a file cannot have.
+    """
+    if not name or "/" in name:
+        raise InvalidArgumentError(f"--name {name!r}: must be a text without '/'")
+    base = Path("runs") / name
+    if store is None:
+        return DemoPaths(f"sqlite:///{base}.db", base)
+    plain = store.removeprefix("sqlite:///")
+    return DemoPaths(store, base if "://" in plain else Path(plain).expanduser().with_suffix(""))
+
+
+@dataclass(slots=True)
+class Demo:
+    """One demo, from opening the store to the last line.
+
+    Attributes:
+        explorers: number of explorer processes.
+        chaos_every_s: kill a random process about so often; None: never.
+        limit_s: stop after so long, whatever was reached.
+        brief: suggest no commands at the end.
+    """
+
+    paths: DemoPaths
+    experiment: str
+    config: RunConfig
+    explorers: int = 2
+    chaos_every_s: float | None = None
+    limit_s: float | None = None
+    brief: bool = False
+    console: Terminal = field(default_factory=Terminal)
+    _numbers: RunNumbers = field(default_factory=RunNumbers)
+    _supervisors: list[Supervisor] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Run to the end; return the exit code."""
+        try:
+            return anyio.run(self.run_in_loop)
+        except KeyboardInterrupt:
+            at = "after its end" if self._numbers.finished else f"at step {self._numbers.step}"
+            self._say(f"\ncut short by Ctrl-C {at}: run the same command again to go on")
+            return 0
+        except BaseExceptionGroup as errors:
+            if errors.subgroup(SystemExit) is None:
+                raise
+            return 1  # standard output was closed, as by `| head`
+        finally:
+            # A second Ctrl-C may have interrupted the first stop.
+            for supervisor in self._supervisors:
+                supervisor.stop()
+
+    async def run_in_loop(self) -> int:
+        """Run to the end, in the running event loop; return the exit code."""
+        begin = time.monotonic()
+        make_folder_of(self.paths.store)
+        async with open_store(self.paths.store) as store:
+            for suffix in (".logs", ".checkpoints", ".acks"):
+                make_folder(self.paths.file(suffix))  # after the store: opening it may be refused
+            if self.experiment not in await store.experiments():
+                code = await self._teach(store)
+                if code is not None:
+                    return code
+                await self._ask_expert(store)
+            experiment = await self._experiment(store)
+            numbers, failed = self._numbers, None
+            supervisor = Supervisor(
+                self._commands(), self.paths.file(".logs"), self.chaos_every_s, self.config.seed
+            )
+            self._supervisors.append(supervisor)
+            if not await experiment.is_finished():
+                supervisor.start()
+                try:
+                    failed = await self._watch(experiment, supervisor, begin)
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await anyio.to_thread.run_sync(supervisor.stop)
+            else:
+                self._say(
+                    "this run is finished already; here is how it ended (--name starts another)"
+                )
+                await self._fold(experiment, follow=False)
+            seconds = time.monotonic() - begin
+            if failed is None and not numbers.trained:
+                failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected" + (
+                    "" if numbers.finished is not None else f": {self._cut_short}"
+                )
+            expert_holds = await self._expert_holds(store)
+            code = await self._conclude(experiment, supervisor, seconds, failed)
+            return code if expert_holds else 1
+
+    async def _teach(self, store: Store) -> int | None:
+        """Train the teacher of a run that needs one; an exit code if the run cannot begin yet."""
+        if not needs_of_run(self.config).teacher or self.config.teacher is not None:
+            return None
+        name = f"{self.experiment}-teacher"
+        if (
+            name not in await store.experiments()
+            or not await (await store.experiment(name)).is_finished()
+        ):
+            self._say(f"first its teacher learns from solutions: experiment {name}")
+            paths, config = self.paths.of("teacher"), teacher_of(self.config)
+            teacher = replace(self, paths=paths, experiment=name, config=config, explorers=1)
+            code = await replace(teacher, brief=True, _numbers=RunNumbers()).run_in_loop()
+            if code or not await (await store.experiment(name)).is_finished():
+                return code
+        checkpoint = await (await store.experiment(name)).last_checkpoint(self.config.trainer)
+        policy = str(Path(checkpoint or "") / POLICY_FILE)
+        self.config = self.config.model_copy(update={"teacher": policy})
+        self._say(f"taught: {policy}")
+        return None
+
+    async def _ask_expert(self, store: Store) -> None:
+        """Record as many of an expert's solutions as the run can take, if it mixes them in."""
+        config = expert_of(self.config)
+        steps = self.config.max_steps or STEPS_WITHOUT_END
+        groups = needs_of_run(self.config).expert_groups * steps
+        batches = math.ceil(groups / config.groups_per_batch)
+        if not batches or self.config.expert_experiment is not None:
+            return
+        # All of them before the run begins: its trainer never waits for the expert.
+        receipts = make_folder(self.paths.of("expert").acknowledgements) / "expert.ack"
+        solutions = batches * config.groups_per_batch
+        self._say(f"first its expert records {solutions} solutions: experiment {self._expert}")
+        await store.experiment(self._expert, config=recorded(config))
+        await explore(
+            self.paths.store,
+            self._expert,
+            actor="expert",
+            acknowledgements=receipts,
+            max_batches=batches,
+            say=lambda _: None,
+        )
+        self.config = self.config.model_copy(update={"expert_experiment": self._expert})
+
+    async def _experiment(self, store: Store) -> Experiment:
+        if self.experiment in await store.experiments():
+            experiment = await store.experiment(self.experiment)
+            wanted, self.config = self.config, of_experiment(experiment.config)
+            kept = "" if wanted == self.config else ", with the configuration that it began with"
+            self._say(f"{self._shown} is there already: this resumes it{kept}")
+            return experiment
+        model = self.paths.file(".model")
+        if self.config.model == str(model.resolve()) and not model.exists():
+            model.parent.mkdir(parents=True, exist_ok=True)
+            await anyio.to_thread.run_sync(lambda: make_tiny_model(model, seed=self.config.seed))
+        task = self.config.rollout or self.config.task.name
+        self._say(f"{self.config.algorithm} learns the task {task}; its settings:")
+        self._say(f"  trinity-buffer stats --config {self._where}")
+        return await store.experiment(self.experiment, config=recorded(self.config))
+
+    @property
+    def _cut_short(self) -> str:
+        at = f"cut short by --limit {self.limit_s:g} at step {self._numbers.step}"
+        return f"{at}: run the same command again to go on"
+
+    @property
+    def _expert(self) -> str:
+        """Name of the experiment with an expert's data, if this demo makes it."""
+        return f"{self.experiment}-expert"
+
+    @property
+    def _shown(self) -> str:
+        """The store without its password."""
+        return named(self.paths.store) if "://" in self.paths.store else self.paths.store
+
+    @property
+    def _where(self) -> str:
+        """The options that name this run to any command."""
+        return f"--store {self._shown} --experiment {self.experiment}"
+
+    def _commands(self) -> dict[str, list[str]]:
+        common = ("--store", self.paths.store, "--experiment", self.experiment)
+        receipts = ("--acknowledge", str(self.paths.acknowledgements))
+        commands = {
+            f"explorer-{number}": command_of("explore", *common, "--actor", f"e{number}", *receipts)
+            for number in range(self.explorers)
+        }
+        if strategies_of(algorithm_of(self.config))[0]:
+            commands["strategy"] = command_of("annotate", *common, "--follow")
+        checkpoints = str(self.paths.file(".checkpoints"))
+        commands["trainer"] = command_of("train", *common, "--follow", "--checkpoints", checkpoints)
+        return commands
+
+    async def _watch(
+        self, experiment: Experiment, supervisor: Supervisor, begin: float
+    ) -> str | None:
+        """Show the run until it is finished, its time is up, or a process cannot be kept alive.
+
+        Returns the last words of a process that cannot be kept alive.
+        """
+        failed, numbers = None, self._numbers
+
+        async with AsyncExitStack() as stack:
+            live = None
+            if self.console.is_terminal:
+                live = stack.enter_context(
+                    Live(console=self.console, refresh_per_second=FRAMES_PER_S, transient=True)
+                )
+            group = await stack.enter_async_context(anyio.create_task_group())
+            group.start_soon(self._fold, experiment)
+            printed = 0.0
+            while numbers.finished is None and not self._time_is_up(begin):
+                broken = supervisor.tend()
+                if broken is not None:
+                    failed = f"{broken.name} gave up: {broken.last_line()} (log: {broken.log})"
+                    break
+                if live is not None:
+                    title = f"{self.experiment} · {self._shown}"
+                    live.update(view.drawn(title, numbers, supervisor.children, supervisor.kills))
+                elif time.monotonic() - printed >= PLAIN_LINE_EVERY_S:
+                    printed = time.monotonic()
+                    kills = f"  killed {supervisor.kills}" if self.chaos_every_s else ""
+                    self._say(f"{printed - begin:5.0f} s  {numbers.line()}{kills}")
+                await anyio.sleep(1 / FRAMES_PER_S)
+            if numbers.finished is not None:
+                await self._wait_for_children(supervisor)
+            group.cancel_scope.cancel()
+        return failed
+
+    async def _wait_for_children(self, supervisor: Supervisor) -> None:
+        with anyio.move_on_after(LAST_MOMENTS_S):
+            while supervisor.running:
+                supervisor.tend()
+                await anyio.sleep(0.05)  # not every platform notifies of the end of a process
+
+    async def _fold(self, experiment: Experiment, *, follow: bool = True) -> None:
+        async for event in experiment.events(follow=follow):
+            self._numbers.take(event)
+
+    def _time_is_up(self, begin: float) -> bool:
+        return self.limit_s is not None and time.monotonic() - begin > self.limit_s
+
+    async def _conclude(
+        self, experiment: Experiment, supervisor: Supervisor, seconds: float, failed: str | None
+    ) -> int:
+        last = await experiment.last_checkpoint(self.config.trainer)
+        checkpoint = None if last is None else Path(last)
+        with progress() as report_progress:
+            report = await verify(
+                experiment,
+                acknowledged=self.paths.acknowledgements,
+                checkpoint=checkpoint,
+                progress=report_progress,
+            )
+        self._show(report, supervisor, seconds, complete=failed is None)
+        if failed is None:
+            accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
+            if accuracy is not None:
+                self._say(f"accuracy {accuracy:.2f}")
+        self._say(f"lost {report.lost}, duplicated {report.duplicated}")
+        if failed is not None:
+            self._say(f"failed: {failed}", style="red")
+        elif self._numbers.finished is None:
+            self._say(self._cut_short)
+        return 0 if report.ok and failed is None else 1
+
+    def _say(self, line: str, *, style: str | None = None) -> None:
+        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    async def _expert_holds(self, store: Store) -> bool:
+        """Verify the expert's experiment if this demo made it, and report the result."""
+        if self.config.expert_experiment != self._expert:
+            return True
+        expert = await store.experiment(self._expert)
+        report = await verify(expert, acknowledged=self.paths.of("expert").acknowledgements)
+        self._say(
+            f"expert: {report.experiences} solutions, "
+            f"lost {report.lost}, duplicated {report.duplicated}"
+        )
+        return report.ok
+
+    def _accuracy(self, checkpoint: Path | None) -> float | None:
+        """Return the exact-match accuracy of the last committed weights on fresh problems."""
+        backend = backend_for(self.config)
+        policy: Any = (
+            backend.policy()
+            if checkpoint is None
+            else backend.load(checkpoint / backend.policy_file)
+        )
+        return backend.accuracy(policy, problems=1000, seed=self.config.seed + 1_000_000)
+
+    def _show(
+        self, report: VerifyReport, supervisor: Supervisor, seconds: float, *, complete: bool
+    ) -> None:
+        """Show the results of the run; ``complete``: it did not fail."""
+        numbers = self._numbers
+        self._say(f"reward   {view.sparkline([reward for _, reward in numbers.rewards])}")
+        self._say(f"accuracy {view.sparkline([value for _, value in numbers.accuracies])}")
+        self._say(
+            f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps"
+            + (f" ({len(numbers.skipped)} skipped: not finite)" if numbers.skipped else "")
+            + f", {seconds:.0f} s"
+            + (f", {supervisor.kills} processes killed" if supervisor.kills else "")
+        )
+        picture = str(self.paths.file(".png"))
+        if numbers.rewards and view.save_curve(picture, numbers, self.experiment):
+            self._say(f"curve: {picture}")
+        wrong = "; ".join(map(str, report.problems[:3]))
+        verdict = "everything holds" if complete else "what was stored holds, but the run failed"
+        self._say(f"verify: {verdict if report.ok else f'FAILED: {wrong}'}")
+        self._say(f"store: {self._shown}   logs: {self.paths.file('.logs')}")
+        if self.brief:
+            return
+        self._say("try next:")
+        steps = "events --after 0 --kind StepsCommitted --limit 3"
+        for command in ("stats", "groups --limit 5", steps):
+            self._say(f"  trinity-buffer {command} {self._where}")

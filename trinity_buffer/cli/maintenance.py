@@ -1,0 +1,297 @@
+"""Commands that check and repair a store, and the list of what this package knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trinity_buffer.cli.options import (
+    ExperimentOption,
+    JsonLinesOption,
+    JsonOption,
+    StoreOption,
+    chosen_store,
+    run,
+    run_on,
+)
+from trinity_buffer.cli.output import Report, console, print_json, say, shown, table, time_of
+from trinity_buffer.inspector.doctor import Examination, examine
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.history.rebuild import RebuildReport
+from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verifying.verify import VerifyReport
+from trinity_buffer.pipeline.verifying.verify import verify as verify_experiment
+from trinity_buffer.pipeline.writing.planning import seal_as_it_is
+from trinity_buffer.store.url import named
+
+PROBLEMS_SHOWN = 50
+
+
+def verify(
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    acknowledged: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder (or file) of lines of receipts, as explore --acknowledge and"
+            " tb.explore(acknowledgements=PATH) write them, or of uids."
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint whose manifests.json is compared with the log.")
+    ] = None,
+    consumer: Annotated[
+        str | None,
+        typer.Option(help="The trainer that wrote the checkpoint, if several could have."),
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option(help="A head that you kept: the log must still contain it.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Open no segment; count projections, compare no rows.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every promise: the log, its segments and projections, and the proof from outside.
+
+    Exit code 1 if anything is wrong.
+
+    Example: trinity-buffer verify --acknowledged runs/demo.acks --checkpoint
+        runs/demo.checkpoints/step-00000040
+    """
+
+    async def work(opened: Experiment, report: Report) -> VerifyReport:
+        return await verify_experiment(
+            opened,
+            acknowledged,
+            checkpoint,
+            quick=quick,
+            consumer=consumer,
+            head=head,
+            progress=report,
+        )
+
+    report: VerifyReport = run_on(store, experiment, work)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _print_verified(report)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _print_verified(report: VerifyReport) -> None:
+    kind = "quick look" if report.quick else "full look"
+    say(
+        f"{report.store}, experiment {report.experiment}, {report.version}, {kind}",
+        f"{report.events} events, {report.experiences} experiences, {report.manifests} manifests, "
+        f"{report.segments} segments in {report.seconds:.1f} s",
+    )
+    plans = report.plans
+    say(f"planned {plans.planned} = stored {plans.stored} + missing {plans.missing}")
+    for s in report.strategies:
+        say(
+            f"set {s.consumer}: recorded {s.recorded} = unseen {s.unseen} + waiting {s.waiting} + "
+            f"annotated {s.annotated} + rejected {sum(s.rejected.values())} ({shown(s.rejected)})"
+        )
+    for t in report.trainers:
+        say(
+            f"trainer {t.consumer}: rows {t.rows} = ready {t.ready} + leased {t.leased} + "
+            f"committed {t.committed} + rejected {sum(t.rejected.values())} ({shown(t.rejected)})"
+        )
+    lines = [f"lost: {item}" for item in report.lost_items]
+    lines += [f"duplicated: {item}" for item in report.duplicated_items]
+    lines += [f"wrong: {problem}" for problem in report.problems]
+    say(*lines[:PROBLEMS_SHOWN])
+    if len(lines) > PROBLEMS_SHOWN:
+        say(f"... and {len(lines) - PROBLEMS_SHOWN} more (--json has all)")
+    say(_compared(report))
+    say(f"head {report.head} at position {report.events}")
+    say("everything holds" if report.ok else "FAILED", _lost_and_duplicated(report))
+
+
+def _lost_and_duplicated(report: VerifyReport) -> str:
+    counts = f"lost {report.lost}, duplicated {report.duplicated}"
+    if report.measured:
+        return counts
+    evidence = {"--acknowledged": report.acknowledged, "--checkpoint": report.chain}
+    lacking = f"give {' and '.join(name for name, value in evidence.items() if value is None)}"
+    if report.acknowledged == 0:
+        lacking = f"--acknowledged holds no uids; {lacking}"
+    if report.lost or report.duplicated:
+        return f"{counts}, not all of it measured: {lacking}"
+    return f"lost, duplicated: not measured: {lacking}"
+
+
+def _compared(report: VerifyReport) -> str:
+    evidence = []
+    if report.acknowledged is not None:
+        bare = report.acknowledged - report.contents
+        without = f" (of {bare} the content was not compared)" if bare else ""
+        evidence.append(f"{report.acknowledged or 'no'} acknowledged uids{without}")
+    if report.chain is not None:
+        evidence.append(f"a checkpoint of {report.chain} manifests")
+    if not evidence:
+        return "no proof from outside: give --acknowledged and --checkpoint"
+    return f"compared with {' and '.join(evidence)}"
+
+
+def rebuild(
+    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
+) -> None:
+    """Rebuild every projection from the log.
+
+    Other processes may keep running; they see all of the change or none of it.
+
+    Example: trinity-buffer rebuild --store runs/demo.db
+    """
+
+    async def work(opened: Experiment, report: Report) -> RebuildReport:
+        return await rebuild_projections(opened.database, opened.key, report)
+
+    report: RebuildReport = run_on(store, experiment, work, read_only=False)
+    if as_json:
+        print_json(report)
+    else:
+        what = f"mended: {shown(report.mended)}" if report.mended else "every row was right already"
+        console().print(f"{report.events} events folded; {what}", markup=False)
+
+
+def migrate(
+    store: StoreOption = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until no process has it open.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Upgrade a store that an older version wrote.
+
+    Example: trinity-buffer migrate --store runs/demo.db
+    """
+    from trinity_buffer.pipeline.history.migrate import migrate as migrate_store  # noqa: PLC0415 - alembic
+
+    url = chosen_store(store)
+    before, after = run(partial(migrate_store, url, wait=wait))
+    name = named(url)
+    if as_json:
+        print_json({"store": name, "before": before, "after": after})
+    elif before == after:
+        console().print(f"{name} is up to date (schema {after})", markup=False)
+    else:
+        console().print(f"{name}: schema {before} -> {after}", markup=False)
+
+
+def doctor(
+    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
+) -> None:
+    """Say what is stuck, since when, and what would help; exit code 1 if anything is.
+
+    Example: trinity-buffer doctor --store runs/demo.db
+    """
+
+    async def main() -> Examination:
+        async with open_store(chosen_store(store), read_only=True) as opened:
+            return await examine(opened, experiment)
+
+    examination: Examination = run(main)
+    if as_json:
+        print_json(examination)
+        raise typer.Exit(1 if examination.stuck else 0)
+    out = console()
+    say(f"store: {examination.url}")
+    if examination.here:
+        columns = ["experiment", "role", "name", "where", "waits for"]
+        rows = [(h.experiment, h.role, h.name, h.place, h.waiting_for) for h in examination.here]
+        out.print(table("who is there", columns, rows))
+    else:
+        out.print("nobody is there")
+    for one in examination.stuck:
+        where = f"experiment {one.experiment}: " if one.experiment else ""
+        since = "" if one.since is None else f", since {time_of(one.since)} UTC"
+        out.print(f"stuck: {where}{one.what}{since}\n  {one.remedy}", markup=False)
+    if not examination.stuck:
+        out.print("nothing is stuck")
+    raise typer.Exit(1 if examination.stuck else 0)
+
+
+def seal(
+    batch: Annotated[str, typer.Argument(help="Its id, as `trinity-buffer doctor` names it.")],
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Seal a batch as it is: its groups are decided with the runs that are stored.
+
+    What comes later is recorded as rejected (late). To have the runs made that are missing, start
+    its explorer again under the same name, or another one with --take-over.
+
+    Example: trinity-buffer seal e0-7 --store runs/demo.db
+    """
+
+    async def work(opened: Experiment, _: Report) -> int | None:
+        write = opened.database.write
+        return await write(seal_as_it_is, opened.key, batch, actor="user")
+
+    experiences: int | None = run_on(store, experiment, work, read_only=False)
+    if as_json:
+        print_json({"batch": batch, "experiences": experiences})
+    elif experiences is None:
+        console().print(f"batch {batch} was sealed before", markup=False)
+    else:
+        message = f"sealed batch {batch} with {experiences} experiences"
+        console().print(message, markup=False)
+
+
+def algorithms(as_json: JsonLinesOption = False) -> None:
+    """List the algorithms and the parts that they are built from, with their arguments.
+
+    Those of an algorithm are the effective ones: the parts' defaults, changed by its recipe.
+
+    Example: trinity-buffer algorithms --json
+    """
+    from trinity_buffer import algorithm  # noqa: PLC0415 - torch, which only this one needs
+    from trinity_buffer.algorithm.building import effective_args  # noqa: PLC0415
+    from trinity_buffer.algorithm.registry import Registry  # noqa: PLC0415
+
+    kinds = [value for value in vars(algorithm).values() if isinstance(value, Registry)]
+    entries: list[dict[str, Any]] = [
+        {
+            "kind": kind.kind,
+            "name": name,
+            "class": f"{kind.get(name).__module__}.{kind.get(name).__qualname__}",
+            "arguments": _arguments_of(kind.kind, name, kind.get(name), effective_args),
+        }
+        for kind in sorted(kinds, key=lambda kind: kind.kind)
+        for name in kind.names()
+    ]
+    if as_json:
+        print_json(*entries)
+        return
+    rows = [(*list(one.values())[:-1], _arguments_text(one["arguments"])) for one in entries]
+    console().print(table(f"{len(entries)} registered names", list(entries[0]), rows))
+
+
+def _arguments_of(
+    kind: str, name: str, cls: Any, effective_args: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the default arguments of ``cls``; of an algorithm, those of each part."""
+    if kind != "algorithm_type":
+        return dict(cls.default_args())
+    return {key: value for key, value in effective_args(name).items() if key != "algorithm"}
+
+
+def _arguments_text(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as text, those of a part in brackets behind its name."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return "+".join(map(text, value)) or "none"
+        if isinstance(value, dict) and value.keys() == {"name", "args"}:
+            return f"{value['name']}({_arguments_text(value['args'])})"
+        return str(value)
+
+    return ", ".join(f"{name}={text(value)}" for name, value in arguments.items())

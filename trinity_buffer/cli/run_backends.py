@@ -1,0 +1,342 @@
+"""What a run explores with and trains: the demo's tasks, or a model and rollouts of the user's."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+from trinity_buffer.algorithm import ALGORITHM_TYPE
+from trinity_buffer.cli.run_config import ModelConfig, RunConfig, algorithm_of, is_folder
+from trinity_buffer.demo.needs import needs_of
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
+from trinity_buffer.demo.rollout import TaskSampler, evaluate
+from trinity_buffer.demo.solutions import SolutionSampler
+from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError, TrinityBufferError
+from trinity_buffer.experience import Experience
+from trinity_buffer.explorer.explore import (
+    BatchReport,
+    ExploreOptions,
+    Sampler,
+    SamplingExplorer,
+    explore,
+)
+from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
+from trinity_buffer.explorer.openai_model import OpenAIModel
+from trinity_buffer.extras import extra
+from trinity_buffer.own_code import failed, kind_of, look_in
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.trainer.causal_lm import CausalLM
+from trinity_buffer.trainer.policy import in_eval_mode
+
+
+def task_of(config: RunConfig) -> Task:
+    """Return the demo's task of a run."""
+    if config.task.name == "guess":
+        return GuessNumber(numbers=config.task.numbers, turns=config.task.turns)
+    return SortDigits(digits=config.task.digits)
+
+
+def first_policy(config: RunConfig) -> TransformerPolicy:
+    """Return the policy of version 0: random weights that depend on the seed alone."""
+    task, model = task_of(config), config.model
+    assert isinstance(model, ModelConfig)
+    shape = PolicyConfig(task.vocab_size, model.width, model.layers, model.heads, task.max_length)
+    return TransformerPolicy(shape, seed=config.seed)
+
+
+def require_policies(config: RunConfig) -> None:
+    """Raise InvalidArgumentError unless reference and teacher exist, and fit the demo's task."""
+    paths = {"reference": config.reference, "teacher": config.teacher}
+    for key, path in paths.items():
+        if path is None:
+            continue
+        if isinstance(config.model, str):  # large: its content is checked when it is loaded
+            if not is_folder(Path(path)):
+                raise InvalidArgumentError(
+                    f"{key} = {path!r}: there is no such folder; it must hold a causal language "
+                    "model of transformers, as model does"
+                )
+            continue
+        task = task_of(config)
+        try:
+            shape = TransformerPolicy.load(path).config
+        except CheckpointError as error:
+            raise InvalidArgumentError(f"{key}={path}: {error}") from error
+        if shape.vocab_size != task.vocab_size or shape.max_length < task.max_length:
+            raise InvalidArgumentError(
+                f"{key}={path} knows {shape.vocab_size} tokens in texts of up to "
+                f"{shape.max_length}; the task {task.name!r} has {task.vocab_size}, in texts of up "
+                f"to {task.max_length}: name a policy that learnt this task"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DemoBackend:
+    """The demo's small tasks and its transformer."""
+
+    config: RunConfig
+    policy_file = TransformerPolicy.file_name
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Length of the longest experience of the task."""
+        return task_of(self.config).max_length
+
+    def policy(self) -> TransformerPolicy:
+        """Return the policy of version 0."""
+        return first_policy(self.config).to(self.config.device)
+
+    def load(self, path: str | Path) -> TransformerPolicy:
+        """Return the policy in the file ``path``; CheckpointError if there is none."""
+        return TransformerPolicy.load(path).to(self.config.device)
+
+    def require_explorable(self) -> None:
+        """Raise InvalidArgumentError if the algorithm takes solutions and the task has none."""
+        self._sampler()
+
+    def require_trainable(self) -> None:
+        """Do nothing: the first policy of a demo only needs its seed."""
+
+    def _sampler(self) -> Sampler:
+        config = self.config
+        data = needs_of(algorithm_of(config), config.groups_per_step).data
+        if data == "rollouts":
+            return TaskSampler(first_policy(config), task_of(config), config.seed)
+        return SolutionSampler(task_of(config), config.seed, pairs=data == "pairs")
+
+    async def explore(
+        self,
+        experiment: Experiment,
+        *,
+        actor: str,
+        report: Callable[[BatchReport], None],
+        **options: Any,
+    ) -> None:
+        """Make rollouts of fresh problems until the experiment is finished."""
+        config = self.config
+        rules = ExploreOptions(
+            groups_per_batch=config.groups_per_batch,
+            rollouts_per_group=config.rollouts_per_group,
+            report=report,
+            **options,
+        )
+        per_write = 8 if algorithm_of(config).type.use_rollout else config.groups_per_batch
+        await SamplingExplorer(
+            experiment, self._sampler(), actor, rules, groups_per_write=per_write
+        ).run()
+
+    def accuracy(self, policy: TransformerPolicy, *, problems: int, seed: int) -> float:
+        """Return the fraction of fresh problems that greedy answers solve."""
+        return evaluate(policy, task_of(self.config), problems, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class HFBackend:
+    """The user's own rollouts, and the model of transformers that the configuration names."""
+
+    config: RunConfig
+    policy_file = CausalLM.file_name
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Length of the longest experience, as the configuration says."""
+        return self.config.max_tokens
+
+    def policy(self) -> CausalLM:
+        """Return the model that the configuration names."""
+        return self.load(self._model_path)
+
+    def load(self, path: str | Path) -> CausalLM:
+        """Return the model in the folder ``path``; InvalidArgumentError if it cannot be loaded."""
+        _disable_progress_bars()
+        return CausalLM(load_causal_lm(path).to(self.config.device))
+
+    def require_explorable(self) -> None:
+        """Raise InvalidArgumentError unless there are a rollout, tasks and what is sampled from.
+
+        A server of vLLM needs no folder of the model, because it renders the chat template itself.
+        """
+        self._require_no_critic()
+        self._rollout()
+        self._tasks_or_function()
+        if self.config.server is None or self.config.dialect != "vllm":
+            _ = self._model_path
+
+    def require_trainable(self) -> None:
+        """Raise InvalidArgumentError unless there is all that the algorithm trains."""
+        self._require_no_critic()
+        _ = self._model_path
+
+    def _require_no_critic(self) -> None:
+        if ALGORITHM_TYPE.get(self.config.algorithm).use_critic:
+            raise InvalidArgumentError(
+                f"algorithm={self.config.algorithm} trains a critic, and a model of transformers "
+                "has none here: choose an algorithm without a critic, such as grpo"
+            )
+
+    async def explore(
+        self, experiment: Experiment, *, report: Callable[[BatchReport], None], **options: Any
+    ) -> None:
+        """Roll out the list of tasks to its end, or until the experiment is finished."""
+        config = self.config
+        rollout, tasks = self._rollout(), self._tasks()
+        torch.seed()  # explorers started together must not sample the same tokens
+        try:
+            async with self._model() as model:
+                await explore(
+                    experiment,
+                    tasks=tasks,
+                    rollout=rollout,
+                    model=model,
+                    groups_per_batch=config.groups_per_batch,
+                    rollouts_per_group=config.rollouts_per_group,
+                    report=report,
+                    **options,
+                    **config.exploring.model_dump(exclude={"max_tokens"}),
+                )
+        except TrinityBufferError:
+            raise
+        except OSError as error:
+            raise failed(f"rollout {config.rollout!r}", error) from error
+
+    def accuracy(self, policy: CausalLM, *, problems: int, seed: int) -> float | None:  # noqa: ARG002
+        """Return what ``evaluate`` says of the model's greedy answers, or None without it."""
+        if self.config.evaluate is None:
+            return None
+        evaluate = self._named("evaluate", self.config.evaluate)
+        tokenizer = load_tokenizer(self._model_path)
+        most = self.config.exploring.max_tokens
+        try:
+            with in_eval_mode(policy.model):
+                model = LocalModel(policy.model, tokenizer, temperature=0, max_tokens=most)
+                returned = anyio.run(evaluate, model)
+        except Exception as error:
+            raise failed(f"evaluate {self.config.evaluate!r}", error) from error
+        try:
+            accuracy = float(returned)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of torch
+            accuracy = math.nan
+        if not math.isfinite(accuracy):
+            what = returned if isinstance(returned, float) else kind_of(returned)
+            raise InvalidArgumentError(
+                f"evaluate = {self.config.evaluate!r}: it returned {what}, it must return the "
+                "accuracy, one finite number"
+            )
+        return accuracy
+
+    @asynccontextmanager
+    async def _model(self) -> AsyncIterator[Any]:
+        """Yield the model that rollouts talk to."""
+        most, dialect = self.config.exploring.max_tokens, self.config.dialect
+        if self.config.server is None:
+            _disable_progress_bars()
+            yield LocalModel(self._model_path, max_tokens=most)
+            return
+        tokenizer = None if dialect == "vllm" else load_tokenizer(self._model_path)
+        async with OpenAIModel(
+            self.config.server, dialect=dialect, tokenizer=tokenizer, max_tokens=most
+        ) as model:
+            yield model
+
+    @property
+    def _model_path(self) -> str:
+        """The folder of the model, relative to the folder of the file."""
+        assert isinstance(self.config.model, str)
+        path = Path(self.config.folder or ".").resolve() / self.config.model
+        if not is_folder(path):
+            raise InvalidArgumentError(
+                f"model = {self.config.model!r}: there is no folder {path}; it must hold a causal "
+                "language model of transformers, tokenizer included"
+            )
+        return str(path)
+
+    def _rollout(self) -> Callable[[Any, Any], Any]:
+        name = self.config.rollout
+        if name is None:
+            raise InvalidArgumentError(
+                "the run names no rollout, so there is nothing to explore: give rollout and tasks "
+                "(`trinity-buffer init FOLDER` writes an example), or use `trinity-buffer record`"
+            )
+        rollout = self._named("rollout", name)
+        if not inspect.iscoroutinefunction(rollout):
+            raise InvalidArgumentError(
+                f"rollout = {name!r}: it must be an async function of a task and a model"
+            )
+
+        async def attempt(task: Any, model: Any) -> Sequence[Experience]:
+            try:
+                return await rollout(task, model)  # type: ignore[no-any-return]  # the user's own
+            except (TrinityBufferError, OSError):
+                raise
+            except Exception as error:
+                raise failed(f"rollout {name!r}", error) from error
+
+        return attempt
+
+    def _tasks(self) -> Any:
+        named = self._tasks_or_function()
+        try:
+            tasks = named() if callable(named) else named
+            if callable(named):
+                self._require_list(tasks, "it returned")
+            return tasks if hasattr(tasks, "items") else list(tasks)
+        except TrinityBufferError:
+            raise
+        except Exception as error:
+            raise failed(f"tasks {self.config.tasks!r}", error) from error
+
+    def _tasks_or_function(self) -> Any:
+        """Return what ``tasks`` names, checked as far as possible without calling it."""
+        named = self._named("tasks", str(self.config.tasks))
+        if inspect.iscoroutinefunction(named) or inspect.isasyncgenfunction(named):
+            raise self._no_tasks("it is an async function")
+        if not callable(named):
+            self._require_list(named, "it is")
+        return named
+
+    def _require_list(self, tasks: Any, origin: str) -> None:
+        is_list = isinstance(tasks, Iterable) or hasattr(tasks, "__getitem__")
+        if not is_list or isinstance(tasks, str | bytes):
+            raise self._no_tasks(f"{origin} {kind_of(tasks)}")
+
+    def _no_tasks(self, why: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"tasks = {self.config.tasks!r}: {why}, it must be a list of tasks, or a plain "
+            "function that returns one"
+        )
+
+    def _named(self, key: str, name: str) -> Any:
+        """Return what ``module:name`` refers to, looked up first in the folder of the file."""
+        module, _, attribute = name.partition(":")
+        folder = look_in(self.config.folder)
+        try:
+            return getattr(import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{key} = {name!r}: write it as module:name, importable from {folder} ({error})"
+            ) from error
+        except Exception as error:
+            raise failed(f"{key} {name!r}", error) from error
+
+
+def _disable_progress_bars() -> None:
+    """Turn transformers' progress bars off: a supervised process prints into a log."""
+    extra("transformers.utils.logging", "hf").disable_progress_bar()
+
+
+Backend = DemoBackend | HFBackend
+
+
+def backend_for(config: RunConfig) -> Backend:
+    """Return the backend of a run: the user's own if ``model`` is a folder."""
+    return HFBackend(config) if isinstance(config.model, str) else DemoBackend(config)

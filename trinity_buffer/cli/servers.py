@@ -1,0 +1,285 @@
+"""Commands about servers: show a store, record what passes, bring weights to inference servers."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from contextlib import AsyncExitStack
+from typing import Annotated, Any
+
+import anyio
+import typer
+
+from trinity_buffer.cli.escaping import escaped
+from trinity_buffer.cli.options import (
+    RESUMABLE,
+    STORE_VARIABLE,
+    ExperimentOption,
+    FollowOption,
+    PlaceOption,
+    StoreOption,
+    chosen_experiment,
+    chosen_store,
+    interruptible,
+    make_folder_of,
+    named_experiment,
+    run,
+)
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.extras import extra
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.recorder.guard import LOCAL
+
+MODES = ("wait", "keep", "abort")
+DIALECTS = ("vllm", "sglang")
+
+GOODBYE_S = 2
+"""How long `serve` waits for open pages when it ends."""
+
+HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
+PortOption = Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)]
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at ``port`` of ``host``; clients may connect at once.
+
+    Raises:
+        OSError: it cannot listen there; the message says what to do.
+    """
+    door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted sockets inherit it: without it Nagle delays an answer's second part by 40 ms.
+    door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        door.bind((host, port))
+        door.listen()
+    except (OSError, UnicodeError) as error:
+        door.close()
+        is_host = isinstance(error, UnicodeError | socket.gaierror)
+        option, why = "--host" if is_host else "--port", getattr(error, "strerror", None) or error
+        raise OSError(f"port {port} of {host}: {why}: choose another with {option}") from error
+    return door
+
+
+def _require_token(token: str | None, host: str, risk: str) -> None:
+    """Raise InvalidArgumentError unless there is a token where other machines can connect."""
+    if token is None and host not in LOCAL:
+        raise InvalidArgumentError(f"--host {host} lets others {risk}")
+    if token == "":
+        raise InvalidArgumentError("--token is empty: anybody could bring it")
+
+
+def _require_known(option: str, value: str | None, known: tuple[str, ...]) -> None:
+    """Raise InvalidArgumentError if the value of an option is given and not among ``known``."""
+    if value is not None and value not in known:
+        raise InvalidArgumentError(f"{option} {value}: there are {', '.join(known)}")
+
+
+def serve(
+    store: StoreOption = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8500,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TRINITY_BUFFER_TOKEN", help="Token that every visitor must give: /?token=TOKEN."
+        ),
+    ] = None,
+) -> None:
+    """Show a store in the browser: red flags, steps, groups, rollouts, events; and /metrics.
+
+    Example: trinity-buffer serve --store runs/demo.db
+    """
+    _require_token(token, host, "read the store: give --token, which they must bring")
+    uvicorn = extra("uvicorn", "web")
+    extra("starlette.applications", "web")
+    from trinity_buffer.web.app import inspector  # noqa: PLC0415 - an extra
+
+    url = chosen_store(store)
+
+    async def main() -> None:
+        async with open_store(url, read_only=True) as opened:  # before anything listens
+            shown = opened.url
+        config = uvicorn.Config(
+            inspector(url, token=token),
+            host,
+            port,
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=GOODBYE_S,
+        )
+        door = listening(host, port)
+        typer.echo(escaped(f"shows {shown}: http://{host}:{door.getsockname()[1]}/"))
+        await uvicorn.Server(config).serve([door])
+
+    run(main)
+
+
+def sync_weights(
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--server", help="URL of an inference server; repeatable. By default the run's."
+        ),
+    ] = None,
+    store: StoreOption = None,
+    experiment: ExperimentOption = None,
+    config: PlaceOption = None,
+    dialect: Annotated[
+        str | None, typer.Option(help="vllm or sglang. By default the run's.")
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="Requests in flight: wait for them, abort them, or keep them, whose answers then"
+            " mix old and new weights."
+        ),
+    ] = "wait",
+    follow: FollowOption = False,
+) -> None:
+    """Load the newest published weights into inference servers: pause, load, resume.
+
+    A server must see the checkpoints at the same path, and offer its control endpoints (vLLM:
+    VLLM_SERVER_DEV_MODE=1).
+
+    Example: trinity-buffer sync-weights --server http://127.0.0.1:8000/v1 --follow
+    """
+    _require_known("--mode", mode, MODES)
+    _require_known("--dialect", dialect, DIALECTS)
+    url = chosen_store(store, config)
+    named = named_experiment(experiment, config)
+    with interruptible(RESUMABLE):
+        anyio.run(_sync, url, named, server, dialect, {"mode": mode, "follow": follow})
+
+
+async def _sync(
+    url: str,
+    experiment: str | None,
+    server: list[str] | None,
+    dialect: str | None,
+    choices: dict[str, Any],
+) -> None:
+    from trinity_buffer.cli.roles import plain  # noqa: PLC0415 - torch
+    from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
+    from trinity_buffer.explorer.weights import PushReport, sync_weights  # noqa: PLC0415
+
+    def report(push: PushReport) -> None:
+        plain(f"{push.url}: policy {push.version}, checksum {push.checksum or 'not told'}")
+
+    name = await chosen_experiment(url, experiment)
+    async with open_store(url, read_only=True) as store, AsyncExitStack() as stack:
+        opened = await store.experiment(name)
+        urls = server or [one for one in (opened.config.get("server"),) if one]
+        if not urls:
+            raise InvalidArgumentError(f"experiment {name!r} names no server: say --server URL")
+        chosen = dialect or opened.config.get("dialect", DIALECTS[0])
+        if chosen not in DIALECTS or not all(isinstance(one, str) for one in urls):
+            raise InvalidArgumentError(
+                f"experiment {name!r}: server={urls[0]!r}, dialect={chosen!r}: the first must be "
+                f"a URL, the second one of {', '.join(DIALECTS)}"
+            )
+        plain(f"syncs the weights of {name} to {', '.join(urls)}")
+        servers = [await stack.enter_async_context(Server(one)) for one in urls]
+        choices["dialect"] = chosen
+        if not await sync_weights(opened, servers, **choices, report=report):
+            plain("no policy is published yet: nothing was pushed")
+
+
+def record(
+    upstream: Annotated[str, typer.Option(help="URL of the inference server.")],
+    store: Annotated[
+        str, typer.Option(envvar=STORE_VARIABLE, help="Path or URL of the store.")
+    ] = "runs/recorded.db",
+    experiment: Annotated[
+        str, typer.Option(help="Which experiment; created if it does not exist.")
+    ] = "recorded",
+    rollouts_per_group: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rollouts of each task: it is decided when so many are closed. Without it, an "
+            "experiment that exists keeps its number; where there is none, --idle-s decides.",
+        ),
+    ] = None,
+    idle_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Where the number of rollouts is not known, a task is decided so many seconds "
+            "after the last one was closed; of a new experiment, 60.",
+        ),
+    ] = None,
+    actor: Annotated[str, typer.Option(help="Name of this recorder.")] = "recorder",
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8400,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TRINITY_BUFFER_TOKEN", help="Token that every client must send as its API key."
+        ),
+    ] = None,
+    upstream_key: Annotated[
+        str | None,
+        typer.Option(envvar="TRINITY_BUFFER_UPSTREAM_KEY", help="API key of the inference server."),
+    ] = None,
+    ack: Annotated[
+        str,
+        typer.Option(
+            help="after: send an answer (the end of a stream) once it is durable. before: at once."
+        ),
+    ] = "after",
+    logprobs_mode: Annotated[
+        str, typer.Option(help="As the server was started: raw_logprobs or processed_logprobs.")
+    ] = "raw_logprobs",
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, help="Concurrent requests; more are answered with 429.")
+    ] = 1024,
+) -> None:
+    """Run an OpenAI-compatible proxy that stores every conversation passing through it.
+
+    A client's base URL is http://HOST:PORT/rollouts/TASK/RUN/v1, or http://HOST:PORT/v1 with the
+    header X-Trinity-Rollout: TASK/RUN. POST /v1/rollouts/TASK/RUN/reward {"reward": 1.0} closes it.
+
+    Example: trinity-buffer record --upstream http://127.0.0.1:8000/v1 --store runs/agent.db
+    """
+    _require_known("--ack", ack, ("after", "before"))
+    _require_known("--logprobs-mode", logprobs_mode, ("raw_logprobs", "processed_logprobs"))
+    _require_token(token, host, "ask: give --token, which clients bring as their API key")
+    make_folder_of(store)
+    rules = {"rollouts_per_group": rollouts_per_group, "idle_s": idle_s}
+    given = {key: value for key, value in rules.items() if value is not None}
+    settings = {"token": token, "ack": ack, "logprobs_mode": logprobs_mode}
+    anyio.run(
+        _record,
+        (store, experiment, actor, given),
+        (upstream, upstream_key),
+        {**settings, "max_in_flight": max_in_flight},
+        (host, port),
+    )
+
+
+async def _record(
+    place: tuple[str, str, str, dict[str, Any]],
+    upstream: tuple[str, str | None],
+    settings: dict[str, Any],
+    address: tuple[str, int],
+) -> None:
+    from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
+
+    uvicorn = extra("uvicorn", "record")
+    extra("starlette.applications", "record")
+    from trinity_buffer.recorder.app import Recorder, RecorderSettings  # noqa: PLC0415
+    from trinity_buffer.recorder.recording import Recording  # noqa: PLC0415
+
+    url, name, actor, rules = place
+    async with Server(upstream[0], api_key=upstream[1]) as behind, open_store(url) as store:
+        recording = await Recording.begin(store, name, actor=actor, config=rules)
+        recorder = Recorder(behind, recording, RecorderSettings(**settings))
+        config = uvicorn.Config(recorder.app(), *address, log_level="warning", access_log=False)
+        door = listening(*address)
+        gc.collect()
+        gc.freeze()  # else a collection scans all imported modules: 0.2 s without an answer
+        at = f"http://{address[0]}:{door.getsockname()[1]}/v1"
+        typer.echo(escaped(f"records what {behind.root} answers into {name}: {at}"))
+        await uvicorn.Server(config).serve([door])
