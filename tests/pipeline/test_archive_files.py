@@ -1,29 +1,60 @@
-"""What an archive holds: all of its segments, in columns that have a type."""
+"""What an archive holds: all of its segments, as the store had them; older forms are read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow
 import pyarrow.parquet
+import pytest
 import torch
 
+from tests.conftest import Resize
 from tests.contract.making import group, rows
 from tests.pipeline.edits import in_body
 from tests.pipeline.planting import beside_heads, unguarded
 from tests.pipeline.test_compaction import trained
+from trinity_buffer.errors import StoreError
+from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.archive import read_archive
 from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.restoring import restore
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.store.segments import blob_of
 from trinity_buffer.store.tables import segment
 
+FORMS = ("typed", "parts")
 
-async def test_what_arrow_has_no_type_for_comes_back_byte_for_byte(
+
+OLD = Path(__file__).parent / "archives"
+"""Files of three segments, as older versions wrote them: of typed columns, and of parts. They hold
+objects that are no JSON, bfloat16, complex numbers and tensors of three dimensions."""
+
+
+def test_an_archive_of_typed_columns_makes_the_same_segments() -> None:
+    keys = sorted(set(pyarrow.parquet.read_table(OLD / "parts.parquet")["segment"].to_pylist()))
+    typed, parts = (
+        read_archive(str(OLD / f"{name}.parquet"), keys, tuple(FAMILIES)) for name in FORMS
+    )
+    assert typed.keys() == parts.keys()
+    assert {family for _, family in typed} == {"heavy", "light", "text", "tokens"}
+    for place in parts:
+        assert blob_of(*place, typed[place]) == blob_of(*place, parts[place]), place
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_of_an_old_archive_only_what_is_asked_for_is_read(form: str) -> None:
+    path = str(OLD / f"{form}.parquet")
+    key = pyarrow.parquet.read_table(path)["segment"][0].as_py()
+    assert list(read_archive(path, [key], ("tokens",))) == [(key, "tokens")]
+    with pytest.raises(StoreError, match="does not hold 6d697373696e67"):
+        read_archive(path, [key, b"missing"], ("tokens",))
+
+
+async def test_an_archive_holds_segments_as_the_store_had_them(
     sqlite_url: str, tmp_path: Path
 ) -> None:
-    """Objects that are no JSON, and tensors of several dimensions, in some rows alone too."""
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("x", config={"rollouts_per_group": 2})
         one, other = group(runs=2)
@@ -35,28 +66,36 @@ async def test_what_arrow_has_no_type_for_comes_back_byte_for_byte(
             await stream.commit(await anext(stream))
         before = await rows(store.database, segment)
         (name,) = (await compact(experiment, keep_steps=0, archive=tmp_path)).files
-        archived = pyarrow.parquet.read_table(name)
-        assert archived["routed_experts:shape"].to_pylist() == [[8, 2, 2], None]
-        assert archived["info:msgpack"].null_count == 0
-        assert not [column for column in archived.column_names if column.startswith("kept:")]
+        gone = {row["key"] for row in before} - {
+            row["key"] for row in await rows(store.database, segment)
+        }
+        archived = pyarrow.parquet.read_table(name).to_pylist()
+        recorded = await anext(experiment.events(kinds=["ExperiencesRecorded"]))
+        assert {(row["experiment"], row["position"]) for row in archived} == {
+            ("x", recorded.position)
+        }
+        names = ("family", "part", "checksum", "data")
+        assert sorted((row["segment"], *map(row.get, names)) for row in archived) == sorted(
+            (row["key"], *map(row.get, names)) for row in before if row["key"] in gone
+        )
         await restore(experiment)
         assert await rows(store.database, segment) == before
 
 
-async def test_columns_of_an_archive_have_a_type_where_no_row_has_a_value(
-    sqlite_url: str, tmp_path: Path
+async def test_a_row_group_of_an_archive_holds_one_family(
+    sqlite_url: str, tmp_path: Path, resize: Resize
 ) -> None:
+    """Readers skip the others: most ask for the light columns of many rows."""
+    resize(bytes_per_row_group=300)
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("x", config={})
         await trained(experiment, steps=4)
         (name,) = (await compact(experiment, keep_steps=0, archive=tmp_path)).files
-    table = pyarrow.parquet.read_table(name)
-    types = {column: str(table.schema.field(column).type) for column in table.column_names}
-    assert set(table["policy_version"].to_pylist()) == {None}
-    assert (types["policy_version"], types["prompt_length"]) == ("int64", "int64")
-    assert (types["reward"], types["finish_reason"], types["refused"]) == (
-        *("double", "string", "string"),
-    )
+        assert [one.tokens.tolist() async for one in experiment.read()] == [[1, 2, 3]] * 8
+    file = pyarrow.parquet.ParquetFile(name)
+    groups = [file.read_row_group(n).to_pylist() for n in range(file.num_row_groups)]
+    assert [len({row["family"] for row in some}) for some in groups] == [1] * len(groups)
+    assert len(groups) > len({row["family"] for some in groups for row in some})
 
 
 def overwrite(file: Path) -> None:

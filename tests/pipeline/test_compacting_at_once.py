@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import Resize
 from tests.pipeline.test_compaction import trained
 from trinity_buffer.errors import StoreError
-from trinity_buffer.pipeline import archive_file
+from trinity_buffer.pipeline import archive
 from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.restoring import restore
 from trinity_buffer.pipeline.store import open_store
@@ -54,7 +54,7 @@ async def test_what_was_archived_meanwhile_is_told(
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})
         await trained(experiment, steps=4)
-        digest_of = archive_file.digest_of
+        digest_of = archive.digest_of
 
         def beaten(path: Path) -> str:
             async def another() -> None:
@@ -67,7 +67,7 @@ async def test_what_was_archived_meanwhile_is_told(
             return digest_of(path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(archive_file, "digest_of", beaten)
+            patch.setattr(archive, "digest_of", beaten)
             with pytest.raises(StoreError, match="another process has compacted"):
                 await compact(experiment, keep_steps=0, archive=tmp_path)
         assert (await verify(experiment)).problems == ()
@@ -127,13 +127,13 @@ def test_who_writes_an_archive_at_the_same_time_has_a_file_of_their_own(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    write = pyarrow.parquet.write_table
 
-    def noted(table: Any, path: Path, **options: Any) -> None:
-        written.append(path)
-        write(table, path, **options)
+    class Noted(pyarrow.parquet.ParquetWriter):  # type: ignore[misc]
+        def __init__(self, path: Path, *args: Any, **options: Any) -> None:
+            written.append(path)
+            super().__init__(path, *args, **options)
 
-    monkeypatch.setattr(pyarrow.parquet, "write_table", noted)
+    monkeypatch.setattr(pyarrow.parquet, "ParquetWriter", Noted)
 
     async def prepare() -> None:
         async with open_store(sqlite_url) as store:

@@ -23,8 +23,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.pipeline.archive_columns import Written
-from trinity_buffer.pipeline.archive_file import (
+from trinity_buffer.pipeline.archive import (
     ArchiveFile,
     require_pyarrow,
     write_archive,
@@ -33,7 +32,6 @@ from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.pipeline.loading.segments import blobs_of
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import StoredEvent
@@ -175,9 +173,11 @@ class _Compaction:
         name = self._experiment.name
 
         def write() -> tuple[list[ExperiencesRecorded], ArchiveFile | None]:
-            sound = _sound(facts, parts)
-            made = write_archive(folder, name, sound) if sound else None
-            return [one.fact for one in sound], made
+            positions, sound = _sound(facts, parts)
+            if not positions:
+                return [], None
+            wanted = {place: some for place, some in parts.items() if place[0] in positions}
+            return sound, write_archive(folder, name, positions, wanted)
 
         # What is written is recorded, though the other file fails or somebody interrupts.
         with anyio.CancelScope(shield=True):
@@ -254,19 +254,27 @@ def _by_size(
         yield some
 
 
-def _sound(facts: Sequence[tuple[int, ExperiencesRecorded]], parts: SegmentParts) -> list[Written]:
-    """Return segments as they are written to an archive, without those that are damaged."""
-    by_key: dict[bytes, SegmentParts] = {}
-    for (key, family), some in parts.items():
-        by_key.setdefault(key, {})[key, family] = some
-    found = []
+def _sound(
+    facts: Sequence[tuple[int, ExperiencesRecorded]], parts: SegmentParts
+) -> tuple[dict[bytes, int], list[ExperiencesRecorded]]:
+    """Return the segments that are not damaged, with their positions, and their events."""
+    positions, sound = {}, []
     for position, fact in facts:
-        try:
-            families = blobs_of(by_key.get(fact.segment, {})).get(fact.segment, {})
-            one = Written(position, fact, families)
-            rows = {segment.rows for segment in one.segments.values()}
-        except (DamagedSegmentError, CodecError):
-            continue
-        if {name: len(blob) for name, blob in families.items()} == fact.families:
-            found += [one] if rows <= {fact.rows} else []
-    return found
+        if _is_sound(fact, parts):
+            positions[fact.segment] = position
+            sound.append(fact)
+    return positions, sound
+
+
+def _is_sound(fact: ExperiencesRecorded, parts: SegmentParts) -> bool:
+    key = fact.segment
+    try:
+        blobs = {
+            family: segments.blob_of(key, family, parts.get((key, family), []))
+            for family in fact.families
+        }
+        rows = {codec.decode_segment(blob).rows for blob in blobs.values()}
+    except (DamagedSegmentError, CodecError):
+        return False
+    sizes_of = {family: len(blob) for family, blob in blobs.items()}
+    return sizes_of == fact.families and rows <= {fact.rows}

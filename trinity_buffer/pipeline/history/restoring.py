@@ -11,7 +11,7 @@ import anyio.to_thread
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, StoreError
 from trinity_buffer.events import SegmentsRestored
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.pipeline.archive_file import read_archive
+from trinity_buffer.pipeline.archive import read_archive
 from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress, no_progress

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trinity_buffer.blob import Buffer
 from trinity_buffer.errors import ArchivedSegmentError, StoreError
-from trinity_buffer.pipeline.archive_file import read_archive
+from trinity_buffer.pipeline.archive import read_archive
 from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
 from trinity_buffer.store.transaction import ReadSession, SegmentParts

@@ -1,0 +1,305 @@
+"""Parquet files of segments that have left the database: a row for each part, as the store had it.
+
+Those of older versions have typed columns, with a row for each experience. The columns hold the
+same elements in the same order as the segments, so a segment is encoded from them again byte for
+byte; what would have come out otherwise was kept as it is beside its columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
+
+from trinity_buffer.blob import Buffer
+from trinity_buffer.codec import Column, ObjectPacker, encode_segment
+from trinity_buffer.errors import InvalidArgumentError, StoreError
+from trinity_buffer.identity import FAMILIES
+from trinity_buffer.sizes import sizes
+from trinity_buffer.store.transaction import SegmentParts
+
+
+class ArchiveFile(NamedTuple):
+    """A file, and its sha256."""
+
+    path: str
+    digest: str
+
+
+def require_pyarrow() -> None:
+    """Return if archives can be written here.
+
+    Raises:
+        InvalidArgumentError: pyarrow is not installed.
+    """
+    if find_spec("pyarrow") is None:  # importing it takes as long as all else that starts a command
+        raise InvalidArgumentError(
+            "archiving needs pyarrow: pip install 'trinity-buffer[parquet]', or use delete=True"
+        )
+
+
+def write_archive(
+    folder: Path, experiment: str, positions: Mapping[bytes, int], parts: SegmentParts
+) -> ArchiveFile:
+    """Write one file, durably and under a name that its content gives it.
+
+    Processes that write at the same time write files of their own, or the same bytes under the same
+    name.
+
+    Args:
+        folder: where to; it is made if it is missing.
+        experiment: its name.
+        positions: key of each segment -> position of the event that names it.
+        parts: of these segments.
+
+    Raises:
+        InvalidArgumentError: there can be no such folder, or pyarrow cannot be used.
+        StoreError: the file cannot be written there.
+    """
+    try:
+        pyarrow, parquet = _parquet()
+    except ImportError as error:
+        raise InvalidArgumentError(f"archiving needs a pyarrow that works: {error}") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"archive folder {folder}: {error.strerror}") from error
+    text, number, binary = pyarrow.string(), pyarrow.int64(), pyarrow.binary()
+    kinds = (text, number, binary, text, number, number, pyarrow.large_binary())
+    schema = pyarrow.schema(zip(_COLUMNS, kinds, strict=True))
+    # No blob comes twice, and a dictionary of them would hold a second copy of each.
+    plain = {"use_dictionary": ["experiment", "family"], "write_statistics": ["segment", "family"]}
+    temporary = folder / f"{uuid.uuid4().hex}.writing"
+    try:
+        with parquet.ParquetWriter(temporary, schema, compression="zstd", **plain) as file:
+            for rows in _row_groups(parts):
+                named = ((experiment, positions[row[0]], *row) for row in rows)
+                columns = map(pyarrow.array, zip(*named, strict=True), schema.types)
+                file.write_table(pyarrow.table([*columns], schema))
+        return _placed(folder.absolute(), quote(experiment, safe=""), temporary)
+    except OSError as error:
+        raise StoreError(f"archive folder {folder}: a file cannot be written ({error})") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+_COLUMNS = ("experiment", "position", "segment", "family", "part", "checksum", "data")
+
+
+def _row_groups(parts: SegmentParts) -> Iterator[list[tuple[bytes, str, int, int, Buffer]]]:
+    """Yield rows that are compressed and read together.
+
+    Each group is of one family: a reader skips those of the others by their statistics.
+    """
+    rows: list[tuple[bytes, str, int, int, Buffer]] = []
+    size = 0
+    for family, key in sorted((family, key) for key, family in parts):
+        for part in parts[key, family]:
+            if rows and (family != rows[0][1] or size >= sizes().bytes_per_row_group):
+                yield rows
+                rows, size = [], 0
+            rows.append((key, family, *part))
+            size += len(part[-1])
+    if rows:
+        yield rows
+
+
+def _placed(folder: Path, experiment: str, temporary: Path) -> ArchiveFile:
+    """Give a file that is written the name of its content, durably."""
+    with temporary.open("rb") as handle:
+        os.fsync(handle.fileno())
+    digest = digest_of(temporary)
+    path = folder / f"{experiment}-{digest[:16]}.parquet"
+    temporary.rename(path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return ArchiveFile(str(path), digest)
+
+
+def digest_of(path: Path) -> str:
+    """Return the sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
+    """Return the parts of some segments, unchecked; a family that a segment lacks is absent.
+
+    Raises:
+        StoreError: it cannot be read here; the message says why and what to do.
+    """
+    if not Path(path).is_file():
+        raise StoreError("that file is not there: put it back, or read on the machine that has it")
+    try:
+        pyarrow, parquet = _parquet()
+    except ImportError as error:
+        raise StoreError(
+            "reading that needs pyarrow: pip install 'trinity-buffer[parquet]'"
+        ) from error
+    try:
+        schema = parquet.read_schema(path)
+        read = _read_parts if "part" in schema.names else _read_columns
+        held, found = read(parquet, path, keys, families)
+    except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
+        raise StoreError(
+            f"that file cannot be read ({error}): put a sound copy in its place"
+        ) from error
+    if missing := set(keys).difference(held):
+        raise StoreError(
+            f"that file does not hold {min(missing).hex()}: put the one that was written there back"
+        )
+    return found
+
+
+def _read_parts(
+    parquet: Any, path: str, keys: Sequence[bytes], families: Sequence[str]
+) -> tuple[set[bytes], SegmentParts]:
+    """Return which of ``keys`` a file holds, and their parts."""
+    of_keys, of_families = ("segment", "in", list(keys)), ("family", "in", list(families))
+    held = parquet.read_table(path, columns=["segment"], filters=[of_keys])["segment"]
+    found: SegmentParts = {}
+    for row in parquet.read_table(path, filters=[of_keys, of_families]).to_pylist():
+        part = (row["part"], row["checksum"], row["data"])
+        found.setdefault((row["segment"], row["family"]), []).append(part)
+    return set(held.to_pylist()), found
+
+
+def _parquet() -> tuple[Any, Any]:
+    """Return pyarrow and its Parquet module; ImportError where the extra is not installed."""
+    import pyarrow  # noqa: PLC0415 - an optional extra
+    from pyarrow import parquet  # noqa: PLC0415 - an optional extra
+
+    return pyarrow, parquet
+
+
+# -- what older versions wrote --------------------------------------------------------------------
+
+_ROW = "slot"
+_TEXTS = frozenset({"response_text", "prompt_text", "truncate_status"})
+_PACKED, _SHAPE = ":msgpack", ":shape"
+_KINDS = b"trinity_buffer.columns"
+_KEPT, _CHECKSUM = "kept:", "checksum:"
+"""Before the name of a family: of the first row of a segment, the segment itself where its columns
+do not make it, and the checksum of it."""
+
+
+class _Kind(NamedTuple):
+    """Which values a column of a file holds."""
+
+    family: str
+    field: str
+    dtype: str
+    ndim: int
+    encoding: str
+
+
+def _read_columns(
+    parquet: Any, path: str, keys: Sequence[bytes], families: Sequence[str]
+) -> tuple[set[bytes], SegmentParts]:
+    """Do as `_read_parts`, of a file of typed columns."""
+    schema = parquet.read_schema(path)
+    families = [family for family in families if family in FAMILIES]
+    kinds = {_Kind(*kind): name for *kind, name in json.loads(schema.metadata[_KINDS])}
+    names = _names_of(kinds, families)
+    columns = [name for name in schema.names if name in names]
+    rows = parquet.read_table(path, columns=columns, filters=[("segment", "in", list(keys))])
+    held, parts, start = set[bytes](), SegmentParts(), 0
+    for key, slots in groupby(rows["segment"].to_pylist()):
+        held.add(key)
+        number = len(list(slots))
+        segment = rows.slice(start, number)
+        start += number
+        for family in families:
+            if (blob := _encoded(segment, kinds, family)) is not None:
+                parts[key, family] = [(0, segment[_CHECKSUM + family][0].as_py(), blob)]
+    return held, parts
+
+
+def _names_of(kinds: Mapping[_Kind, str], families: Sequence[str]) -> set[str]:
+    """Return the names of the columns that ``families`` are encoded from."""
+    names = {"segment", _ROW}
+    for kind, name in kinds.items():
+        if kind.family in families:
+            names |= {name, name + _SHAPE}
+    for family in families:
+        fields = FAMILIES[family]
+        names |= {*fields, *(field + _PACKED for field in fields)}
+        names |= {_KEPT + family, _CHECKSUM + family}
+    return names
+
+
+def _encoded(rows: Any, kinds: Mapping[_Kind, str], family: str) -> bytes | None:
+    """Return the blob of a family of the segment that ``rows`` are; None if it has none."""
+    present = {name for name in rows.column_names if rows[name].null_count < len(rows)}
+    if _KEPT + family in present:
+        whole: bytes = rows[_KEPT + family][0].as_py()
+        return whole
+    columns = [
+        _column(rows, kind, name)
+        for kind, name in kinds.items()
+        if kind.family == family and name in present
+    ]
+    packed = {}
+    for field in FAMILIES[family]:
+        if field + _PACKED in present:
+            packed[field] = [piece or b"" for piece in rows[field + _PACKED].to_pylist()]
+        elif field in present and str(rows[field].type) in ("large_string", "string"):
+            packed[field] = _packed(field, rows[field].to_pylist())
+    if not columns and not packed:
+        return None
+    columns.sort(key=_place_in_segment)
+    return encode_segment(columns, {}, len(rows), packed=packed)
+
+
+def _place_in_segment(column: Column) -> tuple[int, str, int]:
+    """Return what sorts columns of one family as they were encoded: the bytes depend on it."""
+    field = column.field.partition(".")[0]
+    fields = next(fields for fields in FAMILIES.values() if field in fields)
+    first = 0 if column.rows is None else int(column.rows[0])
+    return fields.index(field), column.field, first
+
+
+def _column(rows: Any, kind: _Kind, name: str) -> Column:
+    values = rows[name].combine_chunks()
+    present = np.flatnonzero(values.is_valid().to_numpy(zero_copy_only=False))
+    if kind.ndim:
+        shapes = values.value_lengths().drop_null().to_numpy().reshape(-1, 1)
+        flat = values.flatten()
+    else:
+        shapes, flat = np.zeros((len(present), 0)), values.drop_null()
+    if kind.ndim > 1:
+        flat_shapes = rows[name + _SHAPE].combine_chunks().flatten()
+        shapes = flat_shapes.to_numpy().reshape(-1, kind.ndim)
+    elements = flat.to_numpy(zero_copy_only=False)
+    if kind.dtype == "bfloat16":  # kept as float32, of which it is the upper half
+        elements = (elements.view(np.uint32) >> 16).astype(np.uint16)
+    return Column(
+        kind.field,
+        kind.dtype,
+        shapes.astype(np.int64),
+        np.ascontiguousarray(elements).view(np.uint8),
+        None if len(present) == len(rows) else present.astype(np.int64),
+        kind.encoding,
+    )
+
+
+def _packed(name: str, texts: Sequence[str | None]) -> list[bytes]:
+    """Return texts, or objects as JSON, as a segment packs them."""
+    distinct = [text for text in dict.fromkeys(texts) if text is not None]
+    values = distinct if name in _TEXTS else json.loads(f"[{','.join(distinct)}]")
+    piece_of = dict(zip(distinct, ObjectPacker().pack_all(values, name), strict=True))
+    return [b"" if text is None else piece_of[text] for text in texts]
