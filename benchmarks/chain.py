@@ -28,8 +28,8 @@ from benchmarks.measuring import interleaved
 from benchmarks.provenance import provenance
 from benchmarks.workload import BATCH, ROWS_PER_STEP, RUNS, TASKS, calls, experiences
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating import decision
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate import deciding
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.store import log
@@ -37,7 +37,7 @@ from trinity_buffer.store import log
 EXPERIMENT = "bench"
 PER_CALL = 64
 HEADS = (log, "head_of", bytes(32))
-DIGESTS = (decision, "content_digest", bytes(16))
+DIGESTS = (deciding, "content_digest", bytes(16))
 NAMES = count()
 
 

@@ -28,7 +28,7 @@ from benchmarks.provenance import provenance
 from benchmarks.throughput import GRPO
 from benchmarks.verify import STORE, fill
 from benchmarks.workload import BATCH, ROWS_PER_STEP, RUNS, calls, experiences
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 
 

@@ -35,8 +35,8 @@ from benchmarks import loss_path
 from benchmarks.provenance import provenance
 from tests.algorithm.losses.steps import WHOLE, make_step
 from trinity_buffer.algorithm import POLICY_LOSS_FN, build
-from trinity_buffer.extras import extra
-from trinity_buffer.pipeline.proof.checkpoint import digest_of
+from trinity_buffer.lazy import extra
+from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer.determinism import largest_difference
 from trinity_buffer.trainer.last_hidden import difference
 from trinity_buffer.trainer.token_scores import token_scores

@@ -29,10 +29,10 @@ from benchmarks.asking import Names, answers, sizes_of
 from benchmarks.measuring import frozen, peak_kb
 from benchmarks.verify import EXPERIMENT, RUNS, TASKS, batches_done, fill, rollouts
 from benchmarks.workload import ROWS_PER_STEP
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.train_stream import open_async_train_stream
+from trinity_buffer.pipeline.train.stream import open_async_train_stream
 
 BATCHES_PER_STEP = ROWS_PER_STEP // (TASKS * RUNS)
 ASKED = ("show", "why", "groups", "groups --step", "steps", "blame", "stats")

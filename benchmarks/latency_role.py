@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.bare import connect
 from benchmarks.throughput import EXPERIMENT, GRPO
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.store.rows import position_of

@@ -31,12 +31,12 @@ from benchmarks.bare import merged
 from benchmarks.measuring import memory_kb, peak_kb, run_measured
 from benchmarks.sites import SQLiteSite
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.microbatch import MicroBatch
-from trinity_buffer.pipeline.proof.manifest import LayoutName
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.stream_options import StreamKeywords
 from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.options import StreamKeywords
 
 MIB = 1 << 20
 TOKENS, PROMPT = 128 * 1024, 1024

@@ -19,7 +19,7 @@ from trinity_buffer.inspector.source import Source, as_of, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import Progress
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import queries
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.tables import annotation, event, experience, segment
 from trinity_buffer.store.transaction import Transaction, among
 
@@ -105,7 +105,7 @@ async def _streamed(url: str, repetitions: int) -> AsyncIterator[dict[str, Any]]
         source = now(experiment)
         every = await ask.steps(source, limit=1)
         then = await halfway(source, max(1, every[-1].step // 2))
-        consumers = await source.read(queries.consumers, source.key)
+        consumers = await source.read(writer_queries.consumers, source.key)
         sets = [one for one, row in consumers.items() if row.kind == "strategy"]
         first, second = sets[0], sets[-1]
         cases: dict[str, tuple[Answer, Scan]] = {

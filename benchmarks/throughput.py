@@ -14,8 +14,8 @@ from benchmarks.measuring import Figure, figure_of_rates, interleaved
 from benchmarks.sites import Site
 from benchmarks.workload import BATCH, ROWS_PER_STEP, RUNS, calls, experiences
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.proof.manifest import LayoutName
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 

@@ -30,10 +30,10 @@ from benchmarks.performance import LOOKS, RECORD, record
 from benchmarks.provenance import provenance
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.explorer.explore import Acknowledgements
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
+from trinity_buffer.pipeline.write.writer import SQLWriter
 from trinity_buffer.writer import WriteReceipt
 
 EXPERIMENT = "verified"

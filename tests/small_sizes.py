@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from trinity_buffer.sizes import Sizes
+from trinity_buffer.limits import Sizes
 
 NAMES = [field.name for field in fields(Sizes) if not field.name.startswith("wal_")]
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
 PACKAGE = "trinity_buffer"
 READERS = {
-    f"{PACKAGE}/store/projections.py",
+    f"{PACKAGE}/store/fold.py",
     f"{PACKAGE}/pipeline/verifying/log_audit.py",
     f"{PACKAGE}/inspector/events.py",
 }
@@ -44,7 +44,7 @@ USE_OF_KIND = """
 import anyio, sys
 from trinity_buffer.events import PolicyScored
 from trinity_buffer.inspector.events import event_lines
-from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
@@ -83,12 +83,12 @@ COLUMN = [
     ),
     ("identity.py", '"teacher_logprobs", "chosen"', '"teacher_logprobs", "drafts", "chosen"'),
     (
-        "pipeline/writing/validation.py",
+        "pipeline/write/checks.py",
         'PER_TOKEN = ("logprobs", ',
         'PER_TOKEN = ("drafts", "logprobs", ',
     ),
     (
-        "pipeline/streaming/collate.py",
+        "pipeline/train/collate.py",
         'OPTIONAL = {"teacher_logprobs": "teacher_logprob"}',
         'OPTIONAL = {"teacher_logprobs": "teacher_logprob", "drafts": "draft"}',
     ),

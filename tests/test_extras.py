@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from trinity_buffer.extras import TESTED
+from trinity_buffer.lazy import TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.names_on_use import names_on_use, renamed
+from trinity_buffer.lazy import names_on_use, renamed
 
 if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from trinity_buffer.identity import EID
     from trinity_buffer.inspector.table import to_arrow
     from trinity_buffer.metrics import gather_metrics
-    from trinity_buffer.pipeline.annotating.grouping import GroupingRules
-    from trinity_buffer.pipeline.annotating.scoring import assign_rewards
-    from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
+    from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer, run_strategy
+    from trinity_buffer.pipeline.annotate.grouping import GroupingRules
+    from trinity_buffer.pipeline.annotate.rewards import assign_rewards
     from trinity_buffer.pipeline.history.compaction import compact
     from trinity_buffer.pipeline.history.replay import open_replay_stream
     from trinity_buffer.pipeline.store import open_store
-    from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
     from trinity_buffer.pipeline.sync_stream import open_train_stream
+    from trinity_buffer.pipeline.train.options import StreamOptions
     from trinity_buffer.pipeline.verifying.verify import verify
     from trinity_buffer.trainer.numbers import StepReport
     from trinity_buffer.trainer.token_scores import token_scores
@@ -75,7 +75,7 @@ _HOMES = {
     "to_arrow": "trinity_buffer.inspector.table",
     "verify": "trinity_buffer.pipeline.verifying.verify",
     "compact": "trinity_buffer.pipeline.history.compaction",
-    "assign_rewards": "trinity_buffer.pipeline.annotating.scoring",
+    "assign_rewards": "trinity_buffer.pipeline.annotate.rewards",
     "open_replay_stream": "trinity_buffer.pipeline.history.replay",
     "EID": "trinity_buffer.identity",
     "BufferWriter": "trinity_buffer.writer",
@@ -86,19 +86,19 @@ _HOMES = {
     "LocalModel": "trinity_buffer.explorer.local_model",
     "OpenAIModel": "trinity_buffer.explorer.openai_model",
     "StagedWriter": "trinity_buffer.writer",
-    "StrategyConsumer": "trinity_buffer.pipeline.annotating.strategy_consumer",
+    "StrategyConsumer": "trinity_buffer.pipeline.annotate.consumer",
     "TrinityBufferError": "trinity_buffer.errors",
     "WriteReceipt": "trinity_buffer.writer",
     "ExploreOptions": "trinity_buffer.explorer.explore",
-    "GroupingRules": "trinity_buffer.pipeline.annotating.grouping",
+    "GroupingRules": "trinity_buffer.pipeline.annotate.grouping",
     "StepReport": "trinity_buffer.trainer.numbers",
-    "StreamOptions": "trinity_buffer.pipeline.streaming.stream_options",
+    "StreamOptions": "trinity_buffer.pipeline.train.options",
     "explore": "trinity_buffer.explorer.explore",
     "gather_metrics": "trinity_buffer.metrics",
     "group_by": "trinity_buffer.experience",
     "open_store": "trinity_buffer.pipeline.store",
     "open_train_stream": "trinity_buffer.pipeline.sync_stream",
-    "run_strategy": "trinity_buffer.pipeline.annotating.strategy_consumer",
+    "run_strategy": "trinity_buffer.pipeline.annotate.consumer",
     "token_scores": "trinity_buffer.trainer.token_scores",
     "Trainer": "trinity_buffer.trainer.trainer",
     "TrainerSettings": "trinity_buffer.trainer.trainer",

@@ -12,33 +12,387 @@ to `UPCASTERS`. A field that only some events have is `optional`: it is left out
 nothing, so older stores need no new version.
 
 Columns stay columns: `ExperienceColumns` are lists with one item per experience.
+
+What explorers and strategies say in the log; `trinity_buffer.events` has all kinds of events.
+
+From a fact to the mapping that is encoded, and back, checked against the types of the fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from trinity_buffer import event_bodies
+from trinity_buffer.errors import CodecError
+from trinity_buffer.identity import Key
+
+Config = Mapping[str, Any]
+
+
+def optional(default: Any, *, name: str | None = None) -> Any:
+    """Return a field that a body leaves out where the value is ``default``."""
+    return field(default=default, metadata={"optional": True, "name": name})
+
+
+def named(name: str) -> Any:
+    """Return a field whose key in the body is ``name``, which Python would read otherwise."""
+    return field(metadata={"name": name})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentCreated:
+    """The first event of every experiment.
+
+    Attributes:
+        config: the resolved configuration, schema included.
+    """
+
+    version: ClassVar[int] = 1
+
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigurationChanged:
+    """Somebody opened the experiment with another configuration.
+
+    Attributes:
+        changes: key -> [before, after].
+        config: the whole configuration that holds from here on.
+    """
+
+    version: ClassVar[int] = 1
+
+    changes: Mapping[str, Sequence[Any]]
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlanned:
+    """An explorer is going to generate these rollouts.
+
+    Attributes:
+        batch: unique in the experiment.
+        tasks: the prompts.
+        rollouts_per_group: runs of each task.
+        contents: digest of what stands behind the tasks, where they are no more than positions.
+    """
+
+    version: ClassVar[int] = 1
+
+    batch: Key
+    tasks: Sequence[Key]
+    rollouts_per_group: int
+    contents: bytes | None = optional(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceColumns:
+    """What an ``ExperiencesRecorded`` says of its experiences: lists with one item per experience.
+
+    Attributes:
+        batch, task, run, step, suffix: the address of the experience.
+        length: its tokens; ``response_length`` those that the action mask covers, and
+            ``trained_tokens`` those that it selects.
+        kind: of the experience, such as ``single_turn``.
+        digest: of its content.
+    """
+
+    batch: Sequence[Key]
+    task: Sequence[Key]
+    run: Sequence[int]
+    step: Sequence[int]
+    suffix: Sequence[str]
+    reward: Sequence[float | None]
+    policy_version: Sequence[int | None]
+    prompt_length: Sequence[int]
+    length: Sequence[int]
+    response_length: Sequence[int]
+    trained_tokens: Sequence[int]
+    kind: Sequence[str]
+    finish_reason: Sequence[str | None]
+    digest: Sequence[bytes]
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def uids(self) -> Iterator[str]:
+        """Yield the uid of each experience, as `EID.uid` writes it."""
+        eids = zip(self.batch, self.task, self.run, self.step, self.suffix, strict=True)
+        return (f"{batch}/{task}/{run}/{step}/{suffix}" for batch, task, run, step, suffix in eids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperiencesRecorded:
+    """Experiences are durable.
+
+    Attributes:
+        segment: key of their tensors.
+        families: column family -> bytes of its segment.
+        columns: ids, rewards, policy versions, lengths, finish reasons, content digests.
+        refused: slot -> reason, of experiences that no strategy will see (``late``, ``invalid``).
+        scorable: that one number per row can stand for what a strategy makes of it: each has a
+            boolean action mask, and none has rewards, advantages or returns per token. Nothing:
+            only the segment tells.
+        sampling: slot -> how tokens of it were sampled, as lists of the fields of `Sampled`; of
+            the experiences that were not just sampled at temperature 1.
+    """
+
+    version: ClassVar[int] = 1
+
+    segment: bytes
+    families: Mapping[str, int]
+    columns: ExperienceColumns = named("meta")  # noqa: RUF009 - says how the key is named
+    refused: Mapping[int, str]
+    scorable: bool | None = optional(None)
+    sampling: Mapping[int, Sequence[Any]] | None = optional(None)
+
+    @property
+    def rows(self) -> int:
+        """How many experiences there are."""
+        return len(self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSealed:
+    """A batch is complete; what comes later is refused.
+
+    Attributes:
+        expected: experiences that it holds.
+    """
+
+    version: ClassVar[int] = 1
+
+    batch: Key
+    expected: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsumerRegistered:
+    """A strategy or a trainer took a name.
+
+    Attributes:
+        kind: ``strategy`` or ``trainer``.
+        config: what the name stands for from now on.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    kind: str
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperiencesAnnotated:
+    """A strategy decided groups, and these rows of them are to be trained.
+
+    Attributes:
+        consumer: the annotation set.
+        seen: position up to which it had read the log.
+        calls: how often the strategy had been called.
+        after: where its cursor had to be for this to hold; for groups without rows.
+        segment: key of the annotations.
+        families: column family -> bytes of its segment.
+        digest: of the segment; None in what older versions wrote.
+        experiences: address of each row's experience, copies included.
+        groups: per row, the number of its group within this event.
+        planned: per group, whether its batch was planned.
+        metrics: per group, what the strategy measured.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    seen: int
+    calls: int
+    after: int | None = optional(None)
+    segment: bytes
+    families: Mapping[str, int]
+    digest: bytes | None = optional(None)
+    experiences: Sequence[int]
+    groups: Sequence[int]
+    planned: Sequence[bool]
+    metrics: Sequence[Mapping[str, Any]]
+
+    @property
+    def rows(self) -> int:
+        """How many annotations there are."""
+        return len(self.experiences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperiencesRejected:
+    """A strategy or a trainer left experiences out.
+
+    Attributes:
+        consumer: whose decision it is.
+        seen, calls, after: of a strategy, as in `ExperiencesAnnotated`.
+        by: ``strategy`` or ``trainer``.
+        experiences: addresses of experiences; of a trainer: of annotations.
+        reasons: one per address.
+        planned_groups: planned groups of which nothing is left.
+    """
+
+    version: ClassVar[int] = 1
+
+    consumer: str
+    seen: int | None = optional(None)
+    calls: int | None = optional(None)
+    after: int | None = optional(None)
+    by: str
+    experiences: Sequence[int]
+    reasons: Sequence[str]
+    planned_groups: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardsAssigned:
+    """Stored experiences were scored anew; strategies may read this scoring by its name.
+
+    Attributes:
+        scoring: its name.
+        experiences: addresses.
+        rewards: one per address.
+        seen: everything that was recorded up to this position was scored; None (older events): up
+            to the position of this event.
+    """
+
+    version: ClassVar[int] = 1
+
+    scoring: str
+    experiences: Sequence[int]
+    rewards: Sequence[float]
+    seen: int | None = optional(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentFinished:
+    """Whoever follows the experiment ends."""
+
+    version: ClassVar[int] = 1
+
+    reason: str
+
+
+T = TypeVar("T")
+
+
+def _dataclass_body(fact: object) -> dict[str, Any]:
+    """Return ``fact`` as the mapping that is encoded, in the order of its fields."""
+    plan = _plans(type(fact))
+    said = ((name, getattr(fact, attribute), default) for attribute, name, default, _ in plan)
+    return {name: _plain(value) for name, value, default in said if not _left_out(value, default)}
+
+
+def _plain(value: Any) -> Any:
+    return dict(vars(value)) if isinstance(value, ExperienceColumns) else value
+
+
+def _left_out(value: Any, default: Any) -> bool:
+    return default is not MISSING and value in (None, (), [])
+
+
+def _read_body(kind: type[T], body: Mapping[str, Any]) -> T:
+    """Return the fact of this ``kind`` that a body says. Keys that are not known are passed over.
+
+    Raises:
+        CodecError: the body lacks a field of its kind, or has one of another type.
+    """
+    values = {}
+    for attribute, name, default, form in _plans(kind):
+        if name in body:
+            values[attribute] = _checked(kind.__name__, name, body[name], form)
+        elif default is MISSING:
+            raise CodecError(f"the body of an event {kind.__name__} is damaged: it has no {name!r}")
+    return kind(**values)
+
+
+class _Form(NamedTuple):
+    """Of which types a value may be, and of which its items; nothing: of any."""
+
+    types: frozenset[type]
+    items: frozenset[type]
+
+
+class _Plan(NamedTuple):
+    """A field: its attribute, its key in the body, what it is where it is left out, its form."""
+
+    attribute: str
+    name: str
+    default: Any
+    form: _Form
+
+
+_READ_AS: Mapping[Any, frozenset[type]] = {
+    Sequence: frozenset({list, tuple}),
+    Mapping: frozenset({dict}),
+    int: frozenset({int, bool}),
+    float: frozenset({float, int, bool}),
+}
+_ANYTHING: frozenset[type] = frozenset()
+
+
+def _types(hint: Any) -> frozenset[type]:
+    """Return of which types a decoded value of this hint may be; nothing: of any."""
+    if hint is Any:
+        return _ANYTHING
+    plain = get_origin(hint) or hint
+    if plain in _READ_AS:
+        return _READ_AS[plain]
+    members = get_args(hint)
+    return frozenset().union(*map(_types, members)) if members else frozenset({plain})
+
+
+_OF_COLUMNS = _Form(frozenset({dict}), frozenset({list, tuple}))
+
+
+def _form(hint: Any) -> _Form:
+    if hint is ExperienceColumns:
+        return _OF_COLUMNS
+    items = get_args(hint)[-1] if get_origin(hint) in (Sequence, Mapping) else Any
+    return _Form(_types(hint), _types(items))
+
+
+def _checked(kind: str, name: str, value: Any, form: _Form) -> Any:
+    sound = type(value) in form.types
+    if sound and form.items:
+        items = value.values() if type(value) is dict else value
+        sound = form.items.issuperset(map(type, items))
+    if not sound:
+        raise CodecError(f"the body of an event {kind} is damaged: its {name!r} is {value!r:.100}")
+    return _columns(kind, value) if form is _OF_COLUMNS else value
+
+
+def _columns(kind: str, value: Mapping[str, Any]) -> ExperienceColumns:
+    """Return the columns of an event. Those that are not known are passed over."""
+    found = {}
+    for attribute, name, _, form in _plans(ExperienceColumns):
+        if name not in value:
+            raise CodecError(f"the body of an event {kind} is damaged: it has no column {name!r}")
+        found[attribute] = _checked(kind, name, value[name], form)
+    if len(set(map(len, found.values()))) > 1:
+        raise CodecError(f"the body of an event {kind} is damaged: its columns differ in length")
+    return ExperienceColumns(**found)
+
+
+def _plans(kind: type[Any]) -> tuple[_Plan, ...]:
+    if kind not in _PLANS:
+        hints = get_type_hints(kind)
+        _PLANS[kind] = tuple(_plan(each, _form(hints[each.name])) for each in fields(kind))
+    return _PLANS[kind]
+
+
+def _plan(each: Field[Any], form: _Form) -> _Plan:
+    default = each.default if each.metadata.get("optional") else MISSING
+    return _Plan(each.name, each.metadata.get("name") or each.name, default, form)
+
+
+_PLANS: dict[type[Any], tuple[_Plan, ...]] = {}
+
 
 # isort: off
-from trinity_buffer.rollout_events import (  # said again here, where all kinds are
-    BatchPlanned as BatchPlanned,
-    BatchSealed as BatchSealed,
-    Config as Config,
-    ConfigurationChanged as ConfigurationChanged,
-    ConsumerRegistered as ConsumerRegistered,
-    ExperienceColumns as ExperienceColumns,
-    ExperiencesAnnotated as ExperiencesAnnotated,
-    ExperiencesRecorded as ExperiencesRecorded,
-    ExperiencesRejected as ExperiencesRejected,
-    ExperimentCreated as ExperimentCreated,
-    ExperimentFinished as ExperimentFinished,
-    RewardsAssigned as RewardsAssigned,
-    named,
-    optional,
-)
 # isort: on
 
 
@@ -390,7 +744,7 @@ def kinds_of(facts: Any) -> tuple[str, ...]:
 
 def body_of(fact: Fact) -> dict[str, Any]:
     """Return ``fact`` as the mapping that is encoded, in the order of its fields."""
-    return dict(fact.body) if isinstance(fact, UnknownEvent) else event_bodies.body_of(fact)
+    return dict(fact.body) if isinstance(fact, UnknownEvent) else _dataclass_body(fact)
 
 
 def fact_of(kind: str, body: Mapping[str, Any]) -> Fact:
@@ -400,4 +754,4 @@ def fact_of(kind: str, body: Mapping[str, Any]) -> Fact:
         CodecError: the body lacks a field of its kind, or has one of another type.
     """
     found = KINDS.get(kind)
-    return UnknownEvent(kind=kind, body=body) if found is None else event_bodies.read(found, body)
+    return UnknownEvent(kind=kind, body=body) if found is None else _read_body(found, body)

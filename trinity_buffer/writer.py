@@ -1,4 +1,7 @@
-"""What a strategy or an explorer may do with a buffer: the interface, and one that only keeps."""
+"""What a strategy or an explorer may do with a buffer: the interface, and one that only keeps.
+
+Why an experience is left out, in the words that are recorded.
+"""
 
 from __future__ import annotations
 
@@ -115,3 +118,17 @@ class StagedWriter(BufferWriter):
     def reject(self, experiences: Sequence[Experience], reason: str) -> None:
         """Say why ``experiences`` are left out; what nobody names counts as ``filtered``."""
         self.rejections.extend((experience, reason) for experience in experiences)
+
+
+INVALID = "invalid"
+
+DROPPED = "dropped"
+"""A trainer was told to leave it out."""
+
+OVERSIZE = "oversize"
+"""It is longer than a trainer takes."""
+
+
+def invalid(*fields: str) -> str:
+    """Return the reason for rejecting what lacks ``fields``, or has them broken."""
+    return f"{INVALID}: {', '.join(fields)}" if any(fields) else INVALID

@@ -16,8 +16,8 @@ from trinity_buffer.cli.run_config import (
 )
 from trinity_buffer.demo.policy import PolicyConfig
 from trinity_buffer.explorer.explore import ExploreOptions
-from trinity_buffer.pipeline.annotating.grouping import GroupingRules
-from trinity_buffer.pipeline.streaming.stream_options import StreamOptions
+from trinity_buffer.pipeline.annotate.grouping import GroupingRules
+from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.trainer.settings import TrainerSettings
 
 SECTIONS: tuple[type[Section], ...] = (RunConfig, ModelConfig, OptimizerConfig, ExploringConfig)

@@ -16,8 +16,8 @@ from trinity_buffer.cli import roles
 from trinity_buffer.cli.demo_run import expert_of, teacher_of
 from trinity_buffer.cli.run_backends import first_policy
 from trinity_buffer.cli.run_config import RunConfig, recorded, resolved
-from trinity_buffer.crash_points import VARIABLE
 from trinity_buffer.demo.recipes import config_for
+from trinity_buffer.faultpoints import VARIABLE
 from trinity_buffer.pipeline.store import open_store
 
 SMALL: dict[str, Any] = {

@@ -9,7 +9,7 @@ import anyio.lowlevel
 import pytest
 
 from trinity_buffer.cli.options import awaited_experiment
-from trinity_buffer.pipeline.spoken_wait import WAIT_REPORT
+from trinity_buffer.pipeline.coordination.waiting import WAIT_REPORT
 from trinity_buffer.pipeline.store import open_store
 
 

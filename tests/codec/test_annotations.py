@@ -13,7 +13,7 @@ from torch import Tensor
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotation_encoding import (
+from trinity_buffer.pipeline.annotations import (
     annotation_scalars,
     decode_annotations,
     encode_annotations,

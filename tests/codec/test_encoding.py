@@ -13,14 +13,14 @@ from torch import Tensor
 from trinity_buffer.codec import decode_segment, digests_of_segments, encode_segment
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
-from trinity_buffer.pipeline.decoding import decode_experiences
 from trinity_buffer.pipeline.encoding import (
     META,
     EncodedWrite,
     content_digest_of,
+    decode_experiences,
     encode_experiences,
 )
-from trinity_buffer.pipeline.tensor_columns import TORCH_DTYPES
+from trinity_buffer.pipeline.tensors import TORCH_DTYPES
 
 FIELDS = [field for fields in FAMILIES.values() for field in fields]
 TENSORS = ["token_level_reward", "advantages", "returns", "logprobs", "teacher_logprobs"]

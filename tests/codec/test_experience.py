@@ -9,8 +9,7 @@ import torch
 
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import EID, Experience, group_by, split_dpo_experience
-from trinity_buffer.pipeline.decoding import decode_experiences
-from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 
 
 def stored(*families: str) -> Experience:

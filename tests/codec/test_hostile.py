@@ -17,13 +17,12 @@ import torch
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
-from trinity_buffer.pipeline.annotation_encoding import (
+from trinity_buffer.pipeline.annotations import (
     annotation_scalars,
     decode_annotations,
     encode_annotations,
 )
-from trinity_buffer.pipeline.decoding import decode_experiences
-from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 
 KIND = "ExperiencesRecorded"
 

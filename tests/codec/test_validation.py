@@ -8,10 +8,8 @@ import torch
 from trinity_buffer.algorithm.annotating import annotate
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.fields import Fields
-from trinity_buffer.pipeline.writing.column_checks import forms_pass, numbers_pass
-from trinity_buffer.pipeline.writing.validation import SCHEMAS, validate
+from trinity_buffer.pipeline.encoding import Fields, encode_experiences
+from trinity_buffer.pipeline.write.checks import SCHEMAS, forms_pass, numbers_pass, validate
 
 NAN, INF = float("nan"), float("inf")
 

@@ -16,9 +16,9 @@ from sqlalchemy.util import await_only
 
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.coordination.presence import this_host
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.processes import this_host
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import promises, tables
 from trinity_buffer.store.database import Database, open_for_migration

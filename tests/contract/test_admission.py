@@ -6,7 +6,7 @@ import pytest
 
 from tests.contract.making import opened
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from tests.contract.making import group, opened, rows
 from trinity_buffer.errors import ConflictingExperienceError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import tables
 

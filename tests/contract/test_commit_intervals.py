@@ -16,7 +16,7 @@ from tests.trainer.qwen import qwen2
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError
 from trinity_buffer.inspector.doctor import examine
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 
 

@@ -19,12 +19,12 @@ from trinity_buffer.errors import (
     LeaseHeldError,
     StoreError,
 )
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import recorded_end
-from trinity_buffer.pipeline.proof.checkpoint import digest_of
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
-from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.pipeline.train.checkpoint import digest_of
+from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store.sqlite import dbapi2
 

@@ -27,10 +27,10 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import ConfigurationChanged, ExperienceColumns, ExperiencesRecorded
 from trinity_buffer.experience import EID, CustomField, Experience
 from trinity_buffer.identity import problem_of_name
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import log, segments, tables

@@ -10,9 +10,9 @@ from torch.testing import assert_close
 
 from tests.contract.making import opened
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.tensor_columns import TORCH_DTYPES
+from trinity_buffer.pipeline.tensors import TORCH_DTYPES
 from trinity_buffer.pipeline.verifying.verify import verify
 
 MANY = 40_000

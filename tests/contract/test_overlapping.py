@@ -19,8 +19,8 @@ from tests.contract.making import count, group, opened
 from trinity_buffer.errors import InvalidExperienceError, StoreBusyError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome, PreparedWrite
-from trinity_buffer.pipeline.writing.write_call import WriteCall
+from trinity_buffer.pipeline.write.batch import WriteCall
+from trinity_buffer.pipeline.write.group_commit import GroupCommit, Outcome, PreparedWrite
 from trinity_buffer.store import sqlite, tables
 from trinity_buffer.store.sqlite import dbapi2
 

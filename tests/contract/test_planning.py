@@ -20,9 +20,9 @@ from trinity_buffer.errors import (
     TrinityBufferError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.writing.planning import Admission
+from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.store import tables
 from trinity_buffer.store.trainer_queries import Backlog
 

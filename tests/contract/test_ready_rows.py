@@ -15,13 +15,12 @@ from tests.pipeline.planting import unguarded
 from trinity_buffer import codec
 from trinity_buffer.codec import decode_body
 from trinity_buffer.errors import CodecError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import Event, decoded
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading import event_cache
-from trinity_buffer.pipeline.loading.event_cache import EventCache
-from trinity_buffer.pipeline.loading.ready_groups import ReadyGroup, ReadyGroups
+from trinity_buffer.pipeline.handle import Event, decoded
+from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.train.sampler import ReadyGroup, ReadyGroups
 from trinity_buffer.store import tables
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import first_address
@@ -212,7 +211,7 @@ async def test_an_event_is_decoded_once_while_it_is_in_use(
         for task in range(8):
             await experiment.writer("e0").write(group(task=task, runs=RUNS))
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
-        monkeypatch.setattr(f"{event_cache.__name__}.decoded", counted)
+        monkeypatch.setattr("trinity_buffer.pipeline.load.events.decoded", counted)
         async with experiment.train_stream(strategy="grpo") as stream:
             assert len([step async for step in stream]) == 8
         annotations = await rows(experiment.database, tables.annotation)

@@ -15,7 +15,7 @@ from pysqlite3 import dbapi2
 
 from tests.contract.making import group, opened
 from trinity_buffer.errors import StoreBusyError, StoreReplacedError, StoreUseError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream

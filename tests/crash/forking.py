@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
-from trinity_buffer import crash_points
+from trinity_buffer import faultpoints
 
 CONTEXT = multiprocessing.get_context("forkserver")
 IMPORTED = (
@@ -20,9 +20,9 @@ IMPORTED = (
     "tests.crash.roles",
     "tests.torture.roles",
     # what the package imports only when it is needed
-    "trinity_buffer.pipeline.writing.sql_writer",
-    "trinity_buffer.pipeline.loading.experiences",
-    "trinity_buffer.pipeline.streaming.train_stream",
+    "trinity_buffer.pipeline.write.writer",
+    "trinity_buffer.pipeline.load.experiences",
+    "trinity_buffer.pipeline.train.stream",
 )
 CONTEXT.set_forkserver_preload(list(IMPORTED))
 
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 def become(
     log: str,
     crash_at: str | None,
-    last_words: Callable[[str], None] = crash_points.nothing,
+    last_words: Callable[[str], None] = faultpoints.nothing,
 ) -> None:
     """Turn the forked process into one life: say everything to ``log``, die at ``crash_at``.
 
@@ -46,8 +46,8 @@ def become(
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    before = crash_points.reached
-    armed = crash_points.nothing if crash_at is None else crash_points.armed(crash_at, last_words)
+    before = faultpoints.reached
+    armed = faultpoints.nothing if crash_at is None else faultpoints.armed(crash_at, last_words)
     for module in list(sys.modules.values()):
         if getattr(module, "reached", None) is before:
             module.reached = armed  # type: ignore[attr-defined]  # the modules that imported it

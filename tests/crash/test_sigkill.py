@@ -9,7 +9,7 @@ import pytest
 
 from tests.crash.lives import LIFE_S, Lives, run_all
 from trinity_buffer.cli.run_config import resolved
-from trinity_buffer.crash_points import CRASH_POINTS
+from trinity_buffer.faultpoints import CRASH_POINTS
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 

@@ -14,7 +14,7 @@ from tests.contract.making import opened
 from tests.trainer.data import prepared
 from trinity_buffer.algorithm import build
 from trinity_buffer.experience import EID, CustomField, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 

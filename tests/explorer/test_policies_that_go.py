@@ -20,8 +20,8 @@ from trinity_buffer.explorer.explore import BatchReport, ExploreOptions, Samplin
 from trinity_buffer.explorer.weights import Weights
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer.checkpoint import POLICY_FILE, remove_old
 
 TASK = SortDigits(digits=2)

@@ -13,9 +13,9 @@ from sqlalchemy import delete
 import trinity_buffer as tb
 from tests.contract.making import living, opened
 from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
-from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.coordination.presence import this_host
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.processes import this_host
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import promises
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.tables import presence

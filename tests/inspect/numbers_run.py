@@ -16,7 +16,7 @@ from tests.crash.forking import said_by
 from tests.trainer.data import VOCABULARY, policy
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream

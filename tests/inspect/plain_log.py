@@ -24,9 +24,9 @@ from trinity_buffer.events import (
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.pipeline.events import Event
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.segments import blobs_of, read_segments
+from trinity_buffer.pipeline.handle import Event
+from trinity_buffer.pipeline.load.segments import blobs_of, read_segments
 
 
 def address(position: int, slot: int) -> int:

@@ -18,7 +18,7 @@ from trinity_buffer.inspector.experience import mean_of, means_of, readable_even
 from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, as_of, now
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import queries, reads
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
@@ -27,7 +27,9 @@ async def row_by_row(source: Source, first: str, second: str) -> dict[str, Any]:
     """Return uid -> state and advantage in both sets, each looked up for itself."""
 
     def look(tx: Transaction) -> list[tuple[str, Fate, Fate]]:
-        rows = reads.experiences(tx, source.key, reads.Filter(), after=-1, limit=1000)
+        rows = writer_queries.experiences(
+            tx, source.key, writer_queries.Filter(), after=-1, limit=1000
+        )
         decided = fates(tx, source.key, rows)
         found = []
         for row in rows:
@@ -61,7 +63,9 @@ async def test_sets_differ_as_they_do_row_by_row(
             async with as_of(experiment, position) as source:
                 sets = {
                     name
-                    for name, row in (await source.read(queries.consumers, source.key)).items()
+                    for name, row in (
+                        await source.read(writer_queries.consumers, source.key)
+                    ).items()
                     if row.kind == "strategy"
                 }
                 if not sets >= {"grpo", "varied"}:

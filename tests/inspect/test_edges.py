@@ -34,8 +34,8 @@ from trinity_buffer.inspector.experience import row_of
 from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import trainer_of
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.lease_holders import owner_name
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.coordination.lease import owner_name
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.tables import event, experience
 from trinity_buffer.store.transaction import Transaction

@@ -20,7 +20,7 @@ from trinity_buffer.inspector import tracking
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.tracking import Tracker, numbers_of, track
 from trinity_buffer.integrations.trackers import tracker_of
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 

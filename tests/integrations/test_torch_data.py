@@ -20,8 +20,8 @@ import trinity_buffer as tb
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.integrations.torch_data import StepDataset
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.train.step import TrainStep
 
 GROUPS, RUNS = 6, 2
 

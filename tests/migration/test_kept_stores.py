@@ -14,7 +14,7 @@ from sqlalchemy import Connection, MetaData, insert, update
 from tests.migration.kept import kept
 from tests.pipeline.planting import unguarded
 from tests.sample_run import record_sample_run, rollout
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections
 from trinity_buffer.pipeline.store import open_store

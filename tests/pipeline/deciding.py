@@ -13,9 +13,9 @@ from typing_extensions import override
 from tests.crash.forking import CONTEXT, become
 from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.limits import resized
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.sizes import resized
 
 NAME = "all"
 

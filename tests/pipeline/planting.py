@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Table, select, text
 
 from trinity_buffer import codec
-from trinity_buffer.pipeline.events import Event, now_us
+from trinity_buffer.pipeline.handle import Event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
 from trinity_buffer.store import log

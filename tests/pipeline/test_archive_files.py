@@ -15,7 +15,7 @@ from tests.pipeline.planting import beside_heads, unguarded
 from tests.pipeline.test_compaction import trained
 from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.archive import read_archive
 from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.restoring import restore

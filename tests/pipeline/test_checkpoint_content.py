@@ -10,9 +10,9 @@ import pytest
 
 from tests.contract.making import group, opened
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.proof.checkpoint import digest_of, make_durable, read_gone_through
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train.checkpoint import digest_of, make_durable, read_gone_through
 
 
 @pytest.fixture

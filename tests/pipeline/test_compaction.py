@@ -22,14 +22,14 @@ from tests.pipeline.watching import Killed
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.limits import resized
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history import compaction
 from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.restoring import restore
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.sizes import resized
 from trinity_buffer.store.tables import event, segment
 
 

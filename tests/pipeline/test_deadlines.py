@@ -13,11 +13,11 @@ from sqlalchemy import delete
 
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
-from trinity_buffer.pipeline.annotating import unit_reader
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.diagnosis import abandoned_groups
-from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.annotate import unit_reader
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.coordination.diagnosis import abandoned_groups
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store.tables import presence
 
 BOUNDS = ({"max_staleness": 0}, {"max_waiting_groups": 1})

@@ -12,28 +12,28 @@ import pytest
 
 from tests.contract.making import group, opened
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.limits import resized
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.proof import checkpoint, file_digest
-from trinity_buffer.pipeline.proof.checkpoint import (
+from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.train import checkpoint
+from trinity_buffer.pipeline.train.checkpoint import (
+    contents_of,
     digest_of,
     make_durable,
     require_digest,
     write_gone_through,
     written,
 )
-from trinity_buffer.pipeline.proof.file_digest import contents_of
-from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.sizes import resized
 
 PIECE = 1000
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert file_digest.PIECE_BYTES == 64 << 20  # of the format
-    monkeypatch.setattr(file_digest, "PIECE_BYTES", PIECE)
+    assert checkpoint.PIECE_BYTES == 64 << 20  # of the format
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", PIECE)
 
 
 def plain(checkpoint: Path) -> str:
@@ -135,14 +135,14 @@ def test_many_files_take_no_thread_each(tmp_path: Path, monkeypatch: pytest.Monk
         threads.add(threading.get_ident())
         assert hashed.wait(60)
 
-    def contents(files: Sequence[Path], version: int = file_digest.VERSION) -> list[str]:
+    def contents(files: Sequence[Path], version: int = checkpoint.VERSION) -> list[str]:
         hashed.set()  # all files wait for the disk
         return contents_of(files, version)
 
     monkeypatch.setattr(os, "fsync", flush)
     monkeypatch.setattr(checkpoint, "contents_of", contents)
     make_durable(folder)
-    assert len(threads) <= file_digest.THREADS + 1  # and ours, of folders
+    assert len(threads) <= checkpoint.THREADS + 1  # and ours, of folders
 
 
 async def committed(experiment: Experiment, folder: Path) -> str:
@@ -166,7 +166,7 @@ async def test_a_store_goes_on_from_a_checkpoint_whose_digest_is_of_either_versi
     async with opened(store_url, rollouts_per_group=4) as experiment:
         with monkeypatch.context() as patch:
             if version == 1:  # the log as an older version wrote it
-                patch.setattr(file_digest, "PIECE_BYTES", 1 << 40)
+                patch.setattr(checkpoint, "PIECE_BYTES", 1 << 40)
             recorded = await committed(experiment, folder)
         assert recorded == (plain(folder) if version == 1 else digest_of(folder))
         for options in ({}, {"resume_from": 1}):

@@ -19,12 +19,12 @@ from trinity_buffer.events import (
     TrainerRewound,
     body_of,
 )
-from trinity_buffer.pipeline.annotating.scoring import assign_rewards
+from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.loading.blocks import Block, Field
-from trinity_buffer.pipeline.proof.event_chain import EventChain
-from trinity_buffer.pipeline.proof.manifest import Manifest, plan_microbatches, plans_of
+from trinity_buffer.pipeline.load.blocks import Block, Field
+from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches, plans_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.column_audit import wrong_columns
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit

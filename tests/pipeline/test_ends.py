@@ -12,11 +12,10 @@ import pytest
 from tests.contract.making import group, opened, rows
 from tests.pipeline.test_waits import NOBODY, spoken, train
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.coordination.presence import UNSEEN_S, this_host
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.presence import UNSEEN_S
-from trinity_buffer.pipeline.processes import this_host
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import promises
 from trinity_buffer.store.promises import PresenceRow

@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.sample_run import SampleRun, record_sample_run
-from trinity_buffer.pipeline.proof.checkpoint import read_gone_through, write_gone_through
-from trinity_buffer.pipeline.proof.gone_through import (
-    FIRST_LINK,
-    NAMED_MANIFESTS,
-    GoneThrough,
-    chain,
-)
+from trinity_buffer.pipeline.manifest import FIRST_LINK, NAMED_MANIFESTS, GoneThrough, chain
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train.checkpoint import read_gone_through, write_gone_through
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.pipeline.annotating.grouping import (
+from trinity_buffer.pipeline.annotate.grouping import (
     Group,
     Grouping,
     GroupingRules,

@@ -13,7 +13,7 @@ from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 
 
 class Hostile(AddStrategy):

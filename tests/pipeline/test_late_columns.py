@@ -20,11 +20,11 @@ from tests.conftest import Resize
 from tests.pipeline.test_rows_to_batches import LAYOUTS, written
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import TrainingError
-from trinity_buffer.pipeline.loading import row_loader
-from trinity_buffer.pipeline.microbatch import Late, LateTensors, MicroBatch
-from trinity_buffer.pipeline.proof.manifest import LayoutName
-from trinity_buffer.pipeline.streaming.step_columns import LateColumns
+from trinity_buffer.pipeline.load import columns
+from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.train.collate import LateColumns
+from trinity_buffer.pipeline.train.microbatch import Late, LateTensors, MicroBatch
 
 Change = Callable[[list[MicroBatch]], list[MicroBatch]]
 COPIES: dict[str, Change] = {
@@ -104,7 +104,7 @@ async def test_what_was_stored_is_let_go_of_with_the_last_column_that_is_made_of
     def held() -> set[str]:
         return {name for name, data in stored if data() is not None}
 
-    monkeypatch.setattr(row_loader, "decode_segment", decoded)
+    monkeypatch.setattr(columns, "decode_segment", decoded)
     await written(sqlite_url)
     assert served(sqlite_url, "padded", None, "ahead")
     assert "tokens" in {name for name, _ in stored}

@@ -20,7 +20,7 @@ from trinity_buffer.algorithm.copies import copy_experience
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.writer import StagedWriter
 

@@ -20,12 +20,12 @@ from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer, explore
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline import presence, processes
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.coordination import presence
+from trinity_buffer.pipeline.coordination.lease import is_dead, owner_name
+from trinity_buffer.pipeline.coordination.presence import has_ended, is_here, place_of
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.lease_holders import is_dead, owner_name
-from trinity_buffer.pipeline.presence import has_ended, is_here, place_of
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import promises, tables
 from trinity_buffer.store.promises import PresenceRow
 
@@ -222,8 +222,8 @@ def test_a_container_of_the_same_name_is_another_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "PROC", container(tmp_path))
-        there, its_lease = seen_now(processes.this_host(), ended()), owner_name()
+        patch.setattr(presence, "PROC", container(tmp_path))
+        there, its_lease = seen_now(presence.this_host(), ended()), owner_name()
         assert has_ended(there), "in the container itself"
         assert not is_dead(its_lease)
     assert is_here(there)
@@ -235,8 +235,8 @@ def test_a_container_of_the_same_name_is_another_machine(
 
 def test_a_host_is_shown_by_its_name_alone() -> None:
     name = socket.gethostname()
-    assert processes.this_host().startswith(f"{name}#")
-    assert place_of(seen_now(processes.this_host(), 7)).startswith(f"pid 7 on host {name}, seen")
+    assert presence.this_host().startswith(f"{name}#")
+    assert place_of(seen_now(presence.this_host(), 7)).startswith(f"pid 7 on host {name}, seen")
     assert promises.place_of(owner_name()) == f"pid {os.getpid()} on host {name}"
 
 
@@ -251,8 +251,8 @@ def test_who_was_stored_under_a_name_alone_is_of_the_machine_of_that_name() -> N
 def test_who_lives_is_known_with_and_without_proc(
     monkeypatch: pytest.MonkeyPatch, proc: str
 ) -> None:
-    monkeypatch.setattr(processes, "PROC", Path(proc))
-    gone, host, mine = ended(), processes.this_host(), owner_name()
+    monkeypatch.setattr(presence, "PROC", Path(proc))
+    gone, host, mine = ended(), presence.this_host(), owner_name()
     assert is_here(seen_now(host, os.getpid()))
     assert not has_ended(seen_now(host, os.getpid()))
     assert not is_here(seen_now(host, gone))

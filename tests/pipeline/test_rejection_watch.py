@@ -10,9 +10,9 @@ import pytest
 from tests.sample_run import rollout
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.coordination.waiting import RejectionWatch
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.rejection_watch import RejectionWatch
 from trinity_buffer.pipeline.store import Store, open_store
 
 
@@ -41,7 +41,7 @@ async def test_a_trainer_whose_rows_all_lack_a_column_ends_and_names_the_first(
                     TrainingError, match=r"5 steps in a row as invalid: logprobs \(first b0/"
                 ):
                     await anext(stream)
-    (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
+    (warning,) = [record for record in caplog.records if "coordination.waiting" in record.name]
     assert "'trainer' has rejected everything of 3 steps in a row" in warning.getMessage()
 
 
@@ -75,7 +75,7 @@ async def test_a_filter_that_keeps_nothing_goes_on_and_says_so(
         with caplog.at_level(logging.WARNING):
             report = await run_strategy(experiment, "reward_variance")
     assert (report.annotated, report.rejected) == (0, 18)
-    (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
+    (warning,) = [record for record in caplog.records if "coordination.waiting" in record.name]
     assert "of 9 groups in a row as zero_variance (first b0/0/0" in warning.getMessage()
 
 
@@ -87,7 +87,7 @@ async def test_a_filter_may_keep_nothing_of_a_few_groups(
         experiment = await recorded(store, rows(groups, reward=1.0))
         with caplog.at_level(logging.WARNING):
             await run_strategy(experiment, "reward_variance")
-    told = [each.getMessage() for each in caplog.records if "rejection_watch" in each.name]
+    told = [each.getMessage() for each in caplog.records if "coordination.waiting" in each.name]
     assert [f"everything of {groups} groups in a row" in each for each in told] == [True] * said
 
 
@@ -113,7 +113,7 @@ async def test_a_trainer_that_is_given_nothing_of_use_says_so_once_and_goes_on(
         with caplog.at_level(logging.WARNING):
             async with experiment.train_stream(strategy=None, **options) as stream:
                 assert len([step async for step in stream]) == trained
-    (warning,) = [record for record in caplog.records if "rejection_watch" in record.name]
+    (warning,) = [record for record in caplog.records if "coordination.waiting" in record.name]
     assert f"steps in a row as {reason} (first b0/{trained}/0/0" in warning.getMessage()
 
 

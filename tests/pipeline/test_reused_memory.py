@@ -14,8 +14,7 @@ import torch
 
 from tests.conftest import Resize
 from trinity_buffer.codec.columns import Bytes
-from trinity_buffer.pipeline.reused_memory import ALIGNMENT, ReusedMemory
-from trinity_buffer.pipeline.tensor_columns import columns_of_given, tensors_given
+from trinity_buffer.pipeline.tensors import ALIGNMENT, ReusedMemory, columns_of_given, tensors_given
 
 
 def address_of(array: object) -> int:

@@ -30,15 +30,15 @@ from trinity_buffer.algorithm.add_strategy import (
 )
 from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
-from trinity_buffer.pipeline.annotating.decision import Decision, Verdicts
-from trinity_buffer.pipeline.annotating.grouping import Group
-from trinity_buffer.pipeline.annotating.reward_table import table_of, verdicts_of
-from trinity_buffer.pipeline.annotating.scoring import assign_rewards
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.annotate.deciding import Decision, Verdicts
+from trinity_buffer.pipeline.annotate.grouping import Group
+from trinity_buffer.pipeline.annotate.reward_table import table_of, verdicts_of
+from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.row_loader import experiences_of
+from trinity_buffer.pipeline.handle import new_event, now_us
+from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import log, segments, tables
 from trinity_buffer.store.rows import SLOT_BITS, address_of

@@ -15,15 +15,15 @@ import torch
 from tests.conftest import Resize
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.loading import row_loader, segments
-from trinity_buffer.pipeline.loading.blocks import Array
-from trinity_buffer.pipeline.microbatch import MicroBatch
-from trinity_buffer.pipeline.proof.manifest import LayoutName
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.load import columns, segments
+from trinity_buffer.pipeline.load.blocks import Array
+from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.collate_buffers import StepMemory
-from trinity_buffer.pipeline.streaming.step_columns import LateColumn
 from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.train.buffers import StepMemory
+from trinity_buffer.pipeline.train.collate import LateColumn
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
 
 TASKS, RUNS = 16, 4
 LAYOUTS = [("padded", None), ("padded", 4096), ("packed", None), ("packed", 4096)]
@@ -220,7 +220,7 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
         read.update(keys)
         return segments.read_segments(s, keys, families)
 
-    monkeypatch.setattr(row_loader, "read_segments", counted)
+    monkeypatch.setattr(columns, "read_segments", counted)
     resize(bytes_kept=bytes_kept)
     await written(sqlite_url)
     with open_train_stream(

@@ -15,8 +15,8 @@ from tests.contract.making import group
 from trinity_buffer import inspector
 from trinity_buffer.errors import ArchivedSegmentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating.scoring import assign_rewards
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.replay import replayed_steps

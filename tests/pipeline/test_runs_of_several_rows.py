@@ -31,17 +31,17 @@ from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.errors import ConflictingStrategyError, InvalidArgumentError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience, group_by
-from trinity_buffer.pipeline.annotating.decision import Verdicts
-from trinity_buffer.pipeline.annotating.grouping import Group
-from trinity_buffer.pipeline.annotating.reward_table import table_of, verdicts_of
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.annotate.deciding import Verdicts
+from trinity_buffer.pipeline.annotate.grouping import Group
+from trinity_buffer.pipeline.annotate.reward_table import table_of, verdicts_of
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.event_cache import EventCache
-from trinity_buffer.pipeline.loading.row_loader import RowLoader, experiences_of
+from trinity_buffer.pipeline.handle import new_event, now_us
+from trinity_buffer.pipeline.load.columns import RowLoader, experiences_of
+from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.streaming.collate import collate_step
-from trinity_buffer.store import queries, segments, tables
+from trinity_buffer.pipeline.train.collate import collate_step
+from trinity_buffer.store import segments, tables, writer_queries
 from trinity_buffer.writer import StagedWriter
 
 Run = float | None | list[float | None]
@@ -300,7 +300,9 @@ async def registered_before(
     grouping = {"rollouts_per_group": None, "deadline_s": None, "incomplete": "keep"}
     config = {"strategy": strategy, "args": args, "grouping": grouping}
     event = new_event(ConsumerRegistered(consumer=name, kind="strategy", config=config))
-    await experiment.database.write(queries.registered, experiment.key, name, event, clock=now_us)
+    await experiment.database.write(
+        writer_queries.registered, experiment.key, name, event, clock=now_us
+    )
 
 
 @pytest.mark.parametrize(

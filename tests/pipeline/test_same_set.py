@@ -12,9 +12,8 @@ from tests.contract.making import group, opened, rows
 from tests.pipeline.watching import Watcher
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.errors import ConflictingStrategyError
-from trinity_buffer.pipeline.annotating.grouping import GroupingRules
-from trinity_buffer.pipeline.annotating.same_set import is_same_set
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import is_same_set, run_strategy
+from trinity_buffer.pipeline.annotate.grouping import GroupingRules
 from trinity_buffer.store import tables
 from trinity_buffer.writer import StagedWriter
 

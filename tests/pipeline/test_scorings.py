@@ -13,10 +13,10 @@ import pytest
 from tests.conftest import Resize
 from tests.contract.making import opened, rollout
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating.scoring import assign_rewards
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.row_loader import experiences_of
+from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.pipeline.verifying.verify import verify
 
 RUNS = 3

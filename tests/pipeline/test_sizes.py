@@ -22,17 +22,17 @@ from tests.sample_run import SampleRun
 from tests.small_sizes import NAMES, small
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import groups
-from trinity_buffer.pipeline.annotating.scoring import assign_rewards
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.limits import resized
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compaction import compact
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.sizes import resized
-from trinity_buffer.store import reads, retention
+from trinity_buffer.store import retention, writer_queries
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.tables import PROJECTIONS, experience, segment
 from trinity_buffer.store.transaction import Transaction
@@ -321,13 +321,15 @@ async def test_a_batch_is_read_by_its_addresses_page_by_page(
     sqlite_url: str, size: int, resize: Resize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int | None] = []
-    usual = reads.experiences
+    usual = writer_queries.experiences
 
-    def spied(tx: Transaction, key: int, wanted: reads.Filter, **page: int) -> list[ExperienceRow]:
+    def spied(
+        tx: Transaction, key: int, wanted: writer_queries.Filter, **page: int
+    ) -> list[ExperienceRow]:
         asked.append(None if wanted.addresses is None else len(wanted.addresses))
         return usual(tx, key, wanted, **page)
 
-    monkeypatch.setattr(reads, "experiences", spied)
+    monkeypatch.setattr(writer_queries, "experiences", spied)
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})
         await experiment.writer("e0").write([*experiences(), rollout("c", 0, 0, reward=1.0)])

@@ -13,12 +13,11 @@ import pytest
 import trinity_buffer as tb
 from tests.contract.making import group, living, opened, rollout
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.coordination.presence import AT_WORK, this_host
+from trinity_buffer.pipeline.coordination.stall import Stall
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.presence import AT_WORK
-from trinity_buffer.pipeline.processes import this_host
-from trinity_buffer.pipeline.stall import Stall
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import promises
 from trinity_buffer.store.promises import PresenceRow
 

@@ -24,14 +24,14 @@ from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import compare_sets, leases
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer, run_strategy
-from trinity_buffer.pipeline.annotating.strategy_lease import StrategyLease
-from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
-from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer, run_strategy
+from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
+from trinity_buffer.pipeline.coordination.lease import StrategyLease
+from trinity_buffer.pipeline.coordination.presence import is_paused, start_of, this_host
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.processes import is_paused, start_of, this_host
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import promises, queries
+from trinity_buffer.store import promises, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import ReadSession, Transaction
 
@@ -95,7 +95,7 @@ async def stands_by(experiment: Experiment, pid: int, decider: int) -> bool:
 
 
 async def num_decided(experiment: Experiment) -> int:
-    row = await experiment.database.read(queries.consumer_row, experiment.key, NAME)
+    row = await experiment.database.read(writer_queries.consumer_row, experiment.key, NAME)
     return 0 if row is None else row.calls
 
 

@@ -10,12 +10,11 @@ import anyio.to_thread
 import pytest
 
 from tests.contract.making import group, opened, rows
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming import leading_rank
-from trinity_buffer.pipeline.streaming.step_queue import StepQueue
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.train import lead
+from trinity_buffer.pipeline.train.step import StepQueue, TrainStep
 from trinity_buffer.store import tables
 
 GROUPS = 8
@@ -103,11 +102,11 @@ async def leased(experiment: Experiment, number: int) -> int:
             await changes.changed(state)
 
 
-@pytest.mark.parametrize("in_one_go_s", [leading_rank.IN_ONE_GO_S, 0.0])
+@pytest.mark.parametrize("in_one_go_s", [lead.IN_ONE_GO_S, 0.0])
 async def test_no_more_is_leased_than_was_asked_for_and_prefetched(
     store_url: str, monkeypatch: pytest.MonkeyPatch, in_one_go_s: float
 ) -> None:
-    monkeypatch.setattr(leading_rank, "IN_ONE_GO_S", in_one_go_s)
+    monkeypatch.setattr(lead, "IN_ONE_GO_S", in_one_go_s)
     async with opened(store_url, rollouts_per_group=4) as experiment:
         for task in range(GROUPS):
             await experiment.writer("e0").write(group(task=task))

@@ -23,11 +23,7 @@ from tests.pipeline.watching import (
     rejected_groups,
 )
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.pipeline.annotating.strategy_consumer import (
-    ConsumerReport,
-    StrategyConsumer,
-    run_strategy,
-)
+from trinity_buffer.pipeline.annotate.consumer import ConsumerReport, StrategyConsumer, run_strategy
 from trinity_buffer.store import counts, tables
 
 
@@ -113,7 +109,7 @@ async def test_a_restart_does_not_put_off_a_deadline(
         assert (await run_strategy(experiment, Watcher, name="all")).waiting == 1
         (since,) = {event.recorded_at async for event in experiment.events(kinds=["BatchPlanned"])}
         # Another process, whose clock says that the deadline was a moment ago.
-        clock = "trinity_buffer.pipeline.annotating.deadlines.now_us"
+        clock = "trinity_buffer.pipeline.annotate.grouping.now_us"
         monkeypatch.setattr(clock, lambda: int((since + 1000.0) * 1e6) + 1)
         assert (await run_strategy(experiment, Watcher, name="all")).annotated == 1
 

@@ -14,7 +14,7 @@ from tests.contract.making import (
 )
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating import strategy_consumer
+from trinity_buffer.pipeline.annotate import consumer
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
@@ -59,7 +59,7 @@ def killed_at(point: str, time: int, monkeypatch: pytest.MonkeyPatch) -> Iterato
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(strategy_consumer, "reached", reached)
+        patch.setattr(consumer, "reached", reached)
         yield
 
 

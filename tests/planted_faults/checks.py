@@ -28,10 +28,10 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotating import strategy_consumer
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.annotate import consumer
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import log, promises
 from trinity_buffer.store.tables import segment
@@ -93,7 +93,7 @@ async def a_crash_before_the_commit_decides_nothing(url: str, folder: Path) -> N
     async with opened(url) as experiment:
         await write_groups(experiment, 2)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(strategy_consumer, "reached", crash)
+            patch.setattr(consumer, "reached", crash)
             with pytest.raises(CrashError):
                 await run_strategy(experiment, "grpo")
         report = await run_strategy(experiment, "grpo")

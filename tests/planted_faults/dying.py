@@ -13,7 +13,7 @@ import anyio
 from tests.sample_run import rollout
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.writing.group_commit import GroupCommit, Outcome
+from trinity_buffer.pipeline.write.group_commit import GroupCommit, Outcome
 from trinity_buffer.store.log import Place
 
 

@@ -14,26 +14,26 @@ from tests.pipeline.planting import delete_event
 from tests.planted_faults import checks
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact, PlacedFact
-from trinity_buffer.pipeline.annotating import decision
-from trinity_buffer.pipeline.annotating.strategy_consumer import StrategyConsumer
-from trinity_buffer.pipeline.annotating.unit_reader import UnitReader
-from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.annotate import deciding
+from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer
+from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.row_loader import RowLoader
-from trinity_buffer.pipeline.proof import checkpoint as checkpoints
-from trinity_buffer.pipeline.proof.manifest import Manifest
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
-from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.pipeline.handle import new_event, now_us
+from trinity_buffer.pipeline.load.columns import RowLoader
+from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.train import checkpoint as checkpoints
+from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.pipeline.writing import planning, write_call
+from trinity_buffer.pipeline.write import batch, planning
 from trinity_buffer.store import (
+    fold,
     log,
-    projections,
     promises,
-    queries,
     segments,
     tables,
     trainer_queries,
+    writer_queries,
 )
 from trinity_buffer.store.rows import StepRow
 
@@ -46,7 +46,7 @@ def another_content_is_a_duplicate(patch: Patch) -> None:
     def trusting(parts: Sequence[Any], known: Any) -> list[Any]:
         return [e for part in parts for e in part.experiences if e.eid not in known]
 
-    patch.setattr(write_call, "without_known", trusting)
+    patch.setattr(batch, "without_known", trusting)
 
 
 def the_cursor_moves_before_its_output(patch: Patch) -> None:
@@ -79,7 +79,7 @@ def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
         some = tables.waiting.c.address.in_(addresses)
         tx.execute(delete(tables.waiting).where(*mine, some))
 
-    patch.setattr(projections, "decide", careless)
+    patch.setattr(fold, "decide", careless)
 
 
 def whoever_decided_commits(patch: Patch) -> None:
@@ -105,7 +105,7 @@ def uncommitted_steps_are_forgotten(patch: Patch) -> None:
     usual = trainer_queries.steps_at_start
 
     def forgetful(tx: Any, experiment: int, name: str) -> list[StepRow]:
-        row = queries.consumer_row(tx, experiment, name)
+        row = writer_queries.consumer_row(tx, experiment, name)
         assert row is not None
         return [one for one in usual(tx, experiment, name) if one.step <= row.committed_step]
 
@@ -158,7 +158,7 @@ def an_event_is_deleted(patch: Patch) -> None:
 
 def a_rejection_is_forgotten(patch: Patch) -> None:
     """5: the fold leaves out one row of a rejection, now and in every rebuild."""
-    usual = projections.fold_rows
+    usual = fold.fold_rows
 
     def forgetful(tx: Any, experiment: int, placed: PlacedFact) -> int:
         stored = usual(tx, experiment, placed)
@@ -167,7 +167,7 @@ def a_rejection_is_forgotten(patch: Patch) -> None:
             tx.execute(delete(tables.rejection).where(last))
         return stored
 
-    patch.setattr(projections, "fold_rows", forgetful)
+    patch.setattr(fold, "fold_rows", forgetful)
 
 
 def a_replay_has_another_order(patch: Patch) -> None:
@@ -206,7 +206,7 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
         ]
         tx.add(tables.event, rows)
         facts = [PlacedFact(at, who, new.fact) for at, who, new in placed]
-        projections.fold_all(tx, experiment, facts)
+        fold.fold_all(tx, experiment, facts)
         tx.announce()
         return [log.Place(at, bytes(32)) for at, _, _ in placed]
 
@@ -248,7 +248,7 @@ def the_token_is_checked_without_a_lock(patch: Patch) -> None:
 
 def the_door_is_open(patch: Patch) -> None:
     """9: experiences are not validated."""
-    patch.setattr(write_call, "validate", lambda experience, schema: None)
+    patch.setattr(batch, "validate", lambda experience, schema: None)
 
 
 def nobody_looks_at_checksums(patch: Patch) -> None:
@@ -282,4 +282,4 @@ def rejected_groups_hold_a_place(patch: Patch) -> None:
             fact = replace(fact, planned_groups=0)
         return new_event(fact)
 
-    patch.setattr(decision, "new_event", counted)
+    patch.setattr(deciding, "new_event", counted)

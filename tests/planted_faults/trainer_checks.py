@@ -17,12 +17,12 @@ from tests.planted_faults.scenes import BLOCKED_S, nothing_is_wrong, opened, wri
 from trinity_buffer.errors import (
     LeaseLostError,
 )
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import now_us
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
-from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import promises
 from trinity_buffer.store.transaction import Transaction

@@ -94,7 +94,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "a digest of before is compared with one of now",
-        "pipeline/proof/checkpoint.py",
+        "pipeline/train/checkpoint.py",
         "contents_of(new, version)",
         "contents_of(new)",
         "tests/pipeline/test_digest_versions.py"
@@ -102,7 +102,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "what comes behind the last whole piece of a file is not hashed",
-        "pipeline/proof/file_digest.py",
+        "pipeline/train/checkpoint.py",
         "for at in range(0, size, PIECE_BYTES)]",
         "for at in range(0, size + 1 - PIECE_BYTES, PIECE_BYTES)]",
         "tests/pipeline/test_digest_versions.py"

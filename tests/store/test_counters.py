@@ -21,13 +21,13 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import counters, counts, log, migrations, queries
+from trinity_buffer.store import counters, counts, log, migrations, writer_queries
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.transaction import Transaction
 
@@ -280,7 +280,7 @@ async def test_all_experiments_are_told_as_each_alone(store_url: str, tmp_path: 
         every = (await overview(store)).experiments
         alone = [(await overview(store, one.name)).experiments[0] for one in every]
         names = await store.database.read(log.experiment_names)
-        rows = await store.database.read(queries.consumers, empty.key)
+        rows = await store.database.read(writer_queries.consumers, empty.key)
     assert list(every) == alone
     assert [one.name for one in every] == list(names)
     assert (every[2].experiences, every[2].trainers, rows) == (0, (), {})

@@ -25,9 +25,9 @@ from trinity_buffer.events import (
     TrainerRewound,
 )
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import new_event
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.history.refold import decoded_events
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import log

@@ -15,7 +15,7 @@ from tests.contract.making import group, opened
 from trinity_buffer.blob import Blob, Buffer, mapped, writable
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import StoreError
-from trinity_buffer.pipeline import decoding
+from trinity_buffer.pipeline import encoding
 from trinity_buffer.store import segments
 from trinity_buffer.store.sqlite import dbapi2, open_blob
 from trinity_buffer.store.sqlite_seats import FILLED_BYTES
@@ -66,7 +66,7 @@ async def test_what_is_read_in_pieces_is_no_copy_and_not_the_store(
         read.append(blob)
         return decode_segment(blob)
 
-    monkeypatch.setattr(decoding, "decode_segment", decoded)
+    monkeypatch.setattr(encoding, "decode_segment", decoded)
     resize(bytes_read_at_once=1)
     async with opened(sqlite_url, rollouts_per_group=4) as experiment:
         given = group()

@@ -18,10 +18,10 @@ from tests.postgres import PostgresServer
 from tests.sample_run import rollout
 from trinity_buffer.events import TrainerRewound
 from trinity_buffer.identity import EID
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import counters, counts, inspection, log, queries, reads, retention
+from trinity_buffer.store import counters, counts, inspection, log, retention, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -36,29 +36,34 @@ NEED = retention.Need(Reader(1, "t", "", "t"), "grpo", 1)
 HELD = retention.Held(1, b"key", 1, END)
 
 
-def _in_state(tx: Transaction, state: reads.State) -> object:
-    wanted = reads.Filter(annotation_set="grpo", state=state)
-    return reads.experiences(tx, 1, wanted, after=-1, limit=ROWS)
+def _in_state(tx: Transaction, state: writer_queries.State) -> object:
+    wanted = writer_queries.Filter(annotation_set="grpo", state=state)
+    return writer_queries.experiences(tx, 1, wanted, after=-1, limit=ROWS)
 
 
 QUESTIONS: dict[str, Callable[[Transaction], Any]] = {
-    "how many a batch holds": lambda tx: queries.count_in_batch(tx, 1, "b"),
-    "which are stored": lambda tx: queries.stored(tx, 1, [EID("b", task, 0) for task in SOME]),
-    "which groups are decided": lambda tx: queries.decided_groups(
+    "how many a batch holds": lambda tx: writer_queries.count_in_batch(tx, 1, "b"),
+    "which are stored": lambda tx: writer_queries.stored(
+        tx, 1, [EID("b", task, 0) for task in SOME]
+    ),
+    "which groups are decided": lambda tx: writer_queries.decided_groups(
         tx, 1, "grpo", GROUPS, cursor=ROWS
     ),
-    "which runs are refused": lambda tx: queries.refused_runs(tx, 1, GROUPS, cursor=ROWS),
-    "which runs a batch has": lambda tx: queries.runs_of(tx, 1, "b"),
+    "which runs are refused": lambda tx: writer_queries.refused_runs(tx, 1, GROUPS, cursor=ROWS),
+    "which runs a batch has": lambda tx: writer_queries.runs_of(tx, 1, "b"),
     "what groups hold": lambda tx: inspection.members(tx, 1, GROUPS),
     "which groups are the newest": lambda tx: inspection.newest_groups(tx, 1, TASKS, END),
-    "a page of a batch": lambda tx: reads.experiences(
+    "a page of a batch": lambda tx: writer_queries.experiences(
         tx,
         1,
-        reads.Filter(batch="b", addresses=tuple(range(1 << 20, (1 << 20) + ROWS))),
+        writer_queries.Filter(batch="b", addresses=tuple(range(1 << 20, (1 << 20) + ROWS))),
         after=-1,
         limit=ROWS,
     ),
-    **{f"what is {state}": partial(_in_state, state=state) for state in get_args(reads.State)},
+    **{
+        f"what is {state}": partial(_in_state, state=state)
+        for state in get_args(writer_queries.State)
+    },
     "events of rare kinds": lambda tx: log.read_after(
         tx, 1, 0, limit=9, kinds=(TrainerRewound.__name__, "BatchSealed"), up_to=END
     ),

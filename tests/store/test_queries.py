@@ -15,9 +15,9 @@ from sqlalchemy.event import listen
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import counts, inspection, log, queries, reads, trainer_queries
+from trinity_buffer.store import counts, inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.auditing import comparison
-from trinity_buffer.store.projections import fold_all
+from trinity_buffer.store.fold import fold_all
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -52,12 +52,12 @@ COMMITTED = StepsCommitted(
 TRAINER = ConsumerRow("t", "trainer", {"strategy": "s"}, 0, 0, 0, 1, 4, 3)
 
 ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
-    "batch_row": lambda tx: queries.batch_row(tx, 1, "b"),
-    "count_in_batch": lambda tx: queries.count_in_batch(tx, 1, "b"),
-    "runs_of": lambda tx: queries.runs_of(tx, 1, "b"),
-    "sealed_among": lambda tx: queries.sealed_among(tx, 1, ["b"]),
-    "stored": lambda tx: queries.stored(tx, 1, [EID("b", "t", 0)]),
-    "decided_groups": lambda tx: queries.decided_groups(tx, 1, "s", [("b", "t")], cursor=9),
+    "batch_row": lambda tx: writer_queries.batch_row(tx, 1, "b"),
+    "count_in_batch": lambda tx: writer_queries.count_in_batch(tx, 1, "b"),
+    "runs_of": lambda tx: writer_queries.runs_of(tx, 1, "b"),
+    "sealed_among": lambda tx: writer_queries.sealed_among(tx, 1, ["b"]),
+    "stored": lambda tx: writer_queries.stored(tx, 1, [EID("b", "t", 0)]),
+    "decided_groups": lambda tx: writer_queries.decided_groups(tx, 1, "s", [("b", "t")], cursor=9),
     "members": lambda tx: inspection.members(tx, 1, [("b", "t"), ("c", "t")]),
     "annotation_rows": lambda tx: inspection.annotation_rows(tx, 1, [1 << 20, 2 << 20]),
     "deliveries": lambda tx: inspection.deliveries(tx, 1, ["t"], [1 << 20, 2 << 20]),
@@ -73,10 +73,12 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "rare kinds": lambda tx: log.read_after(
         tx, 1, 4, limit=9, kinds=("PolicyPublished", "StepsCommitted"), up_to=8
     ),
-    "rows of a batch": lambda tx: reads.experiences(
+    "rows of a batch": lambda tx: writer_queries.experiences(
         tx,
         1,
-        reads.Filter(batch="b", addresses=reads.addresses_in_batch(tx, 1, "b", "t", limit=9)),
+        writer_queries.Filter(
+            batch="b", addresses=writer_queries.addresses_in_batch(tx, 1, "b", "t", limit=9)
+        ),
         after=-1,
         limit=9,
     ),
@@ -90,11 +92,11 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "a span of rejections": lambda tx: comparison.rows_of(
         tx, 1, comparison.Span("rejection", "s", 1 << 20, 2 << 20)
     ),
-    "an actor's batches": lambda tx: queries.batches_of_actor(tx, 1, "e0"),
+    "an actor's batches": lambda tx: writer_queries.batches_of_actor(tx, 1, "e0"),
     "open batches": lambda tx: counts.open_batches(tx, 1),
     "counted rollouts": lambda tx: counts.of_plans(tx, 1, {}),
     "a trainer's numbers": lambda tx: counts.of_trainer(tx, 1, TRAINER, {}),
-    "refused_runs": lambda tx: queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
+    "refused_runs": lambda tx: writer_queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 
 WALKS = (

@@ -15,7 +15,7 @@ from sqlalchemy.util import await_only
 from tests.contract.making import group, kinds, opened
 from tests.postgres import PostgresServer
 from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import connecting, log, postgres, sqlite

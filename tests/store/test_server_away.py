@@ -22,11 +22,11 @@ from trinity_buffer.errors import (
     StoreReplacedError,
     StoreUnavailableError,
 )
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import changes, connecting, log, sqlite
+from trinity_buffer.store import connecting, log, notify, sqlite
 from trinity_buffer.store.url import parse_url
 
 COMMIT = b"COMMIT\0"
@@ -230,8 +230,8 @@ async def test_a_peer_that_falls_silent_holds_no_write(
 async def test_a_follower_hears_of_news_though_its_line_fell_silent(
     postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "ASKED_EVERY_S", 0.2)
-    monkeypatch.setattr(changes, "ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(notify, "ASKED_EVERY_S", 0.2)
+    monkeypatch.setattr(notify, "ANSWERS_WITHIN_S", 0.2)
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
     monkeypatch.setattr(connecting, "COMMAND_TIMEOUT_S", 0.5)
     async with (

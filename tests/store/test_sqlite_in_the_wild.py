@@ -22,7 +22,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.store import sqlite
 from trinity_buffer.store.sqlite import dbapi2
-from trinity_buffer.store.write_ahead_log import log_state
+from trinity_buffer.store.wal import log_state
 
 CALLS = 10
 

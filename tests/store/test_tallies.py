@@ -10,11 +10,11 @@ from sqlalchemy import select
 from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer.events import ExperiencesRejected
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import new_event, now_us
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import counters, counts, log, queries
+from trinity_buffer.store import counters, counts, log, writer_queries
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.tables import annotation, delivery
 from trinity_buffer.store.tables import experience as table
@@ -27,7 +27,7 @@ async def both(experiment: Experiment) -> tuple[list[Counts], list[Counts]]:
     """Return what is tallied and what is counted, of sets and trainers."""
 
     def look(tx: Transaction) -> tuple[list[Counts], list[Counts]]:
-        key, rows = experiment.key, queries.consumers(tx, experiment.key).values()
+        key, rows = experiment.key, writer_queries.consumers(tx, experiment.key).values()
         sets = [row for row in rows if row.kind == "strategy"]
         trainers = [row for row in rows if row.kind == "trainer"]
         numbers = counters.numbers_of(tx, key)
@@ -76,7 +76,7 @@ async def test_what_lies_behind_a_cursor_is_unseen(sqlite_store_url: str, tmp_pa
 
         def look(tx: Transaction) -> None:
             key = experiment.key
-            row = queries.consumers(tx, key)["grpo"]
+            row = writer_queries.consumers(tx, key)["grpo"]
             of = (table.c.experiment == key, table.c.refused.is_(None))
             taken = tx.execute(select(table.c.address).where(*of)).scalars().all()
             for cursor in range(log.head(tx, key) + 1):
@@ -138,7 +138,7 @@ async def test_steps_of_another_experiments_trainer_are_not_waited_for(
         found = []
         for experiment in (await store.experiment(sample.name), done):
             key, database = experiment.key, experiment.database
-            row = await database.read(queries.consumer_row, key, "trainer")
+            row = await database.read(writer_queries.consumer_row, key, "trainer")
             assert row is not None
             found.append(await database.read(counts.first_uncommitted, key, row))
         leased = [e.position async for e in (await store.experiment("sort")).events(kinds=LEASED)]

@@ -19,12 +19,12 @@ from tests.contract.making import group, opened, rows
 from tests.postgres import PostgresServer
 from trinity_buffer.errors import StoreUnavailableError
 from trinity_buffer.events import BatchLeased, StepsCommitted
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.events import new_event
-from trinity_buffer.pipeline.streaming.resuming import register
-from trinity_buffer.pipeline.streaming.trainer_lease import hold_lease
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.coordination.lease import hold_lease
+from trinity_buffer.pipeline.handle import new_event
+from trinity_buffer.pipeline.train.resume import register
 from trinity_buffer.pipeline.verifying.verify import verify
-from trinity_buffer.store import log, queries
+from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.tables import consumer, policy
 from trinity_buffer.store.transaction import (
     Prepared,
@@ -144,7 +144,7 @@ async def test_a_function_of_one_statement_needs_no_transaction_around_it(
             with counted.count(f"read {number}"):
                 assert len(await database.read(log.read_at, key, [1, 2])) == 2
                 assert await experiment.is_finished() is False
-                assert await database.read(queries.consumer_row, key, "t") is None
+                assert await database.read(writer_queries.consumer_row, key, "t") is None
 
         @one_statement
         def two(tx: Transaction) -> None:

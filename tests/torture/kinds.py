@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.torture import inflict
-from trinity_buffer.crash_points import CRASH_POINTS
+from trinity_buffer.faultpoints import CRASH_POINTS
 
 HOUR_S = 3600.0
 

@@ -19,7 +19,7 @@ from tests.torture.roles import Life, live
 from tests.torture.sites import Site
 from trinity_buffer.errors import StoreReplacedError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts

@@ -32,12 +32,12 @@ from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer
-from trinity_buffer.pipeline import events
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline import handle
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.history.replay import open_replay_stream
-from trinity_buffer.pipeline.proof import checkpoint as checkpoints
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.store import sqlite
 from trinity_buffer.trainer.policy import TokenScores
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
@@ -110,7 +110,7 @@ class _WrongClock:
 
 def _move_clock(life: Life, folder: Path) -> None:
     def move(seconds: float, kind: str) -> None:
-        vars(events)["time"] = _WrongClock(seconds, folder, kind)
+        vars(handle)["time"] = _WrongClock(seconds, folder, kind)
 
     if life.clock_s:
         move(life.clock_s, "clock wrong")

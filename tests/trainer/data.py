@@ -10,7 +10,7 @@ import torch
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.trainer.requirements import strategies_of

@@ -22,8 +22,8 @@ from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.events import StepsCommitted
-from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.pipeline.verifying.verify import verify
 from trinity_buffer.trainer import checkpoint, trainer
 from trinity_buffer.trainer.checkpoint import Begun, Saved

@@ -17,8 +17,8 @@ import torch
 from tests.trainer.data import policy
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.proof.checkpoint import being_read, digest_of, make_durable
-from trinity_buffer.pipeline.proof.gone_through import GoneThrough
+from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.train.checkpoint import being_read, digest_of, make_durable
 from trinity_buffer.trainer import checkpoint, sharded
 from trinity_buffer.trainer.checkpoint import (
     POLICY_FILE,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.contract.making import group, opened
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
 
 COPIES: list[Callable[[MicroBatch], MicroBatch]] = [
     copy.copy,

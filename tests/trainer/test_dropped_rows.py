@@ -26,7 +26,7 @@ from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownNa
 from trinity_buffer.events import StepDealt
 from trinity_buffer.inspector.source import now
 from trinity_buffer.integrations.torch_data import StepDataset
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.history.refold import diff_projections
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream

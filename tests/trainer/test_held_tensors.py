@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.pipeline.proof.checkpoint import make_durable, written
+from trinity_buffer.pipeline.train.checkpoint import make_durable, written
 from trinity_buffer.trainer.models import require_trained
 from trinity_buffer.trainer.sharded import (
     HostCopies,

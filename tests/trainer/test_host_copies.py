@@ -89,8 +89,8 @@ class LateGpu:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "_SMALLEST_BLOCK", 1 << 10)
-    monkeypatch.setattr(sharded, "_LARGEST_BLOCK", 1 << 12)
+    monkeypatch.setattr(sharded, "SMALLEST_BLOCK", 1 << 10)
+    monkeypatch.setattr(sharded, "LARGEST_BLOCK", 1 << 12)
 
 
 def test_what_was_computed_before_is_copied_and_what_comes_after_waits() -> None:

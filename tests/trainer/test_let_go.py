@@ -12,8 +12,8 @@ import torch
 
 from tests.trainer.data import policy, prepared
 from trinity_buffer.algorithm import build
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
+from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 
 

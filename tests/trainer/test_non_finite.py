@@ -22,7 +22,7 @@ from trinity_buffer.algorithm.policy_loss_fn import PPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.pipeline.events import Event
+from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream

@@ -20,8 +20,8 @@ from tests.trainer.qwen import qwen2, qwen3
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.pipeline.history.replay import ReplayStream
-from trinity_buffer.pipeline.proof.checkpoint import digest_of
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer.causal_lm import CausalLM
 
 DROPOUT: dict[str, Any] = {"attention_dropout": 0.1}

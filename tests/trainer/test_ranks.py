@@ -17,12 +17,12 @@ from tests.small_sizes import small
 from tests.trainer.data import recorded, rollouts
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.events import RankJoined
-from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.ranks import RankSession
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
-from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.pipeline.train.ranks import RankSession
+from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.store import log, tables
 from trinity_buffer.store.transaction import Transaction
 

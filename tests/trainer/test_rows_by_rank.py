@@ -7,7 +7,7 @@ import pytest
 from tests.trainer.data import recorded, rollouts
 from tests.trainer.test_elastic_ranks import life
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.committing import DeliveredSteps
+from trinity_buffer.pipeline.train.commit import DeliveredSteps
 from trinity_buffer.pipeline.verifying.verify import verify
 
 

@@ -21,8 +21,8 @@ from trinity_buffer import inspector
 from trinity_buffer.algorithm import build
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.microbatch import MicroBatch
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.trainer.numbers import Number, StepNumbers, combined
 
 T = TypeVar("T")

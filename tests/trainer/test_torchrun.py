@@ -22,7 +22,7 @@ from tests.trainer.data import policy, recorded, rollouts
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import verify
 

@@ -15,10 +15,10 @@ from tests.trainer.gradients import train
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.checkpoint import read_step
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings, ValueLossFn
 

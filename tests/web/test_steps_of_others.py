@@ -14,9 +14,9 @@ from tests.sample_run import rollout
 from tests.web.conftest import BASE
 from trinity_buffer.inspector import blame
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
-from trinity_buffer.pipeline.step_measures import StepMeasures
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train.measures import StepMeasures
 from trinity_buffer.web.app import inspector
 
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.own_code import own_line, said_by
+from trinity_buffer.user_code import own_line, said_by
 
 T = TypeVar("T")
 Registered = TypeVar("Registered", bound=type)

@@ -27,11 +27,11 @@ from trinity_buffer.pipeline.history.compaction import CompactionReport
 from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
 from trinity_buffer.pipeline.history.restoring import RestoreReport
 from trinity_buffer.pipeline.history.restoring import restore as restore_experiment
-from trinity_buffer.store import queries
+from trinity_buffer.store import writer_queries
 
 if TYPE_CHECKING:
     from trinity_buffer.cli.replays import ReplayReport
-    from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport
+    from trinity_buffer.pipeline.annotate.consumer import ConsumerReport
 
 
 def replay(
@@ -140,7 +140,7 @@ def reannotate(
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
     async def work(opened: Experiment, _: Report) -> tuple[bool, ConsumerReport]:
-        existed = name in await opened.database.read(queries.consumers, opened.key)
+        existed = name in await opened.database.read(writer_queries.consumers, opened.key)
         args, parts = overridden({}, arguments or []), strategy.split("+")
         return existed, await run_named(opened, parts, args, name=name, rewards=rewards)
 

@@ -19,7 +19,7 @@ from trinity_buffer.integrations.imports.formats import (
     require_readable,
 )
 from trinity_buffer.integrations.imports.rows import name_of
-from trinity_buffer.pipeline.diagnosis import counted
+from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.url import named
 

@@ -46,10 +46,10 @@ from trinity_buffer.identity import parse_uid
 from trinity_buffer.inspector.group_views import Order as GroupOrder
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.inspector.token_table import token_texts
-from trinity_buffer.pipeline.diagnosis import counted
+from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import queries
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.url import named
 
 AfterStepOption = Annotated[
@@ -698,7 +698,7 @@ def top(
 
 async def _screen(experiment: Experiment) -> Group:
     source = now(experiment)
-    consumers = await source.read(queries.consumers, source.key)
+    consumers = await source.read(writer_queries.consumers, source.key)
     trainers = [one for one in await questions.leases(source) if one.kind == "trainer"]
     parts: list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]] = [
         (

@@ -16,7 +16,7 @@ from trinity_buffer.cli.commands import CommandTable
 from trinity_buffer.cli.escaping import escaped, set_up_logs
 from trinity_buffer.cli.supervisor import end_with_parent, exit_code_of
 from trinity_buffer.errors import TrinityBufferError
-from trinity_buffer.own_code import own_code
+from trinity_buffer.user_code import own_code
 
 # Help is plain text: rich would take twice as long to import as everything else that it needs.
 app = typer.Typer(

@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projectio
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verifying.verify import VerifyReport
 from trinity_buffer.pipeline.verifying.verify import verify as verify_experiment
-from trinity_buffer.pipeline.writing.planning import seal_as_it_is
+from trinity_buffer.pipeline.write.planning import seal_as_it_is
 from trinity_buffer.store.url import named
 
 PROBLEMS_SHOWN = 50

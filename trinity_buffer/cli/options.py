@@ -20,8 +20,8 @@ from trinity_buffer.cli.output import Report, progress
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.identity import TURNS
 from trinity_buffer.inspector.source import Source, as_of
+from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, wait_report_s
 from trinity_buffer.pipeline.store import open_store
 
 STORE_VARIABLE = "TRINITY_BUFFER_STORE"

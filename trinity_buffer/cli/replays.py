@@ -24,14 +24,14 @@ from trinity_buffer.cli.roles import (
 from trinity_buffer.cli.run_config import RunConfig, algorithm_of, overridden, parts_of, resolved
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.own_code import own_code
 from trinity_buffer.pipeline.history.replay import RecordedEnd, open_replay_stream, recorded_end
-from trinity_buffer.pipeline.proof.checkpoint import digest_of, require_digest
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.train.checkpoint import digest_of, require_digest
 from trinity_buffer.trainer.checkpoint import read_step, save_checkpoint
 from trinity_buffer.trainer.determinism import LargestDifference, largest_difference
 from trinity_buffer.trainer.requirements import stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer
+from trinity_buffer.user_code import own_code
 
 OF_STEPS = frozenset(
     {

@@ -46,24 +46,18 @@ from trinity_buffer.errors import (
     TrainingError,
     UnknownStoreError,
 )
-from trinity_buffer.events import (
-    ConfigurationChanged,
-    ExperimentFinished,
-    TrainerRewound,
-    kinds_of,
-)
+from trinity_buffer.events import ConfigurationChanged, ExperimentFinished, TrainerRewound, kinds_of
 from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.identity import require_name
-from trinity_buffer.own_code import own_code
-from trinity_buffer.pipeline.annotating.recorded_strategy import RECORDED
-from trinity_buffer.pipeline.annotating.strategy_consumer import ConsumerReport, run_strategy
-from trinity_buffer.pipeline.diagnosis import counted
+from trinity_buffer.pipeline.annotate.consumer import ConsumerReport, run_strategy
+from trinity_buffer.pipeline.annotate.recorded import RECORDED
+from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.streaming.stream_options import CONFIGURED, GoingOn
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
-from trinity_buffer.store import queries
+from trinity_buffer.pipeline.train.options import CONFIGURED, GoingOn
+from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.parallel import (
     OneProcess,
     Processes,
@@ -77,6 +71,7 @@ from trinity_buffer.trainer.requirements import (
 )
 from trinity_buffer.trainer.settings import KEPT_CHECKPOINTS
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
+from trinity_buffer.user_code import own_code
 
 Say = Callable[[str], None]
 
@@ -240,7 +235,9 @@ async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
 
 async def _require_same_set(experiment: Experiment, config: RunConfig) -> None:
     """Raise InvalidArgumentError if the run's trainer has begun with another annotation set."""
-    row = await experiment.database.read(queries.consumer_row, experiment.key, config.trainer)
+    row = await experiment.database.read(
+        writer_queries.consumer_row, experiment.key, config.trainer
+    )
     reads = strategy_of(algorithm_of(config)) or RECORDED
     if row is not None and row.kind == "trainer" and row.config.get("strategy") != reads:
         raise InvalidArgumentError(
@@ -379,7 +376,7 @@ async def annotate(
                 opened, strategy.split("+"), args or {}, name=name, follow=follow
             )
         if name is not None and args is None:
-            row = await opened.database.read(queries.consumer_row, opened.key, name)
+            row = await opened.database.read(writer_queries.consumer_row, opened.key, name)
             if row is not None:
                 options = dict(row.config)
                 names, args, rules = (options.pop(k) for k in ("strategy", "args", "grouping"))

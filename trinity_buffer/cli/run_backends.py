@@ -32,11 +32,11 @@ from trinity_buffer.explorer.explore import (
 )
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.openai_model import OpenAIModel
-from trinity_buffer.extras import extra
-from trinity_buffer.own_code import failed, kind_of, look_in
+from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.policy import in_eval_mode
+from trinity_buffer.user_code import failed, kind_of, look_in
 
 
 def task_of(config: RunConfig) -> Task:

@@ -30,10 +30,10 @@ from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.algorithm.registry import is_path
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import problem_of_name
-from trinity_buffer.own_code import look_in
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.pipeline.writing.planning import Admission
+from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.trainer.requirements import require, strategy_of
+from trinity_buffer.user_code import look_in
 
 YAML = (".yaml", ".yml")
 """Endings of YAML files; any other file is TOML."""

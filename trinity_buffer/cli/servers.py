@@ -26,7 +26,7 @@ from trinity_buffer.cli.options import (
     run,
 )
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.extras import extra
+from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.recorder.guard import LOCAL
 

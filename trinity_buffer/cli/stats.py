@@ -34,7 +34,7 @@ from trinity_buffer.inspector.overviews import ExperimentOverview, Overview, ove
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.source import as_of as at_position
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import queries
+from trinity_buffer.store import writer_queries
 
 MOST_IN_FULL = 12
 """Experiments that are shown in full; of more, each is one line."""
@@ -55,7 +55,7 @@ def stats(
     """
 
     async def configuration(source: Source) -> dict[str, Any]:
-        row = await source.read(queries.config_of, source.key)
+        row = await source.read(writer_queries.config_of, source.key)
         return {} if row is None else row[0]
 
     async def main() -> Overview:

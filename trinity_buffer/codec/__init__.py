@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.names_on_use import names_on_use
+from trinity_buffer.lazy import names_on_use
 
 if TYPE_CHECKING:
+    from trinity_buffer.codec.arrays import DTYPES
     from trinity_buffer.codec.bodies import decode_body, decode_fact, encode_body, encode_fact
     from trinity_buffer.codec.columns import ANNOTATED, Column, ObjectColumn, Segment, is_scorable
-    from trinity_buffer.codec.contents import Contents, digests_of_segments
-    from trinity_buffer.codec.digests import content_digest
-    from trinity_buffer.codec.dtypes import DTYPES
+    from trinity_buffer.codec.digests import Contents, content_digest, digests_of_segments
     from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
     from trinity_buffer.codec.segments import (
         SEGMENT_VERSION,
@@ -57,10 +56,10 @@ _HOMES = {
     "ObjectColumn": "trinity_buffer.codec.columns",
     "Segment": "trinity_buffer.codec.columns",
     "is_scorable": "trinity_buffer.codec.columns",
-    "Contents": "trinity_buffer.codec.contents",
-    "digests_of_segments": "trinity_buffer.codec.contents",
+    "Contents": "trinity_buffer.codec.digests",
+    "digests_of_segments": "trinity_buffer.codec.digests",
     "content_digest": "trinity_buffer.codec.digests",
-    "DTYPES": "trinity_buffer.codec.dtypes",
+    "DTYPES": "trinity_buffer.codec.arrays",
     "ObjectPacker": "trinity_buffer.codec.objects",
     "RawTensor": "trinity_buffer.codec.objects",
     "unpack_object": "trinity_buffer.codec.objects",

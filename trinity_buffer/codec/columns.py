@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from trinity_buffer.codec.dtypes import DTYPES
+from trinity_buffer.codec.arrays import DTYPES
 from trinity_buffer.codec.objects import AsTensor, unpack_object
 from trinity_buffer.errors import CodecError
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from trinity_buffer.blob import Blob, Buffer, few_pieces
+from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.codec.columns import Column, Integers, ObjectColumn, Segment
-from trinity_buffer.codec.dtypes import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.codec.objects import ObjectPacker, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 

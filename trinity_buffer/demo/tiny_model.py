@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trinity_buffer.extras import extra
+from trinity_buffer.lazy import extra
 
 ROLES = ("system", "user", "assistant", "tool")
 END = "<|end|>"

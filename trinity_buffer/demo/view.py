@@ -24,7 +24,7 @@ from trinity_buffer.events import (
     StepDealt,
     StepsCommitted,
 )
-from trinity_buffer.pipeline.events import Event
+from trinity_buffer.pipeline.handle import Event
 
 WINDOW_S = 5.0
 

@@ -50,14 +50,14 @@ from trinity_buffer.errors import (
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.own_code import kind_of
 from trinity_buffer.pipeline.background import running, task_group
-from trinity_buffer.pipeline.diagnosis import counted
+from trinity_buffer.pipeline.coordination.diagnosis import counted
+from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, one_line, wait_report_s
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, one_line, wait_report_s
-from trinity_buffer.pipeline.writing.planning import require_same_contents
-from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
+from trinity_buffer.pipeline.write.planning import require_same_contents
+from trinity_buffer.pipeline.write.writer import SQLWriter
 from trinity_buffer.store.rows import BatchRow
+from trinity_buffer.user_code import kind_of
 from trinity_buffer.writer import WriteReceipt
 
 _logger = logging.getLogger(__name__)

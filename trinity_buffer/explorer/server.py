@@ -16,7 +16,7 @@ from trinity_buffer.errors import (
     RefusedRequestError,
 )
 from trinity_buffer.explorer.conversation import Completion
-from trinity_buffer.extras import extra
+from trinity_buffer.lazy import extra
 
 _LOG = logging.getLogger(__name__)
 

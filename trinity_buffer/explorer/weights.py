@@ -18,7 +18,7 @@ from trinity_buffer.errors import CheckpointError, InferenceServerError, Refused
 from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.explorer.server import Dialect, Server
 from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
-from trinity_buffer.pipeline.proof.checkpoint import being_read, require_digest
+from trinity_buffer.pipeline.train.checkpoint import being_read, require_digest
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.names_on_use import names_on_use
+from trinity_buffer.lazy import names_on_use
 
 if TYPE_CHECKING:
     from trinity_buffer.inspector.compare import Differing as Differing

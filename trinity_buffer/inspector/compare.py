@@ -15,9 +15,9 @@ from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspector.experience import Damage, Unreadable, means_of, readable_events
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.step_lines import StepLine, steps
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import queries
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.row_numbers import Decisions, Integers, addresses, decisions
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, position_of
 from trinity_buffer.store.transaction import Transaction
@@ -122,7 +122,7 @@ async def comparing(
     Raises:
         UnknownNameError: no such annotation set.
     """
-    consumers = await source.read(queries.consumers, source.key)
+    consumers = await source.read(writer_queries.consumers, source.key)
     names = [name for name, row in consumers.items() if row.kind == "strategy"]
     for name in (first, second):
         if name not in names:
@@ -207,7 +207,7 @@ async def _compare(
     differing = np.flatnonzero((by > least) & ~damaged)
     differing = differing[np.argsort(-by[differing], kind="stable")[:limit]]
     shown = [*differing.tolist(), *np.flatnonzero(damaged).tolist()]
-    rows = await source.read(queries.experience_rows, source.key, some[shown].tolist())
+    rows = await source.read(writer_queries.experience_rows, source.key, some[shown].tolist())
     uids = {row.address: row.eid.uid for row in rows}
     for at in shown:
         uid = uids[int(some[at])]
@@ -234,7 +234,7 @@ async def compare_runs(
         progress: called with the step that was reached, and the last one.
     """
     sides = (first, second)
-    configs = [await one.read(queries.config_of, one.key) for one in sides]
+    configs = [await one.read(writer_queries.config_of, one.key) for one in sides]
     a, b = ({} if config is None else _flat(config[0]) for config in configs)
     config = {k: [a.get(k), b.get(k)] for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
     totals = (_Totals(), _Totals())
@@ -260,7 +260,7 @@ async def compare_runs(
 
 async def _last_step(source: Source) -> int:
     """Return the last step of the busiest trainer, 0 where there is none."""
-    consumers = await source.read(queries.consumers, source.key)
+    consumers = await source.read(writer_queries.consumers, source.key)
     trainers = [row for row in consumers.values() if row.kind == "trainer"]
     return max((row.leased_step for row in trainers), default=0)
 

@@ -8,23 +8,23 @@ from shlex import quote
 from typing import Any
 
 from trinity_buffer.identity import TURNS
-from trinity_buffer.pipeline.diagnosis import Lack, Surroundings, counted, lacks_of
-from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.pipeline.presence import is_unheard, own_wait_of, place_of
-from trinity_buffer.pipeline.stall import is_at_work
+from trinity_buffer.pipeline.coordination.diagnosis import Lack, Surroundings, counted, lacks_of
+from trinity_buffer.pipeline.coordination.presence import is_unheard, own_wait_of, place_of
+from trinity_buffer.pipeline.coordination.stall import is_at_work
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.pipeline.writing.planning import (
+from trinity_buffer.pipeline.write.planning import (
     PUBLISHING,
     Admission,
     is_unpublished,
     unpublished,
 )
-from trinity_buffer.store import counters, counts, log, promises, queries, reads, trainer_queries
+from trinity_buffer.store import counters, counts, log, promises, trainer_queries, writer_queries
 from trinity_buffer.store.promises import PresenceRow
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
-from trinity_buffer.store.write_ahead_log import log_state
+from trinity_buffer.store.wal import log_state
 
 REWARD = (
     'send the recorder `POST /v1/rollouts/TASK/RUN/reward` with `{"reward": 1.0}`, or close them '
@@ -120,7 +120,7 @@ class _Look:
             Here(self._name, row.role, row.name, place_of(row), row.waiting_for)
             for row in around.here
         ]
-        config = queries.config_of(tx, self._recorded or self._key)
+        config = writer_queries.config_of(tx, self._recorded or self._key)
         if config is None or config[1] or self._is_expert:
             return here, []  # what is finished waits for nothing, and an expert's for a run
         self._trainer = config[0].get("trainer", "trainer")
@@ -261,7 +261,7 @@ class _Look:
         """Yield the trainer that commits steps and publishes no weights, if rollouts show that."""
         rules = Admission.of(config)
         backlog = trainer_queries.backlog(tx, self._key, rules.trainer)
-        version = reads.newest_version(tx, self._key)
+        version = writer_queries.newest_version(tx, self._key)
         if is_unpublished(rules, backlog) and version is not None and version <= backlog.published:
             step = trainer_queries.step_at(tx, self._key, rules.trainer, backlog.published + 1)
             since = self._since(tx, None if step is None else step.committed_at)

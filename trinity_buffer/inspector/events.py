@@ -38,9 +38,9 @@ from trinity_buffer.events import (
     body_of,
 )
 from trinity_buffer.inspector.source import require_position
-from trinity_buffer.pipeline.diagnosis import counted
-from trinity_buffer.pipeline.events import Event
+from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.store import inspection, log
 
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import EID, parse_uid
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.store import inspection, queries, trainer_queries
+from trinity_buffer.store import inspection, trainer_queries, writer_queries
 from trinity_buffer.store.retention import EXPERTS_SET
 from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction
@@ -92,7 +92,7 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
 
     The steps of other experiments' trainers are known only of the store as it is now.
     """
-    consumers = queries.consumers(tx, experiment).values()
+    consumers = writer_queries.consumers(tx, experiment).values()
     strategies = [row for row in consumers if row.kind == "strategy"]
     trainers = {row.name: row for row in consumers if row.kind == "trainer"}
     addresses = [row.address for row in rows]
@@ -216,7 +216,7 @@ class _Life:
     def __init__(self, tx: Transaction, source: Source, eid: EID) -> None:
         self._tx, self._key, self._eid = tx, source.key, eid
         self._row = inspection.find(tx, source.key, eid)
-        self._batch = queries.batch_row(tx, source.key, eid.batch)
+        self._batch = writer_queries.batch_row(tx, source.key, eid.batch)
         tasks = () if self._batch is None else map(str, self._batch.tasks)
         self._is_planned = str(eid.task) in tasks
         self._group = inspection.members(tx, source.key, [(str(eid.batch), str(eid.task))])
@@ -297,7 +297,7 @@ class _Life:
                     "; the experiment is finished: nobody will, unless a trainer still runs or is "
                     "started again"
                 )
-                ended = finished if queries.is_finished(self._tx, self._key) else ""
+                ended = finished if writer_queries.is_finished(self._tx, self._key) else ""
                 yield None, f"{name}: ready, and no trainer has taken it{ended}"
 
     def _reasons_of_step(self, step: StepOfRow) -> Iterator[tuple[int | None, str]]:
@@ -317,7 +317,7 @@ class _Life:
 
     def _undecided(self, fate: Fate) -> str:
         if fate.state == "unseen":
-            strategy = queries.consumer_row(self._tx, self._key, fate.annotation_set)
+            strategy = writer_queries.consumer_row(self._tx, self._key, fate.annotation_set)
             cursor = 0 if strategy is None else strategy.cursor
             return f"not seen yet, the strategy has read up to position {cursor}"
         planned = None if self._batch is None else self._batch.rollouts_per_group

@@ -15,9 +15,9 @@ from trinity_buffer.identity import Key
 from trinity_buffer.inspector.experience import EventWithSegment, events_with_segments, mean_of
 from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, now
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import inspection, queries
+from trinity_buffer.store import inspection, writer_queries
 from trinity_buffer.store.rows import BatchRow, ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
@@ -129,7 +129,7 @@ async def _newest(
         chosen = _chosen_set(tx, source, wanted.annotation_set)
         keys = _newest_keys(tx, source, wanted, limit, before)
         rows = inspection.members(tx, source.key, keys)
-        batches = queries.batches(tx, source.key, sorted({key for key, _ in keys}))
+        batches = writer_queries.batches(tx, source.key, sorted({key for key, _ in keys}))
         return _Found(chosen, keys, rows, batches, fates(tx, source.key, rows))
 
     chosen, keys, rows, batches, found = await source.read(look)
@@ -172,7 +172,7 @@ def _rank(group: GroupView, order: Order) -> float:
 
 
 def _chosen_set(tx: Transaction, source: Source, wanted: str | None) -> str | None:
-    consumers = queries.consumers(tx, source.key)
+    consumers = writer_queries.consumers(tx, source.key)
     names = [row.name for row in consumers.values() if row.kind == "strategy"]
     if wanted is not None and wanted not in names:
         known = ", ".join(names) or "none"

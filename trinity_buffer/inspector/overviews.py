@@ -9,12 +9,12 @@ from statistics import fmean
 
 from trinity_buffer.events import BatchLeased, BatchPlanned, BatchSealed, PolicyPublished
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.leased_steps import leased_steps
+from trinity_buffer.pipeline.handle import leased_steps
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.store import counters, counts, inspection, log, queries, trainer_queries
+from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.transaction import Transaction
-from trinity_buffer.store.write_ahead_log import log_state
+from trinity_buffer.store.wal import log_state
 
 STEPS_OF_STALENESS = 20
 
@@ -170,9 +170,9 @@ def _projected(
 
     What the log alone says is still missing.
     """
-    numbers, consumers = counters.numbers_of(tx, key), queries.consumers(tx, key)
-    config, finished = queries.config_of(tx, key) or ({}, False)
-    policy = queries.newest_policy(tx, key, config.get("trainer", "trainer"))
+    numbers, consumers = counters.numbers_of(tx, key), writer_queries.consumers(tx, key)
+    config, finished = writer_queries.config_of(tx, key) or ({}, False)
+    policy = writer_queries.newest_policy(tx, key, config.get("trainer", "trainer"))
     trainers, served_at = [], {}
     for row in consumers.values():
         if row.kind != "trainer":

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.events import now_us
-from trinity_buffer.store import counters, inspection, queries
+from trinity_buffer.pipeline.handle import now_us
+from trinity_buffer.store import counters, inspection, writer_queries
 from trinity_buffer.store.inspection import LeaseRow
-from trinity_buffer.store.queries import DOOR
 from trinity_buffer.store.rows import ConsumerRow, position_of, written_as
 from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.writer_queries import DOOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ async def rejections(
 def _names(tx: Transaction, experiment: int) -> list[str]:
     """Return who may have rejected something."""
     others = inspection.who_rejected(tx, experiment)
-    return list(dict.fromkeys([*queries.consumers(tx, experiment), *others]))
+    return list(dict.fromkeys([*writer_queries.consumers(tx, experiment), *others]))
 
 
 def _rejected(
     tx: Transaction, experiment: int, names: Sequence[str], page: _Page
 ) -> list[Rejected]:
-    known = {name: row.kind for name, row in queries.consumers(tx, experiment).items()}
+    known = {name: row.kind for name, row in writer_queries.consumers(tx, experiment).items()}
     kinds = {name: known.get(name, "trainer") for name in names}
     rows = [
         row for name in names for row in inspection.rejected(tx, experiment, name, **page._asdict())
@@ -119,7 +119,7 @@ def _rejected(
     sets = [name for name, kind in known.items() if kind == "strategy"]
     of = inspection.annotated_experiences(tx, experiment, sets, noted)
     experiences = {row.address: of.get(row.address, row.address) for row in rows}
-    stored = queries.experience_rows(tx, experiment, sorted(set(experiences.values())))
+    stored = writer_queries.experience_rows(tx, experiment, sorted(set(experiences.values())))
     uids = {row.address: row.eid.uid for row in stored}
     return [
         Rejected(
@@ -166,7 +166,7 @@ async def leases(source: Source) -> list[Lease]:
     def look(tx: Transaction) -> dict[str, LeaseRow]:
         return {row.consumer: row for row in inspection.leases(tx, source.key)}
 
-    rows = (await source.read(queries.consumers, source.key)).values()
+    rows = (await source.read(writer_queries.consumers, source.key)).values()
     held = await source.database.read(look) if source.position is None else None
     trainers = [row for row in rows if row.kind == "trainer"]
     strategies = [row for row in rows if row.kind == "strategy" and row.name in (held or {})]

@@ -19,10 +19,10 @@ from trinity_buffer.inspector.experience import (
     with_segments,
 )
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.events import Event
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries
+from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.rows import first_address, position_of, rows_recorded_by
 
 _RECORDED = ExperiencesRecorded.__name__
@@ -86,7 +86,7 @@ async def search(
         found = await source.database.compute(_matches, events, text, after, exact=exact)
         for position in positions:
             if position in broken:
-                rows = await source.read(queries.rows_of_events, source.key, [position])
+                rows = await source.read(writer_queries.rows_of_events, source.key, [position])
                 damaged += [
                     Unreadable(row.eid.uid, position, str(broken[position]))
                     for row in rows[position]

@@ -21,9 +21,9 @@ from trinity_buffer.inspector.experience import (
     measured,
 )
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.events import Event
-from trinity_buffer.pipeline.run_rewards import mean_over_runs, rewards_by_run
-from trinity_buffer.store import inspection, log, queries, trainer_queries
+from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs, rewards_by_run
+from trinity_buffer.pipeline.handle import Event
+from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import ExperienceRow, StepRow, position_of, slot_of, written_as
 from trinity_buffer.store.transaction import Transaction
@@ -154,7 +154,7 @@ async def trainer_of(source: Source, wanted: str | None) -> str:
     Raises:
         UnknownNameError: there is none of this name, or none at all.
     """
-    consumers = await source.read(queries.consumers, source.key)
+    consumers = await source.read(writer_queries.consumers, source.key)
     trainers = [row for row in consumers.values() if row.kind == "trainer"]
     if wanted is None and trainers:
         return max(trainers, key=lambda row: row.leased_step).name
@@ -267,7 +267,7 @@ async def staleness(
 async def _some(source: Source, trainer: str, after: int | None, limit: int) -> list[StepRow]:
     """Return the steps above ``after``, or the last ones."""
     if after is None:
-        consumer = await source.read(queries.consumer_row, source.key, trainer)
+        consumer = await source.read(writer_queries.consumer_row, source.key, trainer)
         after = max(0, (consumer.leased_step if consumer else 0) - limit)
     return await source.read(trainer_queries.steps, source.key, trainer, after=after, limit=limit)
 
@@ -317,11 +317,11 @@ def _experiments(fact: BatchLeased) -> tuple[str, ...]:
 
 async def _experiences(source: Source, of: str, addresses: list[int]) -> list[ExperienceRow]:
     if not of:
-        return await source.read(queries.experience_rows, source.key, addresses)
+        return await source.read(writer_queries.experience_rows, source.key, addresses)
 
     def look(tx: Transaction) -> list[ExperienceRow]:
         key = log.find_experiment(tx, of)
-        return [] if key is None else queries.experience_rows(tx, key, addresses)
+        return [] if key is None else writer_queries.experience_rows(tx, key, addresses)
 
     return await source.database.read(look)
 

@@ -37,9 +37,9 @@ from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow, fates
 from trinity_buffer.inspector.output import strict_json, writable
 from trinity_buffer.inspector.source import Source, as_of
 from trinity_buffer.inspector.step_lines import rows_of_step, trainer_of
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import queries, reads
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
@@ -279,7 +279,7 @@ async def record_batches(source: Source, wanted: Wanted) -> AsyncGenerator[Any, 
 
 
 async def _chosen(source: Source, wanted: Wanted) -> _Beside:
-    consumers = await source.read(queries.consumers, source.key)
+    consumers = await source.read(writer_queries.consumers, source.key)
     names = [name for name, row in consumers.items() if row.kind == "strategy"]
     if wanted.annotation_set is not None and wanted.annotation_set not in names:
         known = ", ".join(names) or "none"
@@ -300,9 +300,9 @@ async def _pages(source: Source, chosen: _Beside) -> AsyncIterator[list[Experien
         for start in range(0, len(rows), limit):
             yield rows[start : start + limit]
         return
-    everything, after = reads.Filter(include_refused=True), -1
+    everything, after = writer_queries.Filter(include_refused=True), -1
     while rows := await source.read(
-        reads.experiences, source.key, everything, after=after, limit=limit
+        writer_queries.experiences, source.key, everything, after=after, limit=limit
     ):
         yield rows
         after = rows[-1].address

@@ -18,7 +18,7 @@ from trinity_buffer.identity import parse_uid
 from trinity_buffer.inspector.experience import elements_of, events_with_segments, measured
 from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.store import inspection, queries
+from trinity_buffer.store import inspection, writer_queries
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction
 
@@ -189,7 +189,7 @@ async def token_texts(source: Source, ids: Iterable[Any]) -> list[str] | None:
     this machine, seen from its ``folder``, or where the package ``tokenizers`` (extra ``hf``) is
     not installed.
     """
-    config = await source.read(queries.config_of, source.key)
+    config = await source.read(writer_queries.config_of, source.key)
     tokenizer = None if config is None else _named(config[0])
     if tokenizer is None:
         return None

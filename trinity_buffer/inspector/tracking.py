@@ -14,9 +14,9 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import StepLine, steps, trainer_of
+from trinity_buffer.pipeline.coordination.waiting import SpokenWait
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.spoken_wait import SpokenWait
-from trinity_buffer.store import queries
+from trinity_buffer.store import writer_queries
 
 PAGE_STEPS = 256
 
@@ -99,7 +99,7 @@ async def _awaited(experiment: Experiment, trainer: str | None) -> str:
 
 
 async def _known(experiment: Experiment) -> str:
-    consumers = await experiment.database.read(queries.consumers, experiment.key)
+    consumers = await experiment.database.read(writer_queries.consumers, experiment.key)
     names = [repr(row.name) for row in consumers.values() if row.kind == "trainer"]
     return f"there {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
 

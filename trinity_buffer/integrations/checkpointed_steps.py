@@ -11,8 +11,8 @@ from typing import Any
 from trinity_buffer.errors import CheckpointError, TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
-from trinity_buffer.pipeline.streaming.train_stream import TrainStream
+from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.sampling import sampled
 from trinity_buffer.store import trainer_queries
 

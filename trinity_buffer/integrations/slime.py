@@ -23,9 +23,9 @@ from trinity_buffer.integrations.checkpointed_steps import (
     checkpointed_steps,
     require_temperature,
 )
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.row_loader import experiences_of
+from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.sync_stream import LoopThread
 from trinity_buffer.sampling import SEGMENTS, not_neutral

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.extras import extra
 from trinity_buffer.inspector.tracking import Tracker
+from trinity_buffer.lazy import extra
 
 
 class TensorBoard(Tracker):

@@ -16,7 +16,6 @@ import torch
 from typing_extensions import override
 
 from trinity_buffer.experience import CustomField, Experience
-from trinity_buffer.extras import TESTED, importing
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.checkpointed_steps import (
     CheckpointedSteps,
@@ -24,11 +23,12 @@ from trinity_buffer.integrations.checkpointed_steps import (
     last_saved,
     require_temperature,
 )
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.lazy import TESTED, importing
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.row_loader import experiences_of
+from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
+from trinity_buffer.pipeline.write.writer import SQLWriter
 
 with importing("trinity-rft", f"trinity-rft{TESTED['trinity-rft']}"):
     from trinity.algorithm.sample_strategy.sample_strategy import SampleStrategy

@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.extras import importing
-from trinity_buffer.pipeline.microbatch import MicroBatch
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.lazy import importing
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.step import TrainStep
 
 with importing("trl", "trinity-buffer[trl]"):
     from datasets import Dataset

@@ -18,11 +18,11 @@ import torch
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.extras import importing
 from trinity_buffer.integrations.trl import saving_interval
-from trinity_buffer.pipeline.microbatch import MicroBatch
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.lazy import importing
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.step import TrainStep
 
 with importing("trl", "trinity-buffer[trl]"):
     from accelerate import PartialState

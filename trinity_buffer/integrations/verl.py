@@ -19,16 +19,16 @@ from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.extras import importing
 from trinity_buffer.identity import EID
 from trinity_buffer.integrations.checkpointed_steps import (
     CheckpointedSteps,
     checkpointed_steps,
     last_saved,
 )
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.lazy import importing
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.row_loader import experiences_of
+from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import LoopThread
 

@@ -25,7 +25,7 @@ from trinity_buffer.blob import Buffer
 from trinity_buffer.codec import Column, ObjectPacker, encode_segment
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.sizes import sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.store.transaction import SegmentParts
 
 

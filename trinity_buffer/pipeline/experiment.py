@@ -21,16 +21,21 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.identity import problem_of_name
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.background import settle_imports
-from trinity_buffer.pipeline.events import Event, decoded, new_event, now_us
-from trinity_buffer.pipeline.experiment_handle import ExperimentHandle
-from trinity_buffer.pipeline.leased_steps import leased_steps
-from trinity_buffer.pipeline.proof.checkpoint import found_again
-from trinity_buffer.pipeline.spoken_wait import SpokenWait
-from trinity_buffer.pipeline.stall import Stall
-from trinity_buffer.pipeline.writing.group_commit import GroupCommit
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries, reads, trainer_queries
+from trinity_buffer.pipeline.coordination.stall import Stall
+from trinity_buffer.pipeline.coordination.waiting import SpokenWait
+from trinity_buffer.pipeline.handle import (
+    Event,
+    ExperimentHandle,
+    decoded,
+    leased_steps,
+    new_event,
+    now_us,
+)
+from trinity_buffer.pipeline.train.checkpoint import found_again
+from trinity_buffer.pipeline.write.group_commit import GroupCommit
+from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, StoredEvent
 from trinity_buffer.store.rows import ExperienceRow
@@ -41,9 +46,9 @@ if TYPE_CHECKING:
 
     from trinity_buffer.experience import Experience
     from trinity_buffer.identity import Key
-    from trinity_buffer.pipeline.streaming.train_stream import TrainStream
-    from trinity_buffer.pipeline.writing.sql_writer import SQLWriter
-    from trinity_buffer.pipeline.writing.write_call import OnInvalid
+    from trinity_buffer.pipeline.train.stream import TrainStream
+    from trinity_buffer.pipeline.write.batch import OnInvalid
+    from trinity_buffer.pipeline.write.writer import SQLWriter
 
 IDENTITY_KEYS = frozenset({"schema"})
 """Configuration that says what the stored experiences are, and hence cannot change."""
@@ -94,7 +99,7 @@ class Experiment(ExperimentHandle):
             on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go
                 on.
         """
-        from trinity_buffer.pipeline.writing.sql_writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
+        from trinity_buffer.pipeline.write.writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
 
         settle_imports()
         return SQLWriter(
@@ -180,7 +185,7 @@ class Experiment(ExperimentHandle):
         families: Sequence[str] = ("light", "tokens", "text", "heavy"),
         include_refused: bool = False,
         annotation_set: str | None = None,
-        state: reads.State | None = None,
+        state: writer_queries.State | None = None,
         trained_in: int | None = None,
         trainer: str = "trainer",
     ) -> AsyncIterator[Experience]:
@@ -207,7 +212,7 @@ class Experiment(ExperimentHandle):
         addresses = None if trained_in is None else await self._rows_of_step(trainer, trained_in)
         if addresses is None and batch is not None:
             addresses = await self._rows_of_batch(batch, task)
-        wanted = reads.Filter(
+        wanted = writer_queries.Filter(
             *(batch, task, run, policy_version, reward_min, reward_max, include_refused),
             *(annotation_set, state, addresses),
         )
@@ -215,37 +220,39 @@ class Experiment(ExperimentHandle):
             yield experience
 
     async def _decoded(
-        self, wanted: reads.Filter, families: Sequence[str]
+        self, wanted: writer_queries.Filter, families: Sequence[str]
     ) -> AsyncIterator[Experience]:
-        from trinity_buffer.pipeline.loading.event_cache import EventCache  # noqa: PLC0415 - torch
-        from trinity_buffer.pipeline.loading.experiences import load_experiences  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.load.events import EventCache  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.load.experiences import load_experiences  # noqa: PLC0415 - torch
 
         cache = EventCache(self.key, self.name)
         async for rows in self._pages(wanted):
             for experience in await load_experiences(self.database, cache, rows, families):
                 yield experience
 
-    async def _pages(self, wanted: reads.Filter) -> AsyncIterator[list[ExperienceRow]]:
+    async def _pages(self, wanted: writer_queries.Filter) -> AsyncIterator[list[ExperienceRow]]:
         """Yield what is wanted, by address; where addresses are known, these are looked up."""
         most, known = sizes().experiences_per_page, sorted(wanted.addresses or ())
         read, of = self.database.read, self.key
         for start in range(0, len(known), most):
             some = tuple(known[start : start + most])
             named = replace(wanted, addresses=some)
-            yield await read(reads.experiences, of, named, after=-1, limit=most)
+            yield await read(writer_queries.experiences, of, named, after=-1, limit=most)
         after = -1
         while wanted.addresses is None:
-            rows = await read(reads.experiences, of, wanted, after=after, limit=most)
+            rows = await read(writer_queries.experiences, of, wanted, after=after, limit=most)
             if not rows:
                 return
             yield rows
             after = rows[-1].address
 
-    async def _checked_state(self, name: str | None, state: reads.State | None) -> reads.State:
+    async def _checked_state(
+        self, name: str | None, state: writer_queries.State | None
+    ) -> writer_queries.State:
         """Return the state that is read."""
         if name is None:
             raise InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
-        consumers = await self.database.read(queries.consumers, self.key)
+        consumers = await self.database.read(writer_queries.consumers, self.key)
         names = [one.name for one in consumers.values() if one.kind == "strategy"]
         if name not in names:
             known = ", ".join(names) or "none"
@@ -256,7 +263,7 @@ class Experiment(ExperimentHandle):
         """Return the addresses of a batch's rows; None where they are so many that all are read."""
         most = sizes().rows_looked_up
         found = await self.database.read(
-            reads.addresses_in_batch, self.key, batch, task, limit=most + 1
+            writer_queries.addresses_in_batch, self.key, batch, task, limit=most + 1
         )
         return found if len(found) <= most else None
 
@@ -297,7 +304,7 @@ class Experiment(ExperimentHandle):
 
         def publish(tx: Transaction) -> None:
             lock_experiment(tx, self.key)
-            newest = queries.newest_policy(tx, self.key, self._trainer)
+            newest = writer_queries.newest_policy(tx, self.key, self._trainer)
             if newest is not None and version < newest[0] and not self._rewound(tx, newest[3]):
                 raise ConflictError(
                     f"experiment {self.name!r}: policy {newest[0]} is published (position "
@@ -329,7 +336,7 @@ class Experiment(ExperimentHandle):
         Where several trainers publish, only that counts which the configuration names
         (``trainer``): explorers follow one model.
         """
-        found = await self.database.read(queries.newest_policy, self.key, self._trainer)
+        found = await self.database.read(writer_queries.newest_policy, self.key, self._trainer)
         if found is None:
             return None
         version, uri, digest, position = found
@@ -338,7 +345,7 @@ class Experiment(ExperimentHandle):
 
     async def committed_step(self, trainer: str = "trainer") -> int:
         """Return the last committed step of the live line of ``trainer``; 0: there is none."""
-        row = await self.database.read(queries.consumer_row, self.key, trainer)
+        row = await self.database.read(writer_queries.consumer_row, self.key, trainer)
         return 0 if row is None else row.committed_step
 
     async def last_checkpoint(self, trainer: str = "trainer") -> str | None:
@@ -350,7 +357,7 @@ class Experiment(ExperimentHandle):
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
         """Open the stream of gradient steps, an async context manager; see `StreamOptions`."""
-        from trinity_buffer.pipeline.streaming.train_stream import open_async_train_stream  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.train.stream import open_async_train_stream  # noqa: PLC0415 - torch
 
         return open_async_train_stream(self, **options)
 

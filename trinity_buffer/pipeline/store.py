@@ -11,10 +11,10 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.identity import problem_of_text, require_name
 from trinity_buffer.pipeline.config_keys import require_known, require_values
-from trinity_buffer.pipeline.events import as_json, new_event, now_us
 from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
-from trinity_buffer.pipeline.writing.group_commit import GroupCommit
-from trinity_buffer.store import log, queries
+from trinity_buffer.pipeline.handle import as_json, new_event, now_us
+from trinity_buffer.pipeline.write.group_commit import GroupCommit
+from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.database import Database, Durability, open_database
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.transaction import Transaction, lock_experiment
@@ -104,7 +104,7 @@ def _find(
 ) -> tuple[int | None, tuple[dict[str, Any], bool] | None, dict[str, int]]:
     """Return the key of an experiment, its configuration, and what there is if it is not there."""
     key = log.find_experiment(tx, name)
-    found = None if key is None else queries.config_of(tx, key)
+    found = None if key is None else writer_queries.config_of(tx, key)
     return key, found, log.experiment_names(tx) if key is None else {}
 
 
@@ -119,7 +119,7 @@ def _create_or_change(
     """Return the key of an experiment and its configuration, new or with what changed."""
     key = log.create_experiment(tx, name)
     lock_experiment(tx, key)
-    found = queries.config_of(tx, key)
+    found = writer_queries.config_of(tx, key)
     require_known(name, wanted, () if found is None else found[0])
     if found is None:
         require_values(name, wanted)

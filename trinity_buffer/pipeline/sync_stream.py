@@ -19,19 +19,14 @@ from typing_extensions import Unpack, override
 from trinity_buffer.errors import UnknownExperimentError
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.step_measures import StepMeasures
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.committing import Commit, PolicyPath
-from trinity_buffer.pipeline.streaming.stream_options import (
-    Resume,
-    StreamKeywords,
-    StreamOptions,
-    takes,
-)
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
-from trinity_buffer.pipeline.streaming.train_stream import TrainStream
-from trinity_buffer.pipeline.writing.planning import Admission
-from trinity_buffer.store import queries
+from trinity_buffer.pipeline.train.commit import Commit, PolicyPath
+from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.options import Resume, StreamKeywords, StreamOptions, takes
+from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.stream import TrainStream
+from trinity_buffer.pipeline.write.planning import Admission
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.url import StoreURL
 
 T = TypeVar("T")
@@ -182,7 +177,7 @@ class SyncTrainStream(StepStream):
     def scoring(self) -> str | None:
         """Return the scoring whose rewards its set was computed from; None: the recorded ones."""
         key, name = self._experiment.key, self.options.annotation_set
-        row = self._call(self._experiment.database.read, queries.consumer_row, key, name)
+        row = self._call(self._experiment.database.read, writer_queries.consumer_row, key, name)
         return None if row is None else row.config.get("rewards")
 
     @override

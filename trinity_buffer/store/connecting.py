@@ -13,7 +13,7 @@ import anyio
 from sqlalchemy.engine import URL
 
 from trinity_buffer.errors import StoreUnavailableError
-from trinity_buffer.extras import extra
+from trinity_buffer.lazy import extra
 from trinity_buffer.store.transaction import dialect_module
 
 T = TypeVar("T")

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 from sqlalchemy import Integer, and_, bindparam, case, func, select
 
-from trinity_buffer.sizes import sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.store import counters
 from trinity_buffer.store.counters import Numbers
-from trinity_buffer.store.queries import is_open, waiting_addresses
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
 from trinity_buffer.store.tables import (
     annotation,
@@ -32,6 +31,7 @@ from trinity_buffer.store.tables import (
     waiting,
 )
 from trinity_buffer.store.transaction import Prepared, Transaction, among, has_row
+from trinity_buffer.store.writer_queries import is_open, waiting_addresses
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,13 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from trinity_buffer.errors import InvalidArgumentError, ReadOnlyStoreError, StoreError
 from trinity_buffer.store import schema, sqlite, transaction
 from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
-from trinity_buffer.store.changes import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.connecting import Outage
+from trinity_buffer.store.notify import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
 from trinity_buffer.store.transaction import ReadSession, SegmentParts, Session, Transaction
-from trinity_buffer.store.turns import Turns
 from trinity_buffer.store.url import (
     StoreURL,
     nothing_at,
@@ -32,7 +31,8 @@ from trinity_buffer.store.url import (
     reconnect_s_of,
     with_primary,
 )
-from trinity_buffer.store.write_ahead_log import Checkpointer
+from trinity_buffer.store.wal import Checkpointer
+from trinity_buffer.store.write_queue import Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Select, bindparam, func, or_, select, text
 
 from trinity_buffer.identity import EID
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries
+from trinity_buffer.limits import sizes
+from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.tables import (
     annotation,
@@ -118,7 +118,7 @@ def members(
         tasks_of.setdefault(batch_key, []).append(task)
     found: list[ExperienceRow] = []
     for batch_key, tasks in tasks_of.items():
-        some = queries.of_batch(tx.dialect.name, among(tx, experience.c.task, tasks))
+        some = writer_queries.of_batch(tx.dialect.name, among(tx, experience.c.task, tasks))
         query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(*some)
         rows = tx.execute(query, {"of": experiment, "batch": batch_key}).all()
         found += [experience_row(row) for row in rows]

@@ -17,7 +17,7 @@ from sqlalchemy import bindparam, exists, false, func, or_, select, text, union_
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
 from trinity_buffer.identity import require_name
-from trinity_buffer.store import projections
+from trinity_buffer.store import fold
 from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, batch, event, experiment
 from trinity_buffer.store.transaction import (
     Prepared,
@@ -117,7 +117,7 @@ def append_of_actors(
         facts.append(PlacedFact(last.position, actor, new.fact))
     tx.appended[experiment_id] = last
     tx.add(event, rows)
-    projections.fold_all(tx, experiment_id, facts)
+    fold.fold_all(tx, experiment_id, facts)
     tx.announce()
     return places
 

@@ -24,12 +24,12 @@ from sqlalchemy.util import greenlet_spawn
 from typing_extensions import override
 
 from trinity_buffer.errors import StoreError, StoreReplacedError, UnsafeStoreError
-from trinity_buffer.extras import extra
-from trinity_buffer.sizes import sizes
+from trinity_buffer.lazy import extra
+from trinity_buffer.limits import sizes
 from trinity_buffer.store import connecting, log, sqlite
 from trinity_buffer.store.access import POOLED, foreign_errors
-from trinity_buffer.store.changes import CHANNEL
 from trinity_buffer.store.connecting import APPLICATION, Outage, close, passes_by
+from trinity_buffer.store.notify import CHANNEL
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction, dialect_module, lock_experiment
 

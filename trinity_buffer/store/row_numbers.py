@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import BigInteger, ColumnElement, bindparam, case, func, literal, select
 
-from trinity_buffer.sizes import sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
 from trinity_buffer.store.tables import annotation, experience, rejection, waiting
 from trinity_buffer.store.transaction import Prepared, Transaction, among_given, by_dialect, given

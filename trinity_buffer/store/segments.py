@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from trinity_buffer.blob import Blob, Buffer
 from trinity_buffer.errors import DamagedSegmentError
-from trinity_buffer.sizes import sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.store.counters import all_numbers
 from trinity_buffer.store.tables import archived, segment
 from trinity_buffer.store.transaction import (

@@ -19,9 +19,9 @@ from trinity_buffer.errors import (
     UnknownStoreError,
     UnsafeStoreError,
 )
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store.turns import flock
+from trinity_buffer.limits import sizes
 from trinity_buffer.store.url import nothing_at
+from trinity_buffer.store.write_queue import flock
 
 # The wheel carries a release without the WAL-reset bug. For Linux on aarch64 there is none: there
 # Python's own library serves, if it is a fixed release; `require_safe_library` refuses others.

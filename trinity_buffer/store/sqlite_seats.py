@@ -22,11 +22,11 @@ from sqlalchemy.pool import NullPool
 from typing_extensions import override
 
 from trinity_buffer.blob import Buffer, mapped
-from trinity_buffer.sizes import sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.store.access import StoreFiles
 from trinity_buffer.store.sqlite import dbapi2, open_blob
 from trinity_buffer.store.transaction import Transaction
-from trinity_buffer.store.turns import Turns
+from trinity_buffer.store.write_queue import Turns
 
 T = TypeVar("T")
 

@@ -7,12 +7,6 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy import ColumnElement, bindparam, func, literal, or_, select, text
 
-from trinity_buffer.store.queries import (
-    consumer_row,
-    consumers,
-    newest_policy,
-    of_no_other_trainer,
-)
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, StepRow
 from trinity_buffer.store.tables import (
     NOT_FREQUENT,
@@ -25,6 +19,12 @@ from trinity_buffer.store.tables import (
     step,
 )
 from trinity_buffer.store.transaction import Prepared, Transaction
+from trinity_buffer.store.writer_queries import (
+    consumer_row,
+    consumers,
+    newest_policy,
+    of_no_other_trainer,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.extras import extra
+from trinity_buffer.lazy import extra
 from trinity_buffer.trainer.last_hidden import difference, last_hidden, noise_of
 from trinity_buffer.trainer.parallel import is_sharded, resharded, unwrapped
 from trinity_buffer.trainer.policy import TokenScores, all_finite, in_eval_mode

@@ -35,15 +35,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.pipeline.proof.checkpoint import (
+from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.train.checkpoint import (
     may_remove,
     read_gone_through,
     read_head,
+    side_by_side,
     write_gone_through,
     written,
 )
-from trinity_buffer.pipeline.proof.file_digest import side_by_side
-from trinity_buffer.pipeline.proof.gone_through import GoneThrough
 from trinity_buffer.trainer.parallel import OneProcess, Processes, gather_texts, is_sharded
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
 from trinity_buffer.trainer.sharded import (

@@ -34,8 +34,8 @@ from trinity_buffer.pipeline.environment import (
     in_words,
     settle_cublas,
 )
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import StepStream
+from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.parallel import Processes, unwrapped
 
 _logger = logging.getLogger(__name__)

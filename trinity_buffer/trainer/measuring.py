@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trinity_buffer.pipeline.microbatch import MicroBatch
-from trinity_buffer.pipeline.step_measures import StepMeasures
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.policy import TokenScores
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
-from trinity_buffer.pipeline.microbatch import MicroBatch
-from trinity_buffer.pipeline.streaming.train_step import Reduce, TrainStep
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.step import Reduce, TrainStep
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.measuring import rows_of_tokens
 from trinity_buffer.trainer.parallel import is_sharded

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from trinity_buffer.extras import extra
+from trinity_buffer.lazy import extra
 from trinity_buffer.trainer.parallel import unwrapped
 
 NAME = "trinity_buffer_varlen"

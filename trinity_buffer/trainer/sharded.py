@@ -31,8 +31,8 @@ from trinity_buffer.trainer.parallel import is_sharded
 _logger = logging.getLogger(__name__)
 
 _ALIGNED_TO = 64
-_SMALLEST_BLOCK = 64 << 20
-_LARGEST_BLOCK = 1 << 30
+SMALLEST_BLOCK = 64 << 20
+LARGEST_BLOCK = 1 << 30
 
 
 class Gpu(Protocol):
@@ -180,7 +180,7 @@ class HostCopies:
     def _new_block(self, size: int) -> Tensor:
         """Return memory for a tensor of ``size`` bytes, and for others after it."""
         allocated = sum(map(len, self._blocks))
-        least = max(size, min(max(allocated, _SMALLEST_BLOCK), _LARGEST_BLOCK))
+        least = max(size, min(max(allocated, SMALLEST_BLOCK), LARGEST_BLOCK))
         rounded = 1 << (least - 1).bit_length()  # as torch does, which would waste the rest
         if self._is_pinned:
             try:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.trainer.head_chunks import TORCH, Chunk, ChunkMath, Known, Sums
 from trinity_buffer.trainer.last_hidden import OutputHead, last_hidden
 from trinity_buffer.trainer.policy import TokenScores

@@ -26,15 +26,15 @@ from torch import Tensor
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.algorithm.functional import aggregate_loss, keep
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
+from trinity_buffer.faultpoints import reached
 from trinity_buffer.pipeline.history.replay import ReplayStream
-from trinity_buffer.pipeline.microbatch import MicroBatch
-from trinity_buffer.pipeline.proof.gone_through import GoneThrough
-from trinity_buffer.pipeline.step_measures import StepMeasures
-from trinity_buffer.pipeline.streaming.stream_options import Resume
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
+from trinity_buffer.pipeline.manifest import GoneThrough
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.options import Resume
+from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.causal_lm import policy_of, reference_of
 from trinity_buffer.trainer.checkpoint import (
     Begun,

@@ -39,7 +39,7 @@ from trinity_buffer.inspector.overviews import overview_of
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.inspector.step_lines import rewards_of_runs
 from trinity_buffer.inspector.token_table import TokenTable, token_texts
-from trinity_buffer.store import queries
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.web.charts import histogram, lanes, step_bar
 from trinity_buffer.web.report import charts_of
@@ -234,7 +234,7 @@ STEPS = 200
 async def diff_page(asked: Asked) -> Page:
     """Return how two annotation sets differ, as far as some seconds reach, or two runs."""
     source = asked.source
-    consumers = await source.read(queries.consumers, source.key)
+    consumers = await source.read(writer_queries.consumers, source.key)
     first, second, other = (asked.text(name) for name in ("first", "second", "run"))
     sets: SetDifference | None = None
     runs: RunDifference | None = None

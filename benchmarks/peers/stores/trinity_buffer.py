@@ -21,10 +21,10 @@ from benchmarks.peers.rollouts import PROMPT, RUNS, Array, Batch, Rollout
 from benchmarks.sites import site
 from benchmarks.throughput import EXPERIMENT, GRPO
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotating.strategy_consumer import run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
+from trinity_buffer.pipeline.train.step import TrainStep
 
 TASKS_PER_BATCH = 32
 

@@ -41,8 +41,7 @@ from trinity_buffer.algorithm.group_scores import (
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
-from trinity_buffer.rejections import invalid
-from trinity_buffer.writer import BufferWriter
+from trinity_buffer.writer import BufferWriter, invalid
 
 __all__ = [
     "ADD_STRATEGY",

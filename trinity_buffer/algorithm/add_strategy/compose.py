@@ -24,8 +24,7 @@ from trinity_buffer.algorithm.group_scores import (
 )
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
-from trinity_buffer.rejections import INVALID
-from trinity_buffer.writer import BufferWriter, StagedWriter
+from trinity_buffer.writer import INVALID, BufferWriter, StagedWriter
 
 StrategyName = str | type[AddStrategy]
 

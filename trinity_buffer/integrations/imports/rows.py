@@ -16,8 +16,8 @@ from trinity_buffer.errors import (
     TrinityBufferError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.extras import extra
-from trinity_buffer.pipeline.writing.validation import validate
+from trinity_buffer.lazy import extra
+from trinity_buffer.pipeline.write.checks import validate
 
 
 def name_of(path: Path) -> str:

@@ -14,7 +14,6 @@ import anyio
 import anyio.to_thread
 
 from trinity_buffer import codec
-from trinity_buffer.crash_points import reached
 from trinity_buffer.errors import (
     CodecError,
     DamagedSegmentError,
@@ -22,17 +21,18 @@ from trinity_buffer.errors import (
     StoreError,
 )
 from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived
+from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import FAMILIES
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import (
     ArchiveFile,
     require_pyarrow,
     write_archive,
 )
 from trinity_buffer.pipeline.background import task_group
-from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.retention import Held, Need

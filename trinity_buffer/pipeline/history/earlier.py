@@ -19,9 +19,9 @@ from trinity_buffer.events import (
     StepDealt,
     StepsCommitted,
 )
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.history.refold import Progress, decoded_events, no_progress
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries
+from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.asking import earlier
 from trinity_buffer.store.asking.earlier import STEPS, Refolded, Seen
 from trinity_buffer.store.database import Apart, Database
@@ -87,7 +87,7 @@ class Earlier:
             apart = await stack.enter_async_context(database.apart())
             await apart.change(earlier.prepare, experiment, position, refolded)
             async for facts in _events(database, experiment, position, kinds):
-                await apart.change(earlier.fold, experiment, facts)
+                await apart.change(earlier.fold_again, experiment, facts)
                 for one in facts:
                     if isinstance(one.fact, ConsumerRegistered):
                         registered[one.fact.consumer] = one.position
@@ -142,7 +142,7 @@ async def _seen(
     database: Database, experiment: int, position: int, registered: Mapping[str, int]
 ) -> dict[str, Seen]:
     """Return how far consumers had seen the log and what they had left out, where that is more."""
-    rows = await database.read(queries.consumers, experiment)
+    rows = await database.read(writer_queries.consumers, experiment)
     here = [row for name, row in rows.items() if name in registered]
     found = await _decisions(database, experiment, position, here, registered)
     if any(row.rejected_groups for row in here):

@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 
 from trinity_buffer.errors import StoreBusyError
-from trinity_buffer.pipeline.spoken_wait import REPEATED_AFTER, wait_report_s
+from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
 from trinity_buffer.store import migrations, sqlite
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.postgres import others

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trinity_buffer.events import PlacedFact
+from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.history.refold import (
     Progress,
     catch_up,
@@ -20,7 +21,6 @@ from trinity_buffer.pipeline.history.refold import (
     unfoldable_error,
     whole_spans,
 )
-from trinity_buffer.pipeline.proof.event_chain import EventChain
 from trinity_buffer.store import log
 from trinity_buffer.store.auditing import comparison
 from trinity_buffer.store.auditing.comparison import Difference

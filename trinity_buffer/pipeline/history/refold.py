@@ -12,7 +12,7 @@ import anyio.to_thread
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError, StoreError
 from trinity_buffer.events import PlacedFact
-from trinity_buffer.sizes import sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.store import log
 from trinity_buffer.store.auditing import comparison
 from trinity_buffer.store.auditing.comparison import Difference, Span

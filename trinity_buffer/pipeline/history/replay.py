@@ -15,29 +15,23 @@ from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
-from trinity_buffer.pipeline.events import fact_at
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.loading.event_cache import EventCache
-from trinity_buffer.pipeline.loading.row_loader import LoadedRows, RowLoader
-from trinity_buffer.pipeline.proof.checkpoint import found_again
-from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, chain
-from trinity_buffer.pipeline.proof.manifest import Manifest
-from trinity_buffer.pipeline.step_measures import StepMeasures
+from trinity_buffer.pipeline.handle import fact_at
+from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
+from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.streaming.collate import (
-    collate_step,
-    known_versions,
-    mean_reward,
-    rows_in,
-)
-from trinity_buffer.pipeline.streaming.committing import Commit
-from trinity_buffer.pipeline.streaming.dealing import dealt_to, leased_step
-from trinity_buffer.pipeline.streaming.moving import Mover
-from trinity_buffer.pipeline.streaming.stream_options import Resume
-from trinity_buffer.pipeline.streaming.train_step import TrainStep
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
-from trinity_buffer.sizes import sizes
-from trinity_buffer.store import log, queries, trainer_queries
+from trinity_buffer.pipeline.train.checkpoint import found_again
+from trinity_buffer.pipeline.train.collate import collate_step, known_versions, mean_reward, rows_in
+from trinity_buffer.pipeline.train.commit import Commit
+from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.moving import Mover
+from trinity_buffer.pipeline.train.options import Resume
+from trinity_buffer.pipeline.train.resume import dealt_to, leased_step
+from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.url import StoreURL
@@ -66,7 +60,7 @@ async def replayed_steps(
         InvalidArgumentError: no such trainer, or steps that it was not handed or that lack needs.
     """
     database, key = experiment.database, experiment.key
-    row = await database.read(queries.consumer_row, key, consumer)
+    row = await database.read(writer_queries.consumer_row, key, consumer)
     if row is None or row.kind != "trainer":
         raise InvalidArgumentError(f"experiment {experiment.name!r} has no trainer {consumer!r}")
     last = row.committed_step if last is None else last
@@ -170,7 +164,7 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
         InvalidArgumentError: it has committed nothing.
     """
     database, key = experiment.database, experiment.key
-    row = await database.read(queries.consumer_row, key, consumer)
+    row = await database.read(writer_queries.consumer_row, key, consumer)
     if row is None or not row.committed_step:
         raise InvalidArgumentError(f"trainer {consumer!r} has committed no step yet")
     end = row.committed_step if last is None else last

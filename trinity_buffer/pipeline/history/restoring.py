@@ -12,10 +12,10 @@ from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, Sto
 from trinity_buffer.events import SegmentsRestored
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive import read_archive
-from trinity_buffer.pipeline.events import new_event, now_us
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.history.refold import Progress, no_progress
-from trinity_buffer.pipeline.loading.segments import blobs_of
+from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import SegmentRow, SegmentStore

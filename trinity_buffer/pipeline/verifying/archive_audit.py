@@ -8,7 +8,7 @@ from pathlib import Path
 from trinity_buffer.errors import DamagedSegmentError, StoreError
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive import digest_of, read_archive
-from trinity_buffer.pipeline.loading.segments import blobs_of
+from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verifying.findings import Problem
 
 

@@ -39,7 +39,7 @@ from trinity_buffer.events import (
     TrainerRewound,
     UnknownEvent,
 )
-from trinity_buffer.pipeline.proof.event_chain import EventChain
+from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.verifying.addresses import Addresses, beside, lacking, repeated
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem

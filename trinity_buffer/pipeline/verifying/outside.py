@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.proof import checkpoint as checkpoints
-from trinity_buffer.pipeline.proof.file_digest import version_of
-from trinity_buffer.pipeline.proof.gone_through import GoneThrough
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.train import checkpoint as checkpoints
+from trinity_buffer.pipeline.train.checkpoint import version_of
 from trinity_buffer.pipeline.verifying.addresses import unpacked
 from trinity_buffer.pipeline.verifying.findings import Problem
 from trinity_buffer.pipeline.verifying.names import Names
 from trinity_buffer.pipeline.verifying.trainer_audit import Commit, LeasedManifest, TrainerAudit
-from trinity_buffer.sizes import sizes
 
 _SLASHES_OF_UID = 4
 

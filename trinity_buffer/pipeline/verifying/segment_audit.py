@@ -17,14 +17,10 @@ from trinity_buffer.codec import (
     is_scorable,
 )
 from trinity_buffer.errors import CodecError, DamagedSegmentError
-from trinity_buffer.events import (
-    ExperiencesRecorded,
-    PlacedFact,
-    WithSegment,
-)
+from trinity_buffer.events import ExperiencesRecorded, PlacedFact, WithSegment
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.verifying.column_audit import wrong_columns
 from trinity_buffer.pipeline.verifying.findings import Problem
-from trinity_buffer.sizes import sizes
 from trinity_buffer.store import segments
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import address_of, written_as

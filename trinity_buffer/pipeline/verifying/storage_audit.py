@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trinity_buffer.events import WithSegment, kinds_of
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.history.refold import readable_events
 from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
 from trinity_buffer.pipeline.verifying.findings import Problem
-from trinity_buffer.sizes import sizes
 from trinity_buffer.store import log, schema
 from trinity_buffer.store.database import Database
 

@@ -16,8 +16,7 @@ from trinity_buffer.events import (
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.pipeline.proof.gone_through import FIRST_LINK, chain
-from trinity_buffer.pipeline.proof.manifest import Manifest, plans_of
+from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain, plans_of
 from trinity_buffer.pipeline.verifying.addresses import (
     Integers,
     packed,

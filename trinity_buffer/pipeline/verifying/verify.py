@@ -22,6 +22,7 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.pipeline.background import made_ahead, running, task_group
+from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.refold import (
     Progress,
@@ -31,14 +32,13 @@ from trinity_buffer.pipeline.history.refold import (
     readable_events,
     scratch_for,
 )
-from trinity_buffer.pipeline.proof.event_chain import EventChain
 from trinity_buffer.pipeline.verifying import outside, storage_audit
 from trinity_buffer.pipeline.verifying.archive_audit import check_archives
 from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
 from trinity_buffer.pipeline.verifying.log_audit import LogAudit
 from trinity_buffer.pipeline.verifying.outside import Evidence
 from trinity_buffer.pipeline.verifying.segment_audit import check_segments
-from trinity_buffer.store import counters, counts, log, queries
+from trinity_buffer.store import counters, counts, log, writer_queries
 from trinity_buffer.store.auditing import comparison
 from trinity_buffer.store.auditing.scratch import Scratch, Unfoldable
 from trinity_buffer.store.log import StoredEvent
@@ -172,7 +172,7 @@ class _Verification:
     def _snapshot(self, tx: Transaction, begin_at: Callable[[int], None]) -> _Snapshot:
         """Return what the projections say; before that, tell up to where the log is to be read."""
         begin_at(log.head(tx, self._key))
-        consumers = queries.consumers(tx, self._key).values()
+        consumers = writer_queries.consumers(tx, self._key).values()
         return _Snapshot(
             comparison.counts(tx, self._key),
             counters.numbers_of(tx, self._key),

@@ -17,7 +17,7 @@ from sqlalchemy import Table, func, select, update
 from sqlalchemy.schema import CreateTable
 
 from trinity_buffer.events import PlacedFact
-from trinity_buffer.store import log, projections
+from trinity_buffer.store import fold, log
 from trinity_buffer.store.counters import (
     ANNOTATED,
     HIGHEST_VERSION,
@@ -118,10 +118,10 @@ _SCHEMA = (
 )
 
 
-def fold(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
+def fold_again(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
     """Apply events of the kinds that are folded again."""
     for placed in facts:
-        projections.fold_rows(tx, experiment, placed)
+        fold.fold_rows(tx, experiment, placed)
 
 
 def place_trainers(tx: Transaction, experiment: int) -> dict[str, int]:

@@ -27,7 +27,7 @@ from sqlalchemy import (
 from sqlalchemy.types import NULLTYPE
 from typing_extensions import override
 
-from trinity_buffer.sizes import sizes
+from trinity_buffer.limits import sizes
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     CanonicalJSON,

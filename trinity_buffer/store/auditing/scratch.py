@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import PlacedFact
-from trinity_buffer.store import projections, sqlite, tables
+from trinity_buffer.store import fold, sqlite, tables
 from trinity_buffer.store.access import StoreFiles
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.sqlite_seats import SQLiteTransaction
@@ -79,13 +79,13 @@ class Scratch:
         stored = 0
         for new in events:
             try:
-                stored += projections.fold_rows(tx, self.experiment, new)
+                stored += fold.fold_rows(tx, self.experiment, new)
             except _CANNOT_FOLD as error:
                 cause = " ".join(str(getattr(error, "orig", error)).split())
                 return Unfoldable(new.position, new.kind, f"{type(error).__name__}: {cause}")
             self.position = new.position
         # No fold reads a counter, so a page needs but one statement for all of them.
-        projections.fold_counters(tx, self.experiment, events, stored)
+        fold.fold_counters(tx, self.experiment, events, stored)
         return None
 
 

@@ -1,0 +1,108 @@
+"""Names of a package that are found on first use: asking for one loads no module of another.
+
+Packages that an extra brings: imported when they are used, and named where they are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module, metadata
+from types import ModuleType
+from typing import Any
+
+from typing_extensions import override
+
+from trinity_buffer.errors import InvalidArgumentError
+
+
+def names_on_use(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package.
+
+    Args:
+        package: its name.
+        homes: public name -> the module that defines it.
+    """
+
+    def found(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return found, lambda: sorted({*vars(sys.modules[package]), *homes})
+
+
+def renamed(old: str, new: str) -> ModuleType:
+    """Let the module ``new`` be imported as ``old`` too, with a warning, and return that alias."""
+
+    class Alias(ModuleType):
+        @override
+        def __getattr__(self, name: str) -> Any:
+            # Only names of users: tools ask each module in `sys.modules` for its dunder names.
+            if name.startswith("__"):
+                raise AttributeError(name)
+            message = f"{old} is now {new}; the old name goes with the next release"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return getattr(import_module(new), name)
+
+    return sys.modules.setdefault(old, Alias(old))
+
+
+TESTED = {
+    "transformers": ">=4.56,<5.24",
+    "peft": ">=0.17,<0.22",
+    "trl": ">=1.16,<1.17",
+    "verl": ">=0.9,<0.10",
+    "TransferQueue": ">=0.1.11,<0.2",
+    "trinity-rft": ">=0.6,<0.7",
+}
+"""Packages that change what is used of them from release to release -> the tested releases."""
+
+
+def extra(module: str, name: str) -> Any:
+    """Return ``module``, which ``pip install 'trinity-buffer[name]'`` brings.
+
+    Raises:
+        InvalidArgumentError: it is not installed, or is another release; the message names the
+            extra, and the releases that were tested.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        remedy = f"trinity-buffer[{name}]"
+        raise InvalidArgumentError(_lacking(module.partition(".")[0], remedy, error)) from error
+
+
+@contextmanager
+def importing(package: str, remedy: str) -> Iterator[None]:
+    """Import names of ``package`` inside the context: an adapter's, when it is imported itself.
+
+    Args:
+        package: as package indexes call it.
+        remedy: what to give to ``pip install``.
+
+    Raises:
+        ImportError: it is not installed, or is another release; says which were tested.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(_lacking(package, remedy, error), name=error.name) from error
+
+
+def _lacking(package: str, remedy: str, error: ImportError) -> str:
+    """Return what to install, and why the release that is there will not do."""
+    tested = TESTED.get(package, "")
+    told = f"this needs {package}{tested}"
+    if tested:
+        try:
+            told += f", and {package} {metadata.version(package)} is installed"
+        except metadata.PackageNotFoundError:
+            told += ", the releases that were tested"
+    return f"{told}: pip install '{remedy}' ({error})"

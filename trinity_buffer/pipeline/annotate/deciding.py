@@ -1,0 +1,613 @@
+"""What a strategy says of units that are ready: of their experiences, or of their rewards alone.
+
+What a strategy said of some units, checked and made ready to be committed.
+
+What a strategy, which may be the user's own, answers: checked, and noted where it goes wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import anyio.to_thread
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.add_strategy import AddStrategy
+from trinity_buffer.algorithm.copies import original_uid
+from trinity_buffer.algorithm.group_scores import RewardScorer
+from trinity_buffer.codec import ANNOTATED, content_digest
+from trinity_buffer.errors import ArchivedSegmentError, InvalidArgumentError
+from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
+from trinity_buffer.experience import Experience
+from trinity_buffer.identity import storable
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.annotate.grouping import (
+    Group,
+    GroupingRules,
+    ReadyUnit,
+    Unit,
+    chunks,
+    has_rows,
+    place_of,
+)
+from trinity_buffer.pipeline.annotate.reward_table import RowVerdicts, table_of, verdicts_of
+from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
+from trinity_buffer.pipeline.annotations import encode_annotations, encode_scores
+from trinity_buffer.pipeline.handle import ExperimentHandle, new_event, now_us
+from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.load.experiences import load_experiences, unreadable_among
+from trinity_buffer.store import log, writer_queries
+from trinity_buffer.store.log import NewEvent, Place
+from trinity_buffer.store.rows import SLOT_BITS, ExperienceRow, position_of, rows_recorded_by
+from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
+from trinity_buffer.store.transaction import ReadSession, Transaction
+from trinity_buffer.writer import StagedWriter, invalid
+
+_Kept = Mapping[str, Sequence[Experience]]
+"""What a strategy wrote, by group."""
+
+_COPYING = (
+    "a copy is made by `trinity_buffer.algorithm.copies.copy_experience`, under a task of its own"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is committed for some units: events, the segment that they refer to, and numbers."""
+
+    events: list[NewEvent]
+    segment_rows: list[SegmentRow]
+    annotated: int
+    rejected: int
+    reasons: Counter[str]
+
+    def append(
+        self,
+        tx: Transaction,
+        store: SegmentStore,
+        experiment: int,
+        strategy: str,
+        *,
+        require: Callable[[Transaction], Place | None] | None = None,
+    ) -> None:
+        """Record it, as what ``strategy`` says, with what it has put into ``store``.
+
+        Args:
+            require: raises if another may decide; else tells where the log ends, if it has asked.
+        """
+        store.take_in(tx, self.segment_rows)
+        last = None if require is None else require(tx)
+        log.append(tx, experiment, self.events, actor=strategy, now_us=now_us(), last=last)
+
+
+class _Annotated(NamedTuple):
+    """Rows that are kept: address and number of the group of each, and tid of each group."""
+
+    addresses: list[int]
+    groups: list[int]
+    tids: list[str]
+
+
+def _tid(group: Group) -> str:
+    return f"{group.key[0]}/{group.key[1]}"
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """Collects, over several units, what was given to a strategy and what came of it.
+
+    Attributes:
+        strategy: name of the annotation set.
+        store: where what is annotated is put.
+        reasons: address of an experience -> why it is rejected.
+        planned: tid of a group -> whether it was planned.
+        given: addresses that the strategy saw, and the action mask of each.
+        metrics: what each of its calls returned.
+    """
+
+    strategy: str
+    store: SegmentStore
+    reasons: dict[int, str] = field(default_factory=dict)
+    planned: dict[str, bool] = field(default_factory=dict)
+    given: dict[int, Tensor | None] = field(default_factory=dict)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def reject(self, addresses: Sequence[int], reason: str) -> None:
+        """Leave experiences out without asking the strategy."""
+        self.reasons.update(dict.fromkeys(addresses, reason))
+
+    def concern(self, groups: Sequence[Group]) -> None:
+        """Note that ``groups`` are decided now, whatever becomes of them."""
+        self.planned.update({_tid(group): group.planned for group in groups})
+
+    def taken_from(self, staged: StagedWriter) -> dict[str, list[Experience]]:
+        """Empty ``staged`` and return what was kept, by group in order of first appearance.
+
+        What was neither written nor rejected is rejected as ``filtered``.
+
+        Raises:
+            InvalidArgumentError: an experience that was not given, or both written and rejected.
+        """
+        written, staged.groups = staged.groups, []
+        rejected, staged.rejections = staged.rejections, []
+        self.reasons.update({self._address(e): reason for e, reason in rejected})
+        kept: dict[str, list[Experience]] = {}
+        for experience in (e for some in written for e in some):
+            # The advantages are read again beside the mask that is stored.
+            experience.action_mask = self.given[self._address(experience)]
+            kept.setdefault(experience.eid.tid, []).append(experience)  # a copy has another tid
+        addresses = {self._address(e) for group in kept.values() for e in group}
+        for address in self.given.keys() - addresses - self.reasons.keys():
+            self.reasons[address] = "filtered"
+        contradictory = addresses & self.reasons.keys()
+        if contradictory:
+            raise InvalidArgumentError(
+                f"strategy {self.strategy!r} both wrote and rejected {len(contradictory)} "
+                "experiences of one unit"
+            )
+        return kept
+
+    def require_fitting(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
+        """Raise unless each experience is there once, as itself, with one number for each token.
+
+        Raises:
+            InvalidArgumentError: names the first that is not.
+        """
+        self._require_own_addresses(kept, rows)
+        for experience in (e for group in kept.values() for e in group):
+            row = rows[self._address(experience)]
+            tokens = row.length - row.prompt_length
+            for name in ANNOTATED:
+                problem = _misfit(experience.__dict__.get(name), tokens)
+                if problem is not None:
+                    raise InvalidArgumentError(
+                        f"strategy {self.strategy!r} gave {experience.eid.uid} {name} {problem}: "
+                        f"its response has {tokens} tokens, so give [{tokens}]"
+                    )
+
+    def _require_own_addresses(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
+        """Raise unless each experience has its own address, and each copy one that is nobody's.
+
+        Raises:
+            InvalidArgumentError: names the first that has not.
+        """
+        there = set[str]()
+        for experience in (e for group in kept.values() for e in group):
+            own, uid = rows[self._address(experience)].eid, experience.eid.uid
+            is_copy = original_uid(experience) == own.uid
+            in_other = experience.eid.tid != own.tid and experience.eid.tid in self.planned
+            if uid != own.uid and (in_other or not is_copy):
+                raise InvalidArgumentError(
+                    f"strategy {self.strategy!r} wrote {own.uid} as {uid}: what it keeps stays "
+                    f"under its own address, and {_COPYING}"
+                )
+            if uid in there:
+                raise InvalidArgumentError(
+                    f"strategy {self.strategy!r} wrote {uid} twice: {_COPYING}"
+                )
+            there.add(uid)
+
+    def _leave_out_broken(self, kept: _Kept) -> _Kept:
+        """Return what is finite; reject the others as ``invalid``, with all copies of theirs."""
+        if _all_finite([experience for group in kept.values() for experience in group]):
+            return kept
+        broken = {
+            self._address(experience): invalid(*fields)
+            for group in kept.values()
+            for experience in group
+            if (fields := _broken_fields(experience))
+        }
+        self.reasons.update(broken)
+        left = {
+            tid: [experience for experience in group if self._address(experience) not in broken]
+            for tid, group in kept.items()
+        }
+        return {tid: group for tid, group in left.items() if group}
+
+    def _address(self, experience: Experience) -> int:
+        address = experience.address
+        if address is None or address not in self.given:
+            raise InvalidArgumentError(
+                f"strategy {self.strategy!r} wrote {experience.eid.uid}, which it was not given; a "
+                f"strategy may keep, copy or leave out experiences, not make them, and {_COPYING}"
+            )
+        return address
+
+    def decision(self, kept: _Kept, *, seen: int, calls: int, after: int | None = None) -> Decision:
+        """Return what to commit. Encodes: call it off the event loop.
+
+        Args:
+            kept: from `taken_from`.
+            seen: position up to which the log was read.
+            calls: how often the strategy was called so far.
+            after: where the cursor must be for the commit to hold. For groups without rows: others
+                are decided once because each row can be taken once.
+        """
+        kept = self._leave_out_broken(kept)
+        experiences = [experience for group in kept.values() for experience in group]
+        annotated = _Annotated(
+            [cast("int", one.address) for one in experiences],
+            [number for number, group in enumerate(kept.values()) for _ in group],
+            list(kept),
+        )
+        blob = encode_annotations(experiences) if experiences else b""
+        self.metrics = list(map(_finite, self.metrics))
+        return self._decision(annotated, blob, seen=seen, calls=calls, after=after)
+
+    def decision_by_rewards(
+        self, groups: Sequence[Group], found: RowVerdicts, *, seen: int, calls: int
+    ) -> Decision:
+        """Return what to commit of groups that were decided by their rewards. Encodes.
+
+        Args:
+            groups: in the order of their numbers in ``found``.
+            found: what becomes of their rows.
+            seen, calls: as in `decision`.
+        """
+        self.reasons |= found.reasons
+        self.metrics = found.metrics
+        numbers = {number: place for place, number in enumerate(dict.fromkeys(found.groups))}
+        annotated = _Annotated(
+            found.addresses,
+            [numbers[number] for number in found.groups],
+            [_tid(groups[number]) for number in numbers],
+        )
+        blob = encode_scores(found.scores, len(found.addresses)) if found.addresses else b""
+        return self._decision(annotated, blob, seen=seen, calls=calls, after=None)
+
+    def _decision(
+        self, kept: _Annotated, blob: bytes, *, seen: int, calls: int, after: int | None
+    ) -> Decision:
+        events: list[NewEvent] = []
+        rows: list[SegmentRow] = []
+        if kept.addresses:
+            key = new_key()
+            rows = self.store.put(key, {"annotation": blob})
+            annotated = ExperiencesAnnotated(
+                consumer=self.strategy,
+                seen=seen,
+                calls=calls,
+                after=after,
+                segment=key,
+                families={"annotation": len(blob)},
+                digest=content_digest([blob]),
+                experiences=kept.addresses,
+                groups=kept.groups,
+                planned=[self.planned.get(tid, False) for tid in kept.tids],
+                metrics=self.metrics,
+            )
+            events.append(new_event(annotated))
+        there = set(kept.tids)
+        left_out = sum(planned and tid not in there for tid, planned in self.planned.items())
+        if self.reasons or left_out:
+            addresses = sorted(self.reasons)
+            self.reasons = {address: self._said(self.reasons[address]) for address in addresses}
+            rejected = ExperiencesRejected(
+                consumer=self.strategy,
+                seen=seen,
+                calls=calls,
+                after=None if events else after,
+                by="strategy",
+                experiences=addresses,
+                reasons=[self.reasons[address] for address in addresses],
+                planned_groups=left_out,
+            )
+            events.append(new_event(rejected))
+        reasons = Counter(self.reasons.values())
+        return Decision(events, rows, len(kept.addresses), len(self.reasons), reasons)
+
+    def _said(self, reason: object) -> str:
+        """Return a reason as it is recorded."""
+        if not isinstance(reason, str):
+            raise InvalidArgumentError(
+                f"strategy {self.strategy!r} rejects with the reason {reason!r:.60}: it must be a "
+                "text"
+            )
+        return storable(reason)
+
+
+def _misfit(value: object, tokens: int) -> str | None:
+    """Return what a value is that is not a plain tensor of one number for each token."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}, which is no tensor"
+    if value.is_complex() or value.layout != torch.strided:
+        return f"of dtype {value.dtype} and layout {value.layout}"
+    return None if tuple(value.shape) == (tokens,) else f"of shape {list(value.shape)}"
+
+
+def _all_finite(experiences: Sequence[Experience]) -> bool:
+    """Return whether all that a strategy computed is finite in float32, as micro-batches are."""
+    tensors = [
+        value
+        for experience in experiences
+        for name in ANNOTATED
+        if (value := experience.__dict__.get(name)) is not None
+    ]
+    return not tensors or bool(
+        torch.cat([t.detach().float().flatten() for t in tensors]).isfinite().all()
+    )
+
+
+def _broken_fields(experience: Experience) -> list[str]:
+    """Return what a strategy computed for an experience and is not finite."""
+    found = [(name, experience.__dict__.get(name)) for name in ANNOTATED]
+    return [
+        name for name, value in found if value is not None and not value.float().isfinite().all()
+    ]
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+@contextmanager
+def noting(strategy: str, uid: Callable[[], str]) -> Iterator[None]:
+    """Note on an error inside the context which strategy raised it, and at which experiences.
+
+    Args:
+        strategy: name of the annotation set.
+        uid: returns the name of the first experience; asked only then.
+    """
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"in strategy {strategy!r}, which was given {uid()} first; nothing of it is committed"
+        )
+        raise
+
+
+def metrics_of(answer: object) -> dict[str, float]:
+    """Return the metrics of what ``add`` returned.
+
+    Raises:
+        TypeError: it is not a number and a mapping of numbers.
+    """
+    if not (isinstance(answer, Sequence) and len(answer) == 2 and isinstance(answer[1], Mapping)):
+        raise TypeError(
+            f"`add` returned {_short(answer)}: it must return how many experiences it wrote and a "
+            "mapping of metrics, as in `return len(kept), {}`"
+        )
+    return {name: _number(name, value) for name, value in answer[1].items()}
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`add` returned {_short(value)} as metric {name!r}: it must be a number"
+        ) from None
+
+
+def _short(value: object) -> str:
+    """Return the type and the beginning of ``value``."""
+    return f"{type(value).__name__} {value!r:.60}" if value is not None else "None"
+
+
+Events = Mapping[int, ExperiencesRecorded]
+"""Position -> what was recorded there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrategySetup:
+    """A strategy, and how it is run.
+
+    Attributes:
+        name: of its annotation set.
+        strategy: writes to ``staged``.
+        arguments: of its constructor.
+        rules: how experiences become groups.
+        rewards: name of a scoring whose rewards take the place of the recorded ones.
+    """
+
+    name: str
+    strategy: AddStrategy
+    staged: StagedWriter
+    arguments: Mapping[str, Any]
+    rules: GroupingRules
+    rewards: str | None
+
+    @property
+    def unit(self) -> Unit:
+        """What one call of the strategy must see whole."""
+        return self.strategy.unit_for(**self.arguments)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The column families that it reads."""
+        asked = self.strategy.families_for(**self.arguments)
+        return ("light", *(family for family in asked if family != "light"))
+
+    @property
+    def scorer(self) -> RewardScorer | None:
+        """What decides a group by its rewards, if that is all the strategy looks at."""
+        return self.strategy.from_rewards() if self.unit == "group" else None
+
+
+class Decider:
+    """Asks a strategy what becomes of units.
+
+    Attributes:
+        calls: how often the strategy was called, by any process of its name.
+    """
+
+    def __init__(
+        self,
+        experiment: ExperimentHandle,
+        setup: StrategySetup,
+        reader: UnitReader,
+        cache: EventCache,
+    ) -> None:
+        self._experiment = experiment
+        self._setup = setup
+        self._reader = reader
+        self._cache = cache
+        self._families = setup.families
+        self._scorer = setup.scorer
+        self.calls = 0
+
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """The column families that it reads of experiences; none where rewards are enough."""
+        return () if self._scorer is not None else self._families
+
+    def split(
+        self, s: ReadSession, units: Sequence[ReadyUnit]
+    ) -> tuple[list[ReadyUnit], list[ReadyUnit], Events]:
+        """Return the units whose experiences have to be loaded, the others, and their events."""
+        whole = [unit for unit in units if has_rows(unit)]
+        if self._scorer is None or not whole:
+            return list(units), [], {}
+        positions = [{address >> SLOT_BITS for address in unit.addresses} for unit in whole]
+        events = self._reader.events(s, set().union(*positions))
+        known = events.keys()
+        scored = [unit for unit, at in zip(whole, positions, strict=True) if at <= known]
+        chosen = set(map(id, scored))
+        return [unit for unit in units if id(unit) not in chosen], scored, events
+
+    def by_rewards(self, s: ReadSession, units: Sequence[ReadyUnit], events: Events) -> Decision:
+        """Return what the strategy says of ``units`` by their rewards, from ``events``."""
+        assert self._scorer is not None  # `split` has seen to that
+        verdicts = self._no_verdicts()
+        groups = [group for unit in units for group in self._whole_of(unit, verdicts)]
+        assigned = self._assigned(s, [row for group in groups for row in group.members])
+        self.calls += len(groups)
+        name, score = self._setup.name, self._scorer
+        seen, calls = self._reader.seen, self.calls
+
+        def compute() -> Decision:
+            table = table_of(groups, events, assigned)
+            with noting(name, lambda: _first_of(groups, events)):
+                found = verdicts_of(table, len(groups), score, self._setup.strategy.over)
+            return verdicts.decision_by_rewards(groups, found, seen=seen, calls=calls)
+
+        return s.compute(compute)
+
+    async def by_experiences(self, units: Sequence[ReadyUnit], late: Sequence[int]) -> Decision:
+        """Return what the strategy says of the experiences of ``units``; ``late`` is rejected."""
+        setup, verdicts = self._setup, self._no_verdicts()
+        verdicts.reject(late, "late")
+        wanted = [row for unit in units for row in unit.addresses]
+        database = self._experiment.database
+        known = await database.read_session(lambda s: self._reader.rows(s, wanted))
+        for some in chunks(units, self._experiences_per_load):
+            given = [self._rows_of(unit, known, verdicts) for unit in some]
+            readable = await self._load_readable([row for rows in given for row in rows], verdicts)
+            loaded = {experience.address: experience for experience in readable}
+            for rows in given:
+                addresses = [row.address for row in rows if row.address in loaded]
+                if not addresses:
+                    continue
+                # Whatever the strategy does with its list, and with the fields of who is in it.
+                verdicts.given.update((a, loaded[a].__dict__.get("action_mask")) for a in addresses)
+                with noting(setup.name, partial(_uid, loaded[addresses[0]])):
+                    answer = await setup.strategy.add([loaded[a] for a in addresses], self.calls)
+                    verdicts.metrics.append(metrics_of(answer))
+                self.calls += 1
+        kept = verdicts.taken_from(setup.staged)
+        verdicts.require_fitting(kept, known)
+        encode = partial(
+            verdicts.decision,
+            kept,
+            seen=self._reader.seen,
+            calls=self.calls,
+            after=None if all(map(has_rows, units)) else self._reader.cursor,
+        )
+        return await anyio.to_thread.run_sync(encode)
+
+    def _no_verdicts(self) -> Verdicts:
+        return Verdicts(self._setup.name, self._experiment.database.segments)
+
+    async def _load_readable(
+        self, rows: Sequence[ExperienceRow], verdicts: Verdicts
+    ) -> list[Experience]:
+        """Return the experiences that can be read; others are ``deleted`` or ``damaged``."""
+        if not rows:
+            return []
+        bad: dict[int | None, str] = {}
+        try:
+            found = await self._load_experiences(rows)
+            bad = {e.address: "damaged" for e in found if e.damaged is not None}
+            if not bad:
+                return found
+        except ArchivedSegmentError:
+            wanted = {row.segment: () for row in rows}
+            reasons = await self._experiment.database.read_session(
+                lambda s: unreadable_among(s, wanted, self._families)
+            )
+            if not reasons:
+                raise
+            bad = {row.address: reasons[row.segment] for row in rows if row.segment in reasons}
+        for reason in sorted(set(bad.values())):
+            verdicts.reject([r.address for r in rows if bad.get(r.address) == reason], reason)
+        gone = set(bad)
+        if self._setup.rules.incomplete == "reject":
+            broken = {row.eid.tid for row in rows if row.address in gone}
+            short = [r.address for r in rows if r.eid.tid in broken and r.address not in gone]
+            verdicts.reject(short, "incomplete_group")
+            gone |= set(short)
+        return await self._load_readable([r for r in rows if r.address not in gone], verdicts)
+
+    def _rows_of(
+        self, unit: ReadyUnit, known: Mapping[int, ExperienceRow], verdicts: Verdicts
+    ) -> list[ExperienceRow]:
+        """Return what the strategy sees of ``unit``, in its order; the rest is rejected."""
+        members = (row for group in self._whole_of(unit, verdicts) for row in group.members)
+        return sorted((known[address] for address in members), key=place_of)
+
+    def _whole_of(self, unit: ReadyUnit, verdicts: Verdicts) -> list[Group]:
+        """Return the groups of ``unit`` that the strategy sees; the others are rejected."""
+        verdicts.concern(unit.groups)
+        if self._setup.rules.incomplete == "keep":
+            return list(unit.groups)
+        for group in unit.groups:
+            if group.short:
+                verdicts.reject(group.members, "incomplete_group")
+        return [group for group in unit.groups if not group.short]
+
+    @property
+    def _experiences_per_load(self) -> int:
+        only_light = self._families == ("light",)
+        return sizes().experiences_per_commit if only_light else sizes().experiences_per_load
+
+    async def _load_experiences(self, rows: Sequence[ExperienceRow]) -> list[Experience]:
+        database = self._experiment.database
+        experiences = await load_experiences(database, self._cache, rows, self._families)
+        for experience in experiences:
+            if experience.archived is not None:
+                raise ArchivedSegmentError(f"{experience.eid}: {experience.archived}")
+        if self._setup.rewards is not None:
+            addresses = [row.address for row in rows]
+            assigned = await database.read_session(lambda s: self._assigned(s, addresses))
+            for experience in experiences:
+                experience.reward = (assigned or {}).get(experience.address or 0)
+        return experiences
+
+    def _assigned(self, s: ReadSession, addresses: Sequence[int]) -> Mapping[int, float] | None:
+        """Return the rewards of the scoring that is used, or None if the recorded ones are."""
+        name, key = self._setup.rewards, self._experiment.key
+        if name is None:
+            return None
+        return s.read(writer_queries.assigned_rewards, key, name, addresses)
+
+
+def _uid(experience: Experience) -> str:
+    return experience.eid.uid
+
+
+def _first_of(groups: Sequence[Group], events: Events) -> str:
+    """Return the uid of the first member of ``groups``."""
+    first = groups[0].members[0]
+    position = position_of(first)
+    rows = rows_recorded_by(position, events[position])
+    return next(row.eid.uid for row in rows if row.address == first)

@@ -1,0 +1,504 @@
+"""When a group or a batch is complete, and in which order a strategy sees it.
+
+`Grouping` is a fold over the log that lives in memory and decides nothing durable: a consumer that
+restarts feeds it what is waiting and goes on. A group is ready when its planned runs are stored,
+when its batch is sealed, or at its deadline; a straggling group holds back nobody.
+
+Planned batches whose deadline is over, which a strategy seals as they are.
+
+The groups of a batch are planned at once, so that their deadlines are one. A group of which nothing
+is stored has no row that a decision could name: only the seal tells whoever starts later that it is
+closed, and bounds that it will not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import ExperiencesRecorded
+from trinity_buffer.identity import order_of
+from trinity_buffer.pipeline.coordination.waiting import one_line
+from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
+from trinity_buffer.pipeline.write.planning import seal_as_it_is
+from trinity_buffer.store import counts, log, writer_queries
+from trinity_buffer.store.rows import BatchRow, ExperienceRow, first_address
+from trinity_buffer.store.transaction import Transaction
+
+Unit = Literal["group", "batch"]
+GroupKey = tuple[str, str]
+"""(batch, task), both as text: ``7`` and ``"7"`` are one key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupingRules:
+    """How experiences become groups.
+
+    Attributes:
+        rollouts_per_group: of batches that nobody planned; a plan says it itself. None: such a
+            group waits for a seal, its deadline or ``idle_s``.
+        deadline_s: seconds at which a group is closed as it is: after the plan of its batch, which
+            is sealed then (of a set that no trainer reads, and of a batch that nobody planned:
+            after the group's first experience); None: never.
+        idle_s: seconds after its last experience at which a group is closed whose number of runs is
+            not known; None: never.
+        incomplete: what becomes of a group that is closed before its planned runs are stored, or of
+            which a run was refused at the door: ``"keep"`` gives the strategy what is there,
+            ``"reject"`` records all of it as rejected (``incomplete_group``).
+    """
+
+    rollouts_per_group: int | None = None
+    deadline_s: float | None = None
+    idle_s: float | None = None
+    incomplete: Literal["keep", "reject"] = "keep"
+
+    def __post_init__(self) -> None:
+        if self.incomplete not in ("keep", "reject"):
+            raise InvalidArgumentError(
+                f"incomplete={self.incomplete!r}: accepted are 'keep' and 'reject'"
+            )
+        runs: object = self.rollouts_per_group
+        if runs is not None and not (type(runs) is int and runs >= 1):
+            raise InvalidArgumentError(f"rollouts_per_group={runs!r}: it must be an int from 1 on")
+        waits: dict[str, object] = {"deadline_s": self.deadline_s, "idle_s": self.idle_s}
+        for name, wait in waits.items():
+            if wait is not None and not (isinstance(wait, (int, float)) and wait > 0):
+                raise InvalidArgumentError(
+                    f"{name}={wait!r}: it must be a positive number of seconds, or None"
+                )
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], **given: Any) -> GroupingRules:
+        """Return the rules that ``config`` of an experiment names, with ``given`` in their place.
+
+        Raises:
+            TypeError: ``given`` names a rule that there is not.
+            InvalidArgumentError: an impossible rule.
+        """
+        configured = {name: config[name] for name in cls.__slots__ if name in config}
+        return cls(**{**configured, **given})
+
+
+class Stretch(NamedTuple):
+    """Neighbouring experiences of one event that belong to one group.
+
+    Attributes:
+        key: of the group.
+        addresses: of the experiences.
+        runs: of which they are.
+        refused: whether they were refused at the door: no strategy will see them.
+    """
+
+    key: GroupKey
+    addresses: range
+    runs: Sequence[int]
+    refused: bool
+
+
+def stretches_of(position: int, fact: ExperiencesRecorded) -> list[Stretch]:
+    """Return what an event recorded, group by group as far as its rows lie together."""
+    columns, refused, start = fact.columns, fact.refused, first_address(position)
+    left = [slot in refused for slot in range(len(columns))]
+    keys = zip(columns.batch, columns.task, left, strict=True)
+    found, slot = [], 0
+    for (batch, task, is_refused), some in groupby(keys):
+        end = slot + sum(1 for _ in some)
+        addresses = range(start + slot, start + end)
+        found.append(Stretch((str(batch), str(task)), addresses, columns.run[slot:end], is_refused))
+        slot = end
+    return found
+
+
+def stretch_of_row(row: ExperienceRow) -> Stretch:
+    """Return one experience, of which the projection tells."""
+    key = (str(row.eid.batch), str(row.eid.task))
+    return Stretch(key, range(row.address, row.address + 1), (row.eid.run,), bool(row.refused))
+
+
+def among(some: Stretch, wanted: set[int]) -> Iterator[Stretch]:
+    """Yield what of a stretch is among ``wanted``: mostly all of it."""
+    if wanted.issuperset(some.addresses):
+        yield some
+        return
+    for address, run in zip(some.addresses, some.runs, strict=True):
+        if address in wanted:
+            yield Stretch(some.key, range(address, address + 1), (run,), some.refused)
+
+
+@dataclass(slots=True)
+class Group:
+    """The runs of one task in one batch, as far as they are stored.
+
+    Attributes:
+        members: addresses of its experiences, in the order in which they were read.
+        runs: of which something is stored, refused or not.
+        given: of which there are members.
+    """
+
+    key: GroupKey
+    planned: bool
+    rollouts: int | None
+    members: list[int] = field(default_factory=list)
+    runs: set[int] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
+    first_seen_us: int | None = None
+    last_seen_us: int = 0
+    decided: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its runs are stored (refused ones too: they will not come again)."""
+        return self._has_all(self.runs)
+
+    @property
+    def short(self) -> bool:
+        """Whether a strategy gets fewer runs than there should be: they are lacking, or refused."""
+        return self.rollouts is not None and not self._has_all(self.given)
+
+    def _has_all(self, runs: set[int]) -> bool:
+        """Return whether these are its runs; another than the planned ones is none of them."""
+        if self.rollouts is None or len(runs) < self.rollouts:
+            return False
+        return not self.planned or runs.issuperset(range(self.rollouts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyUnit:
+    """What one call of a strategy gets: whole groups.
+
+    Attributes:
+        incomplete: whether a group is short of runs: the deadline or the seal came before them, or
+            they were refused.
+    """
+
+    groups: tuple[Group, ...]
+    incomplete: bool
+
+    @property
+    def addresses(self) -> list[int]:
+        """All members."""
+        return [address for group in self.groups for address in group.members]
+
+
+def place_of(row: ExperienceRow) -> tuple[object, ...]:
+    """Return where a row stands among those that a strategy sees: by task, run, step, suffix."""
+    eid = row.eid
+    return (order_of(eid.batch), order_of(eid.task), eid.run, eid.step, eid.suffix)
+
+
+@dataclass(slots=True)
+class _Batch:
+    planned: bool
+    rollouts: int | None
+    sealed: bool = False
+    decided: bool = False
+    groups: dict[str, Group] = field(default_factory=dict)
+
+
+class Grouping:
+    """Collects rows into groups and says which are ready.
+
+    The owner asks `unknown` before it feeds a page, and answers with `know_batch` or
+    `know_decided` what the database knows of them.
+    """
+
+    def __init__(self, unit: Unit, rules: GroupingRules) -> None:
+        self.unit = unit
+        self.rules = rules
+        self._batches: dict[str, _Batch] = {}
+        self._candidates: set[str] = set()
+        self._late: list[int] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """How many experiences are seen and not decided."""
+        return sum(
+            len(g.members)
+            for b in self._batches.values()
+            for g in b.groups.values()
+            if not g.decided
+        )
+
+    @property
+    def num_waiting_groups(self) -> int:
+        """How many groups have experiences that are not decided."""
+        return sum(
+            1
+            for b in self._batches.values()
+            for g in b.groups.values()
+            if g.members and not g.decided
+        )
+
+    def unknown(self, some: Iterable[Stretch]) -> set[GroupKey]:
+        """Return the groups of ``some`` that are not in memory: new ones, or decided long ago."""
+        return {key for key, *_ in some if not self.knows_group(key)}
+
+    def knows_group(self, key: GroupKey) -> bool:
+        """Return whether the group is in memory."""
+        return key[0] in self._batches and key[1] in self._batches[key[0]].groups
+
+    @property
+    def batches(self) -> Iterable[str]:
+        """The batches that are in memory."""
+        return self._batches.keys()
+
+    def knows(self, batch: str) -> bool:
+        """Return whether the batch is in memory."""
+        return batch in self._batches
+
+    def know_batch(self, row: BatchRow, *, sealed: bool) -> None:
+        """Take in a plan (or a seal without one), if it is not known already."""
+        key = str(row.batch)
+        known = self._batches.get(key)
+        if known is None:
+            planned = row.rollouts_per_group is not None
+            rollouts = row.rollouts_per_group if planned else self.rules.rollouts_per_group
+            known = self._batches[key] = _Batch(planned, rollouts)
+        known.sealed = known.sealed or sealed
+        for task in row.tasks:
+            self._group(key, str(task)).planned = known.planned
+        self._candidates.add(key)
+
+    def know_decided(self, keys: Iterable[GroupKey]) -> None:
+        """Mark groups as decided: what comes for them from now on is late.
+
+        Where the unit is a batch, all of it was decided at once.
+        """
+        for batch, task in keys:
+            self._group(batch, task).decided = True
+            if self.unit == "batch":
+                known = self._batches[batch]
+                known.decided = True
+                for group in known.groups.values():
+                    group.decided = True
+
+    def know_run(self, key: GroupKey, run: int) -> None:
+        """Mark a run as stored although its rows do not wait (they were refused at the door)."""
+        self._group(*key).runs.add(run)
+
+    def know_settled(self, batches: Iterable[str]) -> None:
+        """Mark as decided what is ready in ``batches`` and has no members.
+
+        To be called when everything up to the cursor is known: the commit that moved it there said
+        of such groups that they are left out.
+        """
+        for key in batches:
+            batch = self._batches[key]
+            empty = [g for g in batch.groups.values() if not (g.decided or g.members)]
+            ready = [group for group in empty if group.complete or batch.sealed]
+            if self.unit == "batch" and len(ready) < sum(
+                not group.decided for group in batch.groups.values()
+            ):
+                continue
+            for group in ready:
+                group.decided = True
+
+    def record(self, some: Stretch, at_us: int) -> None:
+        """Take in experiences that were recorded at ``at_us``."""
+        batch, task = some.key
+        group = self._group(batch, task)
+        if group.decided:
+            if not some.refused:
+                self._late.extend(some.addresses)
+            return
+        group.runs.update(some.runs)
+        if not some.refused:
+            group.members.extend(some.addresses)
+            group.given.update(some.runs)
+            group.first_seen_us = (
+                at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
+            )
+            group.last_seen_us = max(at_us, group.last_seen_us)
+        self._candidates.add(batch)
+
+    def seal(self, batch: str) -> None:
+        """Close a batch: its groups are ready as they are."""
+        known = self._batches.setdefault(
+            batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
+        )
+        known.sealed = True
+        self._candidates.add(batch)
+
+    def _group(self, batch: str, task: str) -> Group:
+        known = self._batches.setdefault(
+            batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
+        )
+        if task not in known.groups:
+            # Planned are the tasks that the plan names; `know_batch` says so.
+            made = Group((batch, task), planned=False, rollouts=known.rollouts)
+            made.decided = known.decided
+            known.groups[task] = made
+        return known.groups[task]
+
+    def take_late(self) -> list[int]:
+        """Return, once, what came for groups that were decided before."""
+        late, self._late = self._late, []
+        return late
+
+    def next_deadline_us(self) -> int | None:
+        """Return when the next open group is closed as it is, or None."""
+        if self.rules.deadline_s is None and self.rules.idle_s is None:
+            return None
+        ends = [(self._deadline_us(group), self._idle_us(group)) for _, group in self._open()]
+        return min((end for both in ends for end in both if end is not None), default=None)
+
+    @property
+    def becomes_idle(self) -> bool:
+        """Whether there are open groups that are closed once nothing has come for them."""
+        return any(self._idle_us(group) is not None for _, group in self._open())
+
+    def _deadline_us(self, group: Group) -> int | None:
+        if self.rules.deadline_s is None or group.first_seen_us is None:
+            return None
+        return group.first_seen_us + int(self.rules.deadline_s * 1e6)
+
+    def _idle_us(self, group: Group) -> int | None:
+        if self.rules.idle_s is None or group.rollouts is not None or not group.members:
+            return None
+        return group.last_seen_us + int(self.rules.idle_s * 1e6)
+
+    def _open(self) -> Iterator[tuple[str, Group]]:
+        for key, batch in self._batches.items():
+            for group in batch.groups.values():
+                if not group.decided:
+                    yield key, group
+
+    def take_ready(self, now_us: int) -> list[ReadyUnit]:
+        """Return, once, every unit that is ready, oldest batch first; forget what is done."""
+        due = self.next_deadline_us()
+        if due is not None and due <= now_us:
+            self._candidates.update(key for key, _ in self._open())
+        units: list[ReadyUnit] = []
+        for key in [key for key in self._batches if key in self._candidates]:
+            batch = self._batches[key]
+            units += self._ready_of(batch, now_us)
+            if all(group.decided for group in batch.groups.values()):
+                del self._batches[key]
+        self._candidates.clear()
+        return units
+
+    def _ready_of(self, batch: _Batch, now_us: int) -> list[ReadyUnit]:
+        def is_overdue(group: Group) -> bool:
+            return _is_past(self._deadline_us(group), now_us)
+
+        def is_idle(group: Group) -> bool:
+            return _is_past(self._idle_us(group), now_us)
+
+        undecided = [group for group in batch.groups.values() if not group.decided]
+        ready = [
+            group
+            for group in undecided
+            if group.complete or batch.sealed or is_overdue(group) or is_idle(group)
+        ]
+        if self.unit == "batch":
+            is_closed = batch.planned or batch.sealed or any(map(is_idle, undecided))
+            whole = len(ready) == len(undecided) and is_closed
+            ready = undecided if whole or any(map(is_overdue, undecided)) else []
+        for group in ready:
+            group.decided = True
+        chunks = [ready] if self.unit == "batch" else [[group] for group in ready]
+        return [
+            ReadyUnit(
+                tuple(chunk),
+                any(group.short for group in chunk),
+            )
+            for chunk in chunks
+            if chunk
+        ]
+
+
+def _is_past(end_us: int | None, now_us: int) -> bool:
+    return end_us is not None and end_us <= now_us
+
+
+def has_rows(unit: ReadyUnit) -> bool:
+    """Return whether any experience of a unit is stored."""
+    return any(group.members for group in unit.groups)
+
+
+def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
+    """Return ``units`` in turn, together up to ``most`` experiences; a larger one stays alone."""
+    found: list[list[ReadyUnit]] = []
+    room = 0
+    for unit in units:
+        size = sum(len(group.members) for group in unit.groups)
+        if not found or size > room:
+            found.append([])
+            room = most
+        found[-1].append(unit)
+        room -= size
+    return found
+
+
+SHORTEST_US = 10_000
+"""So long it is at least from one look to the next."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Deadlines:
+    """Seals what is overdue of the batches that the trainer of an experiment waits for.
+
+    A set that no trainer reads closes its groups for itself alone (`Grouping`).
+
+    Args:
+        experiment: whose batches they are.
+        name: of the annotation set.
+        deadline_s: seconds after its plan at which a batch is sealed; None: never.
+    """
+
+    def __init__(self, experiment: ExperimentHandle, name: str, deadline_s: float | None) -> None:
+        self._experiment = experiment
+        self._name = name
+        self._after_us = math.inf if deadline_s is None else deadline_s * 1e6
+        self._due_us = 0.0 if deadline_s is not None else math.inf
+
+    def seconds_left(self) -> float | None:
+        """Return how long it is until something may be overdue, or None."""
+        return None if math.isinf(self._due_us) else max(0.0, (self._due_us - now_us()) / 1e6)
+
+    async def keep(self) -> None:
+        """Seal what is overdue now."""
+        if now_us() < self._due_us:
+            return
+        full_page = True
+        while full_page:
+            overdue = await self._experiment.database.read(self._overdue)
+            full_page = len(overdue) == counts.BATCHES_LOOKED_AT
+            for batch in overdue:
+                await self._seal(batch)
+
+    async def _seal(self, batch: str) -> None:
+        key, database = self._experiment.key, self._experiment.database
+        sealed = await database.write(seal_as_it_is, key, batch, actor=self._name)
+        if sealed is not None:
+            _logger.warning(
+                "%s",
+                one_line(
+                    f"strategy {self._name!r} has sealed batch {batch!r} with {sealed} experiences:"
+                    f" deadline_s={self._after_us / 1e6:g} has passed since its plan"
+                ),
+            )
+
+    def _overdue(self, tx: Transaction) -> list[str]:
+        """Return batches that are overdue, and note when to look again."""
+        key, now = self._experiment.key, now_us()
+        # What is planned from now on is due later.
+        self._due_us = now + max(self._after_us, SHORTEST_US)
+        found = writer_queries.config_of(tx, key)
+        config = {} if found is None else found[0]
+        reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
+        if reader is not None and reader.config.get("strategy") != self._name:
+            return []
+        planned = counts.open_batches(tx, key)
+        places = [batch.planned_at for batch in planned]
+        since = log.recorded_at(tx, key, places)
+        due = {batch.key: since[batch.planned_at] + self._after_us for batch in planned}
+        overdue = [batch for batch, at in due.items() if at <= now]
+        self._due_us = min([self._due_us, *(at for at in due.values() if at > now)])
+        return overdue

@@ -1,0 +1,209 @@
+"""Whole pages of groups, scored by their rewards: columns of events in, a number per row out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_buffer.algorithm.group_scores import Over, RewardScorer, ScoredGroups, asked
+from trinity_buffer.events import ExperiencesRecorded
+from trinity_buffer.pipeline.annotate.grouping import Group
+from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS
+from trinity_buffer.writer import invalid
+
+Integers = NDArray[np.int64]
+Numbers = NDArray[np.float64]
+
+_NOT_FINITE = invalid("advantages", "returns")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTable:
+    """What strategies see of some groups: rows in the order of groups, then of runs and steps.
+
+    Attributes:
+        addresses: of the experiences, ``[n]``.
+        group: the number of each row's group, ascending, ``[n]``.
+        rewards: NaN where there is none, ``[n]``.
+        runs: the number of each row's run, equal for rows of one run of one group, ``[n]``.
+        tokens: how many the action mask covers, ``[n]``.
+        trained: how many it selects, ``[n]``.
+    """
+
+    addresses: Integers
+    group: Integers
+    rewards: Numbers
+    runs: Integers
+    tokens: Integers
+    trained: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class RowVerdicts:
+    """What became of the rows of a table.
+
+    Attributes:
+        addresses: of those that are kept, in the order of the table.
+        groups: number of the group of each.
+        scores: of each, what its action mask is multiplied by; None: nothing was computed.
+        reasons: address -> why it is rejected.
+        metrics: of each group.
+    """
+
+    addresses: list[int]
+    groups: list[int]
+    scores: NDArray[np.float32] | None
+    reasons: dict[int, str]
+    metrics: list[dict[str, float]]
+
+
+def table_of(
+    groups: Sequence[Group],
+    events: Mapping[int, ExperiencesRecorded],
+    assigned: Mapping[int, float] | None = None,
+) -> RewardTable:
+    """Return the members of ``groups`` as a table.
+
+    Args:
+        groups: each with members.
+        events: position -> what was recorded there, for all members.
+        assigned: address -> reward, in place of the recorded ones.
+    """
+    sizes = [len(group.members) for group in groups]
+    addresses = np.fromiter(chain.from_iterable(g.members for g in groups), np.int64, sum(sizes))
+    group = np.repeat(np.arange(len(groups)), sizes)
+    positions = np.array(sorted(events), np.int64)
+    columns = [events[position].columns for position in positions.tolist()]
+    starts = np.cumsum([0, *map(len, columns)])
+    event = np.searchsorted(positions, addresses >> SLOT_BITS)
+    rows = starts[event] + (addresses & (MAX_ROWS_PER_EVENT - 1))
+
+    def column(name: str, dtype: Any) -> NDArray[Any]:
+        some: Iterable[Any] = chain.from_iterable(getattr(each, name) for each in columns)
+        found: NDArray[Any] = np.array(list(some), dtype)[rows]
+        return found
+
+    # Within a group batch and task read alike: what is left is whether they are numbers.
+    run = column("run", np.int64)
+    by = [column("suffix", np.str_), column("step", np.int64), run]
+    texts = [[isinstance(key, str) for key in column(name, object)] for name in ("task", "batch")]
+    order = np.lexsort([*by, *map(np.array, texts), group])
+    found = addresses[order]
+    rewards = column("reward", np.float64)[order]
+    if assigned is not None:
+        given = [assigned.get(address, np.nan) for address in found.tolist()]
+        rewards = np.array(given, np.float64)
+    tokens, trained = (column(n, np.int64)[order] for n in ("response_length", "trained_tokens"))
+    return RewardTable(found, group, rewards, run[order], tokens, trained)
+
+
+def verdicts_of(
+    table: RewardTable, num_groups: int, score: RewardScorer, over: Over = "rows"
+) -> RowVerdicts:
+    """Return what ``score`` makes of all groups of a table: those of one size at a time.
+
+    Rows without a finite reward are rejected as ``invalid`` before, rows without a finite score
+    behind it. Over runs, a row without a reward has that of the last row of its run.
+    """
+    runs = _runs_of(table) if over == "runs" else None
+    rewards = table.rewards if runs is None else _shared(table.rewards, runs)
+    usable = np.isfinite(rewards)
+    reasons = dict.fromkeys(table.addresses[~usable].tolist(), invalid("reward"))
+    at = np.flatnonzero(usable)
+    sizes = np.bincount(table.group[at], minlength=num_groups)
+    starts = np.cumsum(sizes) - sizes
+    scores: Numbers | None = None
+    kept = usable.copy()
+    why = np.full(len(usable), "filtered", object)
+    metrics: list[dict[str, float]] = [{} for _ in range(num_groups)]
+    # Not np.unique, whose first call imports numpy.ma: 8 ms of the first group.
+    for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
+        which = np.flatnonzero(sizes == size)
+        rows = at[starts[which, np.newaxis] + np.arange(size)]
+        found = asked(score, rewards[rows], None if runs is None else _numbered(runs[rows]))
+        if found.scores is not None:
+            scores = np.zeros(len(usable)) if scores is None else scores
+            scores[rows] = found.scores
+        if found.kept is not None:
+            kept[rows] = found.kept
+        if found.reasons is not None:
+            why[rows] = found.reasons
+        for number, said in zip(which.tolist(), _metrics_of(found, len(which)), strict=True):
+            metrics[number] = said
+    left = usable & ~kept
+    reasons |= zip(table.addresses[left].tolist(), why[left].tolist(), strict=True)
+    weights = None if scores is None else _weights(scores, table)
+    if weights is not None:
+        broken = kept & ~np.isfinite(weights)
+        reasons |= dict.fromkeys(table.addresses[broken].tolist(), _NOT_FINITE)
+        kept &= ~broken
+        weights = weights[kept]
+    addresses, groups = table.addresses[kept].tolist(), table.group[kept].tolist()
+    return RowVerdicts(addresses, groups, weights, reasons, metrics)
+
+
+def _runs_of(table: RewardTable) -> Integers | None:
+    """Return the number of each row's run in the table; None if each row is one."""
+    wide = int(table.runs.max(initial=0)) + 1
+    keys = table.group * wide + table.runs
+    order = np.argsort(keys, kind="stable")
+    begins = np.diff(keys[order], prepend=-1) != 0
+    if begins.all():
+        return None
+    found = np.empty_like(keys)
+    found[order] = np.cumsum(begins) - 1
+    return found
+
+
+def _shared(rewards: Numbers, runs: Integers) -> Numbers:
+    """Return the rewards, of a row without one that of the last row of its run."""
+    lacking = np.isnan(rewards)
+    if not lacking.any():
+        return rewards
+    last = np.zeros(int(runs.max()) + 1)
+    last[runs] = rewards  # of several, the last one stays
+    return np.where(lacking, last[runs], rewards)
+
+
+def _numbered(runs: Integers) -> Integers | None:
+    """Return runs ``[k, G]`` from 0 on in each group, by first appearance; None if all differ."""
+    size = runs.shape[1]
+    order = np.argsort(runs, axis=1, kind="stable")
+    begins = np.diff(np.take_along_axis(runs, order, axis=1), axis=1, prepend=-1) != 0
+    if begins.all():
+        return None
+    places = np.empty_like(runs)
+    np.put_along_axis(places, order, np.cumsum(begins, axis=1) - 1, axis=1)
+    if bool((np.diff(places, axis=1) >= 0).all()):
+        return places
+    first = np.full(runs.shape, size)
+    np.minimum.at(first, (np.arange(len(runs))[:, np.newaxis], places), np.arange(size))
+    rank = np.argsort(np.argsort(first, axis=1, kind="stable"), axis=1, kind="stable")
+    found: Integers = np.take_along_axis(rank, places, axis=1)
+    return found
+
+
+def _weights(scores: Numbers, table: RewardTable) -> NDArray[np.float32]:
+    """Return what each row's mask is multiplied by: of one that selects nothing a zero."""
+    with np.errstate(over="ignore"):
+        found = scores.astype(np.float32)
+    nothing = (table.trained == 0) & np.isfinite(found)
+    found[nothing] = np.copysign(np.float32(0), found[nothing])
+    found[table.tokens == 0] = 0.0
+    return found
+
+
+def _metrics_of(found: ScoredGroups, number: int) -> list[dict[str, float]]:
+    """Return the metrics of each of so many groups, without what is not finite."""
+    columns = [np.asarray(values, np.float64) for values in found.metrics.values()]
+    finite = all(bool(np.isfinite(values).all()) for values in columns)
+    rows = zip(*(values.tolist() for values in columns), strict=True) if columns else [()] * number
+    said = [dict(zip(found.metrics, row, strict=True)) for row in rows]
+    if finite:
+        return said
+    return [{name: v for name, v in one.items() if np.isfinite(v)} for one in said]

@@ -1,0 +1,98 @@
+"""Rewards of a later scoring: a new reward function over stored rollouts, beside what was recorded.
+
+A scoring has a name. Its rewards are events (`RewardsAssigned`); a strategy that is run with
+``rewards=NAME`` sees them in place of the recorded ones, in an annotation set of its own. All
+events of a call are one transaction, so that no strategy meets a group of which a part is scored,
+or scored by two functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import RewardsAssigned
+from trinity_buffer.experience import Experience
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.handle import ExperimentHandle, new_event, now_us
+from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.load.experiences import load_experiences
+from trinity_buffer.store import log, writer_queries
+from trinity_buffer.store.rows import ExperienceRow
+from trinity_buffer.store.transaction import Transaction
+
+
+async def assign_rewards(
+    experiment: ExperimentHandle,
+    name: str,
+    reward: Callable[[Experience], float | None],
+    *,
+    families: Sequence[str] = ("light", "tokens", "text"),
+    actor: str = "user",
+) -> int:
+    """Score every stored experience under the scoring ``name``; return how many were.
+
+    What was recorded stays as it is. Scoring again under the same name replaces its rewards. The
+    rewards are recorded together, once all are there. A strategy that is run with this scoring
+    waits for experiences that were recorded later, until they are scored by another call.
+
+    Args:
+        reward: the new reward function; None leaves an experience without a reward in this scoring,
+            as one does that cannot be read: the strategy rejects it.
+        families: column families that it reads.
+
+    Raises:
+        InvalidArgumentError: a reward that is not finite; nothing was recorded.
+    """
+    cache = EventCache(experiment.key, experiment.name)
+    after, pages = -1, list[dict[int, float]]()
+    while True:
+        rows, seen = await experiment.database.read(_page, experiment.key, after)
+        if not rows:
+            break
+        after = rows[-1].address
+        experiences = await load_experiences(experiment.database, cache, rows, families)
+        found = [(e, reward(e)) for e in experiences if e.damaged is None]
+        rewards = {
+            cast("int", e.address): _checked(e, name, value)
+            for e, value in found
+            if value is not None
+        }
+        pages.append(rewards)
+    if not pages:
+        return 0
+    events = [
+        new_event(
+            RewardsAssigned(
+                scoring=name, experiences=list(page), rewards=list(page.values()), seen=seen
+            )
+        )
+        for page in [*filter(None, pages)] or pages[-1:]
+    ]
+    await experiment.database.write(_append, experiment.key, events, actor)
+    return sum(map(len, pages))
+
+
+def _page(tx: Transaction, experiment: int, after: int) -> tuple[list[ExperienceRow], int]:
+    """Return the next experiences, and where the log ends: all up to there, if there are none."""
+    limit = sizes().experiences_per_page
+    rows = writer_queries.experiences(
+        tx, experiment, writer_queries.Filter(), after=after, limit=limit
+    )
+    return rows, log.head(tx, experiment)
+
+
+def _append(tx: Transaction, experiment: int, events: Sequence[log.NewEvent], actor: str) -> None:
+    log.append(tx, experiment, events, actor=actor, now_us=now_us())
+
+
+def _checked(experience: Experience, name: str, value: float) -> float:
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise InvalidArgumentError(
+            f"scoring {name!r}: the reward of {experience.eid.uid} is {value}, it must be finite "
+            "in float32"
+        )
+    return float(value)

@@ -1,0 +1,365 @@
+"""What a strategy has to decide: the log behind its cursor, folded into units."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import assert_never
+
+from trinity_buffer.errors import CodecError, CodecVersionError
+from trinity_buffer.events import (
+    BatchPlanned,
+    BatchSealed,
+    ExperiencesRecorded,
+    RewardsAssigned,
+    kinds_of,
+)
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.annotate.grouping import (
+    Grouping,
+    GroupingRules,
+    GroupKey,
+    ReadyUnit,
+    Stretch,
+    Unit,
+    among,
+    stretch_of_row,
+    stretches_of,
+)
+from trinity_buffer.pipeline.coordination.waiting import one_line
+from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, now_us
+from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.store import log, segments, writer_queries
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.rows import (
+    BatchRow,
+    ConsumerRow,
+    ExperienceRow,
+    first_address,
+    position_of,
+    rows_recorded_by,
+)
+from trinity_buffer.store.transaction import ReadSession, Transaction
+
+_logger = logging.getLogger(__name__)
+
+Reads = ExperiencesRecorded | BatchPlanned | BatchSealed
+
+
+class UnitReader:
+    """Reads on from where the last commit of a strategy left off, and says which units are ready.
+
+    Attributes:
+        seen: position up to which the log was read; goes into the strategy's next commit.
+        cursor: where the last commit that we know of has moved the cursor.
+        behind: whether the last page was full: there is more to read at once.
+        unscored: position of the next experiences, where the scoring that takes the place of their
+            rewards does not reach so far yet; else None. Nothing is read from there on.
+    """
+
+    def __init__(
+        self,
+        experiment: ExperimentHandle,
+        name: str,
+        unit: Unit,
+        rules: GroupingRules,
+        cache: EventCache,
+        rewards: str | None = None,
+    ) -> None:
+        self._cache = cache
+        self._scoring = None if rewards is None else _Scoring(experiment, rewards)
+        self._experiment = experiment
+        self._name = name
+        self._unit: Unit = unit
+        self._rules = rules
+        self._grouping = Grouping(unit, rules)
+        self.seen = 0
+        self.cursor = 0
+        self.behind = False
+        self.unscored: int | None = None
+        self._read_at: int | None = None  # when the last event was recorded, where more follow it
+
+    @property
+    def num_waiting(self) -> tuple[int, int]:
+        """How many experiences are seen and not decided, and in how many groups."""
+        return self._grouping.num_waiting, self._grouping.num_waiting_groups
+
+    @property
+    def becomes_idle(self) -> bool:
+        """Whether there are open groups that are closed once nothing has come for them."""
+        return self._grouping.becomes_idle
+
+    def seconds_to_deadline(self) -> float | None:
+        """Return how long it is until the next group must be closed, or None."""
+        deadline = self._grouping.next_deadline_us()
+        return None if deadline is None else max(0.0, (deadline - now_us()) / 1e6)
+
+    def take_ready(self) -> list[ReadyUnit]:
+        """Return, once, every unit that is ready.
+
+        As long as more is recorded, time has passed only up to what was read: what came in time for
+        a group that is closed by the clock may lie on the next page.
+        """
+        return self._grouping.take_ready(now_us() if self._read_at is None else self._read_at)
+
+    def take_late(self) -> list[int]:
+        """Return, once, what came for groups that were decided before."""
+        return self._grouping.take_late()
+
+    async def load(self, row: ConsumerRow) -> None:
+        """Take up where the last commit, whose state ``row`` holds, left off."""
+        self._grouping = Grouping(self._unit, self._rules)
+        self.seen = self.cursor = row.cursor
+        after: int | None = -1
+        while after is not None:
+            after = await self._experiment.database.read_session(partial(self._load_page, after))
+        self._grouping.know_settled(self._grouping.batches)
+
+    async def is_left(self, row: ConsumerRow, up_to: int) -> bool:
+        """Return whether something is ready and undecided that was recorded up to ``up_to``.
+
+        Args:
+            row: the state of the last commit.
+            up_to: a position.
+        """
+        await self.load(row)
+        while self.seen < up_to and await self._experiment.database.read_session(self.read):
+            pass
+        end = first_address(up_to + 1)
+        units = [unit.addresses for unit in self.take_ready()]
+        late = [[address] for address in self.take_late()]
+        return any(all(address < end for address in some) for some in (*units, *late))
+
+    def _load_page(self, after: int, s: ReadSession) -> int | None:
+        """Feed a page of what waits to the grouping; return its last address, None at the end."""
+        addresses, events = s.read(self._waiting_after, after)
+        if not addresses:
+            return None
+        (_, found), wanted = self._recorded(s, events), set(addresses)
+        parts = [(at, part) for at, each in found for part in among(each, wanted)]
+        self._learn(s, self._grouping.unknown(part for _, part in parts), set())
+        for at_us, part in parts:
+            self._grouping.record(part, at_us)
+        return addresses[-1]
+
+    def _waiting_after(self, tx: Transaction, after: int) -> tuple[list[int], list[StoredEvent]]:
+        """Return a page of what waits, and the events that recorded it."""
+        key, most = self._experiment.key, sizes().waiting_rows_per_page
+        page = writer_queries.waiting_addresses(
+            tx, key, self._name, after=after, up_to=self.seen, limit=most
+        )
+        return page, log.read_at(tx, key, sorted({position_of(address) for address in page}))
+
+    def _recorded(
+        self, s: ReadSession, page: Sequence[StoredEvent]
+    ) -> tuple[list[Reads | None], list[tuple[int, Stretch]]]:
+        """Return what events say, None where that cannot be read; and when what was recorded."""
+        facts, found = s.compute(_read_page, self._experiment.name, page)
+        unreadable = [one.position for one, fact in zip(page, facts, strict=True) if fact is None]
+        if unreadable:
+            known = s.read(writer_queries.rows_of_events, self._experiment.key, unreadable)
+            found |= {at: list(map(stretch_of_row, rows)) for at, rows in known.items()}
+        some = [(one.recorded_at, each) for one in page for each in found.get(one.position, ())]
+        return facts, some
+
+    def committed(self) -> None:
+        """Note that what was read is in a commit of ours."""
+        self.cursor = max(self.cursor, self.seen)
+
+    def read(self, s: ReadSession) -> bool:
+        """Feed the next events to the grouping; return whether there were any."""
+        key = self._experiment.key
+        limit = sizes().events_per_page
+
+        def look(tx: Transaction) -> tuple[int, list[StoredEvent]]:
+            head = log.head(tx, key)
+            if head == self.seen:
+                return head, []
+            page = log.read_after(
+                tx, key, self.seen, limit=limit, kinds=kinds_of(Reads), up_to=head
+            )
+            if self._scoring is None:
+                return head, page
+            self.unscored = self._scoring.first_beyond(tx, page, head)
+            if self.unscored is None:
+                return head, page
+            return self.unscored - 1, [one for one in page if one.position < self.unscored]
+
+        head, page = s.read(look)
+        self.behind = len(page) == limit
+        self._read_at = page[-1].recorded_at if self.behind else None
+        if head == self.seen:
+            return False
+        seen = page[-1].position if len(page) == limit else head
+        facts, some = self._recorded(s, page)
+        news = [(one, fact) for one, fact in zip(page, facts, strict=True) if fact is not None]
+        recorded = {
+            stored.position: fact for stored, fact in news if isinstance(fact, ExperiencesRecorded)
+        }
+        self._cache.keep(recorded)
+        sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
+        new = self._learn(s, self._grouping.unknown(each for _, each in some), sealed)
+        self._grouping.know_settled(new)
+        for at_us, each in some:
+            self._grouping.record(each, at_us)
+        for stored, fact in news:
+            self._take_in_batch(stored, fact)
+        self.seen = seen
+        return bool(page)
+
+    def events(
+        self, s: ReadSession, positions: Collection[int]
+    ) -> Mapping[int, ExperiencesRecorded]:
+        """Return position -> what was recorded there, of those that tell all that scores a group.
+
+        Left out are also events whose segment has left the database; all, if one cannot be read.
+        """
+        try:
+            found = self._cache.events(s, positions)
+        except CodecVersionError:
+            raise
+        except CodecError:
+            return {}
+        facts = {
+            at: fact
+            for at, fact in found.items()
+            if isinstance(fact, ExperiencesRecorded) and fact.scorable
+        }
+        gone = s.read(segments.archived_at, [fact.segment for fact in facts.values()])
+        return {at: fact for at, fact in facts.items() if fact.segment not in gone}
+
+    def rows(self, s: ReadSession, addresses: Collection[int]) -> dict[int, ExperienceRow]:
+        """Return address -> what the log knows of the experience there."""
+        held = self._cache.held({position_of(address) for address in addresses})
+        recorded = {at: fact for at, fact in held.items() if isinstance(fact, ExperiencesRecorded)}
+        rows = s.compute(_rows_of, recorded, set(addresses))
+        lacking = sorted(address for address in addresses if address not in rows)
+        for start in range(0, len(lacking), sizes().rows_per_page):
+            some = lacking[start : start + sizes().rows_per_page]
+            page = s.read(writer_queries.experience_rows, self._experiment.key, some)
+            rows |= {row.address: row for row in page}
+        return rows
+
+    def _take_in_batch(self, stored: StoredEvent, fact: Reads) -> None:
+        match fact:
+            case BatchPlanned():
+                size, tasks = fact.rollouts_per_group, tuple(fact.tasks)
+                row = BatchRow(fact.batch, stored.actor, size, stored.position, None, None, tasks)
+                self._grouping.know_batch(row, sealed=False)
+            case BatchSealed():
+                self._grouping.seal(str(fact.batch))
+            case ExperiencesRecorded():
+                pass  # its rows were recorded before
+            case _:
+                assert_never(fact)
+
+    def _learn(self, s: ReadSession, groups: set[GroupKey], batches: set[str]) -> set[str]:
+        """Tell the grouping what the database knows of what is not in its memory.
+
+        Returns:
+            The batches that were not.
+        """
+        named = {batch for batch, _ in groups} | batches
+        new = {batch for batch in named if not self._grouping.knows(batch)}
+        names = sorted({batch for batch, _ in groups} | new)
+        if not names:
+            return new
+        key = self._experiment.key
+
+        def look(
+            tx: Transaction,
+        ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
+            known = writer_queries.batches(tx, key, names)
+            planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
+            # Of what is in memory, and beyond the cursor, the database knows less than we do.
+            asked = sorted(g for g in groups | planned if not self._grouping.knows_group(g))
+            decided = writer_queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
+            return known, decided, writer_queries.refused_runs(tx, key, asked, cursor=self.seen)
+
+        known, decided, refused = s.read(look)
+        for batch in known.values():
+            self._grouping.know_batch(
+                batch, sealed=batch.sealed_at is not None and batch.sealed_at <= self.seen
+            )
+        self._grouping.know_decided(decided)
+        for group, run in refused:
+            self._grouping.know_run(group, run)
+        return new & set(self._grouping.batches)
+
+
+class _Scoring:
+    """How far a scoring reaches.
+
+    Args:
+        experiment: whose log is read.
+        name: of the scoring.
+    """
+
+    def __init__(self, experiment: ExperimentHandle, name: str) -> None:
+        self._experiment, self._name = experiment, name
+        self._read = self._seen = 0
+
+    def first_beyond(self, tx: Transaction, page: Sequence[StoredEvent], head: int) -> int | None:
+        """Return where the first event of ``page`` is whose experiences are not scored, or None."""
+        recorded = kinds_of(ExperiencesRecorded)
+        places = [one.position for one in page if one.kind in recorded]
+        if places and places[-1] > self._seen:
+            self._look(tx, head)
+        return next((place for place in places if place > self._seen), None)
+
+    def _look(self, tx: Transaction, head: int) -> None:
+        """Take in what was assigned up to ``head``."""
+        kinds, limit = kinds_of(RewardsAssigned), sizes().tail_events
+        while self._read < head:
+            page = log.read_after(
+                tx, self._experiment.key, self._read, limit=limit, kinds=kinds, up_to=head
+            )
+            for stored in page:
+                fact = decoded(self._experiment.name, stored).fact
+                assert isinstance(fact, RewardsAssigned)
+                if fact.scoring == self._name:
+                    self._seen = stored.position if fact.seen is None else fact.seen
+            self._read = head if len(page) < limit else page[-1].position
+
+
+def _read_page(
+    experiment: str, page: Sequence[StoredEvent]
+) -> tuple[list[Reads | None], dict[int, list[Stretch]]]:
+    """Return what the events of a page say, and position -> what was recorded there."""
+    facts = [_fact_of(experiment, one) for one in page]
+    recorded = {
+        one.position: stretches_of(one.position, fact)
+        for one, fact in zip(page, facts, strict=True)
+        if isinstance(fact, ExperiencesRecorded)
+    }
+    return facts, recorded
+
+
+def _rows_of(
+    events: Mapping[int, ExperiencesRecorded], wanted: Collection[int]
+) -> dict[int, ExperienceRow]:
+    rows = (row for at, fact in events.items() for row in rows_recorded_by(at, fact))
+    return {row.address: row for row in rows if row.address in wanted}
+
+
+def _fact_of(experiment: str, stored: StoredEvent) -> Reads | None:
+    """Return what an event says; None of one that recorded experiences and cannot be read.
+
+    Their rows are in the projection, and nobody can make experiences of them: the strategy rejects
+    them one by one.
+
+    Raises:
+        CodecError: another one that cannot be read, or one of a newer version.
+    """
+    try:
+        fact = decoded(experiment, stored).fact
+    except CodecVersionError:
+        raise
+    except CodecError as error:
+        if stored.kind not in kinds_of(ExperiencesRecorded):
+            raise
+        _logger.warning("its experiences are rejected as damaged: %s", one_line(f"{error}"))
+        return None
+    assert isinstance(fact, Reads)
+    return fact

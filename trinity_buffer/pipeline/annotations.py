@@ -1,0 +1,237 @@
+"""What strategies compute, as segments: a per-token value that is ``scalar * mask`` is one scalar.
+
+Most advantages are: GRPO's 65 thousand numbers of a write are 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trinity_buffer.blob import Buffer, writable
+from trinity_buffer.codec import ANNOTATED, Column, Segment, decode_segment, encode_segment
+from trinity_buffer.errors import CodecError
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.tensors import (
+    DTYPE_NAMES,
+    bytes_of,
+    columns_of,
+    flat_tensor,
+    tensors_of,
+)
+
+_SCALED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def encode_scores(scores: npt.NDArray[np.float32] | None, rows: int) -> bytes:
+    """Return what `encode_annotations` makes of experiences whose masks are all boolean.
+
+    Args:
+        scores: by which each row's mask is multiplied, ``[rows]``; None: nothing was computed.
+        rows: how many.
+    """
+    if scores is None or not rows:
+        return encode_segment([], {}, rows)
+    column = _scaled_column("advantages", range(rows), torch.from_numpy(scores), rows)
+    return encode_segment([column], {}, rows, aliases={"returns": "advantages"})
+
+
+def encode_annotations(experiences: Sequence[Experience]) -> bytes:
+    """Return the advantages, returns and token-level rewards of ``experiences`` as one segment.
+
+    A tensor that is bit for bit ``scalar * action_mask`` is stored as the scalar, and ``returns``
+    that are bit for bit the advantages are not stored again; None stays None.
+    """
+    known = [experience.__dict__ for experience in experiences]
+    masks = [fields.get("action_mask") for fields in known]
+    tensors = {field: [fields.get(field) for fields in known] for field in ANNOTATED}
+    aliases = {}
+    if _same(tensors["returns"], tensors["advantages"]):
+        del tensors["returns"]
+        aliases["returns"] = "advantages"
+    columns = [column for field, some in tensors.items() for column in _columns(field, some, masks)]
+    return encode_segment(columns, {}, len(experiences), aliases=aliases)
+
+
+def _same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    """Whether two fields are bit for bit the same in all rows, and not None in all."""
+    pairs = zip_longest(columns_of("", some), columns_of("", others))
+    return any(t is not None for t in some) and all(map(_same_columns, *zip(*pairs, strict=True)))
+
+
+def _columns(
+    field: str, tensors: Sequence[Tensor | None], masks: Sequence[Tensor | None]
+) -> list[Column]:
+    scalable: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for row, (tensor, mask) in enumerate(zip(tensors, masks, strict=True)):
+        if tensor is not None and mask is not None and _may_scale(tensor, mask):
+            scalable.setdefault((tensor.dtype, mask.dtype), []).append(row)
+    rest, columns = list(tensors), []
+    for rows in scalable.values():
+        scaled, scalars = _scalars(rows, tensors, masks)
+        for row in scaled:
+            rest[row] = None
+        if scaled:
+            columns.append(_scaled_column(field, scaled, scalars, len(tensors)))
+    return columns + columns_of(field, rest)
+
+
+def _may_scale(tensor: Tensor, mask: Tensor) -> bool:
+    return tensor.dtype in _SCALED_DTYPES and tensor.ndim == 1 and tensor.shape == mask.shape
+
+
+def _scaled_column(field: str, rows: Sequence[int], scalars: Tensor, of: int) -> Column:
+    return Column(
+        field,
+        DTYPE_NAMES[scalars.dtype],
+        np.zeros((len(rows), 0), np.int64),
+        bytes_of([scalars]),
+        None if len(rows) == of else np.array(rows, np.int64),
+        "scaled_mask",
+    )
+
+
+def _scalars(
+    rows: Sequence[int], tensors: Sequence[Tensor | None], masks: Sequence[Tensor | None]
+) -> tuple[list[int], Tensor]:
+    """Return which of ``rows``, of one dtype, are a scalar times their mask, and the scalars."""
+    given = [tensor for row in rows if (tensor := tensors[row]) is not None]
+    sizes = [tensor.numel() for tensor in given]
+    values = torch.cat(given).detach()
+    weights = torch.cat([mask for row in rows if (mask := masks[row]) is not None]).to(values.dtype)
+    scalars = _candidates(values, weights, sizes)
+    product = _products(scalars, weights, sizes)
+    bits = _BITS[values.element_size()]
+    # Bits, not values: 0.0 and -0.0 are equal, and no NaN is.
+    same = product.view(bits) == values.view(bits)
+    if bool(same.all()):
+        return list(rows), scalars
+    kept = [index for index, piece in enumerate(same.split_with_sizes(sizes)) if bool(piece.all())]
+    return [rows[index] for index in kept], scalars[kept]
+
+
+def _products(scalars: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return each row's scalar times its piece of ``weights``: the one formula, both ways."""
+    return scalars.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)) * weights
+
+
+def _candidates(values: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the only scalar that each row can be a multiple of its mask by, ``[n]``."""
+    trained = (weights != 0).numpy()
+    starts = np.cumsum([0, *sizes])[:-1].tolist()
+    places = [
+        start + int(trained[start : start + size].argmax()) if size else -1
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    index = torch.tensor([max(place, 0) for place in places])
+    if not len(values):
+        return values.new_zeros(len(sizes))
+    divisor = weights[index]
+    found = values[index] / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+    found[[row for row, place in enumerate(places) if place < 0]] = 0.0
+    return found
+
+
+def _same_columns(one: Column | None, other: Column | None) -> bool:
+    return (
+        one is not None
+        and other is not None
+        and one.dtype == other.dtype
+        and np.array_equal(one.shapes, other.shapes)
+        and np.array_equal(_rows(one), _rows(other))
+        and np.array_equal(one.data, other.data)
+    )
+
+
+def _rows(column: Column) -> npt.NDArray[np.int64]:
+    return np.arange(len(column.shapes)) if column.rows is None else column.rows
+
+
+def decode_annotations(
+    blob: Buffer, slots: Sequence[int] | None, masks: Sequence[Tensor | None]
+) -> list[dict[str, Tensor | None]]:
+    """Return, for each of ``slots``, its advantages and returns as full tensors.
+
+    Args:
+        blob: from `encode_annotations`.
+        slots: which rows, in which order; None: all.
+        masks: the action masks of ``slots``, in their order.
+
+    Returns:
+        ``{"advantages": ..., "returns": ...}`` for each slot, and ``token_level_reward`` where it
+        was stored.
+
+    Raises:
+        CodecError: a damaged blob, or a mask that is missing.
+    """
+    segment = decode_segment(writable(blob))
+    wanted = list(range(segment.rows)) if slots is None else list(slots)
+    if len(wanted) != len(masks) or any(not 0 <= slot < segment.rows for slot in wanted):
+        raise CodecError(
+            f"slots {wanted} with {len(masks)} masks, of annotations of {segment.rows} experiences"
+        )
+    found: list[dict[str, Tensor | None]] = [{"advantages": None, "returns": None} for _ in wanted]
+    for field in ANNOTATED:
+        for column in segment.columns.get(field, []):
+            _fill_tensors(found, field, column, wanted, masks, shared=field in segment.aliases)
+    return found
+
+
+def _fill_tensors(
+    found: Sequence[dict[str, Tensor | None]],
+    field: str,
+    column: Column,
+    wanted: Sequence[int],
+    masks: Sequence[Tensor | None],
+    *,
+    shared: bool,
+) -> None:
+    index_of = {row: index for index, row in enumerate(_rows(column).tolist())}
+    places = [place for place, slot in enumerate(wanted) if slot in index_of]
+    indices = [index_of[wanted[place]] for place in places]
+    if column.encoding == "scaled_mask":
+        tensors = _full(flat_tensor(column)[indices], [masks[place] for place in places], field)
+    else:
+        tensors = tensors_of(column, indices)
+        tensors = [tensor.clone() for tensor in tensors] if shared else tensors
+    for place, tensor in zip(places, tensors, strict=True):
+        found[place][field] = tensor
+
+
+def _full(scalars: Tensor, masks: Sequence[Tensor | None], field: str) -> Sequence[Tensor]:
+    """Return the tensors that scalars stand for."""
+    given = [mask for mask in masks if mask is not None]
+    if len(given) < len(masks):
+        raise CodecError(f"{field} is stored as a multiple of an action mask, and there is no mask")
+    if not given:
+        return []
+    sizes = [mask.numel() for mask in given]
+    # One by one to the dtype where they differ: ``torch.cat`` would promote all of them.
+    alike = len({mask.dtype for mask in given}) == 1
+    weights = torch.cat(given if alike else [mask.to(scalars.dtype) for mask in given])
+    return _products(scalars, weights.to(scalars.dtype), sizes).split_with_sizes(sizes)
+
+
+def annotation_scalars(blob: Buffer, field: str) -> npt.NDArray[Any] | None:
+    """Return the scalars ``[rows]`` of a field whose every row is ``scalar * action_mask``.
+
+    None where that is not so (some row is None, or differs from token to token), or where NumPy
+    does not have the dtype: then `decode_annotations`.
+
+    Raises:
+        CodecError: a damaged blob.
+    """
+    segment: Segment = decode_segment(blob)
+    columns = segment.columns.get(field, [])
+    if len(columns) != 1 or columns[0].rows is not None:
+        return None
+    column = columns[0]
+    usable = column.encoding == "scaled_mask" and column.dtype.startswith("float")
+    return column.elements if usable else None

@@ -1,0 +1,1 @@
+"""Which process may do what, and who waits for whom."""

@@ -1,0 +1,272 @@
+"""Why nothing comes, and who would bring it: sentences from the projections and from who is there.
+
+A trainer waits for a strategy, a strategy for explorers, and explorers for the trainer. Each
+function tells one link of that ring, and goes on to the next where that one waits itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from trinity_buffer.pipeline.coordination.presence import (
+    AT_WORK,
+    is_here,
+    own_wait_of,
+    place_of,
+    was_silent,
+)
+from trinity_buffer.store import counters, counts, promises, writer_queries
+from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.rows import BatchRow, ConsumerRow
+from trinity_buffer.store.transaction import Transaction
+
+BATCHES_NAMED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Groups of one batch that are not whole.
+
+    Attributes:
+        actor: who planned it, "" if nobody did.
+        planned_at: position of the plan, None if nobody did.
+        groups: how many lack something.
+        fewest, most: runs that each lacks; None: nobody knows how many it shall have.
+    """
+
+    batch: str
+    actor: str
+    planned_at: int | None
+    groups: int
+    fewest: int | None
+    most: int | None
+
+    def told(self) -> str:
+        """Return it as people say it."""
+        what = f"{counted(self.groups, 'group')} of batch {self.batch}"
+        verb = "lacks" if self.groups == 1 else "lack"
+        if self.most is None:
+            return (
+                f"{what} {verb} a number of runs (plan the batch, seal it, or give "
+                "rollouts_per_group= or idle_s=)"
+            )
+        if self.most == 0:
+            return f"{what} {verb} nothing but the seal of the batch"
+        runs = counted(self.most, "run")
+        if self.fewest != self.most:
+            runs = f"{self.fewest} to {runs}"
+        return f"{what} {verb} {runs}{' each' if self.groups > 1 else ''}, no seal"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Who is there, and what is registered, as one transaction saw it."""
+
+    here: Sequence[PresenceRow]
+    consumers: dict[str, ConsumerRow]
+
+    @classmethod
+    def of(cls, tx: Transaction, experiment: int) -> Surroundings:
+        """Return the surroundings of an experiment."""
+        rows = promises.everybody(tx, experiment)
+        here = [row for row in rows if row.role != AT_WORK and is_here(row)]
+        return cls(here, writer_queries.consumers(tx, experiment))
+
+    def who(self, role: str, name: str | None = None) -> PresenceRow | None:
+        """Return a process in this role, of this name or of any; one that works before others."""
+        fitting = [r for r in self.here if r.role == role and name in (None, r.name)]
+        return min(fitting, key=lambda row: row.waiting_for is not None, default=None)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return how many there are, as people say it."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
+    """Return why a trainer of this set is given nothing, whose ready rows it has taken."""
+    around = Surroundings.of(tx, experiment)
+    strategy = around.consumers.get(annotation_set)
+    number, _ = counts.unseen(tx, experiment, strategy)
+    at_work = around.who("strategy", annotation_set)
+    lacks = lacks_of(tx, experiment, strategy)
+    if number and at_work is None:
+        nobody = f"no process annotates set {annotation_set!r}: {_unseen(number)}"
+        return f"{nobody}; {_told(around, lacks)}" if lacks else nobody
+    if number and at_work is not None and not lacks:
+        still = f"{counted(number, 'experience')} to decide"
+        return f"strategy {annotation_set!r} ({place_of(at_work)}) has {still}"
+    return of_strategy(tx, experiment, annotation_set)
+
+
+def _unseen(number: int) -> str:
+    return f"{counted(number, 'experience')} unseen"
+
+
+def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: bool = False) -> str:
+    """Return why a strategy that has read everything decides nothing.
+
+    Args:
+        tx: a transaction.
+        experiment: its key.
+        name: of the annotation set.
+        whole_batches: its unit is the batch, so that whole groups wait too.
+    """
+    around = Surroundings.of(tx, experiment)
+    strategy = around.consumers.get(name)
+    lacks = lacks_of(tx, experiment, strategy, whole_batches=whole_batches)
+    if lacks:
+        return _told(around, lacks)
+    explorer = around.who("explorer")
+    if explorer is None:
+        return (
+            f"set {name!r} has all that is recorded, and no process explores (if none will, "
+            "`await experiment.finish(reason)` ends the run)"
+        )
+    waits = f", which waits: {own_wait_of(explorer)}" if explorer.waiting_for else ""
+    return (
+        f"set {name!r} has all that is recorded; explorer {explorer.name!r} is there "
+        f"({place_of(explorer)}){waits}"
+    )
+
+
+def _told(around: Surroundings, lacks: Sequence[Lack]) -> str:
+    told = "; ".join(lack.told() for lack in lacks[:BATCHES_NAMED])
+    more = len(lacks) - BATCHES_NAMED
+    if more > 0:
+        told += f"; and groups of {more} more"
+    return f"{told}; {explorers_of(around, lacks)}"
+
+
+def left_of(tx: Transaction, experiment: int, annotation_set: str) -> str:
+    """Return what a trainer leaves because nobody has decided it, and why; "" if nothing."""
+    if _is_undecided(tx, experiment, writer_queries.consumers(tx, experiment).get(annotation_set)):
+        return of_trainer(tx, experiment, annotation_set)
+    return ""
+
+
+def is_being_decided(tx: Transaction, experiment: int, annotation_set: str) -> bool:
+    """Return whether something is undecided in a set, and its strategy is at work.
+
+    A process that lives and has said nothing for long is not: its strategy may have ended alone.
+    """
+    around = Surroundings.of(tx, experiment)
+    at_work = around.who("strategy", annotation_set)
+    if at_work is None or was_silent(at_work):
+        return False
+    return _is_undecided(tx, experiment, around.consumers.get(annotation_set))
+
+
+def _is_undecided(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> bool:
+    number, _ = counts.unseen(tx, experiment, strategy)
+    if number:
+        return True
+    return strategy is not None and bool(counts.open_groups(tx, experiment, strategy))
+
+
+def found_of(tx: Transaction, experiment: int, trainer: str) -> str:
+    """Return what became of the rows of a trainer's set, where none is left for it."""
+    row = writer_queries.consumer_row(tx, experiment, trainer)
+    if row is None:
+        return "it is not registered"
+    numbers = counters.numbers_of(tx, experiment)
+    terms, _, _ = counts.of_trainer(tx, experiment, row, numbers)
+    rows = f"the {counted(terms.rows, 'row')} of set {terms.annotation_set!r}"
+    if not terms.rows:
+        return f"set {terms.annotation_set!r} has no rows: nothing was annotated"
+    rejected = sum(terms.rejected.values())
+    told = f"of {rows} {terms.committed} are in committed steps, up to step {row.committed_step}"
+    if rejected:
+        told += f", and {rejected} were rejected ({', '.join(terms.rejected)})"
+    return told + (f", and {terms.ready} are ready" if terms.ready else "")
+
+
+def explorers_of(around: Surroundings, lacks: Sequence[Lack]) -> str:
+    """Return who would bring what is lacking."""
+    actor = next((lack.actor for lack in lacks if lack.actor), None)
+    found = around.who("explorer", actor)
+    if found is not None:
+        return f"explorer {found.name!r} is there ({place_of(found)})"
+    return "no process explores" + ("" if actor is None else f" as {actor!r}")
+
+
+def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
+    """Return who would make room for another batch, or why that one cannot."""
+    around = Surroundings.of(tx, experiment)
+    at_work, known = around.who("trainer", trainer), around.consumers.get(trainer)
+    if at_work is None:
+        return f"no process trains as {trainer!r}"
+    there = f"trainer {trainer!r} is there ({place_of(at_work)})"
+    if at_work.waiting_for is None or known is None:
+        return there
+    return f"{there}, which waits: {own_wait_of(at_work)}"
+
+
+def abandoned_groups(tx: Transaction, experiment: int) -> int:
+    """Return how many planned groups lack runs that no process will bring: their actor is gone."""
+    around = Surroundings.of(tx, experiment)
+    batches = counts.open_batches(tx, experiment)
+    gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]
+    rows = writer_queries.batches(tx, experiment, gone).values() if gone else ()
+    lacks = (_planned(row, writer_queries.runs_of(tx, experiment, row.batch)) for row in rows)
+    return sum(lack.groups for lack in lacks if lack is not None)
+
+
+def lacks_of(
+    tx: Transaction,
+    experiment: int,
+    strategy: ConsumerRow | None,
+    *,
+    whole_batches: bool = False,
+) -> list[Lack]:
+    """Return what the groups lack that a strategy has not decided, the oldest batch first.
+
+    Args:
+        tx: a transaction.
+        experiment: its key.
+        strategy: None: only what planned batches lack.
+        whole_batches: its unit is the batch, so that whole groups lack the seal.
+    """
+    config: dict[str, Any] = {} if strategy is None else strategy.config.get("grouping") or {}
+    size = config.get("rollouts_per_group")
+    stored = {} if strategy is None else counts.open_groups(tx, experiment, strategy)
+    planned = [batch.key for batch in counts.open_batches(tx, experiment)]
+    rows = writer_queries.batches(tx, experiment, sorted({*stored, *planned}))
+    found = []
+    for key in islice(dict.fromkeys((*planned, *stored)), counts.BATCHES_LOOKED_AT):
+        row = rows.get(key)
+        if row is not None and row.sealed_at is not None:
+            continue  # nothing is lacking of it any more
+        if row is None or row.rollouts_per_group is None:
+            lack = _unplanned(key, stored.get(key, {}), size)
+        else:
+            lack = _planned(row, writer_queries.runs_of(tx, experiment, key))
+        if lack is None and whole_batches and key in stored:
+            at = None if row is None else row.planned_at
+            lack = Lack(key, "" if row is None else row.actor, at, len(stored[key]), 0, 0)
+        if lack is not None:
+            found.append(lack)
+    return found
+
+
+def _unplanned(key: str, stored: dict[str, int], size: int | None) -> Lack | None:
+    """Return what the groups of a batch lack that nobody planned."""
+    if size is None:
+        return Lack(key, "", None, len(stored), None, None) if stored else None
+    short = [size - count for count in stored.values() if count < size]
+    return Lack(key, "", None, len(short), min(short), max(short)) if short else None
+
+
+def _planned(row: BatchRow, runs: Collection[tuple[str, int]]) -> Lack | None:
+    """Return what the groups of a planned batch lack, of which these (task, run) are stored."""
+    size = row.rollouts_per_group or 0
+    stored = Counter(task for task, run in runs if run < size)
+    short = [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]
+    if not short:
+        return None
+    return Lack(str(row.batch), row.actor, row.planned_at, len(short), min(short), max(short))

@@ -1,0 +1,429 @@
+"""The lease of a strategy's name: the process that holds it decides, the others stand by.
+
+Leases as all who hold one see them: who holds it, whether he lives, whether he fell silent.
+
+The lease of a trainer: taken at the start, renewed while it lives, given back at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from typing import TypeAlias
+
+import anyio
+
+from trinity_buffer.errors import (
+    LeaseHeldError,
+    LeaseLostError,
+    StoreBusyError,
+    StoreError,
+    StoreUnavailableError,
+)
+from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.coordination.presence import (
+    Presence,
+    is_this_host,
+    lives,
+    start_of,
+    this_host,
+)
+from trinity_buffer.pipeline.coordination.stall import Stall
+from trinity_buffer.pipeline.coordination.waiting import SpokenWait, one_line
+from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
+from trinity_buffer.store import log, promises
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.log import NewEvent, Place
+from trinity_buffer.store.promises import place_of
+from trinity_buffer.store.transaction import Transaction, lock_experiment
+
+TTL_S = 30.0
+HEARTBEATS_PER_TTL = 4
+LOOKED_EVERY_S = 2.0
+"""Who waits for a lease looks at it oftener."""
+
+
+def owner_name() -> str:
+    """Return ``host:pid:start:random``, by which others on this machine see whether we live."""
+    name = f"{this_host()}:{os.getpid()}:{start_of(os.getpid())}:{uuid.uuid4().hex[:8]}"
+    _OWNERS.add(name)
+    return name
+
+
+_OWNERS = set[str]()
+"""The owners of this process that may hold a lease."""
+
+
+def forget_owner(owner: str) -> None:
+    """Note that an owner of this process has ended: a lease that it could not give back is free."""
+    _OWNERS.discard(owner)
+
+
+def owner_of_process() -> str:
+    """Return the `owner_name` that all of this process share."""
+    return _owner_of(os.getpid())
+
+
+@cache
+def _owner_of(_pid: int) -> str:  # a forked child has another name
+    return owner_name()
+
+
+def is_dead(owner: str) -> bool:
+    """Return whether ``owner`` is of this machine and certainly gone: its process, or its stream.
+
+    A process that is only paused is not dead: its lease runs out by itself.
+    """
+    host, pid, start, _ = owner.rsplit(":", 3)
+    if not is_this_host(host) or not pid.isdigit():
+        return False
+    if int(pid) == os.getpid() and start == start_of(os.getpid()):
+        return owner not in _OWNERS
+    return not lives(int(pid), start)
+
+
+Held: TypeAlias = tuple[str, int, int] | None
+"""(owner, token, expires_at) of a lease, as `promises.holder` returns it."""
+
+
+class LeaseWatch:
+    """Judges, by the monotonic clock of who watches, whether the holder of a lease fell silent."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._seen: Held = None
+        self._since = self._looked = time.monotonic()
+        self._renewed = False
+
+    def is_silent(self, held: Held) -> bool:
+        """Return whether the lease was ``held`` just so for at least its time to live.
+
+        While nobody could look, as with a server that was away, its holder could not renew it.
+        """
+        now = time.monotonic()
+        if held != self._seen:
+            self._renewed = self._seen is not None
+            self._seen, self._since = held, now
+        elif now - self._looked > self._ttl_s / HEARTBEATS_PER_TTL + LOOKED_EVERY_S:
+            self._since = now
+        self._looked = now
+        return self.silent_s >= self._ttl_s
+
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the lease was held just as it is."""
+        return time.monotonic() - self._since
+
+    @property
+    def renewed_s(self) -> float:
+        """How many seconds ago it was renewed; by its holder's clock where we did not see it."""
+        if self._renewed or self._seen is None:
+            return self.silent_s
+        return max(self.silent_s, (now_us() - self._seen[2]) / 1e6 + self._ttl_s)
+
+
+_logger = logging.getLogger(__name__)
+
+
+class StrategyLease:
+    """Taken by the first process of a strategy's name, renewed while it runs, then given back.
+
+    It is of a process, not of a consumer: two consumers of one process never wait for each other,
+    since one may be the other's caller.
+
+    Args:
+        experiment: whose log is read; its ``lease_ttl_s`` is after how long a holder that is not
+            heard of loses the lease, by the monotonic clock of whoever waits for it.
+        name: of the annotation set.
+        alone: decide without any lease, whoever else does.
+
+    Attributes:
+        is_held: whether this process holds it, as far as it knows: `require` knows.
+        holder: who holds it in our place, when we asked last.
+    """
+
+    def __init__(self, experiment: ExperimentHandle, name: str, *, alone: bool = False) -> None:
+        self._database, self._key = experiment.database, experiment.key
+        self._name = name
+        self._alone = self.is_held = alone
+        self._ttl_s = self._patience_s = float(experiment.config.get("lease_ttl_s", TTL_S))
+        self._watch = LeaseWatch(self._patience_s)
+        self._took = False
+        self.holder: str | None = None
+
+    async def ask(self) -> bool:
+        """Return whether this process decides; take the lease if nobody has it who lives."""
+        while not self.is_held:
+            held = await self._database.read(promises.holder, self._key, self._name)
+            if held is None or is_dead(held[0]) or self._watch.is_silent(held):
+                self._took = True  # also if we are cancelled while it is being taken
+                self.is_held = await self._database.write(self._take, held)
+                if self.is_held and self.holder is not None:
+                    self._say_that_we_decide(self.holder, held)
+            elif held[0] == owner_of_process():
+                self.is_held = True
+            else:
+                self.holder = held[0]
+                self._grow_patient()
+                return False
+        self.holder = None
+        return True
+
+    def doubt(self, why: StoreError) -> None:
+        """Note that another has decided, which is ``why`` a commit failed: `ask` looks again."""
+        self.is_held = self._alone
+        if isinstance(why, LeaseLostError):
+            _logger.warning(
+                "%s, and computed again. We lost the lease because this process was paused, or "
+                "`add` blocked it, for longer than lease_ttl_s=%g: if `add` takes so long, raise "
+                "that",
+                one_line(f"{why}"),
+                self._ttl_s,
+            )
+
+    def _say_that_we_decide(self, before: str, held: Held) -> None:
+        """Say why, after ``before`` decided in our place; ``held`` is the lease that we took."""
+        if held is None:
+            why = "has ended"
+        elif is_dead(held[0]):
+            why = "is gone"
+        else:
+            why = f"was not heard of for {self._patience_s:g} s"
+        who = place_of(before if held is None else held[0])
+        _logger.warning("%s", one_line(f"strategy {self._name!r} decides now: {who} {why}"))
+
+    def require(self, tx: Transaction) -> Place | None:
+        """Return where the log ends, if that was asked, and this process holds the lease.
+
+        It goes on holding it until the transaction ends: nobody can take it meanwhile.
+
+        Raises:
+            LeaseLostError: another took it, whoever holds it now.
+        """
+        if self._alone:
+            return None
+        owner = owner_of_process()
+        return promises.require_holder(tx, self._key, self._name, owner=owner)
+
+    def told(self) -> str:
+        """Return who decides in our place."""
+        who = "another process" if self.holder is None else place_of(self.holder)
+        return f"strategy {self._name!r} stands by: {who} decides"
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Renew the lease inside the context while it is held, and give it back at the end."""
+        try:
+            async with running(self._keep):
+                yield
+        finally:
+            if self._took:
+                with anyio.CancelScope(shield=True):
+                    await self._database.try_to_write(self._release)
+
+    def _grow_patient(self) -> None:
+        """Wait for others twice as long as before, if we have lost the lease to one.
+
+        A strategy that computes for longer than the lease, and lets nothing else run meanwhile,
+        would else lose it in every process in turn, and decide nothing.
+        """
+        if self._took:
+            self._took = False
+            self._patience_s *= 2
+            self._watch = LeaseWatch(self._patience_s)
+
+    def _take(self, tx: Transaction, seen: Held) -> bool:
+        """Take the lease if it is as it was ``seen``; return whether it was."""
+        lock_experiment(tx, self._key)
+        if promises.holder(tx, self._key, self._name) != seen:
+            return False
+        promises.acquire(
+            tx,
+            self._key,
+            self._name,
+            owner=owner_of_process(),
+            now_us=now_us(),
+            ttl_us=int(self._ttl_s * 1e6),
+            dead=None if seen is None else seen[0],
+        )
+        return True
+
+    async def _keep(self) -> None:
+        """Renew until cancelled; where the store cannot be reached, whoever decides hears of it."""
+        while not self._alone:
+            await anyio.sleep(self._ttl_s / HEARTBEATS_PER_TTL)
+            if self.is_held:
+                with suppress(StoreError):
+                    self.is_held = await self._database.write(self._renew)
+
+    def _renew(self, tx: Transaction) -> bool:
+        expires = now_us() + int(self._ttl_s * 1e6)  # as it is once the transaction has begun
+        owner = owner_of_process()
+        return promises.prolong(tx, self._key, self._name, owner=owner, expires_at_us=expires)
+
+    def _release(self, tx: Transaction) -> None:
+        promises.let_go(tx, self._key, self._name, owner=owner_of_process())
+        tx.announce()
+
+
+class TrainerLease:
+    """A held lease.
+
+    Attributes:
+        consumer: whose it is.
+        presence: of the trainer, said again with the heartbeats.
+        token: fences those who held it before.
+        lost: why it is not held any more, once a newer token was seen.
+    """
+
+    def __init__(self, database: Database, experiment: int, consumer: str, ttl_s: float) -> None:
+        self._database = database
+        self._experiment = experiment
+        self.consumer = consumer
+        self._ttl_us = int(ttl_s * 1e6)
+        self.owner = owner_name()
+        self.presence = Presence(database, experiment, "trainer", consumer)
+        self.token = 0
+        self.lost: LeaseLostError | None = None
+
+    async def acquire(self, *, wait: bool) -> None:
+        """Take the lease; with ``wait``, as soon as its holder lets go, dies or falls silent.
+
+        Who waits judges silence by its own monotonic clock: a lease that it has not seen renewed
+        for its own ``ttl_s``. Clocks of other machines, or one that was moved, take no lease from
+        anybody who lives.
+
+        Raises:
+            LeaseHeldError: somebody holds it, and ``wait`` is False.
+        """
+        watch = LeaseWatch(self._ttl_us / 1e6)
+
+        async def tell() -> str:
+            where = "another process" if held is None else place_of(held[0])
+            return (
+                f"trainer {self.consumer!r} is held by {where}, renewed {watch.renewed_s:.0f} s "
+                "ago: stop that process, or choose another consumer name"
+            )
+
+        stall = Stall(self._database, self._experiment)
+        wait_for_it = SpokenWait(self._database.changes, tell, stall=stall)
+        while True:
+            state = await self._database.changes.state()
+            held = await self._database.read(promises.holder, self._experiment, self.consumer)
+            silent = watch.is_silent(held)
+            free = held is None or is_dead(held[0]) or (silent if wait else held[2] <= now_us())
+            if free and await self._database.write(self._take, held):
+                return
+            if not wait:
+                raise LeaseHeldError(self._held_by(held))
+            await wait_for_it.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
+
+    def _take(self, tx: Transaction, seen: Held) -> bool:
+        """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
+        lock_experiment(tx, self._experiment)
+        held = promises.holder(tx, self._experiment, self.consumer)
+        if held != seen and (held is None or held[0] != self.owner):
+            return False
+        self.token = promises.acquire(
+            tx,
+            self._experiment,
+            self.consumer,
+            owner=self.owner,
+            now_us=now_us(),
+            ttl_us=self._ttl_us,
+            dead=None if held is None else held[0],
+        )
+        return True
+
+    def append(
+        self,
+        tx: Transaction,
+        events: Sequence[NewEvent],
+        *,
+        experiment: int | None = None,
+        committed: int | None = None,
+    ) -> list[Place]:
+        """Append ``events`` of the trainer, by default to its own experiment; return their places.
+
+        Args:
+            committed: the last committed step that the events follow; None: they follow any.
+
+        Raises:
+            LeaseLostError: a newer token exists.
+            StoreError: another step is the last committed one.
+        """
+        of = self._experiment if experiment is None else experiment
+        for key in sorted({of, self._experiment}):  # locks, always in one order
+            lock_experiment(tx, key)
+        last, end = promises.require(tx, self._experiment, self.consumer, token=self.token)
+        if committed not in (None, last):  # by a call that was cancelled, and went on all the same
+            raise StoreError(
+                f"trainer {self.consumer!r}: step {last} is the last committed one, where this "
+                f"commit follows step {committed}: open the stream again, it resumes from there"
+            )
+        end = end if of == self._experiment else None
+        return log.append(tx, of, events, actor=self.consumer, now_us=now_us(), last=end)
+
+    async def is_held(self) -> bool:
+        """Return whether nobody has taken over, by the store as it is now."""
+        held = await self._database.read(promises.holder, self._experiment, self.consumer)
+        return held is not None and held[1] == self.token
+
+    def _held_by(self, held: Held) -> str:
+        who = "another process" if held is None else place_of(held[0])
+        return (
+            f"trainer {self.consumer!r} is at work in {who}: wait for it, stop that process, or "
+            "choose another consumer name"
+        )
+
+    async def keep(self) -> None:
+        """Renew until cancelled, or until a newer token is seen.
+
+        A store that cannot be reached ends nothing here: a lease that nobody took, though its time
+        is over, can still be renewed, and whoever works with the store hears of it.
+        """
+        while self.lost is None:
+            await anyio.sleep(self._ttl_us / 1e6 / HEARTBEATS_PER_TTL)
+            try:
+                await self._database.write(self._renew)
+            except LeaseLostError as error:
+                self.lost = error
+            except (StoreUnavailableError, StoreBusyError) as error:
+                _logger.warning("trainer %r cannot renew its lease: %s", self.consumer, error)
+
+    def _renew(self, tx: Transaction) -> None:
+        expires = now_us() + self._ttl_us  # by the clock as it is once the transaction has begun
+        promises.renew(tx, self._experiment, self.consumer, token=self.token, expires_at_us=expires)
+        self.presence.note(tx)
+
+    async def release(self) -> None:
+        """Give the lease back; its holder is not there any more."""
+        forget_owner(self.owner)
+        await self.presence.gone()
+        await self._database.try_to_write(
+            promises.release, self._experiment, self.consumer, token=self.token
+        )
+
+
+@asynccontextmanager
+async def hold_lease(
+    database: Database, experiment: int, consumer: str, *, ttl_s: float = TTL_S, wait: bool = True
+) -> AsyncIterator[TrainerLease]:
+    """Hold the lease of ``consumer`` inside the context, renewing it in the background.
+
+    Raises:
+        LeaseHeldError: somebody holds it, and ``wait`` is False.
+    """
+    lease = TrainerLease(database, experiment, consumer, ttl_s)
+    try:
+        await lease.acquire(wait=wait)
+        async with running(lease.keep, lease.presence.keep):
+            yield lease
+    finally:
+        with anyio.CancelScope(shield=True):
+            await lease.release()

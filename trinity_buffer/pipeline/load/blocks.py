@@ -1,0 +1,197 @@
+"""Fields of many rows as blocks: values that lie one after another in a segment.
+
+A step is made of rows that were written together, so that most of a batch is a few large copies and
+not thousands of small ones, in whatever order its rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity_buffer.codec import Column
+from trinity_buffer.pipeline.tensors import flat_tensor
+from trinity_buffer.store.rows import position_of, slot_of
+
+Array: TypeAlias = npt.NDArray[Any]
+Value: TypeAlias = "Array | float | None"
+"""A vector as a view, one number that stands for ``number * action_mask``, or nothing."""
+
+_ONLY_TORCH = ("bfloat", "float8", "float4")
+"""Beginnings of the names of floats that NumPy lacks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """The values of one field in some rows of a step; views that must not be written.
+
+    Attributes:
+        rows: ``[n]``, which rows of the step.
+        data: their elements, one row after another; scaled: one number per row.
+        ends: ``[n + 1]``, where the elements of each row begin and end in ``data``.
+        scaled: whether each number stands for ``number * action_mask``.
+        size: elements of each row where that is the same number; -1 where it may not be.
+    """
+
+    rows: Array
+    data: Array
+    ends: Array
+    scaled: bool = False
+    size: int = -1
+
+    def values(self) -> list[Value]:
+        """Return the value of each of its rows."""
+        if self.scaled:
+            return [float(number) for number in self.data]
+        return [self.data[a:z] for a, z in pairwise(self.ends.tolist())]
+
+    def without(self, dropped: Array) -> list[Block]:
+        """Return what is left of it without the rows of the step that are ``dropped``."""
+        kept = np.flatnonzero(~dropped[self.rows])
+        parts = []
+        for a, z in stretches(kept):
+            first, last = int(kept[a]), int(kept[z - 1]) + 1
+            ends = self.ends[first : last + 1]
+            data = self.data[ends[0] : ends[-1]]
+            rows = self.rows[first:last]
+            parts.append(Block(rows, data, ends - ends[0], self.scaled, self.size))
+        return parts
+
+
+@dataclass(slots=True)
+class Field:
+    """One field of the rows of a step; rows that are in none of the blocks have none."""
+
+    blocks: list[Block] = field(default_factory=list)
+
+    def values(self, rows: int) -> list[Value]:
+        """Return the value of each of the ``rows`` rows, None where there is none."""
+        found: list[Value] = [None] * rows
+        for block in self.blocks:
+            for row, value in zip(block.rows.tolist(), block.values(), strict=True):
+                found[row] = value
+        return found
+
+    def present(self, rows: int) -> Array:
+        """Return ``[rows]`` bool: which rows have one."""
+        there = np.zeros(rows, np.bool_)
+        for block in self.blocks:
+            there[block.rows] = True
+        return there
+
+    def missing(self, rows: int) -> list[int]:
+        """Return which of the ``rows`` rows have none."""
+        if sum(len(block.rows) for block in self.blocks) == rows:  # none comes twice
+            return []
+        found: list[int] = np.flatnonzero(~self.present(rows)).tolist()
+        return found
+
+    def sizes(self, rows: int) -> Array:
+        """Return ``[rows]``: the number of elements of each row, 0 where it has none."""
+        found = np.zeros(rows, np.int64)
+        for block in self.blocks:
+            found[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
+        return found
+
+    def misfits(self, sizes: Array) -> list[int]:
+        """Return which rows have another number of elements than ``sizes`` (``[rows]``) says."""
+        wrong: list[int] = []
+        for block in self.blocks:
+            if not block.scaled:
+                own = np.diff(block.ends) if block.size < 0 else block.size
+                wrong += block.rows[own != sizes[block.rows]].tolist()
+        return wrong
+
+    def without(self, dropped: Array) -> Field:
+        """Return it without the rows that are ``dropped`` (``[rows]`` bool)."""
+        return Field([part for block in self.blocks for part in block.without(dropped)])
+
+    def moved(self, places: Array | Sequence[int]) -> Field:
+        """Return it with row ``i`` as row ``places[i]``."""
+        new = np.asarray(places)
+        return Field([replace(block, rows=new[block.rows]) for block in self.blocks])
+
+
+def field_of_values(values: Sequence[Array]) -> Field:
+    """Return the field of one vector for each row."""
+    sizes = np.array([len(value) for value in values], np.int64)
+    ends, size = _ends(sizes)
+    return Field([Block(np.arange(len(values)), np.concatenate(values), ends, size=size)])
+
+
+def stretches(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of the stretches in which each number is one more than the last."""
+    if not len(numbers):
+        return []
+    breaks = np.flatnonzero(np.diff(np.asarray(numbers)) != 1) + 1
+    return list(pairwise([0, *breaks.tolist(), len(numbers)]))
+
+
+class Stretch(NamedTuple):
+    """Rows of a step that follow each other in one event: which rows, and where they are there."""
+
+    rows: Array
+    position: int
+    slots: range
+
+
+def stretches_of(addresses: Sequence[int]) -> list[Stretch]:
+    """Return the rows at these addresses, in the order of the addresses."""
+    given = np.array(addresses)
+    order = np.argsort(given, kind="stable")
+    ordered = given[order]
+    # Addresses of one event that follow each other are rows of its segment that do, too; those of
+    # the next event are far away.
+    found = []
+    for a, z in stretches(ordered):
+        first = int(ordered[a])
+        slots = range(slot_of(first), slot_of(first) + z - a)
+        found.append(Stretch(order[a:z], position_of(first), slots))
+    return found
+
+
+def blocks_of(column: Column, rows: Array, slots: range) -> list[Block]:
+    """Return the rows ``slots`` of a column as the ``rows`` of a step; those that it has."""
+    if column.rows is None:
+        return [_block(column, rows, slots.start, slots.stop)]
+    low, high = np.searchsorted(column.rows, [slots.start, slots.stop]).tolist()
+    if low == high:
+        return []
+    return [_block(column, rows[column.rows[low:high] - slots.start], low, high)]
+
+
+def _block(column: Column, rows: Array, first: int, last: int) -> Block:
+    """Return the entries ``first`` to ``last`` of a column as ``rows``."""
+    if column.encoding == "scaled_mask":
+        ends = np.arange(len(rows) + 1)
+        return Block(rows, _numbers(column, first, last), ends, scaled=True, size=1)
+    sizes = column.sizes
+    before = int(sizes[:first].sum()) if first else 0
+    ends, size = _ends(sizes[first:last])
+    return Block(rows, _numbers(column, before, before + int(ends[-1])), ends, size=size)
+
+
+def _ends(sizes: Array) -> tuple[Array, int]:
+    """Return where rows of these sizes begin and end, and their size; -1 if they differ."""
+    size, number = int(sizes[0]), len(sizes)
+    if (sizes == size).all():
+        return np.arange(0, (number + 1) * size, size) if size else np.zeros(number + 1, int), size
+    ends = np.zeros(number + 1, np.int64)
+    np.cumsum(sizes, out=ends[1:])
+    return ends, -1
+
+
+def _numbers(column: Column, first: int, last: int) -> Array:
+    """Return some elements, as float32 where NumPy has no type of their own."""
+    elements = column.elements
+    if not column.dtype.startswith(_ONLY_TORCH):
+        return elements[first:last]
+    width = elements.itemsize
+    data = np.array(column.data[first * width : last * width])
+    found: Array = flat_tensor(replace(column, data=data)).float().numpy()
+    return found

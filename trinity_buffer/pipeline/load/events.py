@@ -1,0 +1,148 @@
+"""The events that rows point into, each read and decoded once, and what they say as columns.
+
+A step is made of hundreds of rows and a handful of events: an event gives the columns of all of its
+rows for less than a query by row.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trinity_buffer.errors import CodecError
+from trinity_buffer.events import ExperiencesRecorded, WithSegment
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.handle import decoded
+from trinity_buffer.pipeline.load.blocks import stretches
+from trinity_buffer.store import log
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.rows import position_of, slot_of
+from trinity_buffer.store.transaction import ReadSession
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of experiences without their tensors; one entry per row in each column."""
+
+    rewards: list[float | None]
+    policy_versions: list[int | None]
+    prompt_lengths: list[int]
+    lengths: list[int]
+    trained_tokens: list[int]
+    sampling: list[Sequence[Sequence[Any]] | None]
+    runs: list[int]
+    steps: list[int]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def reordered(self, order: Sequence[int]) -> Facts:
+        """Return them with row ``order[i]`` as row ``i``."""
+        columns = (getattr(self, one.name) for one in fields(self))
+        return Facts(*([column[row] for row in order] for column in columns))
+
+    def append(self, other: Facts, first: int, stop: int) -> None:
+        """Add the rows ``first`` to ``stop`` of another."""
+        self.rewards.extend(other.rewards[first:stop])
+        self.policy_versions.extend(other.policy_versions[first:stop])
+        self.prompt_lengths.extend(other.prompt_lengths[first:stop])
+        self.lengths.extend(other.lengths[first:stop])
+        self.trained_tokens.extend(other.trained_tokens[first:stop])
+        self.sampling.extend(other.sampling[first:stop])
+        self.runs.extend(other.runs[first:stop])
+        self.steps.extend(other.steps[first:stop])
+
+
+def no_facts() -> Facts:
+    """Return those of no rows, to be added to."""
+    return Facts([], [], [], [], [], [], [], [])
+
+
+def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> Facts:
+    """Return what ``events`` know of the experiences at these addresses, in their order."""
+    found = no_facts()
+    for a, z in stretches(experiences):
+        first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
+        assert isinstance(event, ExperiencesRecorded)  # where the experiences are of
+        chosen, columns = slice(first, first + z - a), event.columns
+        found.rewards.extend(columns.reward[chosen])
+        found.policy_versions.extend(columns.policy_version[chosen])
+        found.prompt_lengths.extend(columns.prompt_length[chosen])
+        found.lengths.extend(columns.length[chosen])
+        found.trained_tokens.extend(columns.trained_tokens[chosen])
+        said = event.sampling
+        found.sampling.extend(
+            map(said.get, range(first, first + z - a)) if said else [None] * (z - a)
+        )
+        found.runs.extend(columns.run[chosen])
+        found.steps.extend(columns.step[chosen])
+    return found
+
+
+class EventCache:
+    """Reads the events that rows point into, each once while it is in use.
+
+    Args:
+        experiment: key of the experiment that the rows are of.
+        name: its name, for errors.
+    """
+
+    def __init__(self, experiment: int, name: str) -> None:
+        self.experiment = experiment
+        self.name = name
+        self._known: OrderedDict[int, WithSegment] = OrderedDict()
+        self._num_rows = 0
+
+    def events(self, s: ReadSession, positions: Collection[int]) -> Mapping[int, WithSegment]:
+        """Return position -> what the event there says.
+
+        Ask for all that is used together at once: the others may be forgotten for it.
+
+        Raises:
+            CodecError: there is none, it cannot be read, or it has no rows.
+        """
+        unknown = sorted(position for position in positions if position not in self._known)
+        if unknown:
+            stored = s.read(log.read_at, self.experiment, unknown)
+            if len(stored) < len(unknown):
+                gone = sorted(set(unknown) - {event.position for event in stored})
+                raise CodecError(
+                    f"experiment {self.name!r}: the log has no event at position {gone[0]}: "
+                    "run `verify`"
+                )
+            self._add(s.compute(self._read, stored))
+        found = {}
+        for position in positions:
+            found[position] = self._known[position]
+            self._known.move_to_end(position)
+        self._shrink(len(positions))
+        return found
+
+    def held(self, positions: Collection[int]) -> dict[int, WithSegment]:
+        """Return those events at ``positions`` that are in memory."""
+        return {at: self._known[at] for at in positions if at in self._known}
+
+    def keep(self, events: Mapping[int, WithSegment]) -> None:
+        """Remember events that somebody else has read."""
+        self._add({at: event for at, event in events.items() if at not in self._known})
+        self._shrink(0)
+
+    def _read(self, events: Iterable[StoredEvent]) -> dict[int, WithSegment]:
+        return {stored.position: self._with_segment(stored) for stored in events}
+
+    def _with_segment(self, stored: StoredEvent) -> WithSegment:
+        fact = decoded(self.name, stored).fact
+        if not isinstance(fact, WithSegment):
+            place = f"experiment {self.name!r}, the event at position {stored.position}"
+            raise CodecError(f"{place}: it is a {stored.kind}, which has no rows: run `verify`")
+        return fact
+
+    def _add(self, events: Mapping[int, WithSegment]) -> None:
+        self._known.update(events)
+        self._num_rows += sum(event.rows for event in events.values())
+
+    def _shrink(self, least: int) -> None:
+        while self._num_rows > sizes().rows_kept and len(self._known) > least:
+            self._num_rows -= self._known.popitem(last=False)[1].rows

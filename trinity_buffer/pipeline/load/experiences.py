@@ -1,0 +1,148 @@
+"""From rows to experiences in memory: segments are read, checked and decoded off the loop."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+
+from trinity_buffer.codec import decode_segment
+from trinity_buffer.errors import CodecError, CodecVersionError, DamagedSegmentError
+from trinity_buffer.events import ExperiencesRecorded, WithSegment
+from trinity_buffer.experience import Experience
+from trinity_buffer.pipeline.coordination.waiting import one_line
+from trinity_buffer.pipeline.encoding import decode_experiences
+from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.load.segments import StoredSegments, blobs_of, read_segments
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
+from trinity_buffer.store.transaction import ReadSession, SegmentParts
+
+_logger = logging.getLogger(__name__)
+
+
+def unreadable_among(
+    s: ReadSession, wanted: Mapping[bytes, Collection[str]], families: Sequence[str]
+) -> dict[bytes, str]:
+    """Return of segments that can never be read why: ``deleted``, else ``damaged``.
+
+    What was deleted comes alone, the damaged with the next call. An archive that cannot be read now
+    is neither.
+
+    Args:
+        wanted: key -> those of ``families`` that it must have, if that is known.
+        families: which are read.
+    """
+    found = read_segments(s, wanted, families)
+    deleted = {key: "deleted" for key, absence in found.absent.items() if absence.deleted}
+    readable = {} if deleted else {k: v for k, v in wanted.items() if k not in found.absent}
+    return deleted or dict.fromkeys(s.compute(_damaged, found.parts, readable), "damaged")
+
+
+def _damaged(parts: SegmentParts, wanted: Mapping[bytes, Collection[str]]) -> list[bytes]:
+    """Return the keys of segments that are not there, or not whole."""
+    by_key: dict[bytes, SegmentParts] = {key: {} for key in wanted}
+    for (key, family), some in parts.items():
+        by_key[key][key, family] = some
+    return [key for key, families in wanted.items() if not _whole(key, by_key[key], families)]
+
+
+def _whole(key: bytes, parts: SegmentParts, families: Collection[str]) -> bool:
+    try:
+        blobs = blobs_of(parts).get(key, {})
+        for blob in blobs.values():
+            decode_segment(blob)
+    except (CodecError, DamagedSegmentError):
+        return False
+    return bool(blobs) and blobs.keys() >= set(families)
+
+
+async def load_experiences(
+    database: Database, cache: EventCache, rows: Sequence[ExperienceRow], families: Sequence[str]
+) -> list[Experience]:
+    """Return the experiences of ``rows``, in their order, with the columns of ``families``.
+
+    Each carries its log address as ``address``. What a caller changes in its tensors never reaches
+    the store. Of rows whose tensors cannot be had any more, ``archived`` says why; ``damaged``, of
+    rows of which no experience can be made.
+
+    Raises:
+        CodecVersionError: bytes of a newer version.
+    """
+
+    def load(s: ReadSession, some: Sequence[ExperienceRow]) -> list[Experience]:
+        try:
+            return experiences_in(s, cache, some, families)
+        except CodecVersionError:
+            raise
+        except (CodecError, DamagedSegmentError) as error:
+            if len(some) == 1:
+                return [_damaged_experience(some[0], error)]
+        middle = len(some) // 2  # the few that are damaged are found in a few steps
+        return load(s, some[:middle]) + load(s, some[middle:])
+
+    return await database.read_session(lambda s: load(s, rows))
+
+
+def experiences_in(
+    s: ReadSession, cache: EventCache, rows: Sequence[ExperienceRow], families: Sequence[str]
+) -> list[Experience]:
+    """Return what `load_experiences` does, all of which can be read.
+
+    Raises:
+        CodecError, DamagedSegmentError: something cannot.
+    """
+    found = read_segments(s, (row.segment for row in rows), families)
+    events = cache.events(s, {position_of(row.address) for row in rows})
+    return s.compute(_decoded, rows, events, found, families)
+
+
+def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
+    """Return what the projection knows of a row of which no experience can be made."""
+    _logger.warning(
+        "experience %s cannot be read: %s", one_line(f"{row.eid}"), one_line(f"{error}")
+    )
+    return Experience.from_state(
+        {
+            "eid": row.eid,
+            "prompt_length": row.prompt_length,
+            "reward": row.reward,
+            "experience_type": "single_turn",
+            "address": row.address,
+            "archived": None,
+            "damaged": str(error),
+            "_length": row.length,
+            "_response_length": row.length - row.prompt_length,
+            "_policy_version": row.policy_version,
+            "_finish_reason": row.finish_reason,
+        }
+    )
+
+
+def _decoded(
+    rows: Sequence[ExperienceRow],
+    events: Mapping[int, WithSegment],
+    found: StoredSegments,
+    families: Sequence[str],
+) -> list[Experience]:
+    """Return the experiences of ``rows``, whose events and segments are given."""
+    blobs = blobs_of(found.parts)
+    by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
+    for row in rows:
+        by_event.setdefault(position_of(row.address), []).append(row)
+    made: dict[int, Experience] = {}
+    for position, some in by_event.items():
+        buffers = blobs.get(some[0].segment, {})
+        slots = [slot_of(row.address) for row in some]
+        event = events[position]
+        assert isinstance(event, ExperiencesRecorded)  # where the rows are of
+        absence = found.absent.get(some[0].segment)
+        if absence is None and any(f in event.families and f not in buffers for f in families):
+            raise DamagedSegmentError(f"segment {some[0].segment.hex()} is missing: run `verify`")
+        held = [f for f in families if absence is None or f not in event.families]
+        decoded_rows = decode_experiences(buffers, vars(event.columns), slots, loaded=held)
+        for row, experience in zip(some, decoded_rows, strict=True):
+            experience.address = row.address
+            experience.archived = None if absence is None else absence.why
+            made[row.address] = experience
+    return [made[row.address] for row in rows]

@@ -1,0 +1,105 @@
+"""Segments by key, from the database or from the archive that they went to; knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trinity_buffer.blob import Buffer
+from trinity_buffer.errors import ArchivedSegmentError, StoreError
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.archive import read_archive
+from trinity_buffer.store import segments
+from trinity_buffer.store.transaction import ReadSession, SegmentParts
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why the tensors of a segment cannot be had.
+
+    Attributes:
+        why: for people: the event that took them out of the database, and what to do.
+        deleted: for good. Otherwise they are in an archive that cannot be read here and now.
+    """
+
+    why: str
+    deleted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSegments:
+    """What was found of some segments.
+
+    Attributes:
+        parts: unchecked, see `blobs_of`; a family that a segment does not have is not in it.
+        absent: key -> why, of those that have left the database and cannot be fetched.
+    """
+
+    parts: SegmentParts
+    absent: Mapping[bytes, Absence]
+
+    def all_parts(self) -> SegmentParts:
+        """Return the parts.
+
+        Raises:
+            ArchivedSegmentError: one of the segments is absent.
+        """
+        for key, absence in self.absent.items():
+            raise ArchivedSegmentError(f"segment {key.hex()}: {absence.why}")
+        return self.parts
+
+
+def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]) -> StoredSegments:
+    """Return the parts of some segments; those that were archived come from their archive."""
+    found: SegmentParts = {}
+    absent: dict[bytes, Absence] = {}
+    wanted = list(dict.fromkeys(keys)) if families else []
+    size = sizes().segments_per_load
+    for start in range(0, len(wanted), size):
+        some = wanted[start : start + size]
+        found |= s.segments(some, families)
+    there = {key for key, _ in found}
+    if gone := [key for key in wanted if key not in there]:
+        fetched = _fetched(s, gone, families)
+        found |= fetched.parts
+        absent |= fetched.absent
+    return StoredSegments(found, absent)
+
+
+def _fetched(s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> StoredSegments:
+    """Return what the archives hold of segments of which the database holds nothing."""
+    left = s.read(segments.archived_at, keys)
+    found: SegmentParts = {}
+    absent: dict[bytes, Absence] = {}
+    by_event: dict[tuple[int, str | None], list[bytes]] = {}
+    for key, event in left.items():
+        by_event.setdefault(event, []).append(key)
+    for (position, uri), some in by_event.items():
+        if uri is None:
+            why = (
+                f"the tensors were deleted for good by the event at position {position} "
+                "(SegmentsArchived): only a backup that is older has them"
+            )
+            absent |= dict.fromkeys(some, Absence(why, deleted=True))
+            continue
+        try:
+            found |= s.compute(read_archive, uri, some, families)
+        except StoreError as error:
+            why = (
+                f"the tensors were archived to {uri} by the event at position {position} "
+                f"(SegmentsArchived), and {error}"
+            )
+            absent |= dict.fromkeys(some, Absence(why, deleted=False))
+    return StoredSegments(found, absent)
+
+
+def blobs_of(parts: SegmentParts) -> dict[bytes, dict[str, Buffer]]:
+    """Return key -> family -> blob. Computes checksums: call it off the event loop.
+
+    Raises:
+        DamagedSegmentError: a checksum does not hold.
+    """
+    found: dict[bytes, dict[str, Buffer]] = {}
+    for (key, family), some in parts.items():
+        found.setdefault(key, {})[family] = segments.blob_of(key, family, some)
+    return found

@@ -1,0 +1,324 @@
+"""The manifest: what exactly one gradient step trains on, in which order and micro-batches.
+
+What weights went through: the chain of the manifests of their steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Literal, cast
+
+from trinity_buffer.errors import CodecError, InvalidArgumentError
+from trinity_buffer.events import BatchLeased, StepDealt
+
+LayoutName = Literal["padded", "packed"]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """One micro-batch: the rows ``start`` to ``stop`` of the manifest, on one rank.
+
+    It is empty where its rank has fewer rows than another one has micro-batches.
+
+    Attributes:
+        width: padded: the width of the tensors; packed: their total number of tokens.
+    """
+
+    start: int
+    stop: int
+    width: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An ordered list of (experience, annotation, micro-batch slot), as `BatchLeased` records it.
+
+    Attributes:
+        step: the gradient step, 1, 2, ... of this trainer.
+        annotation_set: the set that the annotations belong to.
+        annotations, experiences: log addresses, one per row, in the order of the rows.
+        groups: per row, a number that rows of one group share.
+        num_planned_groups: how many of the groups were planned (copies and imports are not).
+        layout: ``"padded"`` or ``"packed"``.
+        normalizer: what loss modes that divide by a constant divide by; None: they need their own.
+        sources: names of other experiments of the store, whose rows are an expert's; empty: there
+            can be none.
+        source: per row, 0 for the trainer's own experiment, k for ``sources[k - 1]``; empty: all 0.
+        by_run: whether micro-batches tell which rows are of one run.
+    """
+
+    step: int
+    annotation_set: str
+    annotations: tuple[int, ...]
+    experiences: tuple[int, ...]
+    groups: tuple[int, ...]
+    num_planned_groups: int
+    layout: LayoutName
+    microbatches: tuple[MicroBatchPlan, ...]
+    normalizer: float | None = None
+    sources: tuple[str, ...] = ()
+    source: tuple[int, ...] = ()
+    by_run: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups the step trains on."""
+        return len(set(self.groups))
+
+    @property
+    def world_size(self) -> int:
+        """To how many ranks the step is dealt: each has a micro-batch, if only an empty one."""
+        return 1 + max(plan.rank for plan in self.microbatches)
+
+    def rows_by_rank(self) -> list[int]:
+        """Return how many rows each rank is to take."""
+        found = [0] * self.world_size
+        for plan in self.microbatches:
+            found[plan.rank] += plan.stop - plan.start
+        return found
+
+    def dealt(self, order: Sequence[int], microbatches: Sequence[MicroBatchPlan]) -> Manifest:
+        """Return it with row ``order[i]`` as row ``i``, and no others, in these micro-batches."""
+
+        def placed(column: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(column[place] for place in order)
+
+        return replace(
+            self,
+            annotations=placed(self.annotations),
+            experiences=placed(self.experiences),
+            groups=placed(self.groups),
+            source=placed(self.source) if self.source else (),
+            microbatches=tuple(microbatches),
+        )
+
+    def rows_of(self, source: int) -> list[int]:
+        """Return the places of the rows that come from ``source``, in order."""
+        if not self.source:
+            return [] if source else list(range(len(self.experiences)))
+        return [row for row, of in enumerate(self.source) if of == source]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """blake2b-128 over everything that decides what the step computes."""
+        content = [
+            self.step,
+            self.annotation_set,
+            self.annotations,
+            self.experiences,
+            self.groups,
+            self.layout,
+            [[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
+            self.normalizer,
+        ]
+        if self.sources:
+            content += [self.sources, self.source]
+        return hashlib.blake2b(
+            json.dumps(content, separators=(",", ":")).encode(), digest_size=16
+        ).digest()
+
+    def leased_by(self, consumer: str, token: int) -> BatchLeased:
+        """Return what is recorded when ``consumer`` takes the step."""
+        return BatchLeased(
+            sources=list(self.sources),
+            source=list(self.source) if self.sources else (),
+            consumer=consumer,
+            token=token,
+            step=self.step,
+            annotation_set=self.annotation_set,
+            annotations=list(self.annotations),
+            experiences=list(self.experiences),
+            groups=list(self.groups),
+            num_groups=self.num_groups,
+            planned_groups=self.num_planned_groups,
+            layout=self.layout,
+            microbatches=[[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
+            normalizer=self.normalizer,
+            digest=self.digest,
+            by_run=self.by_run or None,
+        )
+
+    @classmethod
+    def of(cls, leased: BatchLeased) -> Manifest:
+        """Return the manifest that an event recorded.
+
+        Raises:
+            CodecError: a layout or a micro-batch that is none.
+        """
+        if leased.layout not in ("padded", "packed"):
+            raise CodecError(f"the manifest of step {leased.step} is damaged: its layout is none")
+        return cls(
+            step=leased.step,
+            annotation_set=leased.annotation_set,
+            annotations=tuple(leased.annotations),
+            experiences=tuple(leased.experiences),
+            groups=tuple(leased.groups),
+            num_planned_groups=leased.planned_groups,
+            layout=cast("LayoutName", leased.layout),
+            microbatches=plans_of(leased),
+            normalizer=leased.normalizer,
+            # Steps of one source alone do not say so, and older logs never did.
+            sources=tuple(leased.sources),
+            source=tuple(leased.source),
+            by_run=bool(leased.by_run),
+        )
+
+
+def plans_of(fact: BatchLeased | StepDealt) -> tuple[MicroBatchPlan, ...]:
+    """Return the micro-batches that an event recorded.
+
+    Raises:
+        CodecError: one is none.
+    """
+    plans = fact.microbatches
+    if any(len(plan) not in (3, 4) for plan in plans):
+        raise CodecError(f"the manifest of step {fact.step} is damaged: its layout is none")
+    return tuple(MicroBatchPlan(*plan) for plan in plans)
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    *,
+    layout: LayoutName,
+    tokens_per_microbatch: int | None,
+    world_size: int = 1,
+    pairs: bool = False,
+    by_length: bool = True,
+) -> tuple[list[int], list[MicroBatchPlan]]:
+    """Return an order of the rows, and the micro-batches over it.
+
+    A group lies on one rank; groups are dealt to the ranks by their tokens, the largest first.
+    Within a rank, padded rows are sorted by length so that little is padding. The budget counts
+    what is computed: rows × width when padded, tokens when packed; a row above it is a micro-batch
+    of its own. Every rank gets the same number of micro-batches; one with too few rows gets empty
+    ones, so that it takes part wherever the ranks wait for each other.
+
+    Args:
+        lengths: tokens of each row; of a pair those of its longer half, or packed those of both.
+        groups: per row, a number that rows of one group share.
+        pairs: every row stands for two, the chosen and the rejected one; they keep their order, so
+            that what is a pair stays one.
+        by_length: whether rows may be sorted by length.
+
+    Raises:
+        InvalidArgumentError: a budget that is not positive.
+    """
+    if tokens_per_microbatch is not None and tokens_per_microbatch < 1:
+        raise InvalidArgumentError(
+            f"tokens_per_microbatch={tokens_per_microbatch}: it must be at least 1"
+        )
+    order: list[int] = []
+    per_rank = []
+    size = 2 if pairs and layout == "padded" else 1
+    for rows in _deal(lengths, groups, world_size):
+        if by_length and layout == "padded" and tokens_per_microbatch is not None and not pairs:
+            rows = sorted(rows, key=lambda row: -lengths[row])
+        per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch, size))
+    most = max(1, *map(len, per_rank))  # 1: a step of which nothing is left
+    plans = []
+    for rank, chunks in enumerate(per_rank):
+        for chunk in _split_to(chunks, most):
+            start, order = len(order), order + chunk
+            sizes = [lengths[row] for row in chunk]
+            # Many models take no rows, but hardly any takes no columns.
+            width = max(sizes, default=1) if layout == "padded" else sum(sizes)
+            plans.append(MicroBatchPlan(start, len(order), width, rank))
+    return order, plans
+
+
+def _deal(lengths: Sequence[int], groups: Sequence[int], world_size: int) -> list[list[int]]:
+    """Return the rows of each rank, whole groups together."""
+    if world_size == 1:
+        return [list(range(len(lengths)))]
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    for rows in sorted(members.values(), key=lambda rows: -sum(lengths[row] for row in rows)):
+        rank = min(range(world_size), key=lambda r: (load[r], r))
+        ranks[rank] += rows
+        load[rank] += sum(lengths[row] for row in rows)
+    return [sorted(rows) for rows in ranks]
+
+
+def _fill(
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    layout: LayoutName,
+    budget: int | None,
+    size: int = 1,
+) -> list[list[int]]:
+    if budget is None:
+        return [list(rows)] if rows else []
+    chunks: list[list[int]] = []
+    width = total = 0
+    for row in rows:
+        width, total = max(width, lengths[row]), total + lengths[row]
+        computed = width * (len(chunks[-1]) + 1 if chunks else 1) if layout == "padded" else total
+        if not chunks or size * computed > budget:
+            chunks.append([])
+            width = total = lengths[row]
+        chunks[-1].append(row)
+    return chunks
+
+
+def _split_to(chunks: list[list[int]], number: int) -> list[list[int]]:
+    """Return ``number`` chunks, by halving the longest ones, and then empty ones.
+
+    All ranks must run equally often.
+    """
+    chunks = list(chunks)
+    while len(chunks) < number:
+        longest = max(range(len(chunks)), key=lambda i: len(chunks[i]), default=-1)
+        rows = chunks[longest] if chunks else []
+        if len(rows) < 2:
+            chunks.append([])
+        else:
+            chunks[longest : longest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return chunks
+
+
+def chain(previous: bytes, digest: bytes) -> bytes:
+    """Return the next link of a checkpoint's chain: blake2b-128(previous || digest)."""
+    return hashlib.blake2b(previous + digest, digest_size=16).digest()
+
+
+FIRST_LINK = bytes(16)
+
+NAMED_MANIFESTS = 256
+"""Of so many manifests, the last ones, a checkpoint says each; of those before, their chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoneThrough:
+    """The manifests that weights went through, in order: the last ones, and the chain of the rest.
+
+    It does not grow with the run, and is the same wherever the run was interrupted.
+
+    Attributes:
+        length: how many there are.
+        before: link of the chain in front of ``last``.
+        last: digests of the last ones.
+    """
+
+    length: int = 0
+    before: bytes = FIRST_LINK
+    last: tuple[bytes, ...] = ()
+
+    @property
+    def link(self) -> bytes:
+        """The link of the chain after all of them."""
+        return reduce(chain, self.last, self.before)
+
+    def after(self, *digests: bytes) -> GoneThrough:
+        """Return these manifests and then those of ``digests``."""
+        last = (*self.last, *digests)
+        gone, kept = last[:-NAMED_MANIFESTS], last[-NAMED_MANIFESTS:]
+        return GoneThrough(self.length + len(digests), reduce(chain, gone, self.before), kept)

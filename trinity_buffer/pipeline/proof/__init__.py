@@ -1,1 +1,0 @@
-"""What a step and a checkpoint say of themselves, so that others can check it."""

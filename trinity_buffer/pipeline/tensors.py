@@ -1,0 +1,276 @@
+"""Between torch's tensors and the codec's columns of bytes.
+
+Memory that is used again as soon as nobody looks at it any more.
+
+What a write makes of its tensors is a few hundred kilobytes and lives for milliseconds. Allocated
+anew each time, its pages come from the kernel and go back there, which takes longer than to fill
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, methodcaller
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_buffer.codec import DTYPES, Column, RawTensor
+from trinity_buffer.codec.columns import Bytes
+from trinity_buffer.errors import CodecError, InvalidArgumentError
+from trinity_buffer.limits import sizes
+
+ALIGNMENT = 64
+
+
+class Block:
+    """The bytes of ``whole``, to be taken from its beginning on."""
+
+    def __init__(self, whole: bytearray) -> None:
+        self._bytes: Bytes = np.frombuffer(whole, np.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> Bytes:
+        """Return ``size`` bytes that nobody else has; new ones, if there are not so many left."""
+        begin, end = self._used, self._used + size
+        if end > len(self._bytes):
+            return np.empty(size, np.uint8)
+        self._used = end + -end % ALIGNMENT
+        return self._bytes[begin:end]
+
+
+class ReusedMemory:
+    """A few blocks, of which one that nothing is left of is given out anew. Threads may share it.
+
+    Python counts who looks at a bytearray, and does not resize it while somebody does. So nothing
+    has to be given back, and nothing can be given back too early.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, in a forked child: there, nobody gives back a lock that a thread had."""
+        self._lock = Lock()
+        self._kept: list[bytearray] = []
+
+    def block(self, size: int) -> Block:
+        """Return a block of at least ``size`` bytes, or of none where so much is not kept."""
+        if not 0 < size <= sizes().bytes_per_block:
+            return Block(bytearray())
+        with self._lock:
+            for number, whole in enumerate(self._kept):
+                if not _is_looked_at(whole):
+                    if len(whole) < size:
+                        self._kept[number] = _room(size)
+                    return Block(self._kept[number])
+            made = _room(size)
+            if len(self._kept) < sizes().blocks_kept:
+                self._kept.append(made)
+            return Block(made)
+
+
+def _is_looked_at(whole: bytearray) -> bool:
+    try:
+        whole.append(whole.pop())
+    except BufferError:
+        return True
+    return False
+
+
+def _room(size: int) -> bytearray:
+    return bytearray(1 << (size - 1).bit_length())
+
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
+}
+"""Name -> dtype, of those that the installed torch has."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+# What ``torch.cat`` is fast for, and at home with; it warns of complex32.
+_JOINED = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16}) | {
+    *(torch.float16, torch.float32, torch.float64)
+}
+
+Take: TypeAlias = Callable[[int], Bytes]
+_Kind: TypeAlias = "tuple[torch.dtype, int, torch.device, torch.layout]"
+_kind_of: Callable[[Tensor], _Kind] = attrgetter("dtype", "ndim", "device", "layout")
+_size_of: Callable[[Tensor], int] = methodcaller("numel")
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTensors:
+    """The tensors of one field, those that are there, and what is asked of each.
+
+    Attributes:
+        given: the tensors.
+        rows: which rows have one; None: all.
+        kinds: of each its dtype, number of dimensions, device and layout.
+        sizes: of each its number of elements.
+    """
+
+    given: Sequence[Tensor]
+    rows: Sequence[int] | None
+    kinds: Sequence[_Kind]
+    sizes: Sequence[int]
+
+    @property
+    def bytes_to_join(self) -> int:
+        """At most how many bytes the columns need."""
+        kinds = set(self.kinds)
+        width = max((dtype.itemsize for dtype, *_ in kinds), default=0)
+        return width * sum(self.sizes) + ALIGNMENT * len(kinds)
+
+    def only(self, kind: _Kind) -> GivenTensors:
+        """Return those of one kind."""
+        mine = [index for index, other in enumerate(self.kinds) if other == kind]
+        rows = range(len(self.given)) if self.rows is None else self.rows
+        return GivenTensors(
+            [self.given[index] for index in mine],
+            [rows[index] for index in mine],
+            [kind] * len(mine),
+            [self.sizes[index] for index in mine],
+        )
+
+
+def tensors_given(tensors: Sequence[Tensor | None]) -> GivenTensors:
+    """Return ``tensors``, by row, without those that are None."""
+    if any(tensor is None for tensor in tensors):
+        rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
+        given: list[Any] = [tensors[row] for row in rows]
+        return GivenTensors(given, rows, list(map(_kind_of, given)), list(map(_size_of, given)))
+    every: Any = tensors
+    return GivenTensors(every, None, list(map(_kind_of, every)), list(map(_size_of, every)))
+
+
+def columns_of(
+    field: str, tensors: Sequence[Tensor | None], take: Take | None = None
+) -> list[Column]:
+    """Return the columns of one field, ``tensors`` by row, as `columns_of_given` does."""
+    return columns_of_given(field, tensors_given(tensors), take)
+
+
+def columns_of_given(field: str, tensors: GivenTensors, take: Take | None = None) -> list[Column]:
+    """Return the columns of one field; none where there are no tensors.
+
+    Rows of one dtype and number of dimensions share a column, made with a single ``torch.cat``.
+
+    Args:
+        field: its name.
+        tensors: of its rows.
+        take: returns memory of a size for the columns, into which tensors of the CPU are copied;
+            by default a column of a single tensor is a view of it.
+
+    Raises:
+        InvalidArgumentError: a tensor that has no bytes of its own (sparse, meta), or of a dtype
+            that is not an element type.
+    """
+    kinds = dict.fromkeys(tensors.kinds)
+    if len(kinds) == 1:
+        return [_column(field, tensors, take)]
+    return [_column(field, tensors.only(kind), take) for kind in kinds]
+
+
+def _column(field: str, tensors: GivenTensors, take: Take | None) -> Column:
+    dtype, ndim, device, layout = tensors.kinds[0]
+    if dtype not in DTYPE_NAMES or layout != torch.strided or device.type == "meta":
+        raise InvalidArgumentError(
+            f"{field} is {dtype}, {layout} on {device}: make it a dense tensor "
+            f"of one of {', '.join(TORCH_DTYPES)}"
+        )
+    given = tensors.given
+    if ndim == 1:
+        shapes = np.array(tensors.sizes, np.int64)
+    else:
+        shapes = np.array([tuple(tensor.shape) for tensor in given], np.int64)
+        given = [tensor.reshape(-1) for tensor in given]
+    copies = take is not None and device.type == "cpu"
+    out = take(dtype.itemsize * sum(tensors.sizes)) if take is not None and copies else None
+    return Column(
+        field,
+        DTYPE_NAMES[dtype],
+        shapes.reshape(len(given), ndim),
+        bytes_of(given, out),
+        None if tensors.rows is None else np.array(tensors.rows, np.int64),
+    )
+
+
+def bytes_of(tensors: Sequence[Tensor], out: Bytes | None = None) -> Bytes:
+    """Return the bytes of 1-D ``tensors`` of one dtype, one after another; in ``out`` if given."""
+    dtype = tensors[0].dtype
+    if dtype not in _JOINED:
+        tensors = [_raw(tensor) for tensor in tensors]
+    if out is None:
+        flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        found: Bytes = _raw(flat).cpu().numpy()
+    elif len(tensors) == 1:  # torch would wake its threads for a single one
+        np.copyto(out, _raw(tensors[0]).numpy())
+        found = out
+    else:
+        with torch.no_grad():  # what has a gradient is copied to no other tensor
+            torch.cat(list(tensors), out=torch.from_numpy(out).view(tensors[0].dtype))
+        found = out
+    # Bytes that are viewed as booleans may hold anything, and torch takes all but 0 for true.
+    if dtype == torch.bool and found.max(initial=0) > 1:
+        return np.minimum(found, np.uint8(1))
+    return found
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    # A lazily conjugated or negated view would give the bytes of what it looks at.
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+
+
+def flat_tensor(column: Column) -> Tensor:
+    """Return all elements of ``column`` as a 1-D tensor: a view of its data, which is writable.
+
+    Raises:
+        CodecError: the installed torch has no such dtype.
+    """
+    dtype = TORCH_DTYPES.get(column.dtype)
+    if dtype is None:
+        raise CodecError(
+            f"column {column.field} holds {column.dtype}, which torch {torch.__version__} does not "
+            "have: upgrade torch"
+        )
+    # NumPy gives no stride to some arrays without elements, and torch cannot view those.
+    bare = torch.from_numpy(column.data) if len(column.data) else torch.empty(0, dtype=torch.uint8)
+    return bare.view(dtype)
+
+
+def tensors_of(column: Column, wanted: Sequence[int] | None = None) -> list[Tensor]:
+    """Return the tensors of a column, views of its data; ``wanted`` are indices into its rows."""
+    flat = flat_tensor(column)
+    if wanted is None:
+        pieces = list(flat.split_with_sizes(column.sizes.tolist())) if len(column.shapes) else []
+    else:
+        ends = column.offsets.tolist()
+        pieces = [flat[ends[index] : ends[index + 1]] for index in wanted]
+    if column.shapes.shape[1] == 1:
+        return pieces
+    shapes = column.shapes.tolist()
+    order = range(len(shapes)) if wanted is None else wanted
+    return [piece.view(shapes[index]) for piece, index in zip(pieces, order, strict=True)]
+
+
+def raw_tensor(value: object) -> RawTensor | None:
+    """Return a tensor as bytes for the codec; None for anything else."""
+    if not isinstance(value, Tensor):
+        return None
+    if value.is_nested:
+        raise InvalidArgumentError("a tensor is a nested one: make a dense tensor of it")
+    (column,) = columns_of("a tensor", [value])
+    return RawTensor(column.dtype, tuple(value.shape), column.data.tobytes())
+
+
+def tensor_of(raw: RawTensor) -> Tensor:
+    """Return the tensor of its bytes, with memory of its own."""
+    shapes = np.array([raw.shape], np.int64).reshape(1, len(raw.shape))
+    data = np.frombuffer(bytearray(raw.data), np.uint8)
+    return tensors_of(Column("a tensor", raw.dtype, shapes, data))[0]

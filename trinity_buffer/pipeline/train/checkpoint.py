@@ -1,0 +1,395 @@
+"""Checkpoints on disk: made durable before a commit names them, and recognised by their digest.
+
+What is hashed of the files of a checkpoint: a small one whole, a large one in pieces.
+
+Several threads hash the pieces of a large file side by side. Digests of checkpoints that were
+recorded before are of version 1, where each file is hashed whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from trinity_buffer.errors import CheckpointError
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.manifest import FIRST_LINK, GoneThrough
+
+PIECE_BYTES = 64 * 1024 * 1024
+"""The largest file that is hashed whole in version 2. Part of the format: another number would make
+another digest of the same files."""
+
+VERSION = 2
+"""Of the digests that are made now."""
+
+THREADS = 16
+"""The most that read, hash or write files side by side, however many files there are."""
+
+_IN_PIECES = "pieces:"
+_VERSION = re.compile(r"v(\d+):")
+_LEAST_MEMORY = 4096
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def version_of(digest: str | None) -> int:
+    """Return the version of a recorded digest; of None, that of the digests that are made now.
+
+    Raises:
+        CheckpointError: a later version of this package made it.
+    """
+    if digest is None:
+        return VERSION
+    marked = _VERSION.match(digest)
+    version = 1 if marked is None else int(marked[1])
+    if version not in (1, VERSION):
+        raise CheckpointError(
+            f"the digest {digest[:12]}… of a checkpoint is of version {version}, this package "
+            f"computes versions 1 and {VERSION}: use a newer version of trinity-buffer"
+        )
+    return version
+
+
+def marked(digest: str, contents: Sequence[str]) -> str:
+    """Return the digest of a checkpoint as it is recorded: with its version, where that matters.
+
+    Args:
+        contents: of its files, as `contents_of` returned them.
+    """
+    return f"v{VERSION}:{digest}" if any(map(_is_in_pieces, contents)) else digest
+
+
+def is_content(text: str | None, size: int) -> bool:
+    """Return whether ``text`` may be what `contents_of` returns now of a file of ``size`` bytes."""
+    return text is not None and _is_in_pieces(text) == (size > PIECE_BYTES)
+
+
+def contents_of(files: Sequence[Path], version: int = VERSION) -> list[str]:
+    """Return the hash of the content of each of ``files``.
+
+    That is sha256 of all of it; in version 2, of a file larger than `PIECE_BYTES`, sha256 over the
+    sha256 of its pieces, in order, with a prefix that says so.
+    """
+    pieces = [_pieces_of(file.stat().st_size, version) for file in files]
+    parts = [(file, *part) for file, own in zip(files, pieces, strict=True) for part in own]
+    hashed = iter(side_by_side(_sha256, parts))
+    return [_joined([*islice(hashed, len(own))]) for own in pieces]
+
+
+def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return the result of ``work`` for each of ``items``, in their order, computed in threads.
+
+    Without threads ``work`` may be called twice with an item, one after the other.
+    """
+    threads = min(THREADS, os.cpu_count() or 1, len(items))
+    if threads < 2:
+        return [work(item) for item in items]
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
+            results = pool.map(work, items)
+    except RuntimeError:  # there are no more threads, or the main one has ended while we train
+        return [work(item) for item in items]
+    return [*results]
+
+
+def _is_in_pieces(content: str) -> bool:
+    return content.startswith(_IN_PIECES)
+
+
+def _pieces_of(size: int, version: int) -> list[tuple[int, int]]:
+    """Return the begin and the length of what is hashed at once of a file of ``size`` bytes."""
+    if version == 1 or size <= PIECE_BYTES:
+        return [(0, sys.maxsize)]  # all that there is: not every file knows its size
+    return [(at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)]
+
+
+def _joined(hashes: list[bytes]) -> str:
+    if len(hashes) == 1:
+        return hashes[0].hex()
+    return _IN_PIECES + hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def _sha256(part: tuple[Path, int, int]) -> bytes:
+    file, begin, length = part
+    digest = hashlib.sha256()
+    for chunk in _chunks(file, begin, length):
+        digest.update(chunk)  # lets other threads go on
+    return digest.digest()
+
+
+def _chunks(file: Path, begin: int, length: int) -> Iterator[memoryview]:
+    """Yield the bytes of a part of ``file``, each time in the same memory."""
+    with file.open("rb", buffering=0) as handle:
+        there = max(os.fstat(handle.fileno()).st_size, _LEAST_MEMORY)
+        # Few large ones: each waits for the interpreter, which a trainer beside us may be using.
+        memory = memoryview(bytearray(min(length, there, sizes().bytes_per_hash)))
+        handle.seek(begin)
+        while length and (read := handle.readinto(memory[:length])):
+            length -= read
+            yield memory[:read]
+
+
+MANIFESTS_FILE = "manifests.json"
+"""In the folder of a checkpoint: the manifests that its weights went through, as `GoneThrough`."""
+
+
+def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
+    """Write a checkpoint (a file or a folder) through to the disk and return its digest.
+
+    The digest is sha256 over the sorted (relative path, size, hash of the content) of its files,
+    those that symbolic links lead to included: what is loaded through a link is part of the
+    checkpoint. Where a file is hashed in pieces (`contents_of`) it begins with its version, "v2:".
+
+    Args:
+        checkpoint: its path.
+        known: file -> what `written` returned of it; the other files are added, and those whose
+            hash is not of the form that is computed now.
+
+    Raises:
+        CheckpointError: there is nothing at this path, it is empty, it goes meanwhile, or it has a
+            link that leads nowhere or in a circle, or what is neither file nor folder.
+    """
+    known = {} if known is None else known
+    with _staying(checkpoint):
+        files, folders = _content(checkpoint)
+        for file in known.keys() - files:
+            if file.is_relative_to(checkpoint):
+                raise CheckpointError(
+                    f"checkpoint {checkpoint} lacks {file.relative_to(checkpoint)}, which another "
+                    "rank wrote: all ranks need the same folder, on a file system that they share"
+                )
+        new = [file for file in files if not is_content(known.get(file), file.stat().st_size)]
+        known.update(zip(new, _written(new), strict=True))
+        for folder in (*folders, checkpoint.parent):
+            _fsync(folder)
+    return digest_of(checkpoint, known)
+
+
+def written(file: Path) -> str:
+    """Write a file through to the disk and return the hash of its content, see `contents_of`."""
+    return _written([file])[0]
+
+
+def _written(files: Sequence[Path]) -> list[str]:
+    """Write ``files`` through to the disk and return the hashes of their contents."""
+    if sum(file.stat().st_size for file in files) <= PIECE_BYTES:
+        for file in files:
+            _fsync(file)
+        return contents_of(files)
+    # The disk and the processors have work for some time: both at once.
+    contents: list[str] = []
+
+    def read() -> None:
+        contents[:] = contents_of(files)
+
+    works: list[Callable[[], None]] = [read, *(partial(_fsync, file) for file in files)]
+    side_by_side(lambda work: work(), works)
+    return contents
+
+
+def digest_of(
+    checkpoint: Path, known: Mapping[Path, str] | None = None, *, like: str | None = None
+) -> str:
+    """Return the digest of a checkpoint, as `make_durable` does, without touching the disk.
+
+    Args:
+        checkpoint: its path.
+        known: file -> hash of its content, of those that need not be read.
+        like: a recorded digest that this one is compared with: it is of the same version then.
+
+    Raises:
+        CheckpointError: there is nothing at this path, it is empty, or it goes meanwhile; or the
+            version of ``like`` is not known.
+    """
+    total, known, version = hashlib.sha256(), {} if known is None else known, version_of(like)
+    with _staying(checkpoint):
+        files = _content(checkpoint)[0]
+        new = [file for file in files if file not in known]
+        contents = {**known, **dict(zip(new, contents_of(new, version), strict=True))}
+        for file in files:
+            name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
+            line = f"\0{file.stat().st_size}\0{contents[file]}\n".encode()
+            total.update(os.fsencode(name) + line)  # a name may be no text at all
+    return marked(total.hexdigest(), [contents[file] for file in files])
+
+
+@contextmanager
+def _staying(checkpoint: Path) -> Iterator[None]:
+    """Say what it means if a file that was just there is gone, or cannot be read or written."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is being removed while it is read, {error.filename} is gone: "
+            "a trainer that took over tidies up so; start again to resume from the last commit"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} cannot be read, or written through to its disk: {error}; "
+            "nothing was committed: look after the disk, and start again"
+        ) from error
+
+
+@contextmanager
+def being_read(path: Path) -> Iterator[None]:
+    """Keep `may_remove` from saying yes to the file ``path`` while the body runs.
+
+    A lock of the operating system's, so that whoever dies lets go of it. A path that is no file
+    here, as the address of a server, is nobody's to remove.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        yield  # whoever reads it says what is wrong
+        return
+    try:
+        with suppress(OSError):  # a file system without locks: then it may be gone, and asked again
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def may_remove(path: Path) -> bool:
+    """Return whether nobody is reading the file ``path`` right now; see `being_read`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def require_digest(checkpoint: Path, digest: str) -> None:
+    """Do nothing if the checkpoint is the one that was committed.
+
+    Raises:
+        CheckpointError: it is missing, or its content is another.
+    """
+    found = digest_of(checkpoint, like=digest)
+    if found != digest:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is not the one that was committed (sha256 {found[:12]}…, "
+            f"recorded {digest[:12]}…): restore it, or resume from an older step with resume_from="
+        )
+
+
+def read_gone_through(folder: Path) -> GoneThrough:
+    """Return the manifests that the weights in ``folder`` went through.
+
+    Raises:
+        CheckpointError: there are none in this folder.
+    """
+    try:
+        said = json.loads((folder / MANIFESTS_FILE).read_text())
+        last = tuple(bytes.fromhex(digest) for digest in said["manifests"])
+        if "before" not in said:  # then they are all there, as old versions wrote them
+            return GoneThrough(len(last), FIRST_LINK, last)
+        return GoneThrough(int(said["length"]), bytes.fromhex(said["before"]), last)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        within = max(folder.glob(f"step-*/{MANIFESTS_FILE}"), default=None)
+        meant = "" if within is None else f" (did you mean {within.parent}?)"
+        raise CheckpointError(
+            f"{folder} holds no {MANIFESTS_FILE} of a trainer: {error}{meant}"
+        ) from error
+
+
+def write_gone_through(folder: Path, manifests: GoneThrough, log_head: str) -> None:
+    """Write what `read_gone_through` and `read_head` read."""
+    said = {
+        "manifests": [digest.hex() for digest in manifests.last],
+        "before": manifests.before.hex(),
+        "length": manifests.length,
+        "chain": manifests.link.hex(),
+        "log_head": log_head,
+    }
+    (folder / MANIFESTS_FILE).write_text(json.dumps(said))
+
+
+def read_head(folder: Path) -> bytes:
+    """Return the head of the log that a checkpoint names; empty if it names none."""
+    try:
+        return bytes.fromhex(json.loads((folder / MANIFESTS_FILE).read_text())["log_head"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return b""
+
+
+def _content(checkpoint: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files of a checkpoint, sorted, and its folders."""
+    files: list[Path] = []
+    folders: list[Path] = []
+    if not checkpoint.is_dir():
+        files.append(checkpoint)
+    else:
+        for folder, names, found in os.walk(checkpoint, followlinks=True, onerror=_raised):
+            folders.append(Path(folder))
+            files += [Path(folder, name) for name in found]
+            for name in names:
+                _refuse_circle(Path(folder, name))
+    for file in files:
+        if not file.is_file() and (file.is_symlink() or file.exists()):
+            what = "leads nowhere" if file.is_symlink() else "is no file"
+            raise CheckpointError(
+                f"checkpoint {checkpoint} is broken, {file} {what}: write it before commit(), or "
+                "resume from an older step"
+            )
+    if not files or not checkpoint.exists():
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is missing or empty: write it before commit(); if a commit "
+            "names it, restore it, or resume from an older step with resume_from="
+        )
+    return sorted(files), folders
+
+
+def _raised(error: OSError) -> None:
+    raise error
+
+
+def _refuse_circle(folder: Path) -> None:
+    """Do nothing unless ``folder`` is a link to one that it lies in."""
+    if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"checkpoint: the link {folder} leads back to where it lies")
+
+
+def found_again(path: str, digest: str | None, beside: Path | None) -> Path:
+    """Return where a recorded file is: at its path, or moved together with the store.
+
+    A run's folder may be moved as a whole. Then what lay beside the store, or below, still does.
+
+    Args:
+        digest: of what was recorded. Without one, what is found elsewhere might be anything.
+        beside: folder of the store; None: it is on a server.
+    """
+    recorded = Path(path)
+    if beside is None or digest is None or recorded.exists():
+        return recorded
+    parts = recorded.parts[1:]
+    moved = (beside.joinpath(*parts[start:]) for start in range(len(parts)))
+    return next((one for one in moved if one.exists()), recorded)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,277 @@
+"""The steps in a trainer's hands, and what is recorded of them when they are committed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import anyio.to_thread
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import PolicyPublished, StepsCommitted
+from trinity_buffer.pipeline.handle import new_event
+from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.train import checkpoint as checkpoints
+from trinity_buffer.pipeline.train.measures import StepMeasures, measured_events
+from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.segments import SegmentRow, SegmentStore
+
+_logger = logging.getLogger(__name__)
+
+
+PolicyPath = str | Path | Literal[False] | None
+"""What a commit publishes: a path, None for the checkpoint, False for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What is recorded of trained steps beside their manifests; see `TrainStream.commit`."""
+
+    checkpoint: str | Path | None = None
+    policy: PolicyPath = None
+    environment: Mapping[str, Any] | None = None
+    metrics: Mapping[str, float] | None = None
+    skipped: Mapping[int, Sequence[str]] | None = None
+    digests: Mapping[Path, str] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, bool) and self.policy:
+            raise InvalidArgumentError(
+                "policy=True: leave it out to publish the checkpoint, give another path of the "
+                "same weights, or False to publish nothing"
+            )
+
+    @property
+    def published(self) -> str | Path | None:
+        """Where explorers shall load the weights from; None: nothing is published."""
+        if self.policy is False:
+            return None
+        return self.checkpoint if self.policy is None else self.policy
+
+
+class _Delivered(NamedTuple):
+    manifest: Manifest
+    rows: int
+
+
+class DeliveredSteps:
+    """Steps that were delivered and are not committed, without their tensors."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Delivered] = {}
+        self._measures: dict[int, StepMeasures] = {}
+
+    def add(self, step: TrainStep) -> None:
+        """Note that ``step`` was delivered."""
+        self._steps[step.step] = _Delivered(step.manifest, step.rows)
+
+    def up_to(self, last: TrainStep, committed: int) -> list[int]:
+        """Return the steps after ``committed`` up to ``last``.
+
+        Raises:
+            InvalidArgumentError: one of them was not delivered, or ``last`` is another stream's.
+        """
+        steps = list(range(committed + 1, last.step + 1))
+        missing = [number for number in steps if number not in self._steps]
+        if not missing and self._steps[last.step].manifest.digest != last.manifest.digest:
+            missing = [last.step]
+        if missing:
+            raise InvalidArgumentError(
+                f"commit of step {last.step}: step {missing[0]} was not delivered by this stream"
+            )
+        return steps
+
+    def digests(self, steps: Sequence[int]) -> list[bytes]:
+        """Return the digests of the manifests of ``steps``."""
+        return [self._steps[step].manifest.digest for step in steps]
+
+    def rows(self, steps: Sequence[int]) -> list[int]:
+        """Return how many rows of each of ``steps`` this rank was given."""
+        return [self._steps[step].rows for step in steps]
+
+    def require_rows(self, steps: Sequence[int], by_rank: Sequence[Sequence[int]]) -> None:
+        """Return if each rank took the rows of ``steps`` that it was dealt.
+
+        Args:
+            steps: about to be committed.
+            by_rank: of each step, how many rows each rank took, by its own account.
+
+        Raises:
+            InvalidArgumentError: rows of a step were not taken, or too many.
+        """
+        for step, taken in zip(steps, by_rank, strict=True):
+            dealt = self._steps[step].manifest.rows_by_rank()
+            if taken != dealt:
+                raise InvalidArgumentError(
+                    f"commit of step {step}: its ranks took {taken} rows, they were dealt {dealt}: "
+                    "start all ranks again, they resume from the last commit"
+                )
+
+    def measure(self, measures: StepMeasures) -> None:
+        """Keep what was measured of a step, until it is committed."""
+        self._measures[measures.step] = measures
+
+    def measured(self, steps: Sequence[int]) -> list[StepMeasures]:
+        """Return what was measured of those of ``steps`` that were measured."""
+        return [self._measures[step] for step in steps if step in self._measures]
+
+    def forget(self, steps: Sequence[int]) -> None:
+        """Forget steps that are committed."""
+        for step in steps:
+            del self._steps[step]
+            self._measures.pop(step, None)
+
+
+COMMITS_KEPT = 64
+"""Of a stream, so that a commit that is repeated is told from one that names something else."""
+
+
+class LastCommits:
+    """What the last commits of a stream named, by their steps.
+
+    Args:
+        trainer: its name, for messages.
+    """
+
+    def __init__(self, trainer: str) -> None:
+        self._trainer = trainer
+        self._named: dict[int, tuple[Path | None, Path | None]] = {}
+        self._unknown: int | None = None  # the last step of which nobody remembers how
+        self._saved_at = 0  # the last step with a checkpoint
+        self._warned = self._warned_of_path = False
+
+    def require_same(self, step: int, kept: Commit) -> None:
+        """Return if a commit of ``step``, which is committed, names nothing that was not recorded.
+
+        Raises:
+            InvalidArgumentError: its checkpoint or policy would be dropped in silence.
+        """
+        new = _named_by(kept)
+        if new == (None, None) or self._unknown is None or step <= self._unknown:
+            return  # an earlier stream committed it, or this one long ago: nobody remembers as what
+        recorded = self._named.get(step, (None, None))
+        for what, given, known in zip(("checkpoint", "policy"), new, recorded, strict=True):
+            if given is not None and given != known:
+                how = f"with {known}" if known is not None else f"without a {what}"
+                raise InvalidArgumentError(
+                    f"commit of step {step} with {what} {given}: the step is committed already, "
+                    f"{how}. A commit covers all steps up to its own, once and for all: make it "
+                    "when what it names is written"
+                )
+
+    def add(self, steps: Sequence[int], kept: Commit) -> None:
+        """Note a commit; warn, once, of the first that names no checkpoint after one that did.
+
+        And of the first that names the checkpoint of an earlier step.
+        """
+        if self._unknown is None:
+            self._unknown = steps[0] - 1
+        step = steps[-1]
+        self._warn_of_same_path(step, _named_by(kept)[0])
+        self._named[step] = _named_by(kept)
+        if len(self._named) > COMMITS_KEPT:
+            self._unknown = min(self._named)
+            del self._named[self._unknown]
+        if kept.checkpoint is not None:
+            self._saved_at = step
+        elif self._saved_at and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "trainer %r: step %d is committed without a checkpoint, step %d had one: after a "
+                "restart neither the steps between are served again, nor are there weights that "
+                "went through them; commit only steps that are saved, which covers all before them",
+                self._trainer,
+                step,
+                self._saved_at,
+            )
+
+    def _warn_of_same_path(self, step: int, checkpoint: Path | None) -> None:
+        earlier = [at for at, (path, _) in self._named.items() if path and path == checkpoint]
+        if earlier and not self._warned_of_path:
+            self._warned_of_path = True
+            _logger.warning(
+                "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
+                "while the next one is written, a crash leaves no checkpoint to go on from, and "
+                "explorers may read half of it; give each step a path of its own",
+                self._trainer,
+                step,
+                earlier[-1],
+                checkpoint,
+            )
+
+
+def _named_by(kept: Commit) -> tuple[Path | None, Path | None]:
+    given = (kept.checkpoint, kept.published)
+    first, second = (None if path is None else Path(path).absolute() for path in given)
+    return first, second
+
+
+NON_FINITE = "non_finite"
+"""Why the weights did not go through a step that is committed all the same."""
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that are finite: a number of an event is a number."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def skips(skipped: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """Return the fields of `StepsCommitted` that say which steps were skipped, and their rows."""
+    if not skipped:
+        return {}
+    return {
+        "skipped": NON_FINITE,
+        "skipped_steps": list(skipped),
+        "largest_rows": [list(uids) for uids in skipped.values()],
+    }
+
+
+class CommitRecords(NamedTuple):
+    """What the transaction of a commit appends: events, and rows of the segments they name."""
+
+    events: list[NewEvent]
+    segment_rows: list[SegmentRow]
+
+
+async def commit_records(
+    commit: StepsCommitted,
+    kept: Commit,
+    store: SegmentStore,
+    measured: Sequence[StepMeasures] = (),
+) -> CommitRecords:
+    """Write the files of a commit through to the disk; return what records it.
+
+    Args:
+        commit: without its checkpoint.
+        kept: the file or folder that holds the weights after its last step, and where explorers
+            shall load those of that version from.
+        store: where what was measured is put.
+        measured: of its steps.
+
+    Raises:
+        CheckpointError: no file at ``checkpoint`` or ``policy``.
+    """
+    path = content = None
+    known = dict(kept.digests or {})  # what lies in both is read once
+    if kept.checkpoint is not None:
+        path, content = await anyio.to_thread.run_sync(_make_durable, kept.checkpoint, known)
+    events = [new_event(replace(commit, checkpoint=path, checkpoint_digest=content))]
+    if kept.published is not None:
+        uri, digest = await anyio.to_thread.run_sync(_make_durable, kept.published, known)
+        published = PolicyPublished(number=commit.steps[-1], uri=uri, digest=digest)
+        events.append(new_event(published))
+    if not measured:
+        return CommitRecords(events, [])
+    told, rows = await anyio.to_thread.run_sync(measured_events, commit.consumer, measured, store)
+    return CommitRecords(events + told, rows)
+
+
+def _make_durable(path: str | Path, known: dict[Path, str]) -> tuple[str, str]:
+    """Return the absolute path and the digest of what is there, which is on the disk then."""
+    whole = Path(path).absolute()
+    return str(whole), checkpoints.make_durable(whole, known)

@@ -1,0 +1,242 @@
+"""What a train stream is asked for, and where it goes on.
+
+`StreamKeywords` shows a caller the options: types for checkers, a signature too. What each means,
+and its default, is said once, in `StreamOptions`; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Required, TypedDict, TypeVar
+
+from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.annotate.recorded import RECORDED
+from trinity_buffer.pipeline.coordination.lease import TTL_S
+from trinity_buffer.pipeline.manifest import LayoutName
+
+CONFIGURED = ("groups_per_step", "tokens_per_microbatch", "layout", "lease_ttl_s")
+"""Options that are the experiment's configuration unless they are given."""
+
+
+DamagedRows = Literal["refuse", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """How a train stream forms its steps; steps that are already recorded are served as recorded.
+
+    They lose only rows that ``damaged_rows``, ``drop`` or ``max_tokens`` takes out of them.
+
+    ``groups_per_step``, ``tokens_per_microbatch``, ``layout`` and ``lease_ttl_s`` default to the
+    experiment's configuration, if it has them.
+
+    Attributes:
+        strategy: the annotation set to train on; None: the experiences as they were recorded.
+        consumer: name of this trainer; its steps, manifests and commits belong to it.
+        groups_per_step: groups of one gradient step.
+        tokens_per_microbatch: budget of computed tokens (rows × width padded, tokens packed); None:
+            one micro-batch.
+        layout: ``"padded"`` (right-padded rows) or ``"packed"``.
+        device: where the tensors of a micro-batch are put.
+        max_tokens: an experience with more is rejected (``oversize``), from an uncommitted step
+            too; also the default normalizer of the losses.
+        follow: wait for more; otherwise end, with a smaller last step, when what is stored has been
+            served.
+        prefetch: how many steps are leased and decoded ahead.
+        lease_ttl_s: after this many seconds without a heartbeat another process may take over.
+        wait_for_lease: wait for the holder of the lease, or raise `LeaseHeldError`.
+        wait_for_set: with ``follow``, wait, with a warning, for a set that nobody has annotated
+            yet; if False it is refused at once, and nothing is registered.
+        damaged_rows: what to do with rows that were damaged or deleted since their step was leased,
+            and can never be read again: ``"refuse"`` ends the trainer with an error that names
+            them; ``"drop"`` takes them out of the step, which a `StepDealt` records, and rejects
+            them (``damaged``, ``deleted``). What is left of the step is trained.
+        drop: uids of rows that shall not be trained, such as one that is too long for the memory:
+            they are rejected (``dropped``), and the rest of an uncommitted step that holds them is
+            dealt anew, which a `StepDealt` records. A uid of the expert's experiment is looked for
+            where the trainer's own has none.
+        resume_from: rewind to this committed step first; later commits are superseded.
+        rank, world_size: this process of a data-parallel trainer. Rank 0 leases, the others read
+            the manifests from the log; all must open the stream, and all must commit. The number
+            of ranks may change on restart: uncommitted steps are dealt anew. A rank without a group
+            in a step gets micro-batches without rows, and takes part as usual.
+        sample_strategy: which groups a step takes, by its registered name: ``"default"``,
+            ``"staleness_control"`` or ``"mix"``.
+        max_staleness: ``staleness_control``: groups that are older, in policy versions, are
+            rejected (``stale``).
+        expert_experiment: ``mix``: the experiment of the same store whose rows are the expert's.
+        expert_data_ratio: ``mix``: share of the expert's groups in ``groups_per_step``.
+        recompute_old_logprob: leave ``old_logprob`` out, for the trainer to compute.
+        needs: stored columns that every row must have. A set without ``advantages`` is refused
+            before its first step; a row that lacks another one is rejected (``invalid``). A row
+            with a ``token_level_reward`` does not lack its ``reward``.
+    """
+
+    strategy: str | None
+    consumer: str = "trainer"
+    groups_per_step: int = 1
+    tokens_per_microbatch: int | None = None
+    layout: LayoutName = "padded"
+    device: str = "cpu"
+    max_tokens: int | None = None
+    follow: bool = False
+    prefetch: int = 1
+    lease_ttl_s: float = TTL_S
+    wait_for_lease: bool = True
+    wait_for_set: bool = True
+    damaged_rows: DamagedRows = "refuse"
+    drop: Sequence[str] = ()
+    resume_from: int | None = None
+    rank: int = 0
+    world_size: int = 1
+    sample_strategy: str = "default"
+    max_staleness: float | None = None
+    expert_experiment: str | None = None
+    expert_data_ratio: float | None = None
+    recompute_old_logprob: bool = False
+    needs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("padded", "packed"):
+            raise InvalidArgumentError(
+                f"layout={self.layout!r}: accepted are 'padded' and 'packed'"
+            )
+        if self.damaged_rows not in ("refuse", "drop"):
+            raise InvalidArgumentError(
+                f"damaged_rows={self.damaged_rows!r}: accepted are 'refuse' and 'drop'"
+            )
+        if isinstance(self.drop, str):
+            raise InvalidArgumentError(f"drop={self.drop!r}: write it as a list, drop=[UID]")
+        _require_count("groups_per_step", self.groups_per_step)
+        _require_count("prefetch", self.prefetch)
+        _require_count("tokens_per_microbatch", self.tokens_per_microbatch or 1)
+        if not 0 <= self.rank < self.world_size:
+            raise InvalidArgumentError(
+                f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
+            )
+        mixes = self.sample_strategy == "mix"
+        if mixes != (self.expert_experiment is not None):
+            raise InvalidArgumentError(
+                "sample_strategy='mix' and expert_experiment= go together: name the experiment of "
+                "this store that holds the expert's rows"
+            )
+        if self.expert_data_ratio is not None and not mixes:
+            raise InvalidArgumentError("expert_data_ratio= needs sample_strategy='mix'")
+        if self.max_staleness is not None and self.sample_strategy != "staleness_control":
+            raise InvalidArgumentError("max_staleness= needs sample_strategy='staleness_control'")
+        self.sampling()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], **given: Any) -> StreamOptions:
+        """Return the options ``given``, and for the others what ``config`` of an experiment says.
+
+        Raises:
+            TypeError: ``given`` names an option that there is not.
+            UnknownNameError, InvalidArgumentError: an impossible option.
+        """
+        configured = {name: config[name] for name in CONFIGURED if name in config}
+        return cls(**{**configured, **given})
+
+    @property
+    def annotation_set(self) -> str:
+        """Name of the set that is trained on."""
+        return RECORDED if self.strategy is None else self.strategy
+
+    def sampling(self) -> SampleStrategy:
+        """Return the strategy that plans what a step takes.
+
+        Raises:
+            UnknownNameError: no such strategy.
+            InvalidArgumentError: an impossible ratio or staleness.
+        """
+        kind: Any = SAMPLE_STRATEGY.get(self.sample_strategy)
+        given = {
+            "max_staleness": self.max_staleness,
+            "expert_data_ratio": self.expert_data_ratio,
+        }
+        made: SampleStrategy = kind(**{k: v for k, v in given.items() if v is not None})
+        return made
+
+
+def _require_count(name: str, value: object) -> None:
+    if not (type(value) is int and value >= 1):
+        raise InvalidArgumentError(f"{name}={value!r}: it must be an int from 1 on")
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The last commit of the live line: where to go on.
+
+    Attributes:
+        step: the last committed gradient step.
+        checkpoint: its checkpoint, None if it was committed without one.
+        digest: sha256 of the checkpoint, already compared with what lies on the disk.
+        chain: link of the manifest chain after that step.
+        skipped: how many steps in a row, up to and including ``step``, changed no weight.
+        metrics: the numbers that its commit remembers.
+        environment: in which that commit was made; empty: it is not known.
+    """
+
+    step: int
+    checkpoint: Path | None
+    digest: str | None
+    chain: bytes
+    skipped: int = 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class GoingOn(TypedDict, total=False):
+    """How a stream goes on from what its trainer was handed before."""
+
+    damaged_rows: DamagedRows
+    drop: Sequence[str]
+    resume_from: int | None
+
+
+class StreamKeywords(GoingOn, total=False):
+    """What `StreamOptions` takes, by keyword."""
+
+    strategy: Required[str | None]
+    consumer: str
+    groups_per_step: int
+    tokens_per_microbatch: int | None
+    layout: LayoutName
+    device: str
+    max_tokens: int | None
+    follow: bool
+    prefetch: int
+    lease_ttl_s: float
+    wait_for_lease: bool
+    wait_for_set: bool
+    rank: int
+    world_size: int
+    sample_strategy: str
+    max_staleness: float | None
+    expert_experiment: str | None
+    expert_data_ratio: float | None
+    recompute_old_logprob: bool
+    needs: tuple[str, ...]
+
+
+def takes(options: Callable[..., object]) -> Callable[[F], F]:
+    """Let the signature of a function show the keywords of ``options`` for its ``**options``."""
+
+    def show(function: F) -> F:
+        own = inspect.signature(function)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        passed_on = [
+            p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(options).parameters.values()
+        ]
+        shown = own.replace(parameters=[*named, *passed_on])
+        function.__signature__ = shown  # type: ignore[attr-defined]  # what inspect reads
+        return function
+
+    return show

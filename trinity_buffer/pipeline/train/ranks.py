@@ -1,0 +1,350 @@
+"""How the ranks of a data-parallel trainer find each other through the log, and commit together.
+
+Every rank that opens the stream records that it joined. Rank 0, which holds the lease, does so too:
+that is its call, and a rank that hears one while it waits joins again. Rank 0 waits for one join of
+each behind its call and records an assembly that names them. A rank belongs to the assembly that
+answers its own join and to no other, so processes of an earlier life, however many they were, can
+neither be mistaken for living ones nor hold a commit up: nothing depends on how long anything took.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, assert_never
+
+import anyio
+import torch.distributed
+
+from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
+from trinity_buffer.events import RankJoined, RanksAssembled, StepPartDone, StreamEnded, kinds_of
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
+from trinity_buffer.pipeline.coordination.presence import Presence, has_ended
+from trinity_buffer.pipeline.coordination.presence import place_of as seen_at
+from trinity_buffer.pipeline.coordination.stall import Stall
+from trinity_buffer.pipeline.coordination.waiting import SpokenWait
+from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
+from trinity_buffer.pipeline.train.options import StreamOptions
+from trinity_buffer.store import log, promises
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.promises import place_of
+from trinity_buffer.store.transaction import Transaction
+
+OfRanks = RankJoined | RanksAssembled | StepPartDone | StreamEnded
+"""What the ranks say to each other."""
+
+
+def require_one_process() -> None:
+    """Raise if this process is one of several ranks and opens a stream as if it were alone.
+
+    Each would be a trainer on its own: the first would train, and the others would wait for it.
+
+    Raises:
+        InvalidArgumentError: it is; says what to give.
+    """
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = str(torch.distributed.get_rank())
+        world_size = str(torch.distributed.get_world_size())
+    if rank and world_size != "1":
+        raise InvalidArgumentError(
+            f"this process is rank {rank} of {world_size} (RANK, WORLD_SIZE), and the train stream "
+            f"was opened without them: give rank={rank}, world_size={world_size} where every rank "
+            "trains its part and gradients are averaged, as `Trainer` does; or rank=0, "
+            "world_size=1 where this process alone trains"
+        )
+
+
+class RankSession:
+    """One rank's view of the assembly it belongs to; with one rank it has nothing to do.
+
+    Attributes:
+        committed: the last committed step when the ranks assembled.
+        presence: of a rank above 0.
+        wait: for the other ranks.
+        ended: the last step of the stream, once rank 0 said that there are no more.
+    """
+
+    def __init__(self, experiment: ExperimentHandle, options: StreamOptions) -> None:
+        self.committed = 0
+        self.ended: int | None = None
+        self._experiment = experiment
+        self._database = experiment.database
+        self._name, self._rank = options.consumer, options.rank
+        self._world, self._ttl_s = options.world_size, options.lease_ttl_s
+        self._watch = LeaseWatch(options.lease_ttl_s)
+        self._position = 0  # of the assembly
+        self._read_up_to = 0
+        self._joined = 0  # position of its own last join; of rank 0, its call
+        self._called = False  # since then
+        self._joins: dict[int, int] = {}  # rank -> position of its last join
+        self._parts: dict[int, int] = {}  # rank -> last step whose part is done
+        self._rows: dict[tuple[int, int], int] = {}  # (rank, step) -> rows it took
+        self._superseded = ""
+        role = f"rank {self._rank}"
+        # Rank 0 is present as the trainer.
+        self.presence = (
+            Presence(self._database, experiment.key, role, self._name) if self._rank else None
+        )
+        self._lacking = ""
+        stall = None  # rank 0 waits for ranks alone, which are there or gone
+        if self.presence is not None:
+            stall = Stall(self._database, experiment.key, self.presence)
+        changes = self._database.changes
+        self.wait = SpokenWait(changes, self._waiting_for, self.presence, stall=stall)
+
+    async def _waiting_for(self) -> str:
+        return f"rank {self._rank} of trainer {self._name!r} waits for {self._lacking}"
+
+    # -- rank 0
+    # ------------------------------------------------------------------------------------------
+
+    async def assemble(self, lease: TrainerLease, committed: int) -> None:
+        """Wait for all ranks, then record that they are together, and where they begin."""
+        if self._world == 1:
+            return
+        others = set(range(1, self._world))
+        await self._join()
+        while True:
+            state = await self._database.changes.state()
+            await self._read()
+            absent = sorted(others - self._joins.keys())
+            if not absent:
+                break
+            self._lacking = (
+                f"{_ranks(absent)} of {self._world} to open the stream: start every rank with "
+                f"world_size={self._world}"
+            )
+            await self.wait.changed(state, timeout_s=self._ttl_s / 4)
+            if lease.lost is not None:
+                raise lease.lost
+        self.wait.over()
+        assembled = RanksAssembled(
+            consumer=self._name,
+            token=lease.token,
+            committed_step=committed,
+            joins=[self._joins[rank] for rank in sorted(others)],
+        )
+        self._position = await self._append(assembled, token=lease.token)
+        self.committed = committed
+
+    async def all_parts(
+        self, steps: Sequence[int], own: Sequence[int], lease: TrainerLease
+    ) -> list[list[int]]:
+        """Wait until every other rank has said that its part of ``steps`` is done.
+
+        Args:
+            steps: about to be committed, in order.
+            own: how many rows of each rank 0 took.
+            lease: of the trainer.
+
+        Returns:
+            Of each step, how many rows each rank took.
+
+        Raises:
+            LeaseLostError: another process took over, or a rank started again, or its process is
+                certainly gone.
+        """
+        others = range(1, self._world)
+        while self._world > 1:
+            state = await self._database.changes.state()
+            await self._read()
+            self._check()
+            late = [rank for rank in others if self._parts.get(rank, 0) < steps[-1]]
+            if not late:
+                break
+            self._lacking = (
+                f"{await self._late(late, steps[-1])} to commit step {steps[-1]}: every rank calls "
+                "commit, and if one is gone, start all of them again"
+            )
+            await self.wait.changed(state, timeout_s=self._ttl_s / 4)
+            if lease.lost is not None:
+                raise lease.lost
+        self.wait.over()
+        self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= steps[0]}
+        return [
+            [mine, *(self._rows.get((rank, step), 0) for rank in others)]
+            for step, mine in zip(steps, own, strict=True)
+        ]
+
+    async def _late(self, ranks: Sequence[int], step: int) -> str:
+        """Return who these ranks are, whose part of ``step`` is not done, and when each was seen.
+
+        Raises:
+            LeaseLostError: the process of one is certainly gone.
+        """
+        everybody = await self._database.read(promises.everybody, self._experiment.key)
+        told = []
+        for rank in ranks:
+            who = (f"rank {rank}", self._name)
+            lives = [row for row in everybody if (row.role, row.name) == who]
+            place = seen_at(lives[0]) if lives else "which is not there"
+            if lives and all(map(has_ended, lives)):
+                await self._read()  # it may have done its part just before
+                if self._parts.get(rank, 0) < step:
+                    raise LeaseLostError(
+                        f"rank {rank} of trainer {self._name!r} ({place}) is gone: start all ranks "
+                        "again; they resume from the last commit"
+                    )
+            told.append(f"rank {rank} ({place})")
+        return " and ".join(told)
+
+    async def end(self, last_step: int) -> None:
+        """Tell the other ranks that there are no steps after ``last_step``."""
+        if self._world > 1:
+            await self._append(
+                StreamEnded(consumer=self._name, assembly=self._position, step=last_step)
+            )
+
+    # -- the other ranks
+    # ------------------------------------------------------------------------------------------
+
+    async def join(self) -> None:
+        """Record that this rank is here, and wait for the assembly that answers it.
+
+        Raises:
+            InvalidArgumentError: rank 0 was started with another number of ranks.
+        """
+        await self._join()
+        while not self._position:
+            state = await self._database.changes.state()
+            await self._read()
+            if self._called:
+                await self._join()
+            elif not self._position:
+                self._lacking = (
+                    "rank 0, which holds the lease and calls the others: start it with "
+                    f"world_size={self._world}"
+                )
+                await self.wait.changed(state)
+        self.wait.over()
+
+    async def part_done(self, step: int, rows: Sequence[int]) -> None:
+        """Record that this rank went through ``step``.
+
+        Args:
+            step: the last one.
+            rows: how many rows it took of each step since the last time.
+
+        Raises:
+            LeaseLostError: the ranks assembled anew without this one.
+        """
+        await self._read()
+        self._check()
+        done = StepPartDone(
+            consumer=self._name, assembly=self._position, rank=self._rank, step=step, rows=rows
+        )
+        await self._append(done)
+
+    async def wait_for_news(self, state: Any) -> None:
+        """Return when something happened since ``state``.
+
+        Raises:
+            LeaseLostError: rank 0 is gone, or the ranks assembled anew without this one.
+        """
+        # First the lease, then the log: rank 0 lets go of it, or ends, after its last word.
+        held = await self._database.read(promises.holder, self._experiment.key, self._name)
+        is_gone = held is None or is_dead(held[0]) or self._watch.is_silent(held)
+        await self._read()
+        self._check()
+        if self.ended is not None:
+            return
+        if held is None or is_gone:
+            raise LeaseLostError(
+                f"rank 0 of trainer {self._name!r} is gone: start all ranks again; they resume "
+                "from the last commit"
+            )
+        self._lacking = f"rank 0 ({place_of(held[0])}) to hand out the next step"
+        await self.wait.changed(state, timeout_s=self._ttl_s / 4)
+
+    # -- reading
+    # ------------------------------------------------------------------------------------------
+
+    async def _join(self) -> None:
+        if self.presence is not None:
+            await self.presence.seen(at_once=True)
+        here = RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
+        self._joined = self._read_up_to = await self._append(here)
+        self._called = False
+
+    async def _append(self, fact: OfRanks, *, token: int | None = None) -> int:
+        event = new_event(fact)
+
+        def append(tx: Transaction) -> list[log.Place]:
+            if token is not None:
+                promises.require(tx, self._experiment.key, self._name, token=token)
+            key, name = self._experiment.key, self._name
+            return log.append(tx, key, [event], actor=name, now_us=now_us())
+
+        with anyio.CancelScope(shield=True):
+            places = await self._database.write(append)
+        return places[0].position
+
+    async def _read(self) -> None:
+        """Take in what the ranks have recorded since the last time."""
+        while True:
+            limit = sizes().events_per_page
+            head, page = await self._database.read(self._page, limit)
+            for stored in page:
+                fact = decoded(self._experiment.name, stored).fact
+                assert isinstance(fact, OfRanks)
+                if fact.consumer == self._name:
+                    self._take_in(stored.position, fact)
+            if len(page) < limit:
+                self._read_up_to = max(self._read_up_to, head)
+                return
+            self._read_up_to = page[-1].position
+
+    def _page(self, tx: Transaction, limit: int) -> tuple[int, list[StoredEvent]]:
+        key, after = self._experiment.key, self._read_up_to
+        head = log.head(tx, key)
+        page = log.read_after(tx, key, after, limit=limit, kinds=kinds_of(OfRanks), up_to=head)
+        return head, page
+
+    def _take_in(self, position: int, fact: OfRanks) -> None:
+        match fact:
+            case RankJoined():
+                self._take_in_join(position, fact)
+            case RanksAssembled():
+                self._take_in_assembly(position, fact)
+            case StepPartDone():
+                if fact.assembly == self._position:
+                    self._parts[fact.rank] = max(self._parts.get(fact.rank, 0), fact.step)
+                    first = fact.step - len(fact.rows) + 1
+                    for step, rows in enumerate(fact.rows, first):
+                        self._rows[fact.rank, step] = rows
+            case StreamEnded():
+                if fact.assembly == self._position:
+                    self.ended = fact.step
+            case _:
+                assert_never(fact)
+
+    def _take_in_assembly(self, position: int, assembled: RanksAssembled) -> None:
+        if self._rank and self._joined in assembled.joins:
+            self._position, self.committed = position, assembled.committed_step
+        elif self._position and position > self._position:
+            self._superseded = "the ranks assembled anew without this process"
+
+    def _take_in_join(self, position: int, join: RankJoined) -> None:
+        if not self._position:
+            if join.world_size != self._world and 0 in (self._rank, join.rank):
+                raise InvalidArgumentError(
+                    f"rank {join.rank} of trainer {self._name!r} was started with world_size="
+                    f"{join.world_size}, this one with {self._world}: start all ranks alike"
+                )
+            self._called |= join.rank == 0
+            self._joins[join.rank] = position
+        elif 0 in (self._rank, join.rank):
+            self._superseded = f"rank {join.rank} started again"
+
+    def _check(self) -> None:
+        if self._superseded:
+            raise LeaseLostError(
+                f"trainer {self._name!r}: {self._superseded}; start all ranks again, they resume "
+                "from the last commit"
+            )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"

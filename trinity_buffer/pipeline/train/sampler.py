@@ -1,0 +1,592 @@
+"""Which rows a gradient step takes: whole groups, the oldest first, of one experiment or of two.
+
+What cannot be trained is rejected with a reason, and the step takes the next.
+
+The groups that wait for a trainer, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from trinity_buffer.codec import ANNOTATED
+from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    CodecError,
+    DamagedSegmentError,
+    InvalidArgumentError,
+    TrainingError,
+)
+from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRejected
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.annotate.recorded import RECORDED
+from trinity_buffer.pipeline.coordination import diagnosis
+from trinity_buffer.pipeline.coordination.lease import TrainerLease
+from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch
+from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
+from trinity_buffer.pipeline.load.blocks import stretches
+from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
+from trinity_buffer.pipeline.load.events import EventCache, Facts, facts_of
+from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches
+from trinity_buffer.pipeline.train.collate import lacking_of, row_lengths
+from trinity_buffer.pipeline.train.options import StreamOptions
+from trinity_buffer.pipeline.train.resume import Dropped
+from trinity_buffer.store import trainer_queries, writer_queries
+from trinity_buffer.store.rows import first_address, position_of
+from trinity_buffer.store.trainer_queries import Reader, guest_name
+from trinity_buffer.store.transaction import ReadSession, Session, Transaction
+from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
+
+
+class ReadyGroup(NamedTuple):
+    """Rows of one group that no step holds yet; one entry per row in each column.
+
+    Attributes:
+        key: what the rows of one group share: (source, position, number in the event); source 0 is
+            the trainer's experiment, 1 the expert's.
+        planned: whether the group was planned (copies and imports are not).
+        annotations, experiences: log addresses.
+        lengths: tokens.
+        policy_versions: of the weights that generated it, None where unknown.
+    """
+
+    key: tuple[int, int, int]
+    planned: bool
+    annotations: Sequence[int]
+    experiences: Sequence[int]
+    lengths: Sequence[int]
+    policy_versions: Sequence[int | None]
+
+    @property
+    def source(self) -> int:
+        """Which experiment it is of."""
+        return self.key[0]
+
+    def only(self, kept: Sequence[bool]) -> ReadyGroup:
+        """Return it with those of its rows that are ``kept``, one entry per row."""
+        return ReadyGroup(
+            self.key,
+            self.planned,
+            list(compress(self.annotations, kept)),
+            list(compress(self.experiences, kept)),
+            list(compress(self.lengths, kept)),
+            list(compress(self.policy_versions, kept)),
+        )
+
+
+class ReadyGroups:
+    """Hands out whole groups of one annotation set in the order of their annotation.
+
+    Reads ahead: the trainer's lease makes it the only one that takes from this set under this name.
+
+    Args:
+        annotation_set: the set.
+        reader: who reads.
+        rows: what the log of the experiment says that is read.
+        source: number of that experiment in the manifests.
+    """
+
+    def __init__(
+        self,
+        annotation_set: str,
+        reader: Reader,
+        rows: EventCache,
+        source: int,
+    ) -> None:
+        self._set = annotation_set
+        self._reader = reader
+        self._rows = rows
+        self._source = source
+        self._groups: deque[ReadyGroup] = deque()
+        self._start = 0
+        self._at_end = False  # of the store, when it was read last
+        self._asked = 0
+
+    def start(self, tx: Transaction) -> None:
+        """Find the place behind everything that was handed out before."""
+        self._start = trainer_queries.first_undelivered(tx, self._reader)
+
+    @property
+    def is_through(self) -> bool:
+        """Whether fewer are here than were asked for last, and the store had no more then."""
+        return self._at_end and len(self._groups) < self._asked
+
+    def fill(self, s: ReadSession, number: int) -> int:
+        """Read until ``number`` groups are here, or all; return how many are here."""
+        self._asked = number
+        while len(self._groups) < number and self._read(s):
+            pass
+        return len(self._groups)
+
+    def pop(self, number: int) -> list[ReadyGroup]:
+        """Return the first ``number`` groups, or as many as are here."""
+        return [self._groups.popleft() for _ in range(min(number, len(self._groups)))]
+
+    def pop_unwanted(self, unwanted: Callable[[ReadyGroup], bool]) -> list[ReadyGroup]:
+        """Return the ``unwanted`` ones among the groups that are here."""
+        gone = [group for group in self._groups if unwanted(group)]
+        if gone:
+            self._groups = deque(group for group in self._groups if not unwanted(group))
+        return gone
+
+    def _read(self, s: ReadSession) -> bool:
+        """Read the events that hold the next page of rows; return whether there were any."""
+        positions, spent = s.read(self._page)
+        self._at_end = not positions
+        if not positions:
+            return False
+        events = self._rows.events(s, positions)
+        annotated = [
+            one for one in map(events.get, positions) if isinstance(one, ExperiencesAnnotated)
+        ]
+        experiences = [at for one in annotated for at in one.experiences]
+        recorded = self._rows.events(
+            s, {position_of(experiences[a]) for a, _ in stretches(experiences)}
+        )
+        facts = facts_of(experiences, recorded)
+        num_before = 0
+        for position, event in zip(positions, annotated, strict=True):
+            self._groups.extend(self._groups_of(position, event, facts, num_before, spent))
+            num_before += event.rows
+        self._at_end = num_before < sizes().rows_per_page
+        self._start = first_address(positions[-1] + 1)
+        return True
+
+    def _page(self, tx: Transaction) -> tuple[list[int], set[int]]:
+        """Return the positions of the next events, and which of their rows are gone."""
+        positions = trainer_queries.annotated_positions(
+            tx,
+            self._rows.experiment,
+            annotation_set=self._set,
+            start=self._start,
+            limit=sizes().rows_per_page,
+        )
+        if not positions:
+            return positions, set()
+        spent = trainer_queries.spent_rows(
+            tx,
+            self._rows.experiment,
+            trainer=self._reader,
+            start=self._start,
+            end=first_address(positions[-1] + 1),
+        )
+        return positions, spent
+
+    def _groups_of(
+        self,
+        position: int,
+        event: ExperiencesAnnotated,
+        facts: Facts,
+        num_before: int,
+        spent: Collection[int],
+    ) -> Iterator[ReadyGroup]:
+        """Yield the groups of an event, without the rows that were handed out or rejected.
+
+        Args:
+            position: of the event.
+            event: what it says.
+            facts: of the experiences of the whole page.
+            num_before: how many of those are of the events before it.
+            spent: annotations that were handed out or rejected.
+        """
+        first = first_address(position)
+        breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
+        for begin, end in pairwise([0, *breaks.tolist(), len(event.groups)]):
+            number = event.groups[begin]
+            told = slice(num_before + begin, num_before + end)
+            group = ReadyGroup(
+                (self._source, position, number),
+                event.planned[number],
+                range(first + begin, first + end),
+                event.experiences[begin:end],
+                facts.lengths[told],
+                facts.policy_versions[told],
+            )
+            if first + begin < self._start or spent:
+                group = self._unspent(group, spent)
+            if group.annotations:
+                yield group
+
+    def _unspent(self, group: ReadyGroup, spent: Collection[int]) -> ReadyGroup:
+        return group.only([at >= self._start and at not in spent for at in group.annotations])
+
+
+Unfit = Mapping[tuple[int, int], str]
+"""(source, annotation) of a row -> why it cannot be trained."""
+
+
+class StepSampler:
+    """Takes and loads the rows of one step after another, before it is leased.
+
+    Args:
+        experiment: the trainer's own.
+        options: of the stream.
+        lease: of the trainer, which records what is rejected.
+        loader: of the trainer's rows.
+        expert: the experiment of the expert's rows, if the stream mixes.
+    """
+
+    def __init__(
+        self,
+        experiment: ExperimentHandle,
+        options: StreamOptions,
+        lease: TrainerLease,
+        loader: RowLoader,
+        expert: ExperimentHandle | None = None,
+    ) -> None:
+        self._options = options
+        self._lease = lease
+        self._loader = loader
+        self._pairs = experiment.config.get("schema") == "dpo"
+        self._watch = RejectionWatch(
+            f"trainer {options.consumer!r}",
+            options.groups_per_step,
+            experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
+        )
+        self._set = options.annotation_set
+        self._sampling = options.sampling()
+        self._num_ready: list[int] = []
+        self._dropped: list[Collection[int]] = []
+        self._experiments = [experiment]
+        self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
+        self._ready = [ReadyGroups(self._set, self._readers[0], loader.events, 0)]
+        if expert is not None:
+            guest = guest_name(experiment.name, options.consumer)
+            reader = Reader(experiment.key, options.consumer, expert.name, guest)
+            self._experiments.append(expert)
+            self._readers.append(reader)
+            self._ready.append(
+                ReadyGroups(RECORDED, reader, EventCache(expert.key, expert.name), 1)
+            )
+
+    def start(self, tx: Transaction, dropped: Dropped | None = None) -> None:
+        """Find the place behind everything that was handed out before; reject the rows dropped."""
+        self._dropped = [(dropped or {}).get(reader.source, ()) for reader in self._readers]
+        for ready in self._ready:
+            ready.start(tx)
+
+    def waiting_for(self, tx: Transaction) -> str:
+        """Return what the next step lacks, and who would bring it."""
+        options, key = self._options, self._experiments[0].key
+        plan = self._sampling.plan(1, options.groups_per_step)
+        if self.lacks_expert and self._num_ready[0] >= plan.usual:
+            return (
+                f"{diagnosis.counted(plan.expert, 'group')} of the expert's experiment "
+                f"{options.expert_experiment!r} ({self._num_ready[1]} ready): whoever records "
+                "solutions there would bring them"
+            )
+        ready = " and ".join(map(str, self._num_ready))
+        expert = "" if len(self._ready) == 1 else " and of its expert's"
+        return (
+            f"{diagnosis.counted(options.groups_per_step, 'group')} of set {self._set!r}{expert} "
+            f"({ready} ready): "
+            f"{diagnosis.of_trainer(tx, key, self._set)}"
+        )
+
+    def left(self, tx: Transaction) -> str:
+        """Return what of the set nobody has decided, and why; "" if nothing."""
+        return diagnosis.left_of(tx, self._experiments[0].key, self._set)
+
+    def found(self, tx: Transaction) -> str:
+        """Return what became of the rows of the set, where none is left."""
+        return diagnosis.found_of(tx, self._experiments[0].key, self._options.consumer)
+
+    @property
+    def lacks_expert(self) -> bool:
+        """Whether the last step had too few of the expert's groups."""
+        wanted = self._sampling.plan(1, self._options.groups_per_step).expert
+        return len(self._num_ready) > 1 and self._num_ready[1] < wanted
+
+    def require_expert(self) -> None:
+        """Return if the expert's experiment, to which nothing more comes, has enough for a step.
+
+        Raises:
+            TrainingError: it has not; asked after `take` had too few.
+        """
+        if self.lacks_expert:
+            wanted = self._sampling.plan(1, self._options.groups_per_step).expert
+            raise TrainingError(
+                f"trainer {self._options.consumer!r}: the expert's experiment "
+                f"{self._options.expert_experiment!r} is finished and has {self._num_ready[1]} "
+                f"groups left, where each step takes {wanted}: record more solutions in another "
+                "experiment and name it with expert_experiment="
+            )
+
+    @property
+    def is_through(self) -> bool:
+        """Whether there is no other step before somebody commits more."""
+        return any(ready.is_through for ready in self._ready)
+
+    def take(
+        self, s: Session, step: int, *, partial_ok: bool
+    ) -> tuple[Manifest, LoadedRows] | None:
+        """Return the manifest of ``step`` and its columns, None if there are too few groups.
+
+        Args:
+            partial_ok: whether fewer groups will do.
+
+        Raises:
+            TrainingError: no row could be trained, of too many steps in a row.
+        """
+        while (groups := self._groups(s, step, partial_ok=partial_ok)) is not None:
+            found = self._trainable(s, step, groups)
+            if found is not None:
+                return found
+        return None
+
+    def _groups(self, s: Session, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
+        """Return the groups of ``step``, None if there are too few; fewer only if ``partial_ok``.
+
+        A last, smaller step mixes in no more of the expert's groups than a whole one would.
+        """
+        plan = self._sampling.plan(step, self._options.groups_per_step)
+        wanted = [plan.usual, plan.expert][: len(self._ready)]
+        here = [
+            self._ready_groups(s, source, number, plan.min_policy_version)
+            for source, number in enumerate(wanted)
+        ]
+        self._num_ready = here
+        whole = all(count >= number for count, number in zip(here, wanted, strict=True))
+        driving = 0 if plan.usual else len(wanted) - 1
+        if not whole and not (partial_ok and min(here[driving], wanted[driving])):
+            return None
+        popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
+        taken = self._without_dropped(s, list(chain.from_iterable(popped)))
+        return self._without_oversize(s, taken)
+
+    def _ready_groups(self, s: Session, source: int, number: int, min_version: int) -> int:
+        """Have ``number`` groups of a source ready, none too old; return how many there are."""
+
+        def stale(group: ReadyGroup) -> bool:
+            versions = group.policy_versions
+            return any(version is not None and version < min_version for version in versions)
+
+        ready = self._ready[source]
+        while True:
+            here = ready.fill(s, number)
+            gone = ready.pop_unwanted(stale) if source == 0 and min_version > 0 else []
+            if not gone:
+                return here
+            self._reject(s, gone, "stale", [])
+            self._say(s, gone, "stale")
+
+    def _without_dropped(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
+        if not any(self._dropped):
+            return taken
+
+        def stays(group: ReadyGroup) -> list[bool]:
+            return [at not in self._dropped[group.source] for at in group.experiences]
+
+        kept, dropped = _parted(taken, stays)
+        self._reject(s, dropped, DROPPED, kept)
+        return kept
+
+    def _without_oversize(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
+        limit = self._options.max_tokens
+        if limit is None or all(max(group.lengths) <= limit for group in taken):
+            return taken
+        kept, large = _parted(taken, lambda group: [size <= limit for size in group.lengths])
+        self._reject(s, large, OVERSIZE, kept)
+        if not kept:
+            self._say(s, large, OVERSIZE)
+        return kept
+
+    def _say(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
+        """Tell the watch of groups of which nothing is left."""
+        key = self._experiments[gone[0].source].key
+
+        def uid() -> str:
+            (row,) = s.read(writer_queries.experience_rows, key, [gone[0].experiences[0]])
+            return row.eid.uid
+
+        self._watch.rejected(len(gone), {reason}, uid)
+
+    def _trainable(
+        self, s: Session, step: int, taken: list[ReadyGroup]
+    ) -> tuple[Manifest, LoadedRows] | None:
+        """Return the manifest of ``taken`` and its columns, None if no row can be trained."""
+        groups, first, reasons = len(taken), None, set[str]()
+        while taken:
+            manifest = _planned(step, taken, self._options)
+            first, rows = first or manifest, None
+            try:
+                rows = self._loader.load(s, manifest)
+                unfit = self._unfit(s, manifest, rows)
+            except (ArchivedSegmentError, CodecError, DamagedSegmentError):
+                unfit = _by_row(manifest, self._loader.unreadable(s, manifest))
+                if not unfit:
+                    raise
+            if rows is not None and not unfit:
+                self._watch.kept()
+                return self._of_pairs(manifest, rows, taken) if self._pairs else (manifest, rows)
+            taken = self._left_of(s, taken, unfit)
+            reasons.update(unfit.values())
+        if first is not None:
+            named = first
+            self._watch.rejected(groups, reasons, lambda: self._loader.uids(s, named, [0])[0])
+        return None
+
+    def _unfit(self, s: Session, manifest: Manifest, rows: LoadedRows) -> Unfit:
+        """Return the rows with a column missing or misfit, and the pairs that are too long."""
+        needs, limit = self._options.needs, self._options.max_tokens
+        if "advantages" in needs:
+            self._require_advantages(s, rows, manifest)
+        lacking: dict[int, list[str]] = {}
+        for field in needs:
+            for place in _own(lacking_of(field, manifest, rows), manifest):
+                lacking.setdefault(place, []).append(field)
+        tokens = np.subtract(rows.facts.lengths, rows.facts.prompt_lengths)
+        for field in () if self._pairs else ANNOTATED:
+            for place in _own(rows.field(field).misfits(tokens), manifest):
+                lacking.setdefault(place, []).append(field)
+        reasons = {place: invalid(*lacking[place]) for place in sorted(lacking)}
+        unfit = dict(_by_row(manifest, reasons))
+        if self._pairs and limit is not None:
+            sizes = row_lengths(manifest, rows, longest=True)
+            large = [
+                place
+                for place, size in enumerate(sizes)
+                if size > limit and not _source_of(manifest, place)
+            ]
+            unfit |= _by_row(manifest, dict.fromkeys(large, OVERSIZE))
+        return unfit
+
+    def _require_advantages(self, s: Session, rows: LoadedRows, manifest: Manifest) -> None:
+        """Return if every row of the trainer's own experiment has advantages.
+
+        Raises:
+            InvalidArgumentError: names the set, a row, and what to do.
+        """
+        missing = _own(rows.lacking("advantages"), manifest)
+        if missing:
+            eid = self._loader.eid_of(s, manifest.experiences[missing[0]])
+            raise InvalidArgumentError(
+                f"the annotation set {manifest.annotation_set!r} has no advantages (for one, of "
+                f"{eid.uid}), which this algorithm trains on: run a strategy that computes them, "
+                "such as 'grpo', and name its set with strategy="
+            )
+
+    def _of_pairs(
+        self, manifest: Manifest, rows: LoadedRows, taken: Sequence[ReadyGroup]
+    ) -> tuple[Manifest, LoadedRows]:
+        """Plan the micro-batches with the lengths of the pairs, which only the tensors tell."""
+        lengths = dict(zip(manifest.annotations, row_lengths(manifest, rows), strict=True))
+        exact = [lengths[address] for group in taken for address in group.annotations]
+        final = _planned(manifest.step, taken, self._options, lengths=exact)
+        place_of = {address: place for place, address in enumerate(manifest.annotations)}
+        return final, rows.reordered([place_of[address] for address in final.annotations])
+
+    def _left_of(self, s: Session, taken: list[ReadyGroup], unfit: Unfit) -> list[ReadyGroup]:
+        """Reject the ``unfit`` rows; return the others."""
+        for reason in sorted(set(unfit.values())):
+
+            def fits(group: ReadyGroup, why: str = reason) -> list[bool]:
+                return [unfit.get((group.source, at)) != why for at in group.annotations]
+
+            taken, gone = _parted(taken, fits)
+            self._reject(s, gone, reason, taken)
+        return taken
+
+    def _reject(
+        self, s: Session, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]
+    ) -> None:
+        """Record that the rows of ``gone`` are not trained.
+
+        Args:
+            left: what is trained of the same groups all the same.
+        """
+        trained = {group.key for group in left}
+        for source, reader in enumerate(self._readers):
+            groups = [group for group in gone if group.source == source]
+            rows = list(chain.from_iterable(group.annotations for group in groups))
+            if not rows:
+                continue
+            whole = [one for one in groups if one.planned and one.key not in trained]
+            rejected = ExperiencesRejected(
+                consumer=reader.rejecting,
+                by="trainer",
+                experiences=rows,
+                reasons=[reason] * len(rows),
+                planned_groups=len(whole) if source == 0 else 0,
+            )
+            event = new_event(rejected)
+            key = self._experiments[source].key
+            s.write(self._lease.append, [event], experiment=key)
+
+
+def _parted(
+    groups: Sequence[ReadyGroup], fits: Callable[[ReadyGroup], Sequence[bool]]
+) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
+    """Return the groups with the rows that fit, and with the others; without those of no rows."""
+    kept, gone = [], []
+    for group in groups:
+        which = fits(group)
+        kept.append(group.only(which))
+        gone.append(group.only([not one for one in which]))
+    return [one for one in kept if one.annotations], [one for one in gone if one.annotations]
+
+
+def _planned(
+    step: int,
+    taken: Sequence[ReadyGroup],
+    options: StreamOptions,
+    *,
+    lengths: Sequence[int] | None = None,
+) -> Manifest:
+    """Return the manifest of a step of the groups ``taken``.
+
+    Args:
+        lengths: of stored pairs, one per row, see `plan_microbatches`; None: rows are single.
+    """
+    groups = [number for number, group in enumerate(taken) for _ in group.annotations]
+    order, microbatches = plan_microbatches(
+        _joined(group.lengths for group in taken) if lengths is None else lengths,
+        groups,
+        layout=options.layout,
+        tokens_per_microbatch=options.tokens_per_microbatch,
+        world_size=options.world_size,
+        pairs=lengths is not None,
+    )
+
+    in_order = order == list(range(len(order)))
+
+    def placed(column: Sequence[int]) -> tuple[int, ...]:
+        return tuple(column if in_order else [column[place] for place in order])
+
+    mixes = options.expert_experiment is not None
+    return Manifest(
+        step=step,
+        annotation_set=options.annotation_set,
+        annotations=placed(_joined(group.annotations for group in taken)),
+        experiences=placed(_joined(group.experiences for group in taken)),
+        groups=placed(groups),
+        num_planned_groups=sum(group.planned and group.source == 0 for group in taken),
+        layout=options.layout,
+        microbatches=tuple(microbatches),
+        normalizer=None if options.max_tokens is None else float(options.max_tokens),
+        sources=(options.expert_experiment,) if options.expert_experiment is not None else (),
+        source=placed([taken[number].source for number in groups]) if mixes else (),
+        by_run=True,
+    )
+
+
+def _joined(columns: Iterable[Sequence[int]]) -> list[int]:
+    return list(chain.from_iterable(columns))
+
+
+def _own(places: Iterable[int], manifest: Manifest) -> list[int]:
+    """Return those of ``places`` whose rows are of the trainer's own experiment."""
+    return [place for place in places if not _source_of(manifest, place)]
+
+
+def _source_of(manifest: Manifest, place: int) -> int:
+    return manifest.source[place] if manifest.source else 0
+
+
+def _by_row(manifest: Manifest, reasons: Mapping[int, str]) -> Unfit:
+    return {(_source_of(manifest, p), manifest.annotations[p]): why for p, why in reasons.items()}

@@ -1,0 +1,434 @@
+"""What a gradient step trains on: made of a manifest and its rows, and seen as one batch.
+
+Advantages that compare rows, and penalties whose coefficient adapts, are of the step and not of the
+pieces into which memory forces it.
+
+Steps on their way from who makes them to who trains on them, in whatever threads they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_buffer.algorithm.layout import BatchLayout, Totals
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.annotate.recorded import RECORDED
+from trinity_buffer.pipeline.handle import ExperimentHandle
+from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
+from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.train.buffers import StepMemory
+from trinity_buffer.pipeline.train.collate import collate_step, known_versions, mean_reward, rows_in
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.moving import Mover
+from trinity_buffer.pipeline.train.options import StreamOptions
+from trinity_buffer.pipeline.train.resume import leased_step, load_leased
+from trinity_buffer.store.rows import StepRow
+from trinity_buffer.store.transaction import ReadSession
+
+_logger = logging.getLogger(__name__)
+
+Tensors = dict[str, Any]
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over data-parallel ranks."""
+
+
+@dataclass(slots=True)
+class TrainStep:
+    """What one gradient step trains on.
+
+    Attributes:
+        step: 1, 2, ... of this trainer.
+        microbatches: mappings of tensors, those of this rank; accumulate their gradients, then step
+            the optimizer. Empty where every row was dropped: commit the step like any other.
+        manifest: the rows in their order, as recorded in the log.
+        chain: link of the manifest chain after this step; keep it with the weights that went
+            through the step.
+        recorded: True if this step was leased before a restart and is served again.
+        policy_versions: of the trainer's own experiences, where known.
+        reward: mean over the trainer's own runs, each once, as it was recorded; None: unknown.
+        skipped: True in a replay of a step whose commit says that the weights did not go through
+            it.
+        rows: how many rows of the manifest this rank was given.
+        log_head: of the event that leased the step, as hex; it proves the log up to there.
+        environment: in a replay, that in which the step was committed; else empty.
+    """
+
+    step: int
+    microbatches: list[MicroBatch]
+    manifest: Manifest
+    chain: bytes
+    recorded: bool
+    policy_versions: list[int] = field(default_factory=list)
+    reward: float | None = None
+    skipped: bool = False
+    rows: int = 0
+    log_head: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def staleness(self) -> float | None:
+        """Mean of (step - 1 - policy version) over the rows whose version is known."""
+        lags = [self.step - 1 - version for version in self.policy_versions]
+        return sum(lags) / len(lags) if lags else None
+
+    def compute(
+        self,
+        advantage_fn: Callable[..., tuple[MutableMapping[str, Any], Mapping[str, Any]]],
+        *,
+        reduce: Reduce | None = None,
+    ) -> dict[str, Any]:
+        """Put advantages over this rank's whole step into the micro-batches; return metrics.
+
+        The micro-batches must hold what the function reads (``values``, ``teacher_logprob``, ...).
+
+        Args:
+            advantage_fn: a trainer-side advantage function, such as ``ADVANTAGE_FN.get("rloo")()``.
+            reduce: sums a tensor over ranks; for statistics of a step that several ranks share.
+        """
+        return self.apply(lambda batch, _: advantage_fn(batch, reduce=reduce)[1], reduce=reduce)
+
+    def apply(
+        self,
+        change: Callable[[dict[str, Any], Any], Mapping[str, Any]],
+        *,
+        reduce: Reduce | None = None,
+    ) -> dict[str, Any]:
+        """Let ``change(batch, layout)`` alter the step as one batch; return the metrics it returns.
+
+        Per-token tensors that it adds or replaces are put back into the micro-batches. With another
+        action mask come other denominators.
+        """
+        if not self.microbatches:
+            return {}
+        batch, layout = _joined(self.microbatches)
+        before = dict(batch)
+        metrics = change(batch, layout)
+        names = _changed(before, batch)
+        _scatter(batch, self.microbatches, names)
+        if "action_mask" in names:
+            _recount(batch, self.microbatches, reduce)
+        return dict(metrics)
+
+
+def _joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
+    """Return all micro-batches as one: padded to the widest, or packed one after another.
+
+    Only tensors that every micro-batch holds are in it.
+    """
+    first = microbatches[0]
+    packed = "cu_seqlens" in first
+    names = [n for n in first if all(n in m for m in microbatches)]
+    batch: Tensors = {}
+    for name in names:
+        values = [m[name] for m in microbatches]
+        if name == "cu_seqlens":
+            batch[name] = _boundaries(values)
+        elif isinstance(values[0], Tensor):
+            batch[name] = torch.cat(values if packed else _of_one_width(values))
+        elif name == "max_seqlen":
+            batch[name] = max(values)
+    return batch, replace(first.layout, cu_seqlens=batch.get("cu_seqlens"))
+
+
+def _scatter(
+    batch: Mapping[str, Any], microbatches: Sequence[MicroBatch], names: Sequence[str]
+) -> None:
+    """Put the tensors ``names`` of a joined batch back into the micro-batches they belong to."""
+    start = 0
+    for microbatch in microbatches:
+        ids = microbatch["input_ids"]
+        place = slice(start, start + len(ids))
+        for name in names:
+            value: Tensor = batch[name][place]
+            microbatch[name] = value if ids.dim() == 1 else value[:, : ids.shape[1]]
+        start = place.stop
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the names of the per-token tensors that were put into a batch, or replaced.
+
+    Raises:
+        InvalidArgumentError: one has another shape than the tokens.
+    """
+    found = [name for name, value in after.items() if before.get(name) is not value]
+    for name in found:
+        if after[name].shape != after["input_ids"].shape:
+            raise InvalidArgumentError(
+                f"{name} has the shape {tuple(after[name].shape)}; what is computed over a step "
+                f"has one value per token, {tuple(after['input_ids'].shape)}"
+            )
+    return found
+
+
+def _recount(
+    batch: Mapping[str, Any], microbatches: Sequence[MicroBatch], reduce: Reduce | None
+) -> None:
+    """Give the micro-batches the denominators of the action mask that a joined batch has now."""
+    boundaries, groups = batch.get("cu_seqlens"), batch["group_index"]
+    expert = batch.get("expert_mask", torch.zeros_like(groups, dtype=torch.bool))
+    mask = batch["action_mask"]
+    old = microbatches[0].layout
+    found = []
+    for before, rows in ((old.total, None), (old.usual, ~expert), (old.expert, expert)):
+        mine = Totals.count(mask, cu_seqlens=boundaries, group_index=groups, rows=rows)
+        counts = torch.tensor([mine.tokens, mine.active_sequences or 0], dtype=torch.float64)
+        tokens, active = (counts if reduce is None else reduce(counts)).tolist()
+        # Rows and groups are what they were.
+        found.append(replace(before, tokens=int(tokens), active_sequences=int(active)))
+    for microbatch in microbatches:
+        microbatch.layout = replace(
+            microbatch.layout, total=found[0], usual=found[1], expert=found[2]
+        )
+
+
+def _boundaries(pieces: Sequence[Tensor]) -> Tensor:
+    ends = [pieces[0]]
+    for piece in pieces[1:]:
+        ends.append(piece[1:] + ends[-1][-1])
+    return torch.cat(ends)
+
+
+def _of_one_width(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``[N, T]`` tensors padded on the right; ``[N]`` tensors as they are."""
+    if pieces[0].dim() == 1:
+        return list(pieces)
+    width = max(piece.shape[1] for piece in pieces)
+    pad = torch.nn.functional.pad
+    return [pad(piece, (0, width - piece.shape[1])) for piece in pieces]
+
+
+@dataclass(slots=True)
+class _Zeros:
+    """Zeros that were taken for advantages. Goes with a micro-batch that is copied or pickled."""
+
+    consumer: str
+    annotation_set: str
+    has_told: bool = False
+
+    def told(self) -> None:
+        """Warn of them, once."""
+        if not self.has_told:
+            self.has_told = True
+            _logger.warning(
+                "trainer %r: the annotation set %r has no advantages, so that `advantages` is 0 "
+                "everywhere: train on another set, or say with needs= what the loss reads "
+                "(needs=('advantages',) refuses a set without them)",
+                self.consumer,
+                self.annotation_set,
+            )
+
+
+class StepMaker:
+    """Makes the steps of one rank, in order: each is a link of the chain of manifests.
+
+    Args:
+        experiment: the trainer's own.
+        options: of the stream.
+        loader: of the trainer's rows.
+    """
+
+    def __init__(
+        self, experiment: ExperimentHandle, options: StreamOptions, loader: RowLoader
+    ) -> None:
+        self._experiment = experiment
+        self._options = options
+        self._loader = loader
+        self._memory = StepMemory()
+        self._mover = Mover(options.device)
+        self._chain = FIRST_LINK
+        self._zeros = _Zeros(options.consumer, options.annotation_set)
+
+    def go_on_after(self, committed: Iterable[StepRow]) -> bytes:
+        """Begin behind the ``committed`` steps; return the link of the chain after them.
+
+        They begin with the first one, or with one whose commit recorded the link.
+        """
+        self._chain = FIRST_LINK
+        for done in committed:
+            self._chain = done.chain or chain(self._chain, done.manifest_digest)
+        return self._chain
+
+    def collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
+        """Return the micro-batches of this rank."""
+        found = collate_step(
+            manifest,
+            rows,
+            rank=self._options.rank,
+            world=self._options.world_size,
+            mover=self._mover,
+            memory=self._memory,
+        )
+        asked = self._options.needs or self._options.annotation_set == RECORDED
+        if not asked and len(rows.lacking("advantages")) == len(manifest.annotations):
+            for microbatch in found:
+                microbatch.read_zeros = self._zeros.told
+        return found
+
+    async def leased(self, row: StepRow) -> TrainStep:
+        """Return a step that was leased before, as the log has it.
+
+        Raises:
+            ArchivedSegmentError, CodecError, DamagedSegmentError: as `load_leased`.
+        """
+
+        def load(s: ReadSession) -> TrainStep:
+            found = leased_step(s, self._experiment, row)
+            rows = load_leased(s, self._loader, found.manifest, self._options.consumer)
+            microbatches = s.compute(self.collate, found.manifest, rows)
+            step = self.step(found.manifest, rows, microbatches, found.log_head)
+            return replace(step, recorded=True)
+
+        return await self._experiment.database.read_session(load)
+
+    def step(
+        self,
+        manifest: Manifest,
+        rows: LoadedRows,
+        microbatches: list[MicroBatch],
+        log_head: bytes | None,
+    ) -> TrainStep:
+        """Return the next step.
+
+        Args:
+            log_head: of the event that leased it.
+        """
+        if self._options.recompute_old_logprob:
+            for microbatch in microbatches:
+                microbatch.drop("old_logprob")
+        self._chain = chain(self._chain, manifest.digest)
+        return TrainStep(
+            manifest.step,
+            microbatches,
+            manifest,
+            self._chain,
+            recorded=False,
+            policy_versions=known_versions(manifest, rows),
+            reward=mean_reward(manifest, rows),
+            rows=rows_in(microbatches, rows),
+            log_head="" if log_head is None else log_head.hex(),
+        )
+
+
+class StepQueue:
+    """A queue of steps that asks for no more than ``ahead`` of what was received.
+
+    Whoever puts or gets does so in its own thread; the event loop is woken only if somebody in it
+    waits. Between two threads that is one wake-up a step instead of five.
+
+    Args:
+        ahead: how many steps are made before they are asked for.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ahead = ahead
+        self._steps: SimpleQueue[TrainStep | None] = SimpleQueue()
+        self._num_put = self._num_asked = self._num_received = 0
+        self._num_waiting = 0
+        self._news = asyncio.Event()
+        self._failure: Exception | None = None
+
+    # -- who makes them
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def num_put(self) -> int:
+        """How many steps were handed over."""
+        return self._num_put
+
+    def has_room(self) -> bool:
+        """Return whether another step may be made."""
+        return self._num_put < self._num_asked + self._ahead
+
+    def is_waited_for(self) -> bool:
+        """Return whether somebody has asked for a step that is not made."""
+        return self._num_asked > self._num_put
+
+    async def room(self) -> None:
+        """Return once another step may be made."""
+        await self._until(self.has_room)
+
+    def put(self, step: TrainStep) -> None:
+        """Hand over the next step."""
+        self._num_put += 1
+        self._steps.put(step)
+        self._tell()
+
+    def fail(self, error: Exception) -> None:
+        """Say why there will be no more: whoever asks for the next step is told so."""
+        self._failure = error
+
+    def end(self) -> None:
+        """Say that there will be no more."""
+        self._steps.put(None)
+        self._tell()
+
+    # -- who trains on them
+    # --------------------------------------------------------------------------------------------
+
+    def get(self) -> TrainStep | None:
+        """Return the next step, or None at the end; until there is one, the thread waits.
+
+        Raises:
+            Exception: what `fail` was told.
+        """
+        self._ask()
+        return self._received(self._steps.get())
+
+    async def receive(self) -> TrainStep | None:
+        """Return what `get` does, without holding up the event loop."""
+        self._ask()
+        await self._until(lambda: not self._steps.empty())
+        return self._received(self._steps.get_nowait())
+
+    def discard(self) -> None:
+        """Let go of the steps that nobody asked for."""
+        try:
+            while True:
+                self._steps.get_nowait()
+        except Empty:
+            self.end()
+
+    def _ask(self) -> None:
+        # Asked for again is what somebody was cancelled while waiting for.
+        self._num_asked = self._num_received + 1
+        self._tell()
+
+    def _received(self, step: TrainStep | None) -> TrainStep | None:
+        if step is None:
+            self._steps.put(None)  # for a caller that asks again
+            if self._failure is not None:
+                raise self._failure from None
+        else:
+            self._num_received += 1
+        return step
+
+    # -- waiting
+    # --------------------------------------------------------------------------------------------
+
+    async def _until(self, done: Callable[[], bool]) -> None:
+        # Who waits says so before it looks, and who changes something looks for waiters after it:
+        # one of the two sees the other.
+        self._num_waiting += 1
+        try:
+            while not done():
+                await self._news.wait()
+        finally:
+            self._num_waiting -= 1
+
+    def _tell(self) -> None:
+        if self._num_waiting:
+            self._loop.call_soon_threadsafe(self._ring)
+
+    def _ring(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

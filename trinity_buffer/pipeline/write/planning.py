@@ -1,0 +1,572 @@
+"""Plans, seals and admission: what an explorer may generate, and when a batch is complete."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from trinity_buffer.errors import (
+    BatchTakenError,
+    ConflictingPlanError,
+    ConflictingSealError,
+    InvalidArgumentError,
+    UnknownNameError,
+)
+from trinity_buffer.events import BatchPlanned, BatchSealed
+from trinity_buffer.faultpoints import reached
+from trinity_buffer.identity import Key, problem_of_key
+from trinity_buffer.pipeline.coordination import diagnosis
+from trinity_buffer.pipeline.coordination.presence import Presence, place_of
+from trinity_buffer.pipeline.coordination.stall import Stall
+from trinity_buffer.pipeline.coordination.waiting import (
+    FAULTS,
+    MAX_REJECTED_STEPS,
+    WARN_AFTER_STEPS,
+    SpokenWait,
+    one_line,
+)
+from trinity_buffer.pipeline.handle import decoded, new_event, now_us
+from trinity_buffer.store import counts, log, promises, trainer_queries, writer_queries
+from trinity_buffer.store import rows as store_rows
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.transaction import Transaction, lock_experiment
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """When an explorer may plan its next batch.
+
+    It waits while the groups not yet delivered to the trainer number at least
+    ``max(max_waiting_groups, groups_per_step)``, or while
+    ``floor(uncommitted groups / groups_per_step) + (published - own version) > max_staleness``,
+    where an own version above the published one, as after a rewind, counts as the published one.
+    Rejected groups do not count, until all of several steps was rejected for a fault of the rows;
+    nor do groups that lack runs of an actor that is gone.
+    A planned batch is never held half-way: its writes do not wait.
+
+    Attributes:
+        trainer: name of the trainer consumer that is waited for.
+        max_waiting_groups: None: no bound.
+        max_staleness: in policy versions (= gradient steps); None: no bound.
+        groups_per_step: of that trainer.
+    """
+
+    trainer: str = "trainer"
+    max_waiting_groups: int | None = None
+    max_staleness: int | None = None
+    groups_per_step: int = 1
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Admission:
+        """Return the rules that an experiment's configuration states."""
+        return cls(
+            trainer=config.get("trainer", "trainer"),
+            max_waiting_groups=config.get("max_waiting_groups"),
+            max_staleness=config.get("max_staleness"),
+            groups_per_step=config.get("groups_per_step", 1),
+        )
+
+    @property
+    def most_waiting(self) -> int:
+        """How many undelivered groups keep the next plan waiting."""
+        return max(self.max_waiting_groups or 0, self.groups_per_step)
+
+    def admits(self, backlog: trainer_queries.Backlog, policy_version: int | None) -> bool:
+        """Return whether one more batch may be planned now."""
+        if self.max_waiting_groups is not None and backlog.undelivered >= self.most_waiting:
+            return False
+        if self.max_staleness is None:
+            return True
+        behind = 0 if policy_version is None else max(0, backlog.published - policy_version)
+        return backlog.uncommitted // self.groups_per_step + behind <= self.max_staleness
+
+    def require_reachable(self, groups_per_step: int) -> None:
+        """Return if so many groups are planned before explorers wait for the step that takes them.
+
+        Raises:
+            InvalidArgumentError: they would wait for the trainer, and the trainer for them.
+        """
+        bounds = {
+            "max_waiting_groups": None if self.max_waiting_groups is None else self.most_waiting,
+            "max_staleness": None if self.max_staleness is None else self.groups_per_step,
+        }
+        for name, most in bounds.items():
+            if most is not None and groups_per_step > most:
+                raise InvalidArgumentError(
+                    f"groups_per_step={groups_per_step}: with {name}={getattr(self, name)} and a "
+                    f"configured groups_per_step={self.groups_per_step} explorers may plan no more "
+                    f"than {most} before they wait for trainer {self.trainer!r}, which would wait "
+                    f"for them: set groups_per_step={groups_per_step} in the experiment's "
+                    "configuration"
+                )
+
+    @property
+    def most_uncommitted_steps(self) -> int | None:
+        """The longest interval of commits under which explorers and trainer get on; None: any."""
+        return None if self.max_staleness is None else max(self.max_staleness, 1)
+
+    def require_commits(self, every_steps: int, what: str) -> None:
+        """Raise unless explorers get on with a trainer that commits after so many steps.
+
+        Args:
+            every_steps: its interval.
+            what: sets it, for the message.
+
+        Raises:
+            InvalidArgumentError: they would wait for a commit, and the commit for them.
+        """
+        most = self.most_uncommitted_steps
+        if most is not None and every_steps > most:
+            raise InvalidArgumentError(
+                f"{what}={every_steps} with max_staleness={self.max_staleness}: explorers would "
+                f"wait for a commit that waits for them; commit at least every {most} steps"
+            )
+
+    def admits_some_day(self, backlog: trainer_queries.Backlog, policy_version: int) -> bool:
+        """Return whether weights of a version that never changes can be admitted at all."""
+        behind = backlog.published - policy_version
+        return self.max_staleness is None or behind <= self.max_staleness
+
+
+_NO_RULES, _NO_BACKLOG = Admission(), trainer_queries.Backlog(0, 0, 0)
+
+
+class Answer(Enum):
+    """What becomes of a plan."""
+
+    PLAN = "it may be planned now"
+    PLANNED = "it is planned already"
+    FINISHED = "the experiment is finished"
+    WAIT = "the trainer has enough"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The answer of one look, and what it was decided by.
+
+    Attributes:
+        in_vain: whether all that was recorded of late was rejected for a fault.
+        abandoned: groups whose actor is gone, which the backlog does not count.
+    """
+
+    answer: Answer
+    rules: Admission = _NO_RULES
+    backlog: trainer_queries.Backlog = _NO_BACKLOG
+    in_vain: bool = False
+    abandoned: int = 0
+
+    def told(self, policy_version: int | None) -> str:
+        """Return what there is too much of, as people say it."""
+        gone = f", beside {self.abandoned} that lack runs of an actor that is gone"
+        return self._told(policy_version) + (gone if self.abandoned else "")
+
+    def _told(self, policy_version: int | None) -> str:
+        rules, backlog = self.rules, self.backlog
+        if self.in_vain:
+            return (
+                "every row of the last steps was rejected for a fault (`trinity-buffer stats` "
+                "names the reason), and one step more is on its way"
+            )
+        if rules.max_waiting_groups is not None and backlog.undelivered >= rules.most_waiting:
+            return (
+                f"{diagnosis.counted(backlog.undelivered, 'planned group')} not delivered to "
+                f"trainer {rules.trainer!r} (at most {rules.most_waiting}, max_waiting_groups)"
+            )
+        own = "" if policy_version is None else f", own weights of version {policy_version}"
+        return (
+            f"{diagnosis.counted(backlog.uncommitted, 'planned group')} not committed by trainer "
+            f"{rules.trainer!r} (groups_per_step={rules.groups_per_step}), published is version "
+            f"{backlog.published}{own}, and max_staleness={rules.max_staleness}"
+        )
+
+
+class UnpublishedWatch:
+    """Says, once, that the trainer commits steps and publishes no weights.
+
+    Args:
+        actor: the explorer that goes on with old ones.
+    """
+
+    def __init__(self, actor: str) -> None:
+        self._actor = actor
+        self._told = False
+
+    def look(self, look: Look, policy_version: int | None) -> None:
+        """Say so if it is the case, and was not said."""
+        rules, backlog = look.rules, look.backlog
+        concerned = policy_version is not None or rules.max_staleness is not None
+        if self._told or not concerned or not is_unpublished(rules, backlog):
+            return
+        self._told = True
+        what = f"explorer {self._actor!r}: {unpublished(rules, backlog)}: {PUBLISHING}"
+        _logger.warning("%s", one_line(what))
+
+
+def is_unpublished(rules: Admission, backlog: trainer_queries.Backlog) -> bool:
+    """Return whether more steps than one, and than the bound, are committed after the weights."""
+    return backlog.committed_step - backlog.published > max(rules.max_staleness or 0, 1)
+
+
+def unpublished(rules: Admission, backlog: trainer_queries.Backlog) -> str:
+    """Return that the trainer publishes no weights, as people say it."""
+    bound = rules.max_staleness
+    broken = "" if bound is None else f", so that max_staleness={bound} cannot hold"
+    return (
+        f"trainer {rules.trainer!r} has committed step {backlog.committed_step}, and the newest "
+        f"published weights are those of version {backlog.published}{broken}"
+    )
+
+
+PUBLISHING = (
+    "commit(step, checkpoint=PATH) publishes the checkpoint (policy=PATH another path of the same "
+    "weights, policy=False nothing)"
+)
+"""What makes a trainer's weights those of the explorers."""
+
+
+async def plan(
+    database: Database,
+    experiment: int,
+    watch: UnpublishedWatch,
+    presence: Presence,
+    wanted: BatchPlanned,
+    policy_version: int | Callable[[], int] | None,
+) -> bool:
+    """Plan a batch as soon as admission allows; see `SQLWriter.plan`.
+
+    ``presence`` and ``watch`` are those of the actor whose batch it is.
+    """
+    actor, batch = presence.name, wanted.batch
+    _check(batch, wanted.tasks, wanted.rollouts_per_group)
+    database.require_writable()  # who may not plan need not wait for it
+    event = new_event(wanted)
+
+    def append(tx: Transaction, own: int | None) -> Look:
+        # Asked again under the lock: two explorers must not both take the last place.
+        lock_experiment(tx, experiment)
+        found = _look(tx, experiment, actor, wanted, own)
+        if found.answer is Answer.PLAN:
+            log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+            # With the plan: bounds count no batch of an explorer that is not there.
+            promises.note_presence(tx, experiment, presence.first())
+        return found
+
+    async def tell() -> str:
+        who = await database.read(diagnosis.of_admission, experiment, look.rules.trainer)
+        return f"explorer {actor!r} waits to plan batch {batch!r}: {look.told(own)}; {who}"
+
+    stall = Stall(database, experiment, presence)
+    wait = SpokenWait(database.changes, tell, presence, stall=stall)
+    while True:
+        state = await database.changes.state()
+        own = policy_version() if callable(policy_version) else policy_version
+        look = await database.read(_look, experiment, actor, wanted, own)
+        watch.look(look, own)
+        if look.answer is Answer.PLAN:
+            reached("before-plan")
+            look = await database.write(append, own)
+            if look.answer is Answer.PLAN:
+                reached("after-plan")
+        if look.answer is not Answer.WAIT:
+            wait.over()
+            await presence.seen(at_once=True)
+            return look.answer is not Answer.FINISHED
+        _require_fresh(batch, policy_version, look)
+        await wait.changed(state)
+
+
+def _require_fresh(batch: Key, version: int | Callable[[], int] | None, look: Look) -> None:
+    """Return if weights that are loaded anew, or may be admitted some day as they are.
+
+    Raises:
+        InvalidArgumentError: they are too old, and no wait makes them younger.
+    """
+    if version is None or callable(version):
+        return
+    if not look.rules.admits_some_day(look.backlog, version):
+        newest = look.backlog.published
+        raise InvalidArgumentError(
+            f"batch {batch!r}: policy_version={version} is {newest - version} behind the published "
+            f"{newest}, and max_staleness={look.rules.max_staleness}, so that it can never be "
+            f"planned: load the weights of version {newest} (`await experiment.newest_policy()` "
+            "says where they are), or pass a function that returns the version which is loaded"
+        )
+
+
+MAX_ROLLOUTS = 1 << 20
+"""Rollouts of one task in one batch."""
+
+
+def _look(
+    tx: Transaction,
+    experiment: int,
+    actor: str,
+    wanted: BatchPlanned,
+    version: int | None,
+) -> Look:
+    """Return whether it may be planned now."""
+    existing = writer_queries.batch_row(tx, experiment, wanted.batch)
+    if existing is not None:
+        _require_same_plan(tx, experiment, existing, wanted)
+        _require_own(existing, actor)
+        return Look(Answer.PLANNED)
+    if writer_queries.count_in_batch(tx, experiment, wanted.batch):
+        raise ConflictingPlanError(
+            f"batch {wanted.batch!r} holds experiences that nobody planned; "
+            "plan a batch before writing to it"
+        )
+    found = writer_queries.config_of(tx, experiment)
+    config, finished = found if found is not None else ({}, False)
+    if finished:
+        return Look(Answer.FINISHED)
+    rules = Admission.of(config)
+    backlog = trainer_queries.backlog(tx, experiment, rules.trainer)
+    admitted, abandoned = rules.admits(backlog, version), 0
+    if not admitted:
+        abandoned = diagnosis.abandoned_groups(tx, experiment)
+        backlog = backlog.without(abandoned)
+        admitted = rules.admits(backlog, version)
+    in_vain = admitted and _is_in_vain(tx, experiment, config, backlog)
+    answer = Answer.PLAN if admitted and not in_vain else Answer.WAIT
+    return Look(answer, rules, backlog, in_vain, abandoned)
+
+
+def _is_in_vain(
+    tx: Transaction, experiment: int, config: dict[str, Any], backlog: trainer_queries.Backlog
+) -> bool:
+    """Return whether all of several steps was rejected for a fault, and more is on its way.
+
+    Then one step at a time is planned: enough for the strategy or trainer to give up, or to see
+    that the fault is gone.
+    """
+    rules = Admission.of(config)
+    if backlog.undelivered < rules.groups_per_step:
+        return False
+    steps = min(WARN_AFTER_STEPS, config.get("max_rejected_steps", MAX_REJECTED_STEPS))
+    rows = steps * rules.groups_per_step * config.get("rollouts_per_group", 1)
+    return trainer_queries.rejects_all(tx, experiment, rules.trainer, faults=FAULTS, rows=rows)
+
+
+def _require_same_plan(
+    tx: Transaction, experiment: int, existing: store_rows.BatchRow, wanted: BatchPlanned
+) -> None:
+    key = wanted.batch
+    if existing.planned_at is None:
+        raise ConflictingPlanError(
+            f"batch {key!r} was sealed without a plan; choose another batch id"
+        )
+    same_tasks = [str(task) for task in existing.tasks] == [str(task) for task in wanted.tasks]
+    if not same_tasks or existing.rollouts_per_group != wanted.rollouts_per_group:
+        raise ConflictingPlanError(
+            f"batch {key!r} is planned with {len(existing.tasks)} tasks × "
+            f"{existing.rollouts_per_group} rollouts, which is "
+            "not what this plan says; a plan cannot be changed, choose another batch id"
+        )
+    if wanted.contents is not None:
+        require_same_contents(key, contents_of(tx, experiment, [existing]), wanted.contents)
+
+
+def contents_of(
+    tx: Transaction, experiment: int, batches: Iterable[store_rows.BatchRow]
+) -> dict[str, bytes]:
+    """Return batch -> digest of what stands behind its tasks, where its plan says that."""
+    positions = [row.planned_at for row in batches if row.planned_at is not None]
+    name = log.experiment_name(tx, experiment)
+    facts = [decoded(name, stored).fact for stored in log.read_at(tx, experiment, positions)]
+    plans = [fact for fact in facts if isinstance(fact, BatchPlanned)]
+    return {str(plan.batch): plan.contents for plan in plans if plan.contents is not None}
+
+
+def require_same_contents(batch: Key, known: Mapping[str, bytes], wanted: bytes | None) -> None:
+    """Return if the tasks of a planned batch are the same as before, or nothing is known of them.
+
+    Raises:
+        ConflictingPlanError: others stand at their positions.
+    """
+    if wanted is not None and known.get(str(batch), wanted) != wanted:
+        raise ConflictingPlanError(
+            f"batch {batch!r} was planned for other tasks at the same positions of the list: give "
+            "the list that this experiment began with, or explore the other one in another "
+            "experiment; if they only look different, give a mapping, dict(enumerate(tasks)), of "
+            "which the keys alone are compared"
+        )
+
+
+def _require_own(existing: store_rows.BatchRow, actor: str) -> None:
+    if existing.actor != actor:
+        raise BatchTakenError(
+            f"batch {existing.batch!r} is planned by {existing.actor!r}; a batch has one actor, so "
+            f"{actor!r} needs an id of its own"
+        )
+
+
+def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
+    _check_batch(batch)
+    for task in tasks:
+        problem = problem_of_key(task)
+        if problem is not None:
+            raise InvalidArgumentError(f"batch {batch!r}: task {task!r} {problem}")
+    if not tasks or len({str(task) for task in tasks}) != len(tasks):
+        raise InvalidArgumentError(
+            f"batch {batch!r}: a plan needs at least one task, and each only once"
+        )
+    if type(rollouts_per_group) is not int or not 1 <= rollouts_per_group <= MAX_ROLLOUTS:
+        raise InvalidArgumentError(
+            f"batch {batch!r}: rollouts_per_group={rollouts_per_group!r}, it must be an int from 1 "
+            f"to {MAX_ROLLOUTS}"
+        )
+
+
+def _check_batch(batch: object) -> None:
+    problem = problem_of_key(batch)
+    if problem is None and ("/" in str(batch) or batch == ""):
+        problem = "must be a number, or a text without '/'"
+    if problem is not None:
+        raise InvalidArgumentError(f"batch {batch!r}: a batch id {problem}")
+
+
+async def missing(database: Database, experiment: int, batch: Key) -> list[tuple[Key, int]]:
+    """Return the planned (task, run) pairs that are not stored, in the order of the plan."""
+
+    def look(tx: Transaction) -> tuple[store_rows.BatchRow | None, set[tuple[str, int]]]:
+        planned = writer_queries.batch_row(tx, experiment, batch)
+        return planned, writer_queries.runs_of(tx, experiment, batch)
+
+    planned, stored = await database.read(look)
+    if planned is None or planned.rollouts_per_group is None:
+        raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
+    pairs = [(task, run) for task in planned.tasks for run in range(planned.rollouts_per_group)]
+    return [(task, run) for task, run in pairs if (str(task), run) not in stored]
+
+
+async def seal(database: Database, experiment: int, actor: str, batch: Key, expected: int) -> None:
+    """Seal ``batch``; see `SQLWriter.seal`."""
+    _check_batch(batch)
+    event = new_event(BatchSealed(batch=batch, expected=expected))
+    await database.write(_seal, experiment, actor, batch, expected, event)
+
+
+def take_over(
+    tx: Transaction,
+    experiment: int,
+    presence_of: Callable[[str], Presence],
+    mine: Collection[str],
+    batches: Collection[str] | None,
+) -> list[counts.OpenBatch]:
+    """Claim open batches of explorers that are gone; return them, oldest first.
+
+    From here on this process is there under their names, so that no other one claims them too.
+
+    Args:
+        presence_of: the presence of an explorer in this process, by its name.
+        mine: names under which the writer that asks is there already.
+        batches: those that may be claimed; None: all.
+    """
+    lock_experiment(tx, experiment)
+    here = diagnosis.Surroundings.of(tx, experiment).here
+
+    def is_there(actor: str) -> bool:
+        rows = [row for row in here if (row.role, row.name) == ("explorer", actor)]
+        return any(actor not in mine or not presence_of(actor).is_own(row) for row in rows)
+
+    gone = [
+        batch
+        for batch in counts.open_batches(tx, experiment)
+        if batches is None or batch.key in batches
+        if not is_there(batch.actor)
+    ]
+    for actor in sorted({batch.actor for batch in gone}):
+        promises.note_presence(tx, experiment, presence_of(actor).first())
+    return gone
+
+
+def heirs_of(presence: Presence, here: Sequence[PresenceRow]) -> list[PresenceRow]:
+    """Return who is there under the name of an explorer and under one of its own: it took over."""
+    names: dict[tuple[str, int], set[str]] = {}
+    for row in here:
+        if row.role == presence.role:
+            names.setdefault((row.host, row.pid), set()).add(row.name)
+    namesakes = filter(presence.is_namesake, here)
+    return [row for row in namesakes if len(names[row.host, row.pid]) > 1]
+
+
+async def wait_for_heirs(database: Database, experiment: int, presence: Presence) -> None:
+    """Return once what an explorer had left is sealed, or nobody is there who took it over."""
+    actor = presence.name
+
+    def look(tx: Transaction) -> tuple[list[PresenceRow], list[str]]:
+        here = promises.everybody(tx, experiment)
+        _, left = writer_queries.batches_of_actor(tx, experiment, actor)
+        return heirs_of(presence, here), left
+
+    async def tell() -> str:
+        return (
+            f"explorer {actor!r} waits for batch {open_ones[0]!r}, which another process took over "
+            f"({place_of(heirs[0])})"
+        )
+
+    wait = SpokenWait(database.changes, tell, presence, stall=Stall(database, experiment, presence))
+    left: list[str] | None = None
+    while True:
+        state = await database.changes.state()
+        heirs, open_ones = await database.read(look)
+        left = open_ones if left is None else [batch for batch in left if batch in open_ones]
+        if not (heirs and left):
+            wait.over()
+            return
+        await wait.changed(state, LOOK_FOR_HEIRS_S)
+
+
+LOOK_FOR_HEIRS_S = 2.0
+"""Nobody says that one was killed."""
+
+
+def seal_as_it_is(tx: Transaction, experiment: int, batch: str, *, actor: str) -> int | None:
+    """Seal a batch with what is stored of it; return how much that is, None if it is sealed.
+
+    Raises:
+        UnknownNameError: nothing is planned or stored under this id.
+    """
+    lock_experiment(tx, experiment)
+    row = writer_queries.batch_row(tx, experiment, batch)
+    if row is not None and row.sealed_at is not None:
+        return None
+    held = writer_queries.count_in_batch(tx, experiment, batch)
+    if row is None and not held:
+        name = log.experiment_name(tx, experiment)
+        raise UnknownNameError(
+            f"experiment {name!r} has no batch {batch!r}: `trinity-buffer doctor` names those that "
+            "lack runs"
+        )
+    key = writer_queries.key_of_batch(tx, experiment, batch) if row is None else row.batch
+    event = new_event(BatchSealed(batch=key, expected=held))
+    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+    return held
+
+
+def _seal(
+    tx: Transaction, experiment: int, actor: str, batch: Key, expected: int, event: log.NewEvent
+) -> None:
+    lock_experiment(tx, experiment)
+    existing = writer_queries.batch_row(tx, experiment, batch)
+    if existing is not None and existing.sealed_at is not None:
+        if existing.expected == expected:
+            return
+        raise ConflictingSealError(
+            f"batch {batch!r} was sealed with {existing.expected} experiences, "
+            f"this seal says {expected}"
+        )
+    held = writer_queries.count_in_batch(tx, experiment, batch)
+    if held != expected:
+        raise ConflictingSealError(
+            f"batch {batch!r} holds {held} experiences, this seal says {expected}; "
+            "nothing was sealed. "
+            "missing(batch) names the planned runs that are not stored"
+        )
+    log.append(tx, experiment, [event], actor=actor, now_us=now_us())

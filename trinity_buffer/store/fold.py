@@ -1,0 +1,432 @@
+"""The fold: how each kind of event changes the projections.
+
+The same functions run in the transaction that records an event and when `rebuild` folds the whole
+log again, so the two cannot differ. A fold reads nothing but its event's body and the projections,
+and opens no segment.
+
+The statements that keep what is known of steps, and of the trainer that takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, assert_never
+
+from sqlalchemy import ColumnElement, Text, bindparam, case, delete, func, insert, select, update
+
+from trinity_buffer.errors import CursorConflictError
+from trinity_buffer.events import (
+    BatchLeased,
+    BatchPlanned,
+    BatchSealed,
+    ChainStarted,
+    Config,
+    ConfigurationChanged,
+    ConsumerRegistered,
+    ExperiencesAnnotated,
+    ExperiencesRecorded,
+    ExperiencesRejected,
+    ExperimentCreated,
+    ExperimentFinished,
+    PlacedFact,
+    PolicyPublished,
+    RankJoined,
+    RanksAssembled,
+    RewardsAssigned,
+    SegmentsArchived,
+    SegmentsRestored,
+    StepDealt,
+    StepMeasured,
+    StepPartDone,
+    StepsCommitted,
+    StreamEnded,
+    TrainerRewound,
+    UnknownEvent,
+)
+from trinity_buffer.store import counters, rows
+from trinity_buffer.store.rows import first_address
+from trinity_buffer.store.tables import (
+    annotation,
+    archived,
+    assigned_reward,
+    batch,
+    canonical,
+    configuration,
+    consumer,
+    delivery,
+    experience,
+    plan,
+    policy,
+    rejection,
+    step,
+    waiting,
+)
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    among_given,
+    by_dialect,
+    dialect_module,
+    given,
+    upsert,
+)
+
+OF_CONSUMER = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
+_OF_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
+_BEFORE = (*_OF_STEP, step.c.step == bindparam("before"))
+
+
+def _so_far(column: ColumnElement[int], more: str) -> ColumnElement[int]:
+    return func.coalesce(select(column).where(*_BEFORE).scalar_subquery(), 0) + bindparam(more)
+
+
+STEP = Prepared(
+    insert(step).values(
+        experiment=bindparam("of"),
+        consumer=bindparam("by"),
+        step=bindparam("number"),
+        leased_at=bindparam("position"),
+        rows=bindparam("rows"),
+        groups=bindparam("groups"),
+        planned_groups_so_far=_so_far(step.c.planned_groups_so_far, "planned"),
+        manifest_digest=bindparam("digest"),
+        own_rows_so_far=_so_far(step.c.own_rows_so_far, "own"),
+    )
+)
+HANDED_OUT = Prepared(
+    update(consumer)
+    .where(*OF_CONSUMER)
+    .values(leased_step=bindparam("number"), token=bindparam("fence"))
+)
+
+
+def _done() -> Prepared:
+    """Return what commits all steps that are not, up to the last; it names the checkpoint."""
+    live = select(consumer.c.committed_step).where(*OF_CONSUMER).scalar_subquery()
+    said: dict[str, Any] = {
+        name: case((step.c.step == bindparam("last"), bindparam(name, type_=column.type)))
+        for name, column in (
+            ("checkpoint", step.c.checkpoint),
+            ("checkpoint_digest", step.c.checkpoint_digest),
+            ("chain", step.c.chain),
+        )
+    }
+    text_of_rows = bindparam("rows_by_rank", type_=Text())
+    said["rows_by_rank"] = case((step.c.step == bindparam("last"), text_of_rows))
+    some = (*_OF_STEP, step.c.step > live, step.c.step <= bindparam("last"))
+    return Prepared(update(step).where(*some).values(committed_at=bindparam("position"), **said))
+
+
+DONE = _done()
+COMMITTED = Prepared(
+    update(consumer)
+    .where(*OF_CONSUMER)
+    .values(committed_step=bindparam("last"), token=bindparam("fence"))
+)
+
+
+Decided = ExperiencesAnnotated | ExperiencesRejected
+"""What moves the cursor of a strategy."""
+
+
+def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
+    """Apply events in order; the experiences of neighbours together, and what is counted.
+
+    Calls that share a transaction record one event each: their experiences are one insert.
+    """
+    stored = 0
+    for kind, group in groupby(facts, key=lambda placed: type(placed.fact)):
+        if kind is ExperiencesRecorded:
+            stored += _recorded(tx, experiment, list(group))
+            continue
+        stored += sum(fold_rows(tx, experiment, placed) for placed in group)
+    fold_counters(tx, experiment, facts, stored)
+
+
+def fold_counters(
+    tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored: int
+) -> None:
+    """Add to the counters what ``facts`` and the ``stored`` rollouts of sealed batches add."""
+    numbers = counters.of_events(facts)
+    if stored:
+        numbers["", counters.STORED_ROLLOUTS] = stored
+    counters.add(tx, experiment, numbers)
+
+
+def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+    """Apply one event, but for counters; return how many rollouts it adds to sealed batches."""
+    stored = 0
+    at, fact = placed.position, placed.fact
+    match fact:
+        case ExperimentCreated() | ConfigurationChanged():
+            _configured(tx, experiment, at, fact.config)
+        case ExperimentFinished():
+            _finished(tx, experiment)
+        case BatchPlanned():
+            _planned(tx, experiment, at, fact, placed.actor)
+        case BatchSealed():
+            stored = _sealed(tx, experiment, at, fact, placed.actor)
+        case ExperiencesRecorded():
+            stored = _recorded(tx, experiment, [placed])
+        case ConsumerRegistered():
+            _registered(tx, experiment, fact)
+        case ExperiencesAnnotated():
+            _annotated(tx, experiment, at, fact)
+        case ExperiencesRejected():
+            _rejected(tx, experiment, at, fact)
+        case BatchLeased():
+            _leased(tx, experiment, at, fact)
+        case StepDealt():
+            _dealt(tx, experiment, at, fact)
+        case StepsCommitted():
+            _committed(tx, experiment, at, fact)
+        case TrainerRewound():
+            _rewound(tx, experiment, fact)
+        case PolicyPublished():
+            _published(tx, experiment, at, fact)
+        case RewardsAssigned():
+            _scored(tx, experiment, fact)
+        case SegmentsArchived():
+            _archived(tx, experiment, at, fact)
+        case SegmentsRestored():
+            _restored(tx, experiment, fact)
+        case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
+            pass  # what ranks say to each other they read in the log itself
+        case StepMeasured():
+            pass  # found beside the commit; in no projection
+        case ChainStarted():
+            pass  # it proves the log, and is in no projection
+        case UnknownEvent():
+            pass  # an old version may read a newer log
+        case _:
+            assert_never(fact)
+    return stored
+
+
+def _configured(tx: Transaction, experiment: int, position: int, config: Config) -> None:
+    said = {"position": position, "config": config, "finished": False}
+    statement = upsert(tx, configuration).values(experiment=experiment, **said)
+    tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=said))
+
+
+def _finished(tx: Transaction, experiment: int) -> None:
+    tx.execute(
+        update(configuration).where(configuration.c.experiment == experiment).values(finished=True)
+    )
+
+
+def _planned(
+    tx: Transaction, experiment: int, position: int, fact: BatchPlanned, actor: str
+) -> None:
+    key, size, groups = fact.batch, fact.rollouts_per_group, len(fact.tasks)
+    named = (experiment, str(key), isinstance(key, int), actor)
+    tx.add(batch, [(*named, size, position, None, None, groups, None)])
+    first = int(_LAST_ORDINAL.value(tx, of=experiment)) + 1
+    tx.add(plan, rows.plan_rows(experiment, fact, first))
+
+
+_LAST_ORDINAL = Prepared(
+    select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == bindparam("of"))
+)
+
+
+def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> int:
+    key = str(fact.batch)
+    _seal(tx.dialect.name).change(
+        tx,
+        of=experiment,
+        key=key,
+        is_int=isinstance(fact.batch, int),
+        by=actor,
+        position=position,
+        number=fact.expected,
+    )
+    return counters.count_stored(tx, experiment, key)
+
+
+@by_dialect
+def _seal(dialect: str) -> Prepared:
+    made: Any = dialect_module(dialect).insert(batch)
+    made = made.values(
+        experiment=bindparam("of"),
+        batch=bindparam("key"),
+        batch_is_int=bindparam("is_int"),
+        actor=bindparam("by"),
+        sealed_at=bindparam("position"),
+        expected=bindparam("number"),
+    )
+    # A batch that was planned keeps the actor of its plan, whoever seals it.
+    sealed = {name: made.excluded[name] for name in ("sealed_at", "expected")}
+    return Prepared(made.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
+
+
+def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> int:
+    facts = [one.fact for one in placed if isinstance(one.fact, ExperiencesRecorded)]
+    made = []
+    for one, fact in zip(placed, facts, strict=True):
+        made += rows.experience_rows(experiment, one.position, fact)
+    tx.add(experience, made)
+    stored = 0
+    for one, fact in zip(placed, facts, strict=True):
+        columns = fact.columns
+        late = [(str(columns.batch[n]), str(columns.task[n]), columns.run[n]) for n in fact.refused]
+        stored += counters.count_late(tx, experiment, late, first_address(one.position))
+    return stored
+
+
+def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:
+    said = {"name": fact.consumer, "kind": fact.kind, "config": fact.config}
+    numbers = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")
+    tx.execute(insert(consumer), {"experiment": experiment, **said, **dict.fromkeys(numbers, 0)})
+
+
+def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
+    """Move the cursor of a strategy to ``seen``; what lies between becomes waiting."""
+    name, seen, calls_then = fact.consumer, fact.seen, fact.calls
+    if seen is None or calls_then is None:
+        raise ValueError(f"strategy {name!r} does not say what it has seen")
+    mine = {"of": experiment, "by": name}
+    ((cursor, calls),) = _CURSOR.rows(tx, **mine)
+    if fact.after not in (None, cursor):
+        raise CursorConflictError(
+            f"strategy {name!r}: another process of the same name went on from position "
+            f"{fact.after} to {cursor}; this one goes on from there"
+        )
+    if seen > cursor:
+        end = first_address(seen + 1)
+        _UNSEEN.rows(tx, **mine, start=first_address(cursor + 1), end=end)
+    _SEE.change(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
+
+
+_CURSOR = Prepared(select(consumer.c.cursor, consumer.c.calls).where(*OF_CONSUMER))
+_SEE = Prepared(
+    update(consumer).where(*OF_CONSUMER).values(cursor=bindparam("to"), calls=bindparam("called"))
+)
+_MORE = consumer.c.rejected_groups + bindparam("more")
+_LEFT_OUT = Prepared(update(consumer).where(*OF_CONSUMER).values(rejected_groups=_MORE))
+_UNSEEN = Prepared(
+    insert(waiting).from_select(
+        ["experiment", "consumer", "address"],
+        select(experience.c.experiment, bindparam("by", type_=Text()), experience.c.address).where(
+            experience.c.experiment == bindparam("of"),
+            experience.c.address >= bindparam("start"),
+            experience.c.address < bindparam("end"),
+            experience.c.refused.is_(None),
+        ),
+    )
+)
+
+
+@by_dialect
+def _taken(dialect: str) -> Prepared:
+    mine = (waiting.c.experiment == bindparam("of"), waiting.c.consumer == bindparam("by"))
+    some = among_given(dialect, waiting.c.address, "addresses")
+    return Prepared(delete(waiting).where(*mine, some).returning(waiting.c.address))
+
+
+def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]) -> None:
+    """Take ``addresses`` out of waiting. Each can be taken once: who comes second fails here."""
+    if not addresses:
+        return
+    mine = {"of": experiment, "by": name}
+    gone = _taken(tx.dialect.name).rows(tx, **mine, addresses=given(tx, addresses))
+    if len(gone) != len(addresses):
+        raise CursorConflictError(
+            f"strategy {name!r}: {len(addresses) - len(gone)} of {len(addresses)} experiences "
+            "were decided by another process of the same name; it goes on from what that one left"
+        )
+
+
+def _annotated(tx: Transaction, experiment: int, position: int, fact: ExperiencesAnnotated) -> None:
+    _see(tx, experiment, fact)
+    decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
+    tx.add(annotation, rows.annotation_rows(experiment, position, fact))
+
+
+def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
+    if fact.by == "strategy":
+        _see(tx, experiment, fact)
+        decide(tx, experiment, fact.consumer, fact.experiences)
+    tx.add(rejection, rows.rejection_rows(experiment, position, fact))
+    if fact.planned_groups:
+        _LEFT_OUT.change(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
+
+
+def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
+    name, number = fact.consumer, fact.step
+    tx.add(delivery, rows.delivery_rows(experiment, fact))
+    STEP.change(
+        tx,
+        of=experiment,
+        by=name,
+        number=number,
+        before=number - 1,
+        position=position,
+        rows=len(fact.annotations),
+        groups=fact.num_groups,
+        planned=fact.planned_groups,
+        own=rows.own_rows(fact),
+        digest=fact.digest,
+    )
+    HANDED_OUT.change(tx, of=experiment, by=name, number=number, fence=fact.token)
+
+
+def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> None:
+    mine = (step.c.experiment == experiment, step.c.consumer == fact.consumer)
+    served = rows.dealt_columns(position, fact)
+    tx.execute(update(step).where(*mine, step.c.step == fact.step).values(served))
+    if gone := rows.dropped_rows(experiment, fact):
+        names = [f"{column.name}_" for column in delivery.c]
+        tx.execute(_DROP, [dict(zip(names, row, strict=True)) for row in gone])
+        less = step.c.own_rows_so_far - sum(not source for _, _, source, _, _ in gone)
+        later = update(step).where(*mine, step.c.step >= fact.step)
+        tx.execute(later.values(own_rows_so_far=less))
+    live = (consumer.c.experiment == experiment, consumer.c.name == fact.consumer)
+    tx.execute(update(consumer).where(*live).values(token=fact.token))
+
+
+_DROP = delete(delivery).where(*(column == bindparam(f"{column.name}_") for column in delivery.c))
+
+
+def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:
+    last, said = fact.steps[-1], rows.commit_columns(fact)
+    said["rows_by_rank"] = canonical(said["rows_by_rank"])
+    mine = {"of": experiment, "by": fact.consumer, "last": last}
+    DONE.change(tx, **mine, position=position, **said)
+    COMMITTED.change(tx, **mine, fence=fact.token)
+
+
+def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
+    name, kept = fact.consumer, fact.step
+    mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > kept)
+    tx.execute(update(step).where(*mine).values(rows.NOT_COMMITTED))
+    live = (consumer.c.experiment == experiment, consumer.c.name == name)
+    tx.execute(update(consumer).where(*live).values(committed_step=kept))
+
+
+def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPublished) -> None:
+    tx.add(policy, [(experiment, position, fact.number, fact.uri, fact.digest)])
+
+
+def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
+    """A later event of the same scoring replaces what an earlier one said of an experience."""
+    made = [
+        {"experiment": experiment, "scoring": fact.scoring, "address": address, "reward": reward}
+        for address, reward in zip(fact.experiences, fact.rewards, strict=True)
+    ]
+    if not made:
+        return
+    statement = upsert(tx, assigned_reward)
+    keys = ["experiment", "scoring", "address"]
+    replace = {"reward": statement.excluded.reward}
+    tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=replace), made)
+
+
+def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArchived) -> None:
+    tx.add(archived, [(experiment, key, position, fact.uri) for key in fact.segments])
+
+
+def _restored(tx: Transaction, experiment: int, fact: SegmentsRestored) -> None:
+    mine = (archived.c.experiment == experiment, archived.c.segment.in_(fact.segments))
+    tx.execute(delete(archived).where(*mine))

@@ -1,0 +1,538 @@
+"""What writers and strategies ask the projections. An open transaction comes first.
+
+Filtered reads of stored experiences, page by page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Text, bindparam, func, select
+
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.identity import EID, Key
+from trinity_buffer.store import counters, log
+from trinity_buffer.store.rows import (
+    EXPERIENCE_COLUMNS,
+    MAX_ROWS_PER_EVENT,
+    BatchRow,
+    ConsumerRow,
+    ExperienceRow,
+    experience_row,
+    first_address,
+    position_of,
+    typed,
+)
+from trinity_buffer.store.tables import (
+    annotation,
+    assigned_reward,
+    batch,
+    configuration,
+    consumer,
+    event,
+    experience,
+    plan,
+    policy,
+    rejection,
+    waiting,
+)
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    among,
+    among_given,
+    by_dialect,
+    given,
+    has_row,
+    lock_experiment,
+    one_statement,
+)
+
+DOOR = "door"
+"""Who rejects what is late or invalid when it is written."""
+
+
+def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] | None:
+    """Return (configuration, whether it is finished), or None before the first event."""
+    row = tx.execute(_CONFIG, {"of": experiment}).one_or_none()
+    return None if row is None else (dict(row.config), bool(row.finished))
+
+
+@one_statement
+def is_finished(tx: Transaction, experiment: int) -> bool:
+    """Return whether an experiment was finished since the last change of its configuration."""
+    return bool(_FINISHED.value(tx, of=experiment))
+
+
+_OF_CONFIG = configuration.c.experiment == bindparam("of")
+_CONFIG = select(configuration.c.config, configuration.c.finished).where(_OF_CONFIG)
+_FINISHED = Prepared(select(configuration.c.finished).where(_OF_CONFIG))
+
+
+def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[EID, tuple[int, bytes]]:
+    """Return (address, content digest) of those of ``eids`` that are stored."""
+    wanted = {(str(e.batch), str(e.task), e.run, e.step, e.suffix): e for e in eids}
+    found: dict[EID, tuple[int, bytes]] = {}
+    statement = _of_tasks(tx.dialect.name, "stored")
+    for some, tasks in _by_batch(key[:2] for key in wanted):
+        rows = statement.rows(tx, of=experiment, batch=some, tasks=given(tx, tasks))
+        for address, digest, *key in rows:
+            eid = wanted.get((some, *key))
+            if eid is not None:
+                found[eid] = (int(address), bytes(digest))
+    return found
+
+
+def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]]:
+    """Return each batch with its tasks."""
+    tasks: dict[str, dict[str, None]] = {}
+    for batch_key, task in groups:
+        tasks.setdefault(batch_key, {})[task] = None
+    return [(batch_key, list(some)) for batch_key, some in tasks.items()]
+
+
+@by_dialect
+def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Prepared:
+    """Return what is asked of the experiences of some tasks of a batch.
+
+    One batch at a time: of several, SQLite, which has no statistics, looks at every experience of
+    the run.
+    """
+    columns = {
+        "stored": (experience.c.address, experience.c.digest, *_WITHIN_BATCH),
+        "decided": (experience.c.task,),
+        "refused": (experience.c.task, experience.c.run),
+    }
+    some = among_given(dialect, experience.c.task, "tasks")
+    query = select(*columns[what]).where(*of_batch(dialect, some))
+    if what == "stored":
+        return Prepared(query)
+    query = query.where(experience.c.address < bindparam("end"))
+    if what == "refused":
+        return Prepared(query.where(experience.c.refused.is_not(None)))
+    still = has_row(
+        waiting.c.experiment == bindparam("of"),
+        waiting.c.consumer == bindparam("by"),
+        waiting.c.address == experience.c.address,
+    )
+    return Prepared(query.where(experience.c.refused.is_(None), ~still))
+
+
+_WITHIN_BATCH = (experience.c.task, experience.c.run, experience.c.step, experience.c.suffix)
+
+
+def of_batch(dialect: str, *more: ColumnElement[bool]) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of the experiences of the batch that ``batch`` is bound to.
+
+    Args:
+        dialect: of the statement.
+        more: conditions of other columns of the index of EIDs.
+    """
+    mine = experience.c.experiment == bindparam("of")
+    named = (experience.c.batch == bindparam("batch"), *more)
+    if dialect == "sqlite":
+        # In two: in one, it takes the primary key and looks at every experience of the run.
+        addresses = select(experience.c.address).where(mine, *named)
+        return mine, experience.c.address.in_(addresses)
+    # In one: of two, PostgreSQL compares each row with each, as long as it has no statistics.
+    return mine, *named
+
+
+def sealed_among(tx: Transaction, experiment: int, batches: Sequence[str]) -> set[str]:
+    """Return which of ``batches`` are sealed."""
+    query = _sealed_among(tx.dialect.name)
+    return {key for (key,) in query.rows(tx, of=experiment, batches=given(tx, batches))}
+
+
+@by_dialect
+def _sealed_among(dialect: str) -> Prepared:
+    return Prepared(
+        select(batch.c.batch).where(
+            batch.c.experiment == bindparam("of"),
+            among_given(dialect, batch.c.batch, "batches"),
+            batch.c.sealed_at.is_not(None),
+        )
+    )
+
+
+def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
+    """Return the batch with its planned tasks, or None if it was neither planned nor sealed."""
+    rows = batches(tx, experiment, [str(key)])
+    return rows.get(str(key))
+
+
+def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
+    """Return those of the batches ``keys`` that were planned or sealed."""
+    some, dialect = given(tx, keys), tx.dialect.name
+    found = _batches(dialect).rows(tx, of=experiment, batches=some)
+    tasks: dict[str, list[Key]] = {}
+    if found:
+        # Sorted here: asked to, SQLite walks through all plans of the run in their order.
+        plans = _tasks(dialect).rows(tx, of=experiment, batches=some)
+        for _, key, task, is_int in sorted(plans):
+            tasks.setdefault(key, []).append(typed(task, is_int=is_int))
+    return {
+        key: BatchRow(
+            typed(key, is_int=is_int), actor, size, planned, sealed, told, tuple(tasks.get(key, ()))
+        )
+        for key, is_int, actor, size, planned, sealed, told in found
+    }
+
+
+@by_dialect
+def _batches(dialect: str) -> Prepared:
+    wanted = among_given(dialect, batch.c.batch, "batches")
+    columns = (batch.c[name] for name in _BATCH_COLUMNS)
+    return Prepared(select(*columns).where(batch.c.experiment == bindparam("of"), wanted))
+
+
+_BATCH_COLUMNS = (
+    "batch",
+    "batch_is_int",
+    "actor",
+    "rollouts_per_group",
+    "planned_at",
+    "sealed_at",
+    "expected",
+)
+
+
+@by_dialect
+def _tasks(dialect: str) -> Prepared:
+    wanted = among_given(dialect, plan.c.batch, "batches")
+    query = select(plan.c.ordinal, plan.c.batch, plan.c.task, plan.c.task_is_int)
+    return Prepared(query.where(plan.c.experiment == bindparam("of"), wanted))
+
+
+def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
+    """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
+    query = select(batch.c.batch).where(
+        batch.c.experiment == experiment,
+        batch.c.actor == actor,
+        *is_open(),
+    )
+    unsealed = tx.execute(query.order_by(batch.c.planned_at)).scalars()
+    return counters.planned_batches(tx, experiment, actor), list(unsealed)
+
+
+def is_open() -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of a planned batch that is not sealed, in the words of its index."""
+    return batch.c.planned_at > 0, batch.c.sealed_at.is_(None)
+
+
+def runs_of(tx: Transaction, experiment: int, key: Key) -> set[tuple[str, int]]:
+    """Return the (task as text, run) pairs of a batch that are stored."""
+    query = (
+        select(experience.c.task, experience.c.run)
+        .where(experience.c.experiment == experiment, experience.c.batch == str(key))
+        .distinct()
+    )
+    return {(task, int(run)) for task, run in tx.execute(query).all()}
+
+
+def key_of_batch(tx: Transaction, experiment: int, batch: str) -> Key:
+    """Return the id, with its type, of a batch of which something is stored."""
+    query = select(experience.c.int_keys).where(
+        experience.c.experiment == experiment, experience.c.batch == batch
+    )
+    return typed(batch, is_int=bool(tx.execute(query.limit(1)).scalar_one() & 1))
+
+
+def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
+    """Return how many experiences of a batch are stored and not refused as late."""
+    return int(_in_batch(tx.dialect.name).value(tx, of=experiment, batch=str(key)))
+
+
+@by_dialect
+def _in_batch(dialect: str) -> Prepared:
+    stays = experience.c.refused.is_distinct_from("late")
+    return Prepared(select(func.count(experience.c.address)).where(*of_batch(dialect), stays))
+
+
+def consumers(tx: Transaction, experiment: int) -> dict[str, ConsumerRow]:
+    """Return all consumers of the experiment."""
+    rows = tx.execute(_CONSUMERS, {"of": experiment}).all()
+    return {row.name: ConsumerRow(*row[1:]) for row in rows}
+
+
+_CONSUMERS = (
+    select(consumer).where(consumer.c.experiment == bindparam("of")).order_by(consumer.c.name)
+)
+
+
+@one_statement
+def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | None:
+    """Return one consumer, or None."""
+    query = select(consumer).where(consumer.c.experiment == experiment, consumer.c.name == name)
+    row = tx.execute(query).one_or_none()
+    return None if row is None else ConsumerRow(*row[1:])
+
+
+def registered(
+    tx: Transaction, experiment: int, name: str, event: log.NewEvent, *, clock: Callable[[], int]
+) -> ConsumerRow:
+    """Return the consumer ``name``; where there is none, append the event that registers it.
+
+    Raises:
+        InvalidArgumentError: a new name has a slash, or is that of the door.
+    """
+    lock_experiment(tx, experiment)
+    row = consumer_row(tx, experiment, name)
+    if row is None:
+        if "/" in name:
+            raise InvalidArgumentError(
+                f"consumer {name!r}: a name with a slash is that of a trainer of another "
+                "experiment, which rejects rows here; choose one without"
+            )
+        if name == DOOR:
+            raise InvalidArgumentError(
+                f"consumer {name!r}: by this name questions tell what was refused when it was "
+                "written; choose another one"
+            )
+        log.append(tx, experiment, [event], actor=name, now_us=clock())
+        row = consumer_row(tx, experiment, name)
+    assert row is not None
+    return row
+
+
+def waiting_addresses(
+    tx: Transaction, experiment: int, name: str, *, after: int, up_to: int, limit: int
+) -> list[int]:
+    """Return what strategy ``name`` has seen and not decided, above ``after``, in order."""
+    end = first_address(up_to + 1)
+    rows = _WAITING.rows(tx, of=experiment, by=name, after=after, end=end, most=limit)
+    return [address for (address,) in rows]
+
+
+_WAITING = Prepared(
+    select(waiting.c.address)
+    .where(
+        waiting.c.experiment == bindparam("of"),
+        waiting.c.consumer == bindparam("by"),
+        waiting.c.address > bindparam("after"),
+        waiting.c.address < bindparam("end"),
+    )
+    .order_by(waiting.c.address)
+    .limit(bindparam("most"))
+)
+
+
+def last_recorded(tx: Transaction, experiment: int) -> int:
+    """Return the position of the last event that recorded experiences, 0 if there is none."""
+    query = select(func.max(experience.c.address)).where(experience.c.experiment == experiment)
+    return position_of(int(tx.execute(query).scalar() or 0))
+
+
+def experience_rows(
+    tx: Transaction, experiment: int, addresses: Sequence[int]
+) -> list[ExperienceRow]:
+    """Return the experiences at ``addresses``, in order of address."""
+    mine = (experience.c.experiment == experiment, among(tx, experience.c.address, addresses))
+    query = select(*EXPERIENCE_COLUMNS).where(*mine).order_by(experience.c.address)
+    return [experience_row(row) for row in tx.execute(query).all()]
+
+
+def rows_of_events(
+    tx: Transaction, experiment: int, positions: Sequence[int]
+) -> dict[int, list[ExperienceRow]]:
+    """Return position -> the experiences that the event there recorded, of those that did."""
+    found: dict[int, list[ExperienceRow]] = {}
+    for position in positions:
+        inside = experience.c.address.between(
+            first_address(position), first_address(position + 1) - 1
+        )
+        query = select(*EXPERIENCE_COLUMNS).where(experience.c.experiment == experiment, inside)
+        rows = tx.execute(query.order_by(experience.c.address)).all()
+        found[position] = [experience_row(row) for row in rows]
+    return found
+
+
+def decided_groups(
+    tx: Transaction,
+    experiment: int,
+    name: str,
+    groups: Sequence[tuple[str, str]],
+    *,
+    cursor: int,
+) -> set[tuple[str, str]]:
+    """Return which groups have experiences up to ``cursor`` that the strategy has decided."""
+    statement, end = _of_tasks(tx.dialect.name, "decided"), first_address(cursor + 1)
+    decided: set[tuple[str, str]] = set()
+    for key, tasks in _by_batch(groups):
+        some = given(tx, tasks)
+        rows = statement.rows(tx, of=experiment, by=name, batch=key, tasks=some, end=end)
+        decided.update((key, task) for (task,) in rows)
+    return decided
+
+
+def newest_policy(
+    tx: Transaction, experiment: int, trainer: str
+) -> tuple[int, str, str, int] | None:
+    """Return (version, uri, digest, position) of the policy that was published last, or None.
+
+    What trainers other than ``trainer`` published is passed over, unless that one is not there, or
+    nothing else is published: explorers follow one model.
+    """
+    own = _NEWEST_POLICY.rows(tx, of=experiment, by=trainer)
+    for version, uri, digest, position in own or _NEWEST_OF_ALL.rows(tx, of=experiment):
+        return int(version), uri, digest, int(position)
+    return None
+
+
+def of_no_other_trainer(trainer: ColumnElement[str]) -> ColumnElement[bool]:
+    """Return whether a policy was published by ``trainer``, or by no trainer."""
+    is_others = select(event.c.position).where(
+        event.c.experiment == policy.c.experiment,
+        event.c.position == policy.c.position,
+        event.c.actor != trainer,
+        consumer.c.experiment == policy.c.experiment,
+        consumer.c.name == event.c.actor,
+        consumer.c.kind == "trainer",
+    )
+    return ~is_others.exists()
+
+
+_NEWEST = (
+    select(policy.c.version, policy.c.uri, policy.c.digest, policy.c.position)
+    .where(policy.c.experiment == bindparam("of"))
+    .order_by(policy.c.position.desc())
+    .limit(1)
+)
+_NEWEST_OF_ALL = Prepared(_NEWEST)
+_BY = bindparam("by", type_=Text)
+_NEWEST_POLICY = Prepared(
+    _NEWEST.where(
+        select(consumer.c.name)
+        .where(
+            consumer.c.experiment == policy.c.experiment,
+            consumer.c.name == _BY,
+            consumer.c.kind == "trainer",
+        )
+        .exists(),
+        of_no_other_trainer(_BY),
+    )
+)
+
+
+def refused_runs(
+    tx: Transaction, experiment: int, groups: Sequence[tuple[str, str]], *, cursor: int
+) -> set[tuple[tuple[str, str], int]]:
+    """Return (group, run) of the experiences up to ``cursor`` that were refused at the door."""
+    statement, end = _of_tasks(tx.dialect.name, "refused"), first_address(cursor + 1)
+    found: set[tuple[tuple[str, str], int]] = set()
+    for key, tasks in _by_batch(groups):
+        rows = statement.rows(tx, of=experiment, batch=key, tasks=given(tx, tasks), end=end)
+        found.update(((key, task), int(run)) for task, run in rows)
+    return found
+
+
+State = Literal["unseen", "waiting", "annotated", "rejected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What an experience must be; None: anything. ``state`` is that in ``annotation_set``."""
+
+    batch: Key | None = None
+    task: Key | None = None
+    run: int | None = None
+    policy_version: int | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    include_refused: bool = False
+    annotation_set: str | None = None
+    state: State | None = None
+    addresses: tuple[int, ...] | None = None
+
+
+def addresses_in_batch(
+    tx: Transaction, experiment: int, batch: Key, task: Key | None, *, limit: int
+) -> tuple[int, ...]:
+    """Return the addresses of up to ``limit`` experiences of a batch, or of a task in it."""
+    query = select(experience.c.address).where(
+        experience.c.experiment == experiment, experience.c.batch == str(batch)
+    )
+    if task is not None:
+        query = query.where(experience.c.task == str(task))
+    return tuple(tx.execute(query.limit(limit)).scalars())
+
+
+def newest_version(tx: Transaction, experiment: int) -> int | None:
+    """Return the policy version of the experience that was stored last, None if nothing says."""
+    query = select(experience.c.policy_version).where(experience.c.experiment == experiment)
+    return tx.execute(query.order_by(experience.c.address.desc()).limit(1)).scalar()
+
+
+def experiences(
+    tx: Transaction, experiment: int, wanted: Filter, *, after: int, limit: int
+) -> list[ExperienceRow]:
+    """Return up to ``limit`` experiences with an address above ``after``, in order of address."""
+    query = select(*EXPERIENCE_COLUMNS).where(
+        experience.c.experiment == experiment, experience.c.address > after
+    )
+    equal = ((experience.c.run, wanted.run), (experience.c.policy_version, wanted.policy_version))
+    for column, value in (*equal, *_keys(wanted)):
+        if value is not None:
+            query = query.where(column == value)
+    if wanted.reward_min is not None:
+        query = query.where(experience.c.reward >= wanted.reward_min)
+    if wanted.reward_max is not None:
+        query = query.where(experience.c.reward <= wanted.reward_max)
+    if wanted.addresses is not None:
+        query = query.where(among(tx, experience.c.address, wanted.addresses))
+    if wanted.state is not None:
+        query = query.where(_is(wanted.state, wanted.annotation_set or ""))
+    if not wanted.include_refused:
+        query = query.where(experience.c.refused.is_(None))
+    rows = tx.execute(query.order_by(experience.c.address).limit(limit))
+    return [experience_row(row) for row in rows.all()]
+
+
+def _keys(wanted: Filter) -> Iterator[tuple[ColumnElement[str], str | None]]:
+    """Yield the columns of the keys, and what each must be.
+
+    Where addresses are given, these are looked up: no index of the keys is to be walked.
+    """
+    for column, key in ((experience.c.batch, wanted.batch), (experience.c.task, wanted.task)):
+        compared = column if wanted.addresses is None else column.concat("")
+        yield compared, None if key is None else str(key)
+
+
+def _is(state: State, name: str) -> ColumnElement[bool]:
+    """Return the condition that an experience is in ``state`` for the annotation set ``name``."""
+    if state == "unseen":
+        cursor = select(consumer.c.cursor).where(
+            consumer.c.experiment == experience.c.experiment, consumer.c.name == name
+        )
+        return experience.c.address >= (cursor.scalar_subquery() + 1) * MAX_ROWS_PER_EVENT
+    place: ColumnElement[Any]
+    if state == "annotated":
+        table, place = annotation, annotation.c.experience
+    else:
+        table = waiting if state == "waiting" else rejection
+        place = table.c.address
+    return has_row(
+        table.c.experiment == experience.c.experiment,
+        table.c.consumer == name,
+        place == experience.c.address,
+    )
+
+
+def assigned_rewards(
+    tx: Transaction, experiment: int, scoring: str, addresses: Sequence[int]
+) -> dict[int, float]:
+    """Return address -> reward of those of ``addresses`` that a scoring has rewarded."""
+    query = select(assigned_reward.c.address, assigned_reward.c.reward).where(
+        assigned_reward.c.experiment == experiment,
+        assigned_reward.c.scoring == scoring,
+        among(tx, assigned_reward.c.address, addresses),
+    )
+    return {int(address): float(reward) for address, reward in tx.execute(query).all()}
+
+
+def scorings(tx: Transaction, experiment: int) -> list[str]:
+    """Return the names of the scorings of an experiment, sorted."""
+    query = select(assigned_reward.c.scoring).where(assigned_reward.c.experiment == experiment)
+    return sorted(tx.execute(query.distinct()).scalars().all())
