@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
-from trinity_buffer.demo.policy_file import policy_metadata
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy, policy_metadata
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 
 CONFIG = PolicyConfig(vocab_size=11, width=16, layers=2, heads=2, max_length=12)

@@ -11,10 +11,10 @@ from torch import Tensor
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.algorithm.policy_loss_fn import PPOPolicyLossFn
 from trinity_buffer.cli.run_config import algorithm_of, resolved
-from trinity_buffer.demo.needs import Needs, needs_of
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.recipes import RECIPES, config_for, recipe_for
 from trinity_buffer.demo.rollout import evaluate, rollout
+from trinity_buffer.demo.solutions import Needs, needs_of
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.experience import Experience
 

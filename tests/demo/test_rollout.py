@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from trinity_buffer.demo.draws import draws, whole_draws
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import evaluate, rollout
-from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
+from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task, draws, whole_draws
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
 

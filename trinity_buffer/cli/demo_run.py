@@ -33,9 +33,8 @@ from trinity_buffer.cli.run_config import (
 )
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo import view
-from trinity_buffer.demo.needs import Needs, needs_of
 from trinity_buffer.demo.recipes import config_for, teacher_config
-from trinity_buffer.demo.solutions import require_solutions
+from trinity_buffer.demo.solutions import Needs, needs_of, require_solutions
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.errors import InvalidArgumentError

@@ -16,10 +16,9 @@ import torch
 
 from trinity_buffer.algorithm import ALGORITHM_TYPE
 from trinity_buffer.cli.run_config import ModelConfig, RunConfig, algorithm_of, is_folder
-from trinity_buffer.demo.needs import needs_of
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler, evaluate
-from trinity_buffer.demo.solutions import SolutionSampler
+from trinity_buffer.demo.solutions import SolutionSampler, needs_of
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError, TrinityBufferError
 from trinity_buffer.experience import Experience

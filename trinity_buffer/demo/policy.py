@@ -3,28 +3,140 @@
 Small enough for a processor core, and complete where it matters to a trainer: the same
 log-probabilities for padded rows and for packed sequences, weights that depend on a seed alone, and
 files that are either whole or not there.
+
+The file of a policy: whole or not there, and as true as its bytes.
+
+Scores from all logits at once, as runs were trained before the logits were made in slices.
+
+The sums are the same, added in another order: the last bits differ, and so would the weights of a
+replay. So the steps of those runs are replayed with these.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from trinity_buffer.demo.policy_file import read_policy, write_policy
-from trinity_buffer.demo.whole_logits import entropy_changes_of_logits, scores_of_logits
+from trinity_buffer.algorithm.advantage_fn.entropy_clip import expected_entropy_change
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.last_hidden import OutputHead
-from trinity_buffer.trainer.policy import TokenScores
-from trinity_buffer.trainer.token_scores import entropy_changes, token_scores
+from trinity_buffer.trainer.policy import TokenScores, all_finite
+from trinity_buffer.trainer.token_scores import entropy_changes, predicted, token_scores
+
+_METADATA_KEY = "trinity_buffer_policy"
+
+
+def write_policy(
+    path: str | Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Write the weights to the safetensors file ``path``, whole or not at all, durably.
+
+    The bytes depend on the weights, the config and ``metadata`` alone. The data is on the disk, and
+    so is its name, when this returns.
+    """
+    # One key: safetensors writes several in an order that changes from run to run.
+    header = {"config": dict(config), "metadata": dict(metadata)}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in weights.items()}
+    data = save(tensors, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
+    _write_durably(Path(path), data)
+
+
+def read_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config and weights, on the CPU.
+
+    Raises:
+        CheckpointError: there is no such file, it is not a policy, or its weights are not finite.
+    """
+    header, tensors = _read(path, with_tensors=True)
+    if not all_finite(tensors.values()):
+        raise CheckpointError(
+            f"{path}: the weights hold NaN or Inf, nothing can be sampled from them; publish an "
+            "older checkpoint"
+        )
+    return header["config"], tensors
+
+
+def policy_metadata(path: str | Path) -> dict[str, Any]:
+    """Return the ``metadata`` that was written, without reading the weights.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not a policy.
+    """
+    return dict(_read(path, with_tensors=False)[0]["metadata"])
+
+
+def _read(path: str | Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {})[_METADATA_KEY])
+            header = {"config": dict(header["config"]), "metadata": dict(header["metadata"])}
+            names = file.keys() if with_tensors else ()
+            return header, {name: file.get_tensor(name) for name in names}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: there is no such policy file") from error
+    except (SafetensorError, KeyError, OSError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: not a policy that save_policy wrote ({error}); publish it again"
+        ) from error
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """Write a temporary file beside ``path``, sync it, give it its name, sync the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def scores_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> TokenScores:
+    """Return what `token_scores` returns, from the logits of a micro-batch."""
+    ids = microbatch["input_ids"]
+    time = ids.dim() - 1
+    before = logits.narrow(time, 0, logits.shape[time] - 1)
+    before = before if before.dtype == torch.float64 else before.float()
+    heat = microbatch.get("temperature")
+    if heat is not None:
+        before = before / heat.narrow(time, 1, ids.shape[time] - 1).unsqueeze(-1)
+    every = torch.log_softmax(before, -1)
+    following = ids.narrow(time, 1, ids.shape[time] - 1).long()
+    logprob = every.gather(-1, following.unsqueeze(-1)).squeeze(-1)
+    entropy = -(every.exp() * every).sum(-1)
+    real = predicted(microbatch)
+    return TokenScores(*(functional.pad(x, (1, 0)).where(real, 0.0) for x in (logprob, entropy)))
+
+
+def entropy_changes_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> Tensor:
+    """Return what `entropy_changes` returns, from the logits of a micro-batch."""
+    heat = microbatch.get("temperature")
+    if heat is not None:
+        logits = logits / torch.roll(heat, -1, -1).unsqueeze(-1)
+    return torch.roll(expected_entropy_change(logits), 1, -1).where(predicted(microbatch), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

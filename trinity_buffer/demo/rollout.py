@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trinity_buffer.demo.draws import draws
 from trinity_buffer.demo.policy import TransformerPolicy
-from trinity_buffer.demo.tasks import Problem, Task, Tokens, Verdict
+from trinity_buffer.demo.tasks import Problem, Task, Tokens, Verdict, draws
 from trinity_buffer.errors import NonFiniteError
 from trinity_buffer.experience import EID, Experience, Key
 
