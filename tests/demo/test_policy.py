@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy, policy_metadata
+from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 
 CONFIG = PolicyConfig(vocab_size=11, width=16, layers=2, heads=2, max_length=12)
@@ -127,18 +127,17 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_global_state() -> None:
 
 def test_a_saved_policy_is_loaded_as_it_was(tmp_path: Path) -> None:
     policy, path = TransformerPolicy(CONFIG, seed=9), tmp_path / "policy-7.safetensors"
-    policy.save(path, metadata={"version": 7})
+    policy.save(path)
     loaded = TransformerPolicy.load(path)
     assert loaded.config == CONFIG
     ids = torch.arange(11).unsqueeze(0)
     assert torch.equal(loaded(ids), policy(ids))
-    assert policy_metadata(path) == {"version": 7}
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_equal_policies_are_equal_bytes(tmp_path: Path) -> None:
     for name in "ab":
-        TransformerPolicy(CONFIG).save(tmp_path / name, metadata={"b": 1, "a": 2})
+        TransformerPolicy(CONFIG).save(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 

@@ -393,7 +393,11 @@ class Demo:
                     break
                 if live is not None:
                     title = f"{self.experiment} · {self._shown}"
-                    live.update(view.drawn(title, numbers, supervisor.children, supervisor.kills))
+                    rows = [
+                        view.Child(c.name, c.alive, c.restarts, c.last_line())
+                        for c in supervisor.children
+                    ]
+                    live.update(view.drawn(title, numbers, rows, supervisor.kills))
                 elif time.monotonic() - printed >= PLAIN_LINE_EVERY_S:
                     printed = time.monotonic()
                     kills = f"  killed {supervisor.kills}" if self.chaos_every_s else ""

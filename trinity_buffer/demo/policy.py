@@ -2,14 +2,7 @@
 
 Small enough for a processor core, and complete where it matters to a trainer: the same
 log-probabilities for padded rows and for packed sequences, weights that depend on a seed alone, and
-files that are either whole or not there.
-
-The file of a policy: whole or not there, and as true as its bytes.
-
-Scores from all logits at once, as runs were trained before the logits were made in slices.
-
-The sums are the same, added in another order: the last bits differ, and so would the weights of a
-replay. So the steps of those runs are replayed with these.
+files that are either complete or absent.
 """
 
 from __future__ import annotations
@@ -39,65 +32,45 @@ from trinity_buffer.trainer.token_scores import entropy_changes, predicted, toke
 _METADATA_KEY = "trinity_buffer_policy"
 
 
-def write_policy(
-    path: str | Path,
-    config: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    metadata: Mapping[str, Any],
-) -> None:
-    """Write the weights to the safetensors file ``path``, whole or not at all, durably.
+def _write_policy(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Write the weights to the safetensors file ``path``, completely or not at all, durably.
 
-    The bytes depend on the weights, the config and ``metadata`` alone. The data is on the disk, and
-    so is its name, when this returns.
+    The bytes depend on the weights and the config alone.
     """
-    # One key: safetensors writes several in an order that changes from run to run.
-    header = {"config": dict(config), "metadata": dict(metadata)}
+    # One key, because safetensors writes several in an order that changes from run to run. The
+    # empty metadata keeps the bytes, and so the digests, of earlier versions.
+    header = json.dumps({"config": dict(config), "metadata": {}}, sort_keys=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in weights.items()}
-    data = save(tensors, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
-    _write_durably(Path(path), data)
+    _write_durably(path, save(tensors, metadata={_METADATA_KEY: header}))
 
 
-def read_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and weights, on the CPU.
 
     Raises:
         CheckpointError: there is no such file, it is not a policy, or its weights are not finite.
     """
-    header, tensors = _read(path, with_tensors=True)
-    if not all_finite(tensors.values()):
-        raise CheckpointError(
-            f"{path}: the weights hold NaN or Inf, nothing can be sampled from them; publish an "
-            "older checkpoint"
-        )
-    return header["config"], tensors
-
-
-def policy_metadata(path: str | Path) -> dict[str, Any]:
-    """Return the ``metadata`` that was written, without reading the weights.
-
-    Raises:
-        CheckpointError: there is no such file, or it is not a policy.
-    """
-    return dict(_read(path, with_tensors=False)[0]["metadata"])
-
-
-def _read(path: str | Path, *, with_tensors: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})[_METADATA_KEY])
-            header = {"config": dict(header["config"]), "metadata": dict(header["metadata"])}
-            names = file.keys() if with_tensors else ()
-            return header, {name: file.get_tensor(name) for name in names}
+            config = dict(header["config"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: there is no such policy file") from error
     except (SafetensorError, KeyError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: not a policy that save_policy wrote ({error}); publish it again"
         ) from error
+    if not all_finite(tensors.values()):
+        raise CheckpointError(
+            f"{path}: the weights hold NaN or Inf, nothing can be sampled from them; publish an "
+            "older checkpoint"
+        )
+    return config, tensors
 
 
 def _write_durably(path: Path, data: bytes) -> None:
-    """Write a temporary file beside ``path``, sync it, give it its name, sync the folder."""
+    """Write a temporary file, sync it, rename it to ``path``, and sync the folder."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -115,7 +88,11 @@ def _write_durably(path: Path, data: bytes) -> None:
 
 
 def scores_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> TokenScores:
-    """Return what `token_scores` returns, from the logits of a micro-batch."""
+    """Return what `token_scores` returns, from all logits of a micro-batch at once.
+
+    Runs were trained so before logits were made in slices. Summing in another order changes the
+    last bits, so those runs are replayed with this.
+    """
     ids = microbatch["input_ids"]
     time = ids.dim() - 1
     before = logits.narrow(time, 0, logits.shape[time] - 1)
@@ -286,7 +263,7 @@ class TransformerPolicy(nn.Module):
         seed: of the initial weights.
 
     Attributes:
-        whole_logits: make all logits at once to score tokens, as old runs did: `demo.whole_logits`.
+        whole_logits: make all logits at once to score tokens, as old runs did: `scores_of_logits`.
     """
 
     file_name = POLICY_FILE
@@ -390,14 +367,9 @@ class TransformerPolicy(nn.Module):
         """Return a fresh critic of the same shape, on the same device."""
         return TransformerCritic(self.config).to(self.head.weight.device)
 
-    def save(self, path: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
-        """Write config and weights to the file ``path``; see `policy_file.write_policy`.
-
-        Args:
-            path: file in an existing folder; one that is there is replaced.
-            metadata: what else to keep with it, ready for JSON; see `policy_file.policy_metadata`.
-        """
-        write_policy(path, asdict(self.config), self.state_dict(), metadata or {})
+    def save(self, path: str | Path) -> None:
+        """Write config and weights to ``path`` in an existing folder, replacing a file there."""
+        _write_policy(Path(path), asdict(self.config), self.state_dict())
 
     def restore(self, path: str | Path) -> None:
         """Take the weights that `save` wrote to ``path``.
@@ -417,7 +389,7 @@ class TransformerPolicy(nn.Module):
         Raises:
             CheckpointError: there is no such file, or it is not a policy of this kind.
         """
-        config, tensors = read_policy(path)
+        config, tensors = _read_policy(path)
         try:
             policy = cls(PolicyConfig(**config))
             policy.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)

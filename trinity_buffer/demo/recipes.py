@@ -1,4 +1,4 @@
-"""With what each algorithm learns a task of the demo, from random weights, on a processor core.
+"""Settings with which each algorithm learns a task of the demo from random weights, on one core.
 
 What matters for rollouts is a learning rate that falls to a tenth: at a constant one the sorter
 passes 0.9 as early, then falls back to between 0.7 and 0.9 time and again. With a falling one,
@@ -80,27 +80,20 @@ class DemoRecipe:
 
     def config(self) -> dict[str, Any]:
         """Return it as keys of a run's configuration, those that it sets alone."""
-        optimizer = {
-            "learning_rate": self.learning_rate,
-            "critic_learning_rate": self.critic_learning_rate,
-            "warmup_steps": self.warmup_steps,
-            "decay_steps": self.max_steps,
-            "lowest_rate": self.lowest_rate,
-            "weight_decay": self.weight_decay,
-            "entropy_coef": self.entropy_coef,
-        }
+
+        def picked(*names: str) -> dict[str, Any]:
+            return {name: getattr(self, name) for name in names}
+
+        optimizer = picked("learning_rate", "critic_learning_rate", "warmup_steps", "lowest_rate")
+        optimizer |= picked("weight_decay", "entropy_coef") | {"decay_steps": self.max_steps}
         return {
-            "model": {"width": self.width, "layers": self.layers, "heads": self.heads},
+            "model": picked("width", "layers", "heads"),
             "optimizer": {key: value for key, value in optimizer.items() if value is not None},
             "loss": {"args": dict(self.loss_args)},
             "evaluation": {"target_accuracy": self.target_accuracy},
             "algorithm_args": dict(self.algorithm_args),
-            "groups_per_batch": self.groups_per_batch,
-            "rollouts_per_group": self.rollouts_per_group,
-            "groups_per_step": self.groups_per_step,
-            "max_staleness": self.max_staleness,
-            "max_waiting_groups": self.max_waiting_groups,
-            "max_steps": self.max_steps,
+            **picked("groups_per_batch", "rollouts_per_group", "groups_per_step"),
+            **picked("max_staleness", "max_waiting_groups", "max_steps"),
         }
 
 

@@ -1,12 +1,12 @@
 """Rollouts: many runs at once, each from random numbers of its own.
 
-What a run draws depends on (seed, policy version, batch, task, run) alone. So whoever generates
-only the missing pairs gets for them what generating all pairs would have given.
+What a run draws depends on (seed, policy version, batch, task, run) alone. So generating only the
+missing pairs gives the same rollouts for them as generating all pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from trinity_buffer.experience import EID, Experience, Key
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What was said in one turn: tokens before it, the response, its log-probs, the verdict."""
+    """One turn: the tokens before it, the response, its log-probs, the verdict."""
 
     context: Tokens
     response: Tokens
@@ -32,7 +32,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """A policy that makes rollouts of a task, for a `SamplingExplorer`.
+    """Samples rollouts of a task from a policy, for a `SamplingExplorer`.
 
     Attributes:
         seed: of the experiment; problems and rollouts follow from it.
@@ -49,7 +49,7 @@ class TaskSampler:
     def rollout(
         self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
     ) -> list[Experience]:
-        """Return what `rollout` makes, on one thread."""
+        """Return the experiences of `rollout`, computed on one thread."""
         torch.set_num_threads(1)
         return rollout(
             self.policy,
@@ -92,8 +92,8 @@ def rollout(
     needed = task.turns * task.response_length
     numbers = [draws(needed, "run", seed, policy_version, batch, *pair) for pair in pairs]
     played = _play(policy, task, [problems[index] for index, _ in pairs], np.array(numbers))
-    said = [turn.logprobs for turns in played for turn in turns]
-    if said and not bool(torch.cat(said).isfinite().all()):
+    logprobs = [turn.logprobs for turns in played for turn in turns]
+    if logprobs and not bool(torch.cat(logprobs).isfinite().all()):
         raise NonFiniteError(
             f"policy version {policy_version} says log-probabilities that are NaN or infinite: its "
             "weights are too large; lower optimizer.learning_rate, and go on from an older step "
@@ -138,31 +138,20 @@ def _play(
     for turn in range(task.turns):
         going_on: dict[int, Tokens] = {}
         first = turn * task.response_length
-        for runs in _of_one_length(contexts):
-            said = [contexts[run] for run in runs]
+        by_length: dict[int, list[int]] = {}  # contexts of one length need no padding
+        for run, context in contexts.items():
+            by_length.setdefault(len(context), []).append(run)
+        for runs in by_length.values():
+            begun = [contexts[run] for run in runs]
             mine = None if numbers is None else numbers[runs, first : first + task.response_length]
-            spoken = zip(said, *_speak(policy, said, task.response_length, mine), strict=True)
+            spoken = zip(begun, *_speak(policy, begun, task.response_length, mine), strict=True)
             for run, (context, response, logprobs) in zip(runs, spoken, strict=True):
                 verdict = task.judge(problems[run], response, turn)
                 played[run].append(_Turn(context, response, logprobs, verdict))
-                going_on |= _continued(run, context, response, verdict)
+                reply = verdict.reply
+                going_on |= {} if reply is None else {run: (*context, *response, *reply)}
         contexts = going_on
     return played
-
-
-def _continued(run: int, context: Tokens, response: Tokens, verdict: Verdict) -> dict[int, Tokens]:
-    """Return what the next turn of ``run`` begins with; nothing if it has ended."""
-    if verdict.reply is None:
-        return {}
-    return {run: (*context, *response, *verdict.reply)}
-
-
-def _of_one_length(contexts: dict[int, Tokens]) -> Iterator[list[int]]:
-    """Yield the runs whose contexts have the same length, so that no row needs padding."""
-    by_length: dict[int, list[int]] = {}
-    for run, context in contexts.items():
-        by_length.setdefault(len(context), []).append(run)
-    yield from by_length.values()
 
 
 def _speak(
@@ -179,16 +168,16 @@ def _speak(
     logits = policy.read(torch.tensor(list(distinct), device=device), cache)
     rows = torch.tensor([distinct[context] for context in contexts], device=device)
     logits, cache = logits[rows], cache.take(rows)
-    said: list[Tensor] = []
+    tokens: list[Tensor] = []
     scores: list[Tensor] = []
     for place in range(length):
         if place:
-            logits = policy.read(said[-1], cache)
-        everything = torch.log_softmax(logits.float(), -1)
-        chosen = _choose(everything, None if numbers is None else numbers[:, place])
-        said.append(chosen)
-        scores.append(everything.gather(-1, chosen))
-    return [tuple(row) for row in torch.cat(said, -1).tolist()], torch.cat(scores, -1)
+            logits = policy.read(tokens[-1], cache)
+        logprobs = torch.log_softmax(logits.float(), -1)
+        chosen = _choose(logprobs, None if numbers is None else numbers[:, place])
+        tokens.append(chosen)
+        scores.append(logprobs.gather(-1, chosen))
+    return [tuple(row) for row in torch.cat(tokens, -1).tolist()], torch.cat(scores, -1)
 
 
 def _choose(logprobs: Tensor, numbers: NDArray[np.float64] | None) -> Tensor:

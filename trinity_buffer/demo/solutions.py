@@ -1,7 +1,4 @@
-"""Solutions and pairs: what `sft`, `cpt` and `dpo`, teachers and experts learn from.
-
-What an algorithm needs beside its configuration: read off the algorithm, stated nowhere else.
-"""
+"""Solutions and pairs: data for `sft`, `cpt` and `dpo`, for teachers and experts."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Data = Literal["rollouts", "solutions", "pairs"]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What must be made for a run.
+    """Data that an algorithm needs beside its configuration.
 
     Attributes:
         data: ``"rollouts"`` of the policy itself, or recorded data: ``"solutions"`` (prompts with
@@ -37,12 +34,12 @@ class Needs:
 
     @property
     def solutions(self) -> bool:
-        """Whether somebody must know the answers."""
+        """Whether the answers of the task must be known."""
         return self.data != "rollouts" or self.teacher or self.expert_groups > 0
 
 
 def needs_of(algorithm: Algorithm, groups_per_step: int) -> Needs:
-    """Return what ``algorithm`` needs in steps of ``groups_per_step`` groups."""
+    """Return the needs of ``algorithm`` in steps of ``groups_per_step`` groups."""
     data: Data = "rollouts"
     if not algorithm.type.use_rollout:
         data = "pairs" if algorithm.type.schema == "dpo" else "solutions"
@@ -56,9 +53,9 @@ def needs_of(algorithm: Algorithm, groups_per_step: int) -> Needs:
 
 @dataclass(frozen=True, slots=True)
 class SolutionSampler:
-    """Makes recorded data in place of rollouts, for a `SamplingExplorer`; it loads no weights.
+    """Makes recorded data instead of rollouts, for a `SamplingExplorer`; it loads no weights.
 
-    What it makes of a run depends on (seed, batch, task) alone.
+    Its data of a run depend on (seed, batch, task) alone.
 
     Attributes:
         task: whose problems.
@@ -113,11 +110,7 @@ class SolutionSampler:
 
 
 def require_solutions(task: Task) -> None:
-    """Return if somebody who only sees the prompt of a problem can know its answer.
-
-    Raises:
-        InvalidArgumentError: nobody can.
-    """
+    """Raise InvalidArgumentError unless the prompt of a problem determines its answer."""
     if not task.has_solutions:
         raise InvalidArgumentError(
             f"task {task.name!r} has no solutions to learn from, its answers are hidden: whatever "

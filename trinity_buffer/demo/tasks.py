@@ -1,9 +1,9 @@
-"""What a policy practises on: problems, and the judge of what it answers.
+"""The demo's tasks: problems, and the judge of answers.
 
 A run of a task is a conversation in tokens. The prompt opens it; in every turn the policy says
 ``response_length`` tokens, the task judges them and either ends the run or replies.
 
-Random numbers that depend on their key alone: not on the order, nor on what else is drawn.
+Random numbers depend on their key alone: not on the order of draws, nor on what else is drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ def draws(count: int, *key: Key) -> NDArray[np.float64]:
 
     ``7`` and ``"7"`` are one key, as everywhere. A longer row starts with the shorter one.
     """
-    # A hash is its own generator here: seeding a usual one per rollout costs ten times as much.
+    # A hash as the generator: seeding a usual one for each rollout costs ten times as much.
     name = json.dumps([str(part) for part in key]).encode()
     words = np.frombuffer(hashlib.shake_128(name).digest(8 * count), dtype="<u8")
     numbers: NDArray[np.float64] = (words >> np.uint64(11)).astype(np.float64)
@@ -69,50 +69,6 @@ class Verdict:
     reply: Tokens | None = None
 
 
-class Task(Protocol):
-    """A source of problems, and their judge. Equal arguments give equal problems, always."""
-
-    name: ClassVar[str]
-    has_solutions: ClassVar[bool]
-    """Whether the answer of a problem is what to say to its prompt."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, those of the task itself included."""
-        ...
-
-    @property
-    def turns(self) -> int:
-        """Turns of the longest run."""
-        ...
-
-    @property
-    def response_length(self) -> int:
-        """Tokens that the policy says in each turn."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest run, prompt and replies included."""
-        ...
-
-    def problem(self, seed: int, batch: Key, index: Key) -> Problem:
-        """Return the problem ``index`` of ``batch``."""
-        ...
-
-    def held_out(self, seed: int, index: int) -> Problem:
-        """Return a problem for evaluation, from a stream that no batch draws from."""
-        ...
-
-    def judge(self, problem: Problem, response: Sequence[int], turn: int) -> Verdict:
-        """Return what ``response`` is worth, said in ``turn`` (from 0) of a run of ``problem``."""
-        ...
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Return ``tokens`` for people."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SortDigits:
     """Say the given digits in ascending order: ``7 1 4 =`` is answered by ``1 4 7``.
@@ -127,19 +83,11 @@ class SortDigits:
     name: ClassVar[str] = "sort"
     has_solutions: ClassVar[bool] = True
     EQUALS: ClassVar[int] = 10
+    vocab_size: ClassVar[int] = 11
+    turns: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _at_least("SortDigits.digits", self.digits, 1)
-
-    @property
-    def vocab_size(self) -> int:
-        """Ten digits and the equals sign."""
-        return 11
-
-    @property
-    def turns(self) -> int:
-        """One: the answer is said at once."""
-        return 1
 
     @property
     def response_length(self) -> int:
@@ -193,6 +141,7 @@ class GuessNumber:
     turn_cost: float = 0.0
     name: ClassVar[str] = "guess"
     has_solutions: ClassVar[bool] = False
+    response_length: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _at_least("GuessNumber.numbers", self.numbers, 2)
@@ -207,11 +156,6 @@ class GuessNumber:
     def vocab_size(self) -> int:
         """The numbers, ``higher``, ``lower`` and the opening."""
         return self.numbers + 3
-
-    @property
-    def response_length(self) -> int:
-        """One guess."""
-        return 1
 
     @property
     def max_length(self) -> int:
@@ -245,7 +189,10 @@ class GuessNumber:
         return Problem(prompt=(self.numbers + 2,), answer=hidden)
 
 
-TASKS: dict[str, type[SortDigits] | type[GuessNumber]] = {
+Task = SortDigits | GuessNumber
+"""A source of problems, and their judge. Equal arguments give equal problems, always."""
+
+TASKS: dict[str, type[Task]] = {
     SortDigits.name: SortDigits,
     GuessNumber.name: GuessNumber,
 }

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, assert_never
+from typing import NamedTuple, assert_never
 
 from rich.console import Group
 from rich.panel import Panel
@@ -45,27 +45,13 @@ Reads = (
 """What of a run is drawn."""
 
 
-class Child(Protocol):
-    """A process of the run, as whoever keeps it alive knows it."""
+class Child(NamedTuple):
+    """A process of the run, as the live view shows it."""
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """Whether it runs right now."""
-        ...
-
-    @property
-    def restarts(self) -> int:
-        """How often it was started again."""
-        ...
-
-    def last_line(self) -> str:
-        """Return what it said last."""
-        ...
+    name: str
+    alive: bool
+    restarts: int
+    last_line: str
 
 
 @dataclass(slots=True)
@@ -232,7 +218,7 @@ def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int
     for child in children:
         state = Text("●", style="green" if child.alive else "red")
         again = f"restarted {child.restarts}×" if child.restarts else ""
-        bottom.add_row(state, child.name, again, Text(child.last_line()[:90], style="dim"))
+        bottom.add_row(state, child.name, again, Text(child.last_line[:90], style="dim"))
     curve = Text("reward   " + sparkline([reward for _, reward in numbers.rewards]), style="cyan")
     if not numbers.rollouts.total:
         top, curve = Table.grid(), Text(STARTING, style="dim")
