@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "trinity_buffer"
 READERS = {
     f"{PACKAGE}/store/fold.py",
-    f"{PACKAGE}/pipeline/verifying/log_audit.py",
+    f"{PACKAGE}/pipeline/verify/log_audit.py",
     f"{PACKAGE}/inspector/events.py",
 }
 """Of a new kind: those that CONTRIBUTING.md lists."""
@@ -47,7 +47,7 @@ from trinity_buffer.inspector.events import event_lines
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log
 
 async def main():
@@ -99,9 +99,9 @@ from pathlib import Path
 import trinity_buffer as tb
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.history.compaction import compact
-from trinity_buffer.pipeline.history.restoring import restore
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.history.compact import compact
+from trinity_buffer.pipeline.history.compact import restore
+from trinity_buffer.pipeline.verify.verify import verify
 
 def made(run, drafts=(0.25, 0.5)):
     return Experience(

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer, run_strategy
     from trinity_buffer.pipeline.annotate.grouping import GroupingRules
     from trinity_buffer.pipeline.annotate.rewards import assign_rewards
-    from trinity_buffer.pipeline.history.compaction import compact
+    from trinity_buffer.pipeline.history.compact import compact
     from trinity_buffer.pipeline.history.replay import open_replay_stream
     from trinity_buffer.pipeline.store import open_store
     from trinity_buffer.pipeline.sync_stream import open_train_stream
     from trinity_buffer.pipeline.train.options import StreamOptions
-    from trinity_buffer.pipeline.verifying.verify import verify
+    from trinity_buffer.pipeline.verify.verify import verify
     from trinity_buffer.trainer.numbers import StepReport
     from trinity_buffer.trainer.token_scores import token_scores
     from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
@@ -73,8 +73,8 @@ __all__ = [
 
 _HOMES = {
     "to_arrow": "trinity_buffer.inspector.table",
-    "verify": "trinity_buffer.pipeline.verifying.verify",
-    "compact": "trinity_buffer.pipeline.history.compaction",
+    "verify": "trinity_buffer.pipeline.verify.verify",
+    "compact": "trinity_buffer.pipeline.history.compact",
     "assign_rewards": "trinity_buffer.pipeline.annotate.rewards",
     "open_replay_stream": "trinity_buffer.pipeline.history.replay",
     "EID": "trinity_buffer.identity",

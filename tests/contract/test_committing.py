@@ -25,7 +25,7 @@ from trinity_buffer.pipeline.history.replay import recorded_end
 from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.sqlite import dbapi2
 
 GROUPS = 4

@@ -32,7 +32,7 @@ from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, segments, tables
 from trinity_buffer.store.transaction import Transaction
 

@@ -33,12 +33,12 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compaction import compact
+from trinity_buffer.pipeline.history.compact import compact
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import tables
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_buffer.pipeline.verifying import addresses
-from trinity_buffer.pipeline.verifying.addresses import (
+from trinity_buffer.pipeline.verify import addresses
+from trinity_buffer.pipeline.verify.addresses import (
     Addresses,
     beside,
     lacking,

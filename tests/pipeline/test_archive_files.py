@@ -17,10 +17,9 @@ from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.archive import read_archive
-from trinity_buffer.pipeline.history.compaction import compact
-from trinity_buffer.pipeline.history.restoring import restore
+from trinity_buffer.pipeline.history.compact import compact, restore
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.segments import blob_of
 from trinity_buffer.store.tables import segment
 

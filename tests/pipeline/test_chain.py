@@ -18,9 +18,9 @@ from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.names import Names
-from trinity_buffer.pipeline.verifying.outside import read_acknowledged
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.addresses import Names
+from trinity_buffer.pipeline.verify.evidence import read_acknowledged
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.store.tables import event, experiment, segment
 from trinity_buffer.store.transaction import Transaction
 

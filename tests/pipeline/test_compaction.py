@@ -25,11 +25,9 @@ from trinity_buffer.experience import EID, Experience
 from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history import compaction
-from trinity_buffer.pipeline.history.compaction import compact
-from trinity_buffer.pipeline.history.restoring import restore
+from trinity_buffer.pipeline.history.compact import compact, restore
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.tables import event, segment
 
 
@@ -109,7 +107,7 @@ async def test_what_a_crash_left_half_done_is_finished_by_the_next(
         experiment = await store.experiment("a/b", config={})
         await trained(experiment, steps=3)
         with monkeypatch.context() as patch:
-            patch.setattr(compaction, "reached", die)
+            patch.setattr("trinity_buffer.pipeline.history.compact.reached", die)
             with pytest.raises(Killed):
                 await compact(experiment, keep_steps=0, archive=archive)
         assert (await verify(experiment)).problems == ()

@@ -25,7 +25,7 @@ from trinity_buffer.pipeline.train.checkpoint import (
     write_gone_through,
     written,
 )
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 
 PIECE = 1000
 

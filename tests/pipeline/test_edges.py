@@ -21,16 +21,14 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.blocks import Block, Field
 from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches, plans_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.column_audit import wrong_columns
-from trinity_buffer.pipeline.verifying.cross_audit import CrossAudit
-from trinity_buffer.pipeline.verifying.findings import Problem
-from trinity_buffer.pipeline.verifying.log_audit import LogAudit
-from trinity_buffer.pipeline.verifying.trainer_audit import TrainerAudit
+from trinity_buffer.pipeline.verify.log_audit import CrossAudit, EventChain, LogAudit
+from trinity_buffer.pipeline.verify.report import Problem
+from trinity_buffer.pipeline.verify.segments import wrong_columns
+from trinity_buffer.pipeline.verify.trainer_audit import TrainerAudit
 from trinity_buffer.store import retention
 from trinity_buffer.store.log import StoredEvent
 

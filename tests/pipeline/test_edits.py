@@ -15,7 +15,7 @@ from tests.sample_run import SampleRun
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.schema import guards
 from trinity_buffer.store.transaction import Transaction

@@ -11,7 +11,7 @@ from tests.sample_run import SampleRun, record_sample_run
 from trinity_buffer.pipeline.manifest import FIRST_LINK, NAMED_MANIFESTS, GoneThrough, chain
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import read_gone_through, write_gone_through
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 
 
 async def verified(sample: SampleRun, **options: Any) -> VerifyReport:

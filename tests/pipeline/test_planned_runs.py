@@ -8,9 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_buffer.pipeline.verifying.addresses import lacking
-from trinity_buffer.pipeline.verifying.names import Names
-from trinity_buffer.pipeline.verifying.planned_runs import PlannedRuns
+from trinity_buffer.pipeline.verify.addresses import Names, PlannedRuns, lacking
 
 BATCHES = st.sampled_from(["a", "b", "c"])
 RUN = st.tuples(BATCHES, st.integers(0, 2), st.integers(0, 3))

@@ -16,10 +16,10 @@ from tests.pipeline.planting import append_unfolded, events_of, everything, firs
 from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.history.rebuild import RebuildReport, diff_projections, rebuild
-from trinity_buffer.pipeline.history.refold import catch_up, suspects
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.store.auditing import comparison
-from trinity_buffer.store.auditing.scratch import open_scratch
+from trinity_buffer.pipeline.verify.projections import catch_up, suspects
+from trinity_buffer.store import refold
+from trinity_buffer.store.refold import open_scratch
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.tables import (
     PROJECTIONS,
@@ -96,7 +96,7 @@ async def test_differences_name_table_row_and_column(sample: SampleRun) -> None:
     wanted = f"experience(address={address}): finish_reason is 'bored', the log says None"
     assert str(found) == wanted
     async with open_store(sample.url) as store:
-        assert await store.database.write(comparison.mend, [found]) == 1
+        assert await store.database.write(refold.mend, [found]) == 1
         assert await diff_projections(store.database, 1) == []
 
 
@@ -141,7 +141,7 @@ async def test_deliveries_are_looked_at_by_source_so_that_their_key_finds_them(
 ) -> None:
     resize(rows_per_span=2)
     async with open_store(sample.url) as store:
-        spans = await store.database.read(comparison.spans, 1)
+        spans = await store.database.read(refold.spans, 1)
         with open_scratch(1) as scratch:
             assert await catch_up(store.database, scratch) is None
             found = await suspects(store.database, scratch)
@@ -200,7 +200,7 @@ async def test_others_see_all_of_the_change_or_none(sqlite_sample: SampleRun) ->
         async def watch() -> None:
             with anyio.move_on_after(30):
                 while not seen or seen[-1]["experience"] < whole["experience"]:
-                    seen.append(await store.database.read(comparison.counts, 1))
+                    seen.append(await store.database.read(refold.counts, 1))
 
         tasks.start_soon(watch)
         async with open_store(sqlite_sample.url) as other:

@@ -39,7 +39,7 @@ from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, segments, tables
 from trinity_buffer.store.rows import SLOT_BITS, address_of
 from trinity_buffer.store.transaction import Transaction

@@ -17,7 +17,7 @@ from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 
 RUNS = 3
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import Resize
 from trinity_buffer.events import StepMeasured
-from trinity_buffer.pipeline.verifying.segment_audit import _by_size, _Named
+from trinity_buffer.pipeline.verify.segments import _by_size, _Named
 
 
 def named(size: int) -> _Named:

@@ -26,12 +26,12 @@ from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compaction import compact
+from trinity_buffer.pipeline.history.compact import compact
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import retention, writer_queries
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.tables import PROJECTIONS, experience, segment

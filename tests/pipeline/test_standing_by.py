@@ -30,7 +30,7 @@ from trinity_buffer.pipeline.coordination.lease import StrategyLease
 from trinity_buffer.pipeline.coordination.presence import is_paused, start_of, this_host
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import promises, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import ReadSession, Transaction

@@ -27,7 +27,7 @@ from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import digest_of
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, step
 from trinity_buffer.store.transaction import Transaction

@@ -17,7 +17,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import tables
 
 

@@ -32,7 +32,7 @@ from trinity_buffer.pipeline.annotate import consumer
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, promises
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.transaction import Transaction

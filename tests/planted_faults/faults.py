@@ -12,21 +12,21 @@ from tests.planted_faults.trainer_faults import TRAINER_FAULTS
 FAULTS = [
     Fault(
         "verify drops the spans that are full",
-        "pipeline/history/refold.py",
+        "pipeline/verify/projections.py",
         "                closed.append(piece)\n",
         "                pass\n",
         "tests/pipeline/test_sizes.py::test_a_changed_row_of_an_early_span_is_found",
     ),
     Fault(
         "a log that is read again ends after its first page",
-        "pipeline/history/refold.py",
+        "pipeline/verify/projections.py",
         "        if len(page) < limit:\n            return",
         "        return",
         "tests/pipeline/test_sizes.py::test_a_log_is_folded_before_the_lock_and_not_under_it",
     ),
     Fault(
         "verify skips every full block of segments",
-        "pipeline/verifying/segment_audit.py",
+        "pipeline/verify/segments.py",
         "            yield some\n            some, total",
         "            some, total",
         "tests/pipeline/test_sizes.py::test_each_damaged_segment_is_named",
@@ -47,7 +47,7 @@ FAULTS = [
     ),
     Fault(
         "compaction ends after its first page",
-        "pipeline/history/compaction.py",
+        "pipeline/history/compact.py",
         "            after = held[-1].last\n",
         "            break\n",
         "tests/pipeline/test_sizes.py::test_what_may_leave_does_not_depend_on_the_page",
@@ -236,7 +236,7 @@ FAULTS = [
     ),
     Fault(
         "verify believes that one number can stand for a row",
-        "pipeline/verifying/segment_audit.py",
+        "pipeline/verify/segments.py",
         "if fact.scorable and not is_scorable(",
         "if False and not is_scorable(",
         "tests/pipeline/test_reward_table.py::test_an_event_that_wrongly_says_that_numbers_can_stand_for_its_rows_is_named",
@@ -411,14 +411,14 @@ FAULTS = [
     ),
     Fault(
         "the last step of a checkpoint is not asked for",
-        "pipeline/verifying/outside.py",
+        "pipeline/verify/evidence.py",
         "if unknown < step <= last and digest not in times",
         "if unknown < step < last and digest not in times",
         "tests/pipeline/test_verify.py::test_a_committed_step_that_the_weights_did_not_go_through_is_lost",
     ),
     Fault(
         "what a checkpoint does not name is taken as proven",
-        "pipeline/verifying/outside.py",
+        "pipeline/verify/evidence.py",
         '    lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []\n',
         "    lost: list[str] = []\n",
         "tests/pipeline/test_gone_through.py::test_the_chain_proves_what_a_checkpoint_does_not_name",
@@ -446,7 +446,7 @@ FAULTS = [
     ),
     Fault(
         "two manifests with a row in common are no repetition",
-        "pipeline/verifying/outside.py",
+        "pipeline/verify/evidence.py",
         "    twice |= _sharing_rows(known)\n",
         "",
         "tests/pipeline/test_verify.py::test_two_manifests_with_one_row_are_a_row_trained_twice",
@@ -481,7 +481,7 @@ FAULTS = [
     ),
     Fault(
         "a step that a rewind goes back to counts as superseded",
-        "pipeline/verifying/trainer_audit.py",
+        "pipeline/verify/trainer_audit.py",
         "if step <= kept}",
         "if step < kept}",
         "tests/contract/test_committing.py::test_an_older_checkpoint_is_gone_on_from_and_later_steps_are_superseded",
@@ -509,7 +509,7 @@ FAULTS = [
     ),
     Fault(
         "segments that are too damaged for an archive are not counted",
-        "pipeline/history/compaction.py",
+        "pipeline/history/compact.py",
         "            self._damaged += len(facts) - len(sound)\n",
         "",
         "tests/pipeline/test_compaction.py::test_damaged_segments_stay_and_are_counted",
@@ -579,7 +579,7 @@ FAULTS = [
     ),
     Fault(
         "verify takes any rows for those that a step lost",
-        "pipeline/verifying/trainer_audit.py",
+        "pipeline/verify/trainer_audit.py",
         "if not each_once or not np.array_equal(unpacked(found.rows), all_rows):",
         "if not each_once:",
         "tests/trainer/test_damaged_steps.py::test_rows_that_leave_a_step_are_told_and_rejected",
@@ -630,21 +630,21 @@ FAULTS = [
     ),
     Fault(
         "verify takes any counters of the fold for the right ones",
-        "pipeline/verifying/verify.py",
+        "pipeline/verify/verify.py",
         "            if live[key] != audited[key]\n",
         "            if False\n",
         "tests/store/test_counters.py::test_a_fold_that_the_second_opinion_contradicts_is_told_of",
     ),
     Fault(
         "verify takes two rows of one key for the same",
-        "store/auditing/comparison.py",
+        "store/refold.py",
         "    return all(map(_same, one, other))",
         "    return True",
         "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
     ),
     Fault(
         "verify forgets manifests that are dealt anew later",
-        "pipeline/verifying/verify.py",
+        "pipeline/verify/verify.py",
         "self._audit.recall(readable_events(leased))",
         "self._audit.recall([])",
         "tests/trainer/test_damaged_steps.py"
@@ -652,7 +652,7 @@ FAULTS = [
     ),
     Fault(
         "a batch counts as stored when it was planned",
-        "pipeline/verifying/planned_runs.py",
+        "pipeline/verify/addresses.py",
         "        if self._stored(batch) == len(self._planned.get(batch, ())) > 0:\n",
         "        if len(self._planned.get(batch, ())) > 0:\n",
         "tests/pipeline/test_planned_runs.py::test_they_are_counted_as_sets_would",
@@ -673,14 +673,14 @@ FAULTS = [
     ),
     Fault(
         "how far a strategy was is looked for in one page",
-        "pipeline/history/earlier.py",
+        "pipeline/history/as_of.py",
         "        before = page[-1].position\n",
         "        before = 0\n",
         "tests/store/test_earlier.py::test_each_position_of_a_run",
     ),
     Fault(
         "what is taken back while an earlier position is open shows through",
-        "pipeline/history/earlier.py",
+        "pipeline/history/as_of.py",
         "if refolded != self._refolded:",
         "if not self._refolded:",
         "tests/store/test_earlier.py::test_what_is_taken_back_meanwhile_is_there",

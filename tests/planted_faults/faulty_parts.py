@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.pipeline.write import batch, planning
 from trinity_buffer.store import (
     fold,

@@ -9,7 +9,7 @@ from typing import Any
 from tests.sample_run import rollout
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import VerifyReport
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 
 RUNS = 4
 BLOCKED_S = 0.5

@@ -23,7 +23,7 @@ from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import promises
 from trinity_buffer.store.transaction import Transaction
 

@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import counters, counts, log, migrations, writer_queries
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.transaction import Transaction

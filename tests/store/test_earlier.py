@@ -28,10 +28,10 @@ from trinity_buffer.inspector.source import as_of
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event
-from trinity_buffer.pipeline.history.refold import decoded_events
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verify.projections import decoded_events
 from trinity_buffer.store import log
-from trinity_buffer.store.auditing.scratch import Scratch, open_scratch
+from trinity_buffer.store.refold import Scratch, open_scratch
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import PROJECTIONS, delivery
 from trinity_buffer.store.transaction import Transaction

@@ -15,8 +15,7 @@ from sqlalchemy.event import listen
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import counts, inspection, log, trainer_queries, writer_queries
-from trinity_buffer.store.auditing import comparison
+from trinity_buffer.store import counts, inspection, log, refold, trainer_queries, writer_queries
 from trinity_buffer.store.fold import fold_all
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
@@ -86,11 +85,11 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "steps_at_start": lambda tx: trainer_queries.steps_at_start(tx, 1, "t"),
     "a lease": lambda tx: fold_all(tx, 1, [PlacedFact(9, "t", LEASED)]),
     "a commit": lambda tx: fold_all(tx, 1, [PlacedFact(10, "t", COMMITTED)]),
-    "a span of deliveries": lambda tx: comparison.rows_of(
-        tx, 1, comparison.Span("delivery", "t", 1 << 20, 2 << 20, "")
+    "a span of deliveries": lambda tx: refold.rows_of(
+        tx, 1, refold.Span("delivery", "t", 1 << 20, 2 << 20, "")
     ),
-    "a span of rejections": lambda tx: comparison.rows_of(
-        tx, 1, comparison.Span("rejection", "s", 1 << 20, 2 << 20)
+    "a span of rejections": lambda tx: refold.rows_of(
+        tx, 1, refold.Span("rejection", "s", 1 << 20, 2 << 20)
     ),
     "an actor's batches": lambda tx: writer_queries.batches_of_actor(tx, 1, "e0"),
     "open batches": lambda tx: counts.open_batches(tx, 1),

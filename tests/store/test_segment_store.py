@@ -14,11 +14,10 @@ from trinity_buffer.blob import Blob, Buffer
 from trinity_buffer.inspector.overviews import overview
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compaction import compact
-from trinity_buffer.pipeline.history.restoring import restore
+from trinity_buffer.pipeline.history.compact import compact, restore
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.measures import StepMeasures
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import tables
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, TableSegments
 from trinity_buffer.store.transaction import ReadSession, SegmentParts, Transaction

@@ -17,7 +17,7 @@ from tests.postgres import PostgresServer
 from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import connecting, log, postgres, sqlite
 from trinity_buffer.store.transaction import Transaction
 

@@ -25,7 +25,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import connecting, log, notify, sqlite
 from trinity_buffer.store.url import parse_url
 

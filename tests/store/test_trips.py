@@ -23,7 +23,7 @@ from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.coordination.lease import hold_lease
 from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.train.resume import register
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.tables import consumer, policy
 from trinity_buffer.store.transaction import (

@@ -15,7 +15,7 @@ from trinity_buffer.identity import EID
 from trinity_buffer.inspector import blame, overview, rejection_counts, steps
 from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.schema import unsound, view_created
 from trinity_buffer.store.transaction import Transaction
 

@@ -21,7 +21,7 @@ from trinity_buffer.errors import StoreReplacedError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from trinity_buffer.errors import CheckpointError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import digest_of
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.trainer import checkpoint, trainer
 from trinity_buffer.trainer.checkpoint import Begun, Saved
 from trinity_buffer.trainer.sharded import write_share

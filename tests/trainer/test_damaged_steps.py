@@ -31,14 +31,14 @@ from trinity_buffer.inspector.source import now
 from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compaction import compact
-from trinity_buffer.pipeline.history.refold import diff_projections
+from trinity_buffer.pipeline.history.compact import compact
 from trinity_buffer.pipeline.history.replay import open_replay_stream, replayed_steps
 from trinity_buffer.pipeline.load.columns import FAMILIES
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.projections import diff_projections
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import step_with_rows
 from trinity_buffer.store.transaction import Transaction

@@ -27,10 +27,10 @@ from trinity_buffer.events import StepDealt
 from trinity_buffer.inspector.source import now
 from trinity_buffer.integrations.torch_data import StepDataset
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.history.refold import diff_projections
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.projections import diff_projections
+from trinity_buffer.pipeline.verify.verify import verify
 
 LATER = "b0/2/1/0/"
 """A row of the second step."""

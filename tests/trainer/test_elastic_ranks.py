@@ -20,7 +20,7 @@ from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.rows import written_as
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.requirements import strategy_of

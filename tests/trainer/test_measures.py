@@ -25,7 +25,7 @@ from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train.measures import StepMeasures
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.parallel import OneProcess

@@ -15,7 +15,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 
 MIXED = {
     "strategy": "grpo",

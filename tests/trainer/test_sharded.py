@@ -17,7 +17,7 @@ from tests.trainer.forked_ranks import said_by
 from tests.trainer.sharded_rank import main, model_of, trainer_on
 from trinity_buffer.algorithm import build
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 
 pytestmark = [
     pytest.mark.long,  # processes that import transformers

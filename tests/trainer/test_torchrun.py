@@ -24,7 +24,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import verify
+from trinity_buffer.pipeline.verify.verify import verify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4

@@ -40,7 +40,7 @@ from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.store.url import named
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.requirements import strategies_of

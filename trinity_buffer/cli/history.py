@@ -23,10 +23,9 @@ from trinity_buffer.cli.options import (
 )
 from trinity_buffer.cli.output import Report, console, print_json
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compaction import CompactionReport
-from trinity_buffer.pipeline.history.compaction import compact as compact_experiment
-from trinity_buffer.pipeline.history.restoring import RestoreReport
-from trinity_buffer.pipeline.history.restoring import restore as restore_experiment
+from trinity_buffer.pipeline.history.compact import CompactionReport, RestoreReport
+from trinity_buffer.pipeline.history.compact import compact as compact_experiment
+from trinity_buffer.pipeline.history.compact import restore as restore_experiment
 from trinity_buffer.store import writer_queries
 
 if TYPE_CHECKING:

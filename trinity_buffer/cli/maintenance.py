@@ -24,8 +24,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.rebuild import RebuildReport
 from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import VerifyReport
-from trinity_buffer.pipeline.verifying.verify import verify as verify_experiment
+from trinity_buffer.pipeline.verify.verify import VerifyReport
+from trinity_buffer.pipeline.verify.verify import verify as verify_experiment
 from trinity_buffer.pipeline.write.planning import seal_as_it_is
 from trinity_buffer.store.url import named
 

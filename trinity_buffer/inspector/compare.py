@@ -16,7 +16,7 @@ from trinity_buffer.inspector.experience import Damage, Unreadable, means_of, re
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.step_lines import StepLine, steps
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.history.refold import Progress, no_progress
+from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.row_numbers import Decisions, Integers, addresses, decisions
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, position_of

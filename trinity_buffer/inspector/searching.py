@@ -21,7 +21,7 @@ from trinity_buffer.inspector.experience import (
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import Event
-from trinity_buffer.pipeline.history.refold import Progress, no_progress
+from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.rows import first_address, position_of, rows_recorded_by
 

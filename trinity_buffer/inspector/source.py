@@ -11,8 +11,8 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded, leased_steps
-from trinity_buffer.pipeline.history.earlier import Earlier, opened_earlier
-from trinity_buffer.pipeline.history.refold import Progress, no_progress
+from trinity_buffer.pipeline.history.as_of import Earlier, opened_earlier
+from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.transaction import Transaction

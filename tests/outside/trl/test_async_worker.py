@@ -17,7 +17,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.integrations.trl_async import StoredRollouts, samples_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verifying.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 
 PER_STEP = 4
 """Groups of a step; two micro-batches of 8 rows."""

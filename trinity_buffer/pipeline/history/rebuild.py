@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trinity_buffer.events import PlacedFact
-from trinity_buffer.pipeline.event_chain import EventChain
-from trinity_buffer.pipeline.history.refold import (
+from trinity_buffer.pipeline.verify.log_audit import EventChain
+from trinity_buffer.pipeline.verify.projections import (
     Progress,
     catch_up,
     confirmed,
@@ -21,11 +21,10 @@ from trinity_buffer.pipeline.history.refold import (
     unfoldable_error,
     whole_spans,
 )
-from trinity_buffer.store import log
-from trinity_buffer.store.auditing import comparison
-from trinity_buffer.store.auditing.comparison import Difference
+from trinity_buffer.store import log, refold
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.refold import Difference
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 __all__ = ["RebuildReport", "diff_projections", "rebuild"]
@@ -82,7 +81,7 @@ async def rebuild(
             again = [span for span in found.to_confirm(tx, scratch) if not span.is_stateful]
             again += [s for s in whole_spans(tx, scratch) if s.is_stateful]
             differences = confirmed(tx, scratch, again)
-            comparison.mend(tx, differences)
+            refold.mend(tx, differences)
             tx.announce()
             return differences
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import anyio
 import anyio.to_thread
 
 from trinity_buffer.events import (
@@ -20,7 +19,7 @@ from trinity_buffer.events import (
     StepsCommitted,
 )
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.history.refold import Progress, decoded_events, no_progress
+from trinity_buffer.pipeline.verify.projections import Progress, decoded_events, no_progress
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.asking import earlier
 from trinity_buffer.store.asking.earlier import STEPS, Refolded, Seen

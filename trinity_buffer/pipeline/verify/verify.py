@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-import anyio
 import anyio.to_thread
 
 from trinity_buffer.events import (
@@ -22,9 +21,16 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.pipeline.background import made_ahead, running, task_group
-from trinity_buffer.pipeline.event_chain import EventChain
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.refold import (
+from trinity_buffer.pipeline.verify.evidence import (
+    Evidence,
+    examine_chain,
+    manifest_text,
+    read_evidence,
+    require_trainer,
+)
+from trinity_buffer.pipeline.verify.log_audit import EventChain, LogAudit
+from trinity_buffer.pipeline.verify.projections import (
     Progress,
     compare,
     no_progress,
@@ -32,16 +38,11 @@ from trinity_buffer.pipeline.history.refold import (
     readable_events,
     scratch_for,
 )
-from trinity_buffer.pipeline.verifying import outside, storage_audit
-from trinity_buffer.pipeline.verifying.archive_audit import check_archives
-from trinity_buffer.pipeline.verifying.findings import Problem, VerifyReport
-from trinity_buffer.pipeline.verifying.log_audit import LogAudit
-from trinity_buffer.pipeline.verifying.outside import Evidence
-from trinity_buffer.pipeline.verifying.segment_audit import check_segments
-from trinity_buffer.store import counters, counts, log, writer_queries
-from trinity_buffer.store.auditing import comparison
-from trinity_buffer.store.auditing.scratch import Scratch, Unfoldable
+from trinity_buffer.pipeline.verify.report import Problem, VerifyReport
+from trinity_buffer.pipeline.verify.segments import check_archives, check_segments, look_around
+from trinity_buffer.store import counters, counts, log, refold, writer_queries
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.refold import Scratch, Unfoldable
 from trinity_buffer.store.rows import address_of, written_as
 from trinity_buffer.store.transaction import Transaction
 
@@ -80,7 +81,7 @@ async def verify(
         CheckpointError: the checkpoint is missing or names no manifests.
     """
     begin = time.perf_counter()
-    read = partial(outside.read_evidence, acknowledged, checkpoint, head)
+    read = partial(read_evidence, acknowledged, checkpoint, head)
     evidence = await anyio.to_thread.run_sync(read)
     run = _Verification(experiment, evidence, progress or no_progress, quick=quick)
     await run.look()
@@ -141,7 +142,7 @@ class _Verification:
         self._add_up()
         await self._look_at_archives()
         await self._tell_of_segments()
-        found = storage_audit.look(self._database, self._audit.cross, quick=self._quick)
+        found = look_around(self._database, self._audit.cross, quick=self._quick)
         self._problems += await found
 
     async def _read_log(self, scratch: Scratch | None) -> None:
@@ -174,7 +175,7 @@ class _Verification:
         begin_at(log.head(tx, self._key))
         consumers = writer_queries.consumers(tx, self._key).values()
         return _Snapshot(
-            comparison.counts(tx, self._key),
+            refold.counts(tx, self._key),
             counters.numbers_of(tx, self._key),
             tuple(
                 counts.recount_strategy(tx, self._key, row)
@@ -290,18 +291,18 @@ class _Verification:
         """Return everything that was found, with the proof from outside."""
         audit, chain, told = self._audit, self._evidence.chain, self._evidence.acknowledged
         if consumer is not None:
-            outside.require_trainer(audit.trainers, consumer)
+            require_trainer(audit.trainers, consumer)
         lost: tuple[str, ...] = ()
         if told is not None:
             lost = await anyio.to_thread.run_sync(told.lost, audit.uids, audit.contents)
         duplicated = await self._recorded_twice()
         trained_twice = {
-            outside.named(digest, trainer.steps.get(step))
+            manifest_text(digest, trainer.steps.get(step))
             for trainer in audit.trainers.values()
             for step, digest in trainer.twice
         }
         if chain is not None:
-            examine = partial(outside.examine_chain, chain, audit.trainers, consumer)
+            examine = partial(examine_chain, chain, audit.trainers, consumer)
             found = await anyio.to_thread.run_sync(examine)
             lost += found.lost
             trained_twice |= set(found.duplicated)

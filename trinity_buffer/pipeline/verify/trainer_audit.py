@@ -17,14 +17,8 @@ from trinity_buffer.events import (
     TrainerRewound,
 )
 from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain, plans_of
-from trinity_buffer.pipeline.verifying.addresses import (
-    Integers,
-    packed,
-    repeated,
-    together,
-    unpacked,
-)
-from trinity_buffer.pipeline.verifying.findings import Problem
+from trinity_buffer.pipeline.verify.addresses import Integers, packed, repeated, together, unpacked
+from trinity_buffer.pipeline.verify.report import Problem
 from trinity_buffer.store.rows import written_as
 
 _OTHER_EXPERIMENT = 1 << 56

@@ -1,11 +1,18 @@
-"""Many addresses in little memory: those that follow one another are kept as runs."""
+"""Compact sets of addresses, names and planned runs, for logs of many millions of rows.
+
+Addresses that follow one another are kept as runs; names and runs as 64-bit hashes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
+
+from trinity_buffer.identity import Key
 
 Integers = npt.NDArray[np.int64]
 
@@ -113,3 +120,90 @@ def lacking(known: Integers, wanted: Integers) -> npt.NDArray[np.bool_]:
         place = np.minimum(np.searchsorted(known, some), len(known) - 1)
         found[begin : begin + AT_ONCE] = known[place] != some
     return found
+
+
+class Names:
+    """A set of many texts, kept as 64-bit hashes: 8 bytes each instead of a hundred.
+
+    Hashes are salted per process; that two of 10 million texts share one has a chance of 1 in
+    400,000, and what is found here is looked up again before it is told.
+    """
+
+    def __init__(self) -> None:
+        self._hashes = array("q")  # it grows where it is; parts would be copied to be joined
+        self._in_order = True
+
+    def add(self, texts: Iterable[object]) -> None:
+        """Add hashable ``texts``."""
+        self._hashes.extend(map(hash, texts))
+        self._in_order = False
+
+    @property
+    def hashes(self) -> Integers:
+        """All of them in order, as often as they were added; of no use once there are more."""
+        found = np.frombuffer(self._hashes, np.int64)
+        if not self._in_order:
+            found.sort()
+            self._in_order = True
+        return found
+
+    @property
+    def number(self) -> int:
+        """How many different ones were added."""
+        hashes = self.hashes
+        return len(hashes) - int((hashes[1:] == hashes[:-1]).sum())
+
+    def repeated(self) -> set[int]:
+        """Return the hashes that were added more than once."""
+        hashes = self.hashes
+        return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+
+    def lacking(self, wanted: Integers) -> npt.NDArray[np.bool_]:
+        """Return for each of ``wanted`` whether it was never added."""
+        return lacking(self.hashes, wanted)
+
+
+class PlannedRuns:
+    """Takes in plans, experiences and seals; knows runs by 64-bit hashes, as `names.Names` does."""
+
+    def __init__(self) -> None:
+        self._complete = 0
+        self._planned: dict[str, Integers] = {}
+        self._recorded: dict[str, array[int]] = {}
+        self._sealed: set[str] = set()
+
+    def planned(self, batch: str, tasks: Iterable[Key], rollouts_per_group: int) -> None:
+        """Take in the plan of a batch."""
+        runs = product((batch,), map(str, tasks), range(rollouts_per_group))
+        self._planned[batch] = np.unique(np.array([*map(hash, runs)], np.int64))
+
+    def recorded(self, batches: Sequence[str], tasks: Iterable[Key], runs: Iterable[int]) -> None:
+        """Take in experiences, refused ones included."""
+        hashes = map(hash, zip(batches, map(str, tasks), runs, strict=True))
+        if len(set(batches)) == 1:
+            self._recorded.setdefault(batches[0], array("q")).extend(hashes)
+            return
+        for batch, run in zip(batches, hashes, strict=True):
+            self._recorded.setdefault(batch, array("q")).append(run)
+
+    def sealed(self, batch: str) -> None:
+        """Take in that a batch was sealed; if all that it planned is stored, forget which."""
+        if self._stored(batch) == len(self._planned.get(batch, ())) > 0:
+            self._complete += len(self._planned.pop(batch))
+            del self._recorded[batch]
+        else:
+            self._sealed.add(batch)
+
+    def stored_of_sealed(self) -> int:
+        """Return how many planned runs of sealed batches there are experiences of."""
+        return self._complete + sum(map(self._stored, self._sealed))
+
+    def stored(self) -> int:
+        """Return how many planned runs there are experiences of."""
+        return self._complete + sum(map(self._stored, self._planned))
+
+    def _stored(self, batch: str) -> int:
+        if batch not in self._planned or batch not in self._recorded:
+            return 0
+        there = np.frombuffer(self._recorded[batch], np.int64)
+        return int(np.isin(self._planned[batch], there).sum())

@@ -20,10 +20,9 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.manifest import GoneThrough
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
-from trinity_buffer.pipeline.verifying.addresses import unpacked
-from trinity_buffer.pipeline.verifying.findings import Problem
-from trinity_buffer.pipeline.verifying.names import Names
-from trinity_buffer.pipeline.verifying.trainer_audit import Commit, LeasedManifest, TrainerAudit
+from trinity_buffer.pipeline.verify.addresses import Names, unpacked
+from trinity_buffer.pipeline.verify.report import Problem
+from trinity_buffer.pipeline.verify.trainer_audit import Commit, LeasedManifest, TrainerAudit
 
 _SLASHES_OF_UID = 4
 
@@ -181,7 +180,7 @@ def read_chain(checkpoint: Path) -> Chain:
     return Chain(checkpoint.absolute(), manifests, digest, head)
 
 
-def named(digest: bytes, leased: LeasedManifest | None = None) -> str:
+def manifest_text(digest: bytes, leased: LeasedManifest | None = None) -> str:
     """Return how a manifest is told in a report."""
     place = "" if leased is None else f" (step {leased.step}, position {leased.position})"
     return f"manifest {digest.hex()}{place}"
@@ -235,13 +234,13 @@ def examine_chain(
     times = Counter(through)
     unknown = 0 if earlier is not None else said.length - len(said.last)
     lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []
-    lost += [named(digest) for digest in times if digest not in leased]
+    lost += [manifest_text(digest) for digest in times if digest not in leased]
     known = [leased[digest] for digest in times if digest in leased]
     commit = _commit_of(chain, trainer)
     last = max((some.step for some in known), default=0)
     last = max(last, commit.step if commit is not None else 0)
     lost += [
-        named(digest, leased.get(digest))
+        manifest_text(digest, leased.get(digest))
         for step, digest in sorted(trainer.live.items())
         if unknown < step <= last and digest not in times
     ]
@@ -249,7 +248,7 @@ def examine_chain(
     twice |= _sharing_rows(known)
     return ChainFindings(
         tuple(dict.fromkeys(lost)),
-        tuple(named(digest, leased.get(digest)) for digest in times if digest in twice),
+        tuple(manifest_text(digest, leased.get(digest)) for digest in times if digest in twice),
         tuple(_contradictions(chain, known, commit)),
     )
 

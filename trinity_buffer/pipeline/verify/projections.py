@@ -14,11 +14,21 @@ from trinity_buffer.errors import CodecError, StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import log
-from trinity_buffer.store.auditing import comparison
-from trinity_buffer.store.auditing.comparison import Difference, Span
-from trinity_buffer.store.auditing.scratch import Scratch, Unfoldable, open_scratch
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.refold import (
+    Difference,
+    Scratch,
+    Span,
+    Unfoldable,
+    agrees_with_live,
+    counts,
+    differences,
+    next_limit,
+    open_scratch,
+    rows_of,
+    spans,
+)
 from trinity_buffer.store.transaction import Transaction
 
 Progress = Callable[[str, int, int], None]
@@ -131,8 +141,8 @@ class Suspects:
 
 def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
     """Return the unlimited spans that together are all projections, live and folded."""
-    found = comparison.spans(tx, scratch.experiment)
-    return list(dict.fromkeys([*found, *scratch.ask(comparison.spans, scratch.experiment)]))
+    found = spans(tx, scratch.experiment)
+    return list(dict.fromkeys([*found, *scratch.ask(spans, scratch.experiment)]))
 
 
 async def suspects(
@@ -146,7 +156,7 @@ async def suspects(
     last: list[Span] = []
 
     def look(tx: Transaction) -> tuple[list[Span], int]:
-        return whole_spans(tx, scratch), sum(comparison.counts(tx, scratch.experiment).values())
+        return whole_spans(tx, scratch), sum(counts(tx, scratch.experiment).values())
 
     whole, total = await database.read(look)
     done = 0
@@ -154,7 +164,7 @@ async def suspects(
         span = part
         while True:
             limit = await anyio.to_thread.run_sync(
-                scratch.ask, comparison.next_limit, scratch.experiment, span
+                scratch.ask, next_limit, scratch.experiment, span
             )
             if limit is None:
                 last.append(span)
@@ -173,14 +183,14 @@ async def suspects(
 async def _differs(database: Database, scratch: Scratch, span: Span) -> tuple[int, bool]:
     """Return how many live rows a span has, and whether they are others than the folded ones."""
     if scratch.sees_live:
-        agreement = partial(scratch.ask, comparison.agrees_with_live, scratch.experiment, span)
+        agreement = partial(scratch.ask, agrees_with_live, scratch.experiment, span)
         count, agrees = await anyio.to_thread.run_sync(agreement)
         return count, not agrees
-    live = await database.read(comparison.rows_of, scratch.experiment, span)
+    live = await database.read(rows_of, scratch.experiment, span)
 
     def differ() -> bool:
-        folded = scratch.ask(comparison.rows_of, scratch.experiment, span)
-        return bool(comparison.differences(span, live, folded))
+        folded = scratch.ask(rows_of, scratch.experiment, span)
+        return bool(differences(span, live, folded))
 
     return len(live), await anyio.to_thread.run_sync(differ)
 
@@ -189,9 +199,9 @@ def confirmed(tx: Transaction, scratch: Scratch, spans: Sequence[Span]) -> list[
     """Return the rows of ``spans`` that differ, ``tx`` and the scratch being at one position."""
     found: list[Difference] = []
     for span in spans:
-        live = comparison.rows_of(tx, scratch.experiment, span)
-        folded = scratch.ask(comparison.rows_of, scratch.experiment, span)
-        found += comparison.differences(span, live, folded)
+        live = rows_of(tx, scratch.experiment, span)
+        folded = scratch.ask(rows_of, scratch.experiment, span)
+        found += differences(span, live, folded)
     return found
 
 
