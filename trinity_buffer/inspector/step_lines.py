@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, repeat
 from statistics import fmean
@@ -25,7 +26,14 @@ from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs, rewards
 from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
-from trinity_buffer.store.rows import ExperienceRow, StepRow, position_of, slot_of, written_as
+from trinity_buffer.store.rows import (
+    SLOT_BITS,
+    ExperienceRow,
+    StepRow,
+    position_of,
+    slot_of,
+    written_as,
+)
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -140,12 +148,17 @@ class _Counted(NamedTuple):
     groups: Numbers
 
 
-class _Eaten(NamedTuple):
+class _Contents(NamedTuple):
     """Rows of a lease: for each its experience, where it is known, and the experiment it is of."""
 
     fact: BatchLeased
     rows: tuple[ExperienceRow | None, ...]
     experiments: tuple[str, ...]
+
+    def own(self) -> list[tuple[int, ExperienceRow]]:
+        """Return slot and row of those of the trainer's own experiment that are known."""
+        pairs = enumerate(zip(self.rows, self.experiments, strict=True))
+        return [(slot, row) for slot, (row, of) in pairs if row is not None and not of]
 
 
 async def trainer_of(source: Source, wanted: str | None) -> str:
@@ -174,45 +187,43 @@ async def steps(
         UnknownNameError: no such trainer.
     """
     name = await trainer_of(source, trainer)
-    some = await _some(source, name, after, limit)
-    events = await source.events(_positions(some))
-    facts = {row.leased_at: events[row.leased_at].fact for row in some}
+    rows = await _step_rows(source, name, after, limit)
+    positions = [row.leased_at for row in rows] + [row.committed_at or 0 for row in rows]
+    events = await source.events(positions)
+    facts = {row.leased_at: events[row.leased_at].fact for row in rows}
     leases = {at: fact for at, fact in facts.items() if isinstance(fact, BatchLeased)}
+    # The lease of a step that was dealt anew is another event.
     leases |= await source.leases(list(facts.keys() - leases.keys()))
-    given = [leases[row.leased_at] for row in some]
-    known = await measured(source, name, [row.step for row in some])
-    rows = zip(some, given, await _numbers(source, given), strict=True)
-    lines = [_line(name, row, events, fact, numbers) for row, fact, numbers in rows]
-    return [_with_metrics(line, known.get(line.step)) for line in lines]
+    leased = [leases[row.leased_at] for row in rows]
+    measures = await measured(source, name, [row.step for row in rows])
+    lines = []
+    for row, fact, own in zip(rows, leased, await _numbers(source, leased), strict=True):
+        line = _line(name, row, events, fact, own)
+        if row.step in measures:
+            line = replace(line, metrics=measures[row.step].metrics)
+        lines.append(line)
+    return lines
 
 
 async def blame(source: Source, step: int, *, trainer: str | None = None) -> StepContents:
-    """Return what gradient step ``step`` was given, row by row.
+    """Return the rows that gradient step ``step`` was given.
 
     Raises:
         UnknownNameError: no such trainer, or no such step of it.
         DamagedSegmentError: a checksum of the advantages does not hold.
     """
     name = await trainer_of(source, trainer)
-    found = [await _the_step(source, name, step)]
-    events = await source.events(_positions(found))
-    (eaten,) = await _eaten(source, found)
-    (numbers,) = await _numbers(source, [eaten.fact])
-    line = _line(name, found[0], events, eaten.fact, numbers)
-    committed = None if line.committed_at is None else events[line.committed_at].fact
+    contents = await _contents(source, name, step)
+    fact = contents.fact
+    (line,) = await steps(source, trainer=name, after=step - 1, limit=1)
     proven = None
-    if isinstance(committed, StepsCommitted):
-        at = list(committed.steps).index(step)
-        proven = committed.manifests[at] == eaten.fact.digest
-    known = (await measured(source, name, [step])).get(step)
-    return StepContents(
-        _with_metrics(line, known),
-        eaten.fact.annotation_set,
-        eaten.fact.layout,
-        eaten.fact.digest.hex(),
-        proven,
-        await _rows(source, eaten, known),
-    )
+    if line.committed_at is not None:
+        commit = (await source.events([line.committed_at]))[line.committed_at].fact
+        assert isinstance(commit, StepsCommitted)  # of which the step says so
+        proven = commit.manifests[list(commit.steps).index(step)] == fact.digest
+    measures = (await measured(source, name, [step])).get(step)
+    rows = await _rows(source, contents, measures)
+    return StepContents(line, fact.annotation_set, fact.layout, fact.digest.hex(), proven, rows)
 
 
 async def rows_of_step(
@@ -223,19 +234,9 @@ async def rows_of_step(
     Raises:
         UnknownNameError: no such trainer, or no such step of it.
     """
-    row = await _the_step(source, await trainer_of(source, trainer), step)
-    (eaten,) = await _eaten(source, [row])
-    own = {one.address: one for one in _own(eaten)}
+    contents = await _contents(source, await trainer_of(source, trainer), step)
+    own = {row.address: row for _, row in contents.own()}
     return [own[address] for address in sorted(own)]
-
-
-async def _the_step(source: Source, trainer: str, step: int) -> StepRow:
-    found = await source.read(trainer_queries.steps, source.key, trainer, after=step - 1, limit=1)
-    if not found or found[0].step != step:
-        raise UnknownNameError(
-            f"trainer {trainer!r} was never handed step {step}; `trinity-buffer steps` shows them"
-        )
-    return found[0]
 
 
 async def staleness(
@@ -247,24 +248,26 @@ async def staleness(
         UnknownNameError: no such trainer.
     """
     name = await trainer_of(source, trainer)
-    some = await _some(source, name, after, limit)
-    eaten = await _eaten(source, some)
-    own = {r.address for one in eaten for r in _own(one)}
-    who = await _actors(source, own)
-    lags: dict[tuple[int, str], list[int]] = {}
-    for one in eaten:
-        for row in _own(one):
-            if row.policy_version is not None:
-                key = (one.fact.step, who.get(position_of(row.address), ""))
-                lags.setdefault(key, []).append(one.fact.step - 1 - row.policy_version)
-    states = {row.step: "leased" if row.committed_at is None else "committed" for row in some}
-    return [
-        Staleness(step, by, len(ages), fmean(ages), max(ages), states[step])
-        for (step, by), ages in sorted(lags.items())
-    ]
+    rows = await _step_rows(source, name, after, limit)
+    leases = await source.leases([row.leased_at for row in rows])
+    counted = await _numbers(source, [leases[row.leased_at] for row in rows])
+    dated = [own.numbers[own.numbers["policy_version"] != NO_VERSION] for own in counted]
+    positions = [numbers["address"] >> SLOT_BITS for numbers in dated]
+    actors = await _actors(source, chain.from_iterable(some.tolist() for some in positions))
+    found = []
+    for row, numbers, recorded in zip(rows, dated, positions, strict=True):
+        lags: dict[str, list[int]] = defaultdict(list)
+        for at, version in zip(recorded.tolist(), numbers["policy_version"].tolist(), strict=True):
+            lags[actors.get(at, "")].append(row.step - 1 - version)
+        state = "leased" if row.committed_at is None else "committed"
+        found += [
+            Staleness(row.step, by, len(ages), fmean(ages), max(ages), state)
+            for by, ages in sorted(lags.items())
+        ]
+    return found
 
 
-async def _some(source: Source, trainer: str, after: int | None, limit: int) -> list[StepRow]:
+async def _step_rows(source: Source, trainer: str, after: int | None, limit: int) -> list[StepRow]:
     """Return the steps above ``after``, or the last ones."""
     if after is None:
         consumer = await source.read(writer_queries.consumer_row, source.key, trainer)
@@ -272,40 +275,25 @@ async def _some(source: Source, trainer: str, after: int | None, limit: int) -> 
     return await source.read(trainer_queries.steps, source.key, trainer, after=after, limit=limit)
 
 
-def _own(eaten: _Eaten) -> list[ExperienceRow]:
-    pairs = zip(eaten.rows, eaten.experiments, strict=True)
-    return [row for row, of in pairs if row is not None and of == ""]
+async def _actors(source: Source, positions: Iterable[int]) -> dict[int, str]:
+    return await source.database.read(inspection.actors, source.key, sorted(set(positions)))
 
 
-async def _actors(source: Source, addresses: set[int]) -> dict[int, str]:
-    positions = sorted({position_of(address) for address in addresses})
-    return await source.database.read(inspection.actors, source.key, positions)
-
-
-def _positions(some: Sequence[StepRow]) -> list[int]:
-    return [at for row in some for at in (row.leased_at, row.committed_at) if at is not None]
-
-
-async def _eaten(source: Source, steps: Sequence[StepRow]) -> list[_Eaten]:
-    """Return the rows of steps; those of another experiment are looked up there."""
-    leases = await source.leases([row.leased_at for row in steps])
-    facts = [leases[row.leased_at] for row in steps]
-    wanted: dict[str, set[int]] = {}
-    for fact in facts:
-        for of, address in zip(_experiments(fact), fact.experiences, strict=True):
-            wanted.setdefault(of, set()).add(address)
-    known: dict[tuple[str, int], ExperienceRow] = {}
-    for of, addresses in wanted.items():
-        for row in await _experiences(source, of, sorted(addresses)):
-            known[of, row.address] = row
-    return [
-        _Eaten(
-            fact,
-            tuple(map(known.get, zip(_experiments(fact), fact.experiences, strict=True))),
-            _experiments(fact),
+async def _contents(source: Source, trainer: str, step: int) -> _Contents:
+    """Return the rows of a step; those of another experiment are looked up there."""
+    row = await source.read(trainer_queries.step_at, source.key, trainer, step)
+    if row is None:
+        raise UnknownNameError(
+            f"trainer {trainer!r} was never handed step {step}; `trinity-buffer steps` shows them"
         )
-        for fact in facts
-    ]
+    fact = (await source.leases([row.leased_at]))[row.leased_at]
+    names = [(of, at) for of, at in zip(_experiments(fact), fact.experiences, strict=True)]
+    known: dict[tuple[str, int], ExperienceRow] = {}
+    for of in dict.fromkeys(of for of, _ in names):
+        addresses = sorted({address for by, address in names if by == of})
+        for experience in await _experiences(source, of, addresses):
+            known[of, experience.address] = experience
+    return _Contents(fact, tuple(map(known.get, names)), _experiments(fact))
 
 
 def _experiments(fact: BatchLeased) -> tuple[str, ...]:
@@ -319,38 +307,43 @@ async def _experiences(source: Source, of: str, addresses: list[int]) -> list[Ex
     if not of:
         return await source.read(writer_queries.experience_rows, source.key, addresses)
 
-    def look(tx: Transaction) -> list[ExperienceRow]:
+    def read(tx: Transaction) -> list[ExperienceRow]:
         key = log.find_experiment(tx, of)
         return [] if key is None else writer_queries.experience_rows(tx, key, addresses)
 
-    return await source.database.read(look)
+    return await source.database.read(read)
 
 
 async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[_Counted]:
     """Return what is counted of the trainer's own rows of each lease, where they are known."""
-    sides = [[not of for of in _experiments(fact)] for fact in facts]
-    own = [list(compress(f.experiences, mine)) for f, mine in zip(facts, sides, strict=True)]
-    groups = [list(compress(f.groups, mine)) for f, mine in zip(facts, sides, strict=True)]
-    wanted = sorted(set(chain.from_iterable(own)))
+    own = []
+    for fact in facts:
+        mine = [not of for of in _experiments(fact)]
+        own.append((list(compress(fact.experiences, mine)), list(compress(fact.groups, mine))))
+    wanted = sorted(set(chain.from_iterable(addresses for addresses, _ in own)))
     numbers = await source.read(row_numbers, source.key, wanted)
-    known, ended = numbers["address"], np.append(numbers["address"], -1)
-    places = [np.searchsorted(known, some) for some in own]
-    found = []
-    for some, of, at in zip(own, groups, places, strict=True):
-        there = ended[at] == some
-        found.append(_Counted(numbers[at[there]], np.array(of, np.int64)[there]))
-    return found
+    # One more, so that what sorts behind the last known address is found unequal to it.
+    ended, counted = np.append(numbers["address"], -1), []
+    for addresses, groups in own:
+        places = np.searchsorted(numbers["address"], addresses)
+        known = ended[places] == addresses
+        counted.append(_Counted(numbers[places[known]], np.array(groups, np.int64)[known]))
+    return counted
 
 
 def _line(
-    name: str, row: StepRow, events: Mapping[int, Event], fact: BatchLeased, counted: _Counted
+    name: str, row: StepRow, events: Mapping[int, Event], fact: BatchLeased, own: _Counted
 ) -> StepLine:
     leased = events[row.leased_at]
     commit = None if row.committed_at is None else events[row.committed_at]
     seconds = None if commit is None else commit.recorded_at - leased.recorded_at
-    numbers = counted.numbers
+    numbers = own.numbers
     versions = numbers["policy_version"]
     lags = row.step - 1 - versions[versions != NO_VERSION]
+    metrics: Mapping[str, Any] = {}
+    # A commit of several steps has the metrics of the last one.
+    if commit is not None and isinstance(commit.fact, StepsCommitted):
+        metrics = commit.fact.metrics if commit.fact.steps[-1] == row.step else {}
     return StepLine(
         trainer=name,
         step=row.step,
@@ -364,39 +357,25 @@ def _line(
         microbatches=len(fact.microbatches),
         tokens=int(numbers["length"].sum()),
         trained_tokens=int(numbers["trained_tokens"].sum()),
-        reward=mean_over_runs(numbers["reward"], counted.groups, numbers["run"], numbers["step"]),
+        reward=mean_over_runs(numbers["reward"], own.groups, numbers["run"], numbers["step"]),
         staleness=fmean(lags.tolist()) if len(lags) else None,
         oldest=int(lags.max()) if len(lags) else None,
         checkpoint=row.checkpoint,
-        metrics=_metrics(commit, row.step),
+        metrics=metrics,
     )
 
 
-def _with_metrics(line: StepLine, known: Measured | None) -> StepLine:
-    """Return a line with all that its step measured, where that was recorded."""
-    return line if known is None else replace(line, metrics=known.metrics)
-
-
-def _metrics(commit: Event | None, step: int) -> Mapping[str, Any]:
-    """Return the metrics of a commit at its last step: of the others none are recorded."""
-    fact = None if commit is None else commit.fact
-    if not isinstance(fact, StepsCommitted) or fact.steps[-1] != step:
-        return {}
-    return fact.metrics
-
-
-def _run_rewards(eaten: _Eaten) -> dict[int, float]:
+def _run_rewards(contents: _Contents) -> dict[int, float]:
     """Return slot -> reward of the run, of the trainer's own rows where one is known."""
-    slots = [at for at, row in enumerate(eaten.rows) if row and not eaten.experiments[at]]
-    rows = [row for row in map(eaten.rows.__getitem__, slots) if row is not None]
+    own = contents.own()
     rewards = rewards_by_run(
-        np.array([row.reward for row in rows], np.float64),
-        np.array([eaten.fact.groups[slot] for slot in slots], np.int64),
-        np.array([row.eid.run for row in rows], np.int64),
-        np.array([row.eid.step for row in rows], np.int64),
+        np.array([row.reward for _, row in own], np.float64),
+        np.array([contents.fact.groups[slot] for slot, _ in own], np.int64),
+        np.array([row.eid.run for _, row in own], np.int64),
+        np.array([row.eid.step for _, row in own], np.int64),
     )
-    pairs = zip(slots, rewards.tolist(), strict=True)
-    return {slot: reward for slot, reward in pairs if not math.isnan(reward)}
+    pairs = zip(own, rewards.tolist(), strict=True)
+    return {slot: reward for (slot, _), reward in pairs if not math.isnan(reward)}
 
 
 def rewards_of_runs(rows: Sequence[EatenRow]) -> list[float]:
@@ -405,22 +384,24 @@ def rewards_of_runs(rows: Sequence[EatenRow]) -> list[float]:
     return list(runs.values())
 
 
-async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[EatenRow, ...]:
-    fact = eaten.fact
-    rows = zip(fact.annotations, eaten.experiments, eaten.rows, strict=True)
-    own = {position_of(a): "" if row is None else row.eid.uid for a, of, row in rows if not of}
-    events = await events_with_segments(source, own, ["annotation"])
-    who = await _actors(source, {row.address for row in _own(eaten)})
-    of_runs = _run_rewards(eaten)
-    found = []
-    for slot, (row, of) in enumerate(zip(eaten.rows, eaten.experiments, strict=True)):
+async def _rows(
+    source: Source, contents: _Contents, measures: Measured | None
+) -> tuple[EatenRow, ...]:
+    fact, own = contents.fact, contents.own()
+    notes = zip(fact.annotations, contents.experiments, contents.rows, strict=True)
+    uids = {position_of(a): "" if row is None else row.eid.uid for a, of, row in notes if not of}
+    events = await events_with_segments(source, uids, ["annotation"])
+    actors = await _actors(source, (position_of(row.address) for _, row in own))
+    run_rewards = _run_rewards(contents)
+    rows = []
+    for slot, (row, of) in enumerate(zip(contents.rows, contents.experiments, strict=True)):
         note = fact.annotations[slot]
         segment = None if of else events[position_of(note)].families.get("annotation")
         at, (_, _, _, rank) = next(
             (i, span) for i, span in enumerate(fact.microbatches) if span[0] <= slot < span[1]
         )
         version = None if row is None else row.policy_version
-        found.append(
+        rows.append(
             EatenRow(
                 slot=slot,
                 uid="" if row is None else row.eid.uid,
@@ -430,7 +411,7 @@ async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[
                 group=fact.groups[slot],
                 run=None if row is None else row.eid.run,
                 reward=None if row is None else row.reward,
-                run_reward=of_runs.get(slot),
+                run_reward=run_rewards.get(slot),
                 advantage=None
                 if segment is None
                 else mean_of(segment, "advantages", slot_of(note)),
@@ -438,13 +419,13 @@ async def _rows(source: Source, eaten: _Eaten, known: Measured | None) -> tuple[
                 staleness=None if version is None else fact.step - 1 - version,
                 length=0 if row is None else row.length,
                 trained_tokens=0 if row is None else row.trained_tokens,
-                actor="" if row is None or of else who.get(position_of(row.address), ""),
+                actor="" if row is None or of else actors.get(position_of(row.address), ""),
                 annotation=written_as(note),
                 address=written_as(fact.experiences[slot]),
-                measured={} if known is None else known.of_row(note, of),
+                measured={} if measures is None else measures.of_row(note, of),
             )
         )
-    return tuple(found)
+    return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)
