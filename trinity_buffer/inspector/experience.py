@@ -6,6 +6,7 @@ its own rows.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ from trinity_buffer.events import (
     WithSegment,
 )
 from trinity_buffer.identity import FAMILIES, parse_uid
-from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow, fates
+from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded
@@ -108,8 +109,8 @@ async def readable_events(
     wanted = sorted(set(positions))
     stored = await experiment.database.read(log.read_at, experiment.key, wanted)
     events, damaged = decoded_each(experiment.name, stored)
-    found, broken = await with_segments(experiment, events, families)
-    return found, damaged | broken
+    readable, broken = await with_segments(experiment, events, families)
+    return readable, damaged | broken
 
 
 def decoded_each(
@@ -118,63 +119,65 @@ def decoded_each(
     """Return those of the events whose bodies can be read, and why the rest cannot, by position."""
     events: list[Event] = []
     damaged: dict[int, Damage] = {}
-    for one in stored:
+    for event in stored:
         try:
-            events.append(decoded(experiment, one))
+            events.append(decoded(experiment, event))
         except CodecError as error:
-            damaged[one.position] = error
+            damaged[event.position] = error
     return events, damaged
 
 
 async def with_segments(
-    experiment: Experiment | Source, events: Iterable[Event], families: Sequence[str]
+    experiment: Experiment | Source, events: Sequence[Event], families: Sequence[str]
 ) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
     """Return position -> event with what can be read of its segment, and why the rest cannot."""
-    named: dict[int, tuple[Event, WithSegment]] = {}
+    facts: dict[bytes, WithSegment] = {}
     for event in events:
         assert isinstance(event.fact, WithSegment)  # where rows are of
-        named[event.position] = event, event.fact
-    facts = {fact.segment: fact for _, fact in named.values()}
+        facts[event.fact.segment] = event.fact
 
-    def read(
-        s: ReadSession,
-    ) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, Damage], Mapping[bytes, Absence]]:
-        stored_segments = read_segments(s, sorted(facts), families)
-        absent = stored_segments.absent
-        there = {
-            key: [family for family in families if family in fact.families]
+    def read(s: ReadSession) -> tuple[Mapping[bytes, Absence], _Families, dict[bytes, Damage]]:
+        stored = read_segments(s, sorted(facts), families)
+        there = [
+            (key, family)
             for key, fact in facts.items()
-            if key not in absent
-        }
-        return *s.compute(_decoded, there, stored_segments.parts), absent
+            for family in families
+            if key not in stored.absent and family in fact.families
+        ]
+        return stored.absent, *s.compute(_decoded, there, stored.parts)
 
-    found, broken, absent = await experiment.database.read_session(read)
-    by_position: dict[int, EventWithSegment] = {}
+    absent, segments_of, broken = await experiment.database.read_session(read)
+    readable: dict[int, EventWithSegment] = {}
     damaged: dict[int, Damage] = {}
-    for position, (event, fact) in named.items():
-        key = fact.segment
-        gone = absent.get(key)
-        why = None if gone is None else gone.why
-        by_position[position] = EventWithSegment(event, fact, found.get(key, {}), why)
-        if key in broken:
-            damaged[position] = broken[key]
+    for event in events:
+        fact = event.fact
+        assert isinstance(fact, WithSegment)
+        gone = absent.get(fact.segment)
+        readable[event.position] = EventWithSegment(
+            event, fact, segments_of.get(fact.segment, {}), None if gone is None else gone.why
+        )
+        if fact.segment in broken:
+            damaged[event.position] = broken[fact.segment]
         elif gone is not None and not gone.deleted:
-            damaged[position] = ArchivedSegmentError(gone.why)
-    return by_position, damaged
+            damaged[event.position] = ArchivedSegmentError(gone.why)
+    return readable, damaged
+
+
+_Families = dict[bytes, dict[str, Segment]]
 
 
 def _decoded(
-    wanted: Mapping[bytes, Sequence[str]], parts: SegmentParts
-) -> tuple[dict[bytes, dict[str, Segment]], dict[bytes, Damage]]:
-    found: dict[bytes, dict[str, Segment]] = {key: {} for key in wanted}
+    wanted: Sequence[tuple[bytes, str]], parts: SegmentParts
+) -> tuple[_Families, dict[bytes, Damage]]:
+    decoded_segments: _Families = defaultdict(dict)
     damaged: dict[bytes, Damage] = {}
-    for key, family in ((key, family) for key, some in wanted.items() for family in some):
+    for key, family in wanted:
         try:
             blob = segments.blob_of(key, family, parts.get((key, family), []))
-            found[key][family] = decode_segment(blob)
+            decoded_segments[key][family] = decode_segment(blob)
         except (CodecError, DamagedSegmentError) as error:
             damaged[key] = error
-    return found, damaged
+    return decoded_segments, damaged
 
 
 FIRST_VALUES = 8
@@ -285,16 +288,14 @@ def elements_of_rows(
         values, ends = values_of(column), column.offsets.tolist()
         if values is None:
             continue
-        places = None if column.rows is None else _places(column.rows)
+        places = None
+        if column.rows is not None:
+            places = {row: place for place, row in enumerate(column.rows.tolist())}
         for at, row in enumerate(rows):
             place = row if places is None else places.get(row)
             if place is not None and found[at] is None:
                 found[at] = values[ends[place] : ends[place + 1]]
     return found
-
-
-def _places(rows: npt.NDArray[Any]) -> dict[int, int]:
-    return {row: place for place, row in enumerate(rows.tolist())}
 
 
 Numbers = npt.NDArray[Any]
@@ -320,16 +321,16 @@ class Measured:
     def of_row(self, annotation: int, experiment: str = "") -> dict[str, float]:
         """Return the numbers that a row has, by the address of its annotation."""
         row = self.places[experiment, annotation]
-        found = {name: float(values[row]) for name, values in self.rows.items()}
-        return {name: value for name, value in found.items() if not np.isnan(value)}
+        numbers = {name: float(values[row]) for name, values in self.rows.items()}
+        return {name: number for name, number in numbers.items() if not np.isnan(number)}
 
     def of_tokens(self, annotation: int, experiment: str = "") -> dict[str, Numbers]:
         """Return name -> ``[tokens]`` of a row; empty where none were recorded."""
         if self.tokens is None:
             return {}
         row = self.places[experiment, annotation]
-        found = {name: elements_of(self.tokens, name, row) for name in self.tokens.columns}
-        return {name: values for name, values in found.items() if values is not None}
+        columns = {name: elements_of(self.tokens, name, row) for name in self.tokens.columns}
+        return {name: values for name, values in columns.items() if values is not None}
 
 
 async def measured(
@@ -345,28 +346,27 @@ async def measured(
     """
     if not steps:
         return {}
+    first, last = min(steps), max(steps)
     rows = await source.read(
-        trainer_queries.steps,
-        source.key,
-        trainer,
-        after=min(steps) - 1,
-        limit=max(steps) - min(steps) + 1,
+        trainer_queries.steps, source.key, trainer, after=first - 1, limit=last - first + 1
     )
     wanted = {row.step: row for row in rows if row.step in set(steps) and row.committed_at}
     positions = await _positions(source, trainer, wanted)
     families = [MEASURED_ROWS, *([MEASURED_TOKENS] if tokens else [])]
     whose = {position: f"step {step} of {trainer}" for step, position in positions.items()}
-    told = await events_with_segments(source, whose, families)
-    places = await _manifest_places(source, [wanted[step] for step in positions])
-    found = {}
+    events = await events_with_segments(source, whose, families)
+    leases = await source.leases([wanted[step].leased_at for step in positions])
+    measures = {}
     for step, position in positions.items():
-        fact, segments = told[position].fact, told[position].families
+        fact, own = events[position].fact, events[position].families
         assert isinstance(fact, StepMeasured)  # what stands at these positions
-        one = segments.get(MEASURED_ROWS)
-        columns = {} if one is None else {n: some[0].elements for n, some in one.columns.items()}
-        kept = segments.get(MEASURED_TOKENS)
-        found[step] = Measured(step, fact.metrics, columns, kept, places[step])
-    return found
+        by_row = own[MEASURED_ROWS].columns if MEASURED_ROWS in own else {}
+        columns = {name: parts[0].elements for name, parts in by_row.items()}
+        lease = leases[wanted[step].leased_at]
+        names = zip(experiments_of(lease), lease.annotations, strict=True)
+        places = {name: place for place, name in enumerate(names)}
+        measures[step] = Measured(step, fact.metrics, columns, own.get(MEASURED_TOKENS), places)
+    return measures
 
 
 async def _positions(source: Source, trainer: str, wanted: Mapping[int, StepRow]) -> dict[int, int]:
@@ -378,30 +378,18 @@ async def _positions(source: Source, trainer: str, wanted: Mapping[int, StepRow]
         if isinstance(event.fact, StepsCommitted)
         for number in range(1, len(event.fact.steps) + 2)  # a PolicyPublished may come first
     ]
-    found = {}
-    for position, event in (await source.events(behind)).items():
-        fact = event.fact
-        if isinstance(fact, StepMeasured) and fact.consumer == trainer and fact.step in wanted:
-            found[fact.step] = position
-    return found
-
-
-async def _manifest_places(
-    source: Source, rows: Sequence[StepRow]
-) -> dict[int, dict[tuple[str, int], int]]:
-    """Return step -> where each annotation stands in its manifest, as it was served last."""
-    leases = await source.leases([row.leased_at for row in rows])
+    facts = {at: event.fact for at, event in (await source.events(behind)).items()}
     return {
-        row.step: {name: place for place, name in enumerate(_names(leases[row.leased_at]))}
-        for row in rows
+        fact.step: at
+        for at, fact in facts.items()
+        if isinstance(fact, StepMeasured) and fact.consumer == trainer and fact.step in wanted
     }
 
 
-def _names(lease: BatchLeased) -> Iterator[tuple[str, int]]:
-    """Yield experiment and address of the annotation of each row."""
+def experiments_of(lease: BatchLeased) -> list[str]:
+    """Return of each row its experiment: "" for the trainer's own, else the expert's."""
     names = ["", *lease.sources]
-    for row, annotation in enumerate(lease.annotations):
-        yield names[lease.source[row]] if lease.source else "", annotation
+    return [names[at] for at in lease.source] if lease.source else [""] * len(lease.experiences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,42 +475,17 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
         UnknownNameError: there is no such experience.
         DamagedSegmentError: a checksum does not hold.
     """
-    eid, source = parse_uid(uid), now(experiment)
-
-    def look(tx: Transaction) -> tuple[ExperienceRow, list[Fate]]:
-        row = inspection.find(tx, source.key, eid)
-        if row is None:
-            raise UnknownNameError(
-                f"experiment {source.name!r} holds no experience {uid!r}; `trinity-buffer "
-                "groups` shows what there is"
-            )
-        return row, fates(tx, source.key, [row])[row.address]
-
-    row, found = await source.read(look)
-    position = position_of(row.address)
+    source = now(experiment)
+    row, own = await row_and_fates(source, uid)
+    slot, position = slot_of(row.address), position_of(row.address)
     recorded = (await events_with_segments(source, {position: uid}, tuple(FAMILIES)))[position]
-    noted = {position_of(f.annotations[0].address): uid for f in found if f.annotations}
-    events = await events_with_segments(source, noted, ["annotation"])
-    measures = await _measured(source, found)
-    return _view(row, recorded, [_set(fate, events, measures) for fate in found])
-
-
-async def _measured(source: Source, found: Sequence[Fate]) -> dict[tuple[str, int], Measured]:
-    """Return (trainer, step) -> what was measured, of the steps that hold the experience."""
-    steps: dict[str, set[int]] = {}
-    for one in (step for fate in found for row in fate.annotations for step in row.steps):
-        if one.step is not None and one.committed and not one.experiment:
-            steps.setdefault(one.trainer, set()).add(one.step)
-    every = {name: await measured(source, name, sorted(some)) for name, some in steps.items()}
-    return {(name, step): one for name, some in every.items() for step, one in some.items()}
-
-
-def _view(
-    row: ExperienceRow, recorded: EventWithSegment, sets: Sequence[SetView]
-) -> ExperienceView:
-    slot, event, fact = slot_of(row.address), recorded.event, recorded.fact
+    event, fact = recorded.event, recorded.fact
     assert isinstance(fact, ExperiencesRecorded)  # where the row is of
-    segments = list(recorded.families.values())
+    parts = list(recorded.families.values())
+    objects = {name: values[slot] for part in parts for name, values in part.objects.items()}
+    noted = {position_of(fate.annotations[0].address): uid for fate in own if fate.annotations}
+    notes = await events_with_segments(source, noted, ["annotation"])
+    measures = await _measured(source, own)
     return ExperienceView(
         uid=row.eid.uid,
         address=written_as(row.address),
@@ -539,40 +502,70 @@ def _view(
         digest=row.digest.hex(),
         segment=row.segment.hex(),
         archived=recorded.archived,
-        tensors={name: one for segment in segments for name, one in summaries(segment, slot)},
-        objects=_objects(segments, slot),
-        sets=tuple(sets),
+        tensors={name: tensor for part in parts for name, tensor in summaries(part, slot)},
+        objects={name: value for name, value in objects.items() if value is not None},
+        sets=tuple(_set(fate, notes, measures) for fate in own),
     )
 
 
-def _objects(segments: Sequence[Segment], slot: int) -> dict[str, Any]:
-    found = {name: some[slot] for segment in segments for name, some in segment.objects.items()}
-    return {name: value for name, value in found.items() if value is not None}
+async def row_and_fates(source: Source, uid: str) -> tuple[ExperienceRow, list[Fate]]:
+    """Return the experience ``uid`` and what became of it, by annotation set.
+
+    Raises:
+        InvalidArgumentError: not ``batch/task/run/step/suffix``.
+        UnknownNameError: there is no such experience.
+    """
+    eid = parse_uid(uid)
+
+    def read(tx: Transaction) -> tuple[ExperienceRow, list[Fate]]:
+        row = inspection.find(tx, source.key, eid)
+        if row is None:
+            raise UnknownNameError(
+                f"experiment {source.name!r} holds no experience {uid!r}; `trinity-buffer "
+                "groups` shows what there is"
+            )
+        return row, fates(tx, source.key, [row])[row.address]
+
+    return await source.read(read)
+
+
+async def _measured(source: Source, own: Sequence[Fate]) -> dict[tuple[str, int], Measured]:
+    """Return (trainer, step) -> what was measured, of the steps that hold the experience."""
+    steps: dict[str, set[int]] = defaultdict(set)
+    for step in (step for fate in own for step in fate.steps):
+        if step.step is not None and step.committed and not step.experiment:
+            steps[step.trainer].add(step.step)
+    return {
+        (trainer, step): measures
+        for trainer, numbers in steps.items()
+        for step, measures in (await measured(source, trainer, sorted(numbers))).items()
+    }
 
 
 def _set(
     fate: Fate,
-    events: Mapping[int, EventWithSegment],
+    notes: Mapping[int, EventWithSegment],
     measures: Mapping[tuple[str, int], Measured],
 ) -> SetView:
-    first: AnnotationRow | None = next(iter(fate.annotations), None)
-    tensors: dict[str, TensorSummary] = {}
-    if first is not None:
-        segment = events[position_of(first.address)].families.get("annotation")
-        if segment is not None:
-            tensors = dict(summaries(segment, slot_of(first.address)))
+    first = fate.annotations[0].address if fate.annotations else None
+    segment = None if first is None else notes[position_of(first)].families.get("annotation")
+    tensors = {} if segment is None else dict(summaries(segment, slot_of(first or 0)))
+    steps = []
+    for row in fate.annotations:
+        for step in row.steps:
+            own = measures.get((step.trainer, step.step or 0))
+            numbers = {} if own is None else own.of_row(row.address)
+            steps.append(
+                StepView(
+                    step.trainer, step.step, step.committed, step.reason, numbers, step.experiment
+                )
+            )
     return SetView(
         fate.annotation_set,
         fate.state,
         fate.reason,
-        None if first is None else written_as(first.address),
+        None if first is None else written_as(first),
         len(fate.annotations),
         tensors,
-        tuple(_step(row.address, step, measures) for row in fate.annotations for step in row.steps),
+        tuple(steps),
     )
-
-
-def _step(address: int, step: StepOfRow, measures: Mapping[tuple[str, int], Measured]) -> StepView:
-    one = None if step.step is None else measures.get((step.trainer, step.step))
-    known = {} if one is None else one.of_row(address)
-    return StepView(step.trainer, step.step, step.committed, step.reason, known, step.experiment)

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from trinity_buffer.inspector.experience import (
     Measured,
     Numbers,
     events_with_segments,
+    experiments_of,
     mean_of,
     measured,
 )
@@ -153,7 +154,7 @@ class _Contents(NamedTuple):
 
     fact: BatchLeased
     rows: tuple[ExperienceRow | None, ...]
-    experiments: tuple[str, ...]
+    experiments: Sequence[str]
 
     def own(self) -> list[tuple[int, ExperienceRow]]:
         """Return slot and row of those of the trainer's own experiment that are known."""
@@ -287,20 +288,14 @@ async def _contents(source: Source, trainer: str, step: int) -> _Contents:
             f"trainer {trainer!r} was never handed step {step}; `trinity-buffer steps` shows them"
         )
     fact = (await source.leases([row.leased_at]))[row.leased_at]
-    names = [(of, at) for of, at in zip(_experiments(fact), fact.experiences, strict=True)]
+    experiments = experiments_of(fact)
+    names = list(zip(experiments, fact.experiences, strict=True))
     known: dict[tuple[str, int], ExperienceRow] = {}
-    for of in dict.fromkeys(of for of, _ in names):
+    for of in dict.fromkeys(experiments):
         addresses = sorted({address for by, address in names if by == of})
         for experience in await _experiences(source, of, addresses):
             known[of, experience.address] = experience
-    return _Contents(fact, tuple(map(known.get, names)), _experiments(fact))
-
-
-def _experiments(fact: BatchLeased) -> tuple[str, ...]:
-    if not fact.source:
-        return tuple(repeat("", len(fact.experiences)))
-    names = ["", *fact.sources]
-    return tuple(names[at] for at in fact.source)
+    return _Contents(fact, tuple(map(known.get, names)), experiments)
 
 
 async def _experiences(source: Source, of: str, addresses: list[int]) -> list[ExperienceRow]:
@@ -318,7 +313,7 @@ async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[_Counte
     """Return what is counted of the trainer's own rows of each lease, where they are known."""
     own = []
     for fact in facts:
-        mine = [not of for of in _experiments(fact)]
+        mine = [not of for of in experiments_of(fact)]
         own.append((list(compress(fact.experiences, mine)), list(compress(fact.groups, mine))))
     wanted = sorted(set(chain.from_iterable(addresses for addresses, _ in own)))
     numbers = await source.read(row_numbers, source.key, wanted)

@@ -14,13 +14,16 @@ import numpy.typing as npt
 
 from trinity_buffer.codec import Segment
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.identity import parse_uid
-from trinity_buffer.inspector.experience import elements_of, events_with_segments, measured
-from trinity_buffer.inspector.fates import Fate, fates
+from trinity_buffer.inspector.experience import (
+    elements_of,
+    events_with_segments,
+    measured,
+    row_and_fates,
+)
+from trinity_buffer.inspector.fates import Fate
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.store import inspection, writer_queries
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
-from trinity_buffer.store.transaction import Transaction
 
 Numbers = npt.NDArray[Any]
 
@@ -58,24 +61,17 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         UnknownNameError: there is no such experience, or its tokens are not there any more.
         DamagedSegmentError: a checksum does not hold.
     """
-    eid = parse_uid(uid)
-
-    def look(tx: Transaction) -> tuple[ExperienceRow, list[Fate]]:
-        row = inspection.find(tx, source.key, eid)
-        if row is None:
-            raise UnknownNameError(f"experiment {source.name!r} holds no experience {uid!r}")
-        return row, fates(tx, source.key, [row])[row.address]
-
-    row, found = await source.read(look)
+    row, fates = await row_and_fates(source, uid)
     position, slot = position_of(row.address), slot_of(row.address)
-    held = (await events_with_segments(source, {position: uid}, ["light", "tokens"]))[position]
-    segments = list(held.families.values())
+    event = (await events_with_segments(source, {position: uid}, ["light", "tokens"]))[position]
+    segments = list(event.families.values())
     ids = _first(segments, "tokens", slot)
     if ids is None:
-        raise UnknownNameError(f"{uid}: {held.archived or 'it has no tokens'}")
-    mask = _mask(segments, slot, row)
-    wanted = [f for f in found if f.annotations and annotation_set in (None, f.annotation_set)]
-    fate = next(iter(wanted), None)
+        raise UnknownNameError(f"{uid}: {event.archived or 'it has no tokens'}")
+    mask, recorded_mask = np.zeros(row.length, bool), _first(segments, "action_mask", slot)
+    mask[row.prompt_length :] = True if recorded_mask is None else recorded_mask.astype(bool)
+    wanted = (f for f in fates if f.annotations and annotation_set in (None, f.annotation_set))
+    fate = next(wanted, None)
     columns = {
         "logprob": _placed(_first(segments, "logprobs", slot), row, mask),
         "teacher_logprob": _placed(_first(segments, "teacher_logprobs", slot), row, mask),
@@ -83,47 +79,41 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
     }
     if fate is not None:
         note = fate.annotations[0].address
-        event = await events_with_segments(source, {position_of(note): uid}, ["annotation"])
-        some = list(event[position_of(note)].families.values())
+        noted = await events_with_segments(source, {position_of(note): uid}, ["annotation"])
+        scores = list(noted[position_of(note)].families.values())
         for name in ("advantages", "returns"):
-            columns[name[:-1]] = _placed(_first(some, name, slot_of(note)), row, mask)
+            columns[name[:-1]] = _placed(_first(scores, name, slot_of(note)), row, mask)
         columns |= await _trained(source, fate)
         columns |= _compared(columns, mask)
     columns["policy_version"] = _versions(segments, slot, row)
     known = {name: values for name, values in columns.items() if values is not None}
-    return TokenTable(
-        row.eid.uid,
-        row.prompt_length,
-        ids,
-        mask,
-        known,
-        None if fate is None else fate.annotation_set,
-    )
+    of_set = None if fate is None else fate.annotation_set
+    return TokenTable(row.eid.uid, row.prompt_length, ids, mask, known, of_set)
 
 
 async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
     """Return what the last step of an annotation recorded of each token, if it did."""
     first = fate.annotations[0]
-    own = [one for one in first.steps if not one.experiment]
-    steps = [(one.trainer, one.step) for one in own if one.step and one.committed]
+    own = [step for step in first.steps if not step.experiment]
+    steps = [(step.trainer, step.step) for step in own if step.step and step.committed]
     if not steps:
         return {}
-    trainer, step = steps[-1]
-    one = (await measured(source, trainer, [step], tokens=True)).get(step)
-    found = {} if one is None else one.of_tokens(first.address)
-    return {"trained_logprob" if n == "logprob" else n: some for n, some in found.items()}
+    trainer, number = steps[-1]
+    measures = (await measured(source, trainer, [number], tokens=True)).get(number)
+    columns = {} if measures is None else measures.of_tokens(first.address)
+    return {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
 
 
 def _compared(columns: Mapping[str, Numbers | None], mask: Numbers) -> dict[str, Numbers | None]:
     """Return what follows of two columns, where both are known."""
-    found: dict[str, Numbers | None] = {}
+    derived: dict[str, Numbers | None] = {}
     trained, recorded = columns.get("trained_logprob"), columns.get("logprob")
     if trained is not None and recorded is not None:
-        found["gap"] = trained - recorded
+        derived["gap"] = trained - recorded
     weight, advantage = columns.get("weight"), columns.get("advantage")
     if weight is not None and advantage is not None:
-        found["clipped"] = np.where(mask, (weight == 0) & (advantage != 0), np.nan)
-    return found
+        derived["clipped"] = np.where(mask, (weight == 0) & (advantage != 0), np.nan)
+    return derived
 
 
 LONGEST_VERSION = 15
@@ -131,51 +121,41 @@ LONGEST_VERSION = 15
 
 
 def _versions(segments: list[Segment], slot: int, row: ExperienceRow) -> Numbers | None:
-    """Return which policy said each token; None where no server told so, in numbers."""
+    """Return the policy version of each token; None where no server returned numbers for them."""
     infos = (segment.objects["info"][slot] for segment in segments if "info" in segment.objects)
     info = next(infos, None)
     parts = info.get("weight_segments") if isinstance(info, Mapping) else None
     if not isinstance(parts, list):
         return None
-    found = np.full(row.length, np.nan)
+    placed = np.full(row.length, np.nan)
     for part in parts:  # what is in an info is the explorer's own: it may be anything
         match part:
             case {"begin": int(begin), "end": int(end), "version": str(version)} if (
                 version.isdecimal() and len(version) <= LONGEST_VERSION and 0 <= begin <= end
             ):
-                found[begin:end] = int(version)
-    return None if np.isnan(found).all() else found
+                placed[begin:end] = int(version)
+    return None if np.isnan(placed).all() else placed
 
 
 def _first(segments: list[Segment], name: str, slot: int) -> Numbers | None:
-    for segment in segments:
-        values = elements_of(segment, name, slot)
-        if values is not None:
-            return values
-    return None
-
-
-def _mask(segments: list[Segment], slot: int, row: ExperienceRow) -> Numbers:
-    mask = np.zeros(row.length, bool)
-    given = _first(segments, "action_mask", slot)
-    mask[row.prompt_length :] = True if given is None else given.astype(bool)
-    return mask
+    columns = (elements_of(segment, name, slot) for segment in segments)
+    return next((values for values in columns if values is not None), None)
 
 
 def _placed(values: Numbers | None, row: ExperienceRow, mask: Numbers) -> Numbers | None:
     """Return values of the response, or of all tokens, or one number times the mask, as ``[L]``."""
     if values is None or not len(values):
         return None
-    found = np.full(row.length, np.nan)
+    placed = np.full(row.length, np.nan)
     if len(values) == row.length:
-        found[:] = values
+        placed[:] = values
     elif len(values) == row.length - row.prompt_length:
-        found[row.prompt_length :] = values
+        placed[row.prompt_length :] = values
     elif len(values) == 1:
-        found[row.prompt_length :] = values[0] * mask[row.prompt_length :]
+        placed[row.prompt_length :] = values[0] * mask[row.prompt_length :]
     else:
         return None
-    return found
+    return placed
 
 
 NAMES = ("tokenizer", "model")
