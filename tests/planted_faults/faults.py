@@ -468,8 +468,8 @@ FAULTS = [
     Fault(
         "a run of several steps counts as several runs",
         "inspector/group_views.py",
-        "missing = len(set(range(rollouts)) - {run.run for run in runs})",
-        "missing = max(0, rollouts - len(runs))",
+        "missing = len(set(range(rollouts or 0)) - {run.run for run in runs})",
+        "missing = max(0, (rollouts or 0) - len(runs))",
         "tests/inspect/test_edges.py::test_a_run_of_several_steps_is_one_run",
     ),
     Fault(

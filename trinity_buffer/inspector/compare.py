@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspector.experience import Damage, Unreadable, means_of, readable_events
-from trinity_buffer.inspector.source import Source
+from trinity_buffer.inspector.source import Source, chosen_set
 from trinity_buffer.inspector.step_lines import StepLine, steps
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
@@ -123,13 +122,9 @@ async def comparing(
         UnknownNameError: no such annotation set.
     """
     consumers = await source.read(writer_queries.consumers, source.key)
-    names = [name for name, row in consumers.items() if row.kind == "strategy"]
-    for name in (first, second):
-        if name not in names:
-            known = ", ".join(names) or "none"
-            raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
+    names = dict.fromkeys(chosen_set(consumers, name) for name in (first, second))
+    sets = [consumers[name] for name in names if name is not None]
     found, after = SetDifference(first, second), -1
-    sets = [consumers[name] for name in dict.fromkeys((first, second))]
     most = 4 * sizes().rows_per_page  # or the events of a set would be read again and again
 
     def look(tx: Transaction) -> tuple[Integers, list[Decisions]]:

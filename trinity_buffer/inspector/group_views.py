@@ -6,15 +6,15 @@ import heapq
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal
 
-from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import Key
 from trinity_buffer.inspector.experience import EventWithSegment, events_with_segments, mean_of
 from trinity_buffer.inspector.fates import Fate, fates
-from trinity_buffer.inspector.source import Source, now
+from trinity_buffer.inspector.source import Source, chosen_set, now
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import inspection, writer_queries
@@ -66,24 +66,6 @@ class GroupView:
     newest: int = 0
 
 
-class _Found(NamedTuple):
-    """What one transaction saw: the set, keys of groups, their rows and batches, and fates."""
-
-    chosen: str | None
-    keys: list[tuple[str, str]]
-    rows: list[ExperienceRow]
-    batches: dict[str, BatchRow]
-    fates: dict[int, list[Fate]]
-
-
-class _Wanted(NamedTuple):
-    """Which groups, and whose advantages of them; see `groups`."""
-
-    annotation_set: str | None
-    batch: Key | None
-    named: Sequence[tuple[str, str]] | None
-
-
 Order = Literal["newest", "abs-advantage", "reward", "deviation"]
 
 
@@ -112,55 +94,65 @@ async def groups(
         UnknownNameError: no such annotation set.
         DamagedSegmentError: a checksum of the advantages does not hold.
     """
-    source, wanted = now(experiment), _Wanted(annotation_set, batch, named)
+    newest = partial(_newest, now(experiment), annotation_set, batch, named)
     if order == "newest":
-        return await _newest(source, wanted, limit, before)
+        return await newest(limit, before)
     first: list[GroupView] = []
-    while page := await _newest(source, wanted, sizes().groups_per_page, before):
+    while page := await newest(sizes().groups_per_page, before):
         first = heapq.nlargest(limit, [*first, *page], key=lambda group: _rank(group, order))
         before = min(group.newest for group in page)
     return first
 
 
 async def _newest(
-    source: Source, wanted: _Wanted, limit: int, before: int | None
+    source: Source,
+    annotation_set: str | None,
+    batch: Key | None,
+    named: Sequence[tuple[str, str]] | None,
+    limit: int,
+    before: int | None,
 ) -> list[GroupView]:
-    def look(tx: Transaction) -> _Found:
-        chosen = _chosen_set(tx, source, wanted.annotation_set)
-        keys = _newest_keys(tx, source, wanted, limit, before)
-        rows = inspection.members(tx, source.key, keys)
-        batches = writer_queries.batches(tx, source.key, sorted({key for key, _ in keys}))
-        return _Found(chosen, keys, rows, batches, fates(tx, source.key, rows))
+    def newest_keys(tx: Transaction) -> list[tuple[str, str]]:
+        if batch is not None:
+            return inspection.groups_of_batch(tx, source.key, str(batch), limit, before)
+        if named is None:
+            return inspection.newest_groups(tx, source.key, limit, before)
+        newest = {  # of the rows of a group, which are ordered by address, the last one counts
+            (str(row.eid.batch), str(row.eid.task)): row.address
+            for row in inspection.members(tx, source.key, named)
+        }
+        keys = [key for key, address in newest.items() if before is None or address < before]
+        return sorted(keys, key=newest.__getitem__, reverse=True)[:limit]
 
-    chosen, keys, rows, batches, found = await source.read(look)
-    own = {
-        a: next((f for f in some if f.annotation_set == chosen), None) for a, some in found.items()
-    }
-    noted = {
-        position_of(fate.annotations[0].address): row.eid.uid
-        for row in reversed(rows)  # of the rows of an event the first is named
-        if (fate := own.get(row.address)) is not None and fate.annotations
-    }
+    def read(tx: Transaction) -> tuple[_Members, dict[str, BatchRow], dict[int, Fate | None]]:
+        chosen = chosen_set(writer_queries.consumers(tx, source.key), annotation_set)
+        members: _Members = {key: [] for key in newest_keys(tx)}
+        rows = inspection.members(tx, source.key, list(members))
+        for row in rows:
+            members[str(row.eid.batch), str(row.eid.task)].append(row)
+        batches = writer_queries.batches(tx, source.key, sorted({key for key, _ in members}))
+        decided = {
+            address: next((fate for fate in own if fate.annotation_set == chosen), None)
+            for address, own in fates(tx, source.key, rows).items()
+        }
+        return members, batches, decided
+
+    members, batches, decided = await source.read(read)
+    noted: dict[int, str] = {}
+    for row in (row for rows in members.values() for row in rows):
+        fate = decided[row.address]
+        if fate is not None and fate.annotations:
+            # An error about the event names the first of its rows.
+            noted.setdefault(position_of(fate.annotations[0].address), row.eid.uid)
     events = await events_with_segments(source, noted, ["annotation"])
-    members: dict[tuple[str, str], list[ExperienceRow]] = {key: [] for key in keys}
-    for row in rows:
-        members[str(row.eid.batch), str(row.eid.task)].append(row)
-    return [_group(batches.get(key[0]), some, own, events) for key, some in members.items() if some]
+    return [
+        _group(batches.get(batch_key), rows, decided, events)
+        for (batch_key, _), rows in members.items()
+        if rows
+    ]
 
 
-def _newest_keys(
-    tx: Transaction, source: Source, wanted: _Wanted, limit: int, before: int | None
-) -> list[tuple[str, str]]:
-    if wanted.batch is not None:
-        return inspection.groups_of_batch(tx, source.key, str(wanted.batch), limit, before)
-    if wanted.named is None:
-        return inspection.newest_groups(tx, source.key, limit, before)
-    newest = {  # of the rows of a group, which are ordered by address, the last one counts
-        (str(row.eid.batch), str(row.eid.task)): row.address
-        for row in inspection.members(tx, source.key, wanted.named)
-    }
-    keys = [key for key, address in newest.items() if before is None or address < before]
-    return sorted(keys, key=newest.__getitem__, reverse=True)[:limit]
+_Members = dict[tuple[str, str], list[ExperienceRow]]
 
 
 def _rank(group: GroupView, order: Order) -> float:
@@ -171,53 +163,33 @@ def _rank(group: GroupView, order: Order) -> float:
     return float("-inf") if value is None else value
 
 
-def _chosen_set(tx: Transaction, source: Source, wanted: str | None) -> str | None:
-    consumers = writer_queries.consumers(tx, source.key)
-    names = [row.name for row in consumers.values() if row.kind == "strategy"]
-    if wanted is not None and wanted not in names:
-        known = ", ".join(names) or "none"
-        raise UnknownNameError(f"no annotation set {wanted!r} (there: {known})")
-    return wanted or next(iter(names), None)
-
-
 def _group(
     batch: BatchRow | None,
     rows: Sequence[ExperienceRow],
-    fates_of: dict[int, Fate | None],
-    events: dict[int, EventWithSegment],
+    decided: Mapping[int, Fate | None],
+    events: Mapping[int, EventWithSegment],
 ) -> GroupView:
     runs: list[RunView] = []
-    taken: list[RunView] = []  # those that strategies compare
+    compared: list[RunView] = []  # by strategies
     for row in sorted(rows, key=lambda row: (row.eid.run, row.eid.step, row.eid.suffix)):
-        fate = fates_of[row.address]
+        eid, fate = row.eid, decided[row.address]
         state = "recorded" if fate is None else str(fate)
         advantage = _advantage(fate, events)
-        eid = row.eid
-        run = RunView(
-            eid.uid,
-            eid.run,
-            eid.step,
-            row.reward,
-            advantage,
-            row.policy_version,
-            row.length,
-            state,
-        )
+        version = row.policy_version
+        run = RunView(eid.uid, eid.run, eid.step, row.reward, advantage, version, row.length, state)
         runs.append(run)
         if row.refused is None and not state.endswith(": late"):
-            taken.append(run)
-    mean, deviation = _moments(taken)
+            compared.append(run)
     rollouts = None if batch is None else batch.rollouts_per_group
-    missing = 0
-    if rollouts is not None:
-        missing = len(set(range(rollouts)) - {run.run for run in runs})
+    missing = len(set(range(rollouts or 0)) - {run.run for run in runs})
+    states = Counter(run.state for run in runs)
+    parts = [state if len(states) == 1 else f"{n} {state}" for state, n in states.items()]
     return GroupView(
         rows[0].eid.batch,
         rows[0].eid.task,
         rollouts,
-        mean,
-        deviation,
-        _state([run.state for run in runs], missing),
+        *_moments(compared),
+        "; ".join([*parts, f"{missing} missing"] if missing else parts),
         missing,
         tuple(runs),
         max(row.address for row in rows),
@@ -238,23 +210,18 @@ def _moments(rows: Sequence[RunView]) -> tuple[float | None, float | None]:
             runs.setdefault(row.run, []).append(reward)
     if not runs:
         return None, None
-    if all(min(some) == max(some) for some in runs.values()):
-        rewards = [some[0] for some in runs.values()]
+    if all(min(own) == max(own) for own in runs.values()):
+        # No mean of equal floats, which could differ from them in the last bit.
+        rewards = [own[0] for own in runs.values()]
         return statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else None
     mean = statistics.fmean(map(statistics.fmean, runs.values()))
     if len(runs) == 1:
         return mean, None
-    squares = sum(statistics.fmean((one - mean) ** 2 for one in some) for some in runs.values())
+    squares = sum(statistics.fmean((reward - mean) ** 2 for reward in own) for own in runs.values())
     return mean, math.sqrt(squares / (len(runs) - 1))
 
 
-def _state(states: Sequence[str], missing: int) -> str:
-    counted = Counter(states)
-    told = [state if len(counted) == 1 else f"{n} {state}" for state, n in counted.items()]
-    return "; ".join([*told, f"{missing} missing"] if missing else told)
-
-
-def _advantage(fate: Fate | None, events: dict[int, EventWithSegment]) -> float | None:
+def _advantage(fate: Fate | None, events: Mapping[int, EventWithSegment]) -> float | None:
     if fate is None or not fate.annotations:
         return None
     address = fate.annotations[0].address

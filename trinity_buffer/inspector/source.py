@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
@@ -15,6 +15,7 @@ from trinity_buffer.pipeline.history.as_of import Earlier, opened_earlier
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import log
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
 P = ParamSpec("P")
@@ -92,13 +93,23 @@ async def as_of(
 
 
 async def require_position(experiment: Experiment, position: int) -> None:
-    """Return if the log has this position.
-
-    Raises:
-        InvalidArgumentError: it has not.
-    """
+    """Raise InvalidArgumentError unless the log has this position."""
     head = await experiment.database.read(log.head, experiment.key)
     if not 1 <= position <= head:
         raise InvalidArgumentError(
             f"--as-of {position}: the log of {experiment.name!r} goes from 1 to {head}"
         )
+
+
+def chosen_set(consumers: Mapping[str, ConsumerRow], wanted: str | None) -> str | None:
+    """Return the annotation set to ask about: the one that is named, or the first one, if any.
+
+    Raises:
+        UnknownNameError: there is no set of this name.
+    """
+    names = [name for name, row in consumers.items() if row.kind == "strategy"]
+    if wanted is not None and wanted not in names:
+        raise UnknownNameError(
+            f"no annotation set {wanted!r} (there: {', '.join(names) or 'none'})"
+        )
+    return wanted or next(iter(names), None)

@@ -6,6 +6,7 @@ stands in ``info``, or which characters a text has: no value of them ends an exp
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -21,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from anyio.from_thread import start_blocking_portal
 
 from trinity_buffer.codec import Segment
-from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.inspector.experience import (
     Damage,
@@ -35,13 +35,12 @@ from trinity_buffer.inspector.experience import (
 )
 from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow, fates
 from trinity_buffer.inspector.output import strict_json, writable
-from trinity_buffer.inspector.source import Source, as_of
+from trinity_buffer.inspector.source import Source, as_of, chosen_set
 from trinity_buffer.inspector.step_lines import rows_of_step, trainer_of
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
-from trinity_buffer.store.transaction import Transaction
 
 TEXTS = ("prompt_text", "response_text")
 _INFO = "info."
@@ -280,16 +279,12 @@ async def record_batches(source: Source, wanted: Wanted) -> AsyncGenerator[Any, 
 
 async def _chosen(source: Source, wanted: Wanted) -> _Beside:
     consumers = await source.read(writer_queries.consumers, source.key)
-    names = [name for name, row in consumers.items() if row.kind == "strategy"]
-    if wanted.annotation_set is not None and wanted.annotation_set not in names:
-        known = ", ".join(names) or "none"
-        raise UnknownNameError(f"no annotation set {wanted.annotation_set!r} (there: {known})")
+    own = chosen_set(consumers, wanted.annotation_set)
     if wanted.step is None and wanted.trainer is None:
         found = [row for row in consumers.values() if row.kind == "trainer"]
         trainers = [row.name for row in sorted(found, key=lambda row: -row.leased_step)]
     else:
         trainers = [await trainer_of(source, wanted.trainer)]
-    own = wanted.annotation_set or next(iter(names), None)
     return _Beside(own, tuple(trainers), wanted.step)
 
 
@@ -311,47 +306,45 @@ async def _pages(source: Source, chosen: _Beside) -> AsyncIterator[list[Experien
 async def _columns(
     source: Source, rows: Sequence[ExperienceRow], chosen: _Beside
 ) -> dict[str, list[Any]]:
-    def look(tx: Transaction) -> dict[int, list[Fate]]:
-        return fates(tx, source.key, rows)
-
-    decided = await source.read(look)
+    decided = await source.read(fates, source.key, rows)
     name = chosen.annotation_set
     own = [next((f for f in decided[r.address] if f.annotation_set == name), None) for r in rows]
     delivered = [None if fate is None else _delivered(fate, chosen) for fate in own]
     addresses = [row.address for row in rows]
-    noted = [None if one is None else one[0].address for one in delivered]
+    noted = [None if delivery is None else delivery[0].address for delivery in delivered]
     recorded, damaged = await readable_events(source, _by_position(addresses), FAMILIES)
     notes, damaged_notes = await readable_events(source, _by_position(noted), ["annotation"])
     damaged |= damaged_notes
-    found = _known(rows)
-    found |= _gathered(addresses, recorded, _recorded)
-    found |= _decided(rows, own, delivered)
-    found |= _gathered(noted, notes, _scored)
-    found["damaged"] = [_damaged(*both, damaged) for both in zip(addresses, noted, strict=True)]
-    return found
+    cells = [*map(_what_became, rows, own, delivered)]
+    columns = _known(rows)
+    columns |= _gathered(addresses, recorded, _recorded)
+    columns |= {name: [cell.get(name) for cell in cells] for name in _OF_THE_SET}
+    columns |= _gathered(noted, notes, _scored)
+    columns["damaged"] = [_damaged(*both, damaged) for both in zip(addresses, noted, strict=True)]
+    return columns
 
 
 def _by_position(addresses: Iterable[int | None]) -> dict[int, list[int]]:
     """Return position of an event -> the places of its rows among ``addresses``."""
-    found: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = defaultdict(list)
     for place, address in enumerate(addresses):
         if address is not None:
-            found.setdefault(position_of(address), []).append(place)
-    return found
+            places[position_of(address)].append(place)
+    return places
 
 
 def _damaged(address: int, noted: int | None, damaged: Mapping[int, Damage]) -> str | None:
     if not damaged:
         return None
-    positions = [position_of(one) for one in (address, noted) if one is not None]
-    told = [f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged]
-    return "; ".join(told) or None
+    positions = [position_of(row) for row in (address, noted) if row is not None]
+    reasons = [f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged]
+    return "; ".join(reasons) or None
 
 
 def _known(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
     """Return the columns that the log knows without opening a segment."""
     eids = [row.eid for row in rows]
-    found: dict[str, list[Any]] = {
+    addresses: dict[str, list[Any]] = {
         "uid": [eid.uid for eid in eids],
         "batch": [str(eid.batch) for eid in eids],
         "task": [str(eid.task) for eid in eids],
@@ -360,7 +353,7 @@ def _known(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
         "suffix": [eid.suffix for eid in eids],
         "position": [position_of(row.address) for row in rows],
     }
-    return found | {name: [getattr(row, name) for row in rows] for name in _OF_THE_ROW}
+    return addresses | {name: [getattr(row, name) for row in rows] for name in _OF_THE_ROW}
 
 
 def _gathered(
@@ -369,15 +362,16 @@ def _gathered(
     cells: Callable[[EventWithSegment, Sequence[int]], Mapping[str, Sequence[Any]]],
 ) -> dict[str, list[Any]]:
     """Return the columns of what ``cells`` gives of some rows of an event."""
-    found: dict[str, list[Any]] = {}
-    known = ((at, places) for at, places in _by_position(addresses).items() if at in events)
-    for position, places in known:
+    columns: dict[str, list[Any]] = {}
+    for position, places in _by_position(addresses).items():
+        if position not in events:
+            continue
         slots = [slot_of(addresses[place] or 0) for place in places]
         for name, values in cells(events[position], slots).items():
-            column = found.setdefault(name, [None] * len(addresses))
+            column = columns.setdefault(name, [None] * len(addresses))
             for place, value in zip(places, values, strict=True):
                 column[place] = value
-    return found
+    return columns
 
 
 def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:
@@ -430,20 +424,10 @@ def _delivered(fate: Fate, chosen: _Beside) -> _Delivery | None:
     return (fate.annotations[0], None) if fate.annotations else None
 
 
-def _decided(
-    rows: Sequence[ExperienceRow],
-    own: Sequence[Fate | None],
-    delivered: Sequence[_Delivery | None],
-) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {name: [None] * len(rows) for name in _OF_THE_SET}
-    for at, (row, fate, delivery) in enumerate(zip(rows, own, delivered, strict=True)):
-        step = None if delivery is None else delivery[1]
-        for name, value in _what_became(row, fate, step).items():
-            found[name][at] = value
-    return found
-
-
-def _what_became(row: ExperienceRow, fate: Fate | None, step: StepOfRow | None) -> dict[str, Any]:
+def _what_became(
+    row: ExperienceRow, fate: Fate | None, delivery: _Delivery | None
+) -> dict[str, Any]:
+    step = None if delivery is None else delivery[1]
     if fate is None:
         return {"state": None if row.refused is None else "refused", "reason": row.refused}
     if step is None:
@@ -459,24 +443,21 @@ def _what_became(row: ExperienceRow, fate: Fate | None, step: StepOfRow | None) 
 
 
 def _scored(note: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:
-    found = _of(note.families.values(), "advantages", slots)
-    values = [one if one is not None and len(one) else None for one in found]
-    return {"advantages": values, "advantage": [_mean(one) for one in values]}
-
-
-def _mean(values: npt.NDArray[Any] | None) -> float | None:
-    if values is None:
-        return None
-    return float(values[0] if len(values) == 1 else np.mean(values))
+    columns = _of(note.families.values(), "advantages", slots)
+    values = [row if row is not None and len(row) else None for row in columns]
+    means = [
+        None if row is None else float(row[0] if len(row) == 1 else np.mean(row)) for row in values
+    ]
+    return {"advantages": values, "advantage": means}
 
 
 def _of(segments: Iterable[Segment], name: str, slots: Sequence[int]) -> list[Any]:
-    found: list[Any] = [None] * len(slots)
+    column: list[Any] = [None] * len(slots)
     for segment in segments:
         if name in segment.columns:
             other = elements_of_rows(segment, name, slots)
-            found = [o if f is None else f for f, o in zip(found, other, strict=True)]
-    return found
+            column = [o if c is None else c for c, o in zip(column, other, strict=True)]
+    return column
 
 
 def _as_json(value: Any) -> str | None:
