@@ -6,7 +6,7 @@ Rollouts of several steps: the runs of each task.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,14 @@ def annotate(experience: Experience, score: float) -> None:
     chosen = mask if mask.dtype == torch.bool else mask != 0
     experience.advantages = (chosen.to(mask.dtype) if mask.is_floating_point() else chosen) * score
     experience.returns = experience.advantages.clone()
+
+
+def annotate_runs(runs: StepsByRun, scores: Mapping[str, float], *, by_length: bool) -> StepsByRun:
+    """Annotate every step of each run with the run's score, divided by its length if asked to."""
+    for run, steps in runs.items():
+        for step in steps:
+            annotate(step, scores[run] / (len(steps) if by_length else 1))
+    return runs
 
 
 def runs_of(exps: Sequence[Experience], over: Over = "runs") -> Runs | None:

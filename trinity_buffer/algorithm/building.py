@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
-from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.algorithm import (
     ALGORITHM_TYPE,
     PARTS,
@@ -27,22 +27,17 @@ from trinity_buffer.algorithm.arguments import (
     positive,
     refuse_unknown,
 )
-from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN
-from trinity_buffer.algorithm.importance_correction import IMPORTANCE_CORRECTION
-from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
+from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN, EntropyLossFn
+from trinity_buffer.algorithm.importance_correction import (
+    IMPORTANCE_CORRECTION,
+    ImportanceCorrection,
+)
+from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN, KLFn
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
 from trinity_buffer.algorithm.registry import Registry
-from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY
+from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from trinity_buffer.algorithm.advantage_fn import TrainerAdvantage
-    from trinity_buffer.algorithm.entropy_loss_fn import EntropyLossFn
-    from trinity_buffer.algorithm.importance_correction import ImportanceCorrection
-    from trinity_buffer.algorithm.kl_fn import KLFn
-    from trinity_buffer.algorithm.layout import BatchLayout
-    from trinity_buffer.algorithm.policy_loss_fn import PolicyLossFn
-    from trinity_buffer.algorithm.sample_strategy import SampleStrategy
 
 OF_ROLLOUTS = ("old_logprob", "rollout_logprob")
 """Tensors that come from what explorers recorded of their own policy."""

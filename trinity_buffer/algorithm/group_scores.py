@@ -288,6 +288,33 @@ def check_scale(epsilon: float, ddof: int, std_floor: float, single_member: str)
     one_of("single_member", single_member, ("raw", "zero"))
 
 
+class DeviationOptions:
+    """The options of a deviation, for a class that takes them beside arguments of its own.
+
+    Args:
+        epsilon: added to the deviation.
+        ddof: 1 for the sample deviation, 0 for the population's.
+        std_floor: deviations below this share of the largest reward are 0, and so are the scores.
+        single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        epsilon: float = 1e-6,
+        ddof: int = 1,
+        std_floor: float = RELATIVE_FLOOR,
+        single_member: SingleMember = "raw",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        check_scale(epsilon, ddof, std_floor, single_member)
+        self.epsilon = epsilon
+        self.ddof = ddof
+        self.std_floor = std_floor
+        self.single_member: SingleMember = single_member
+
+
 def check_over(over: str) -> Over:
     """Return ``over``.
 

@@ -296,19 +296,15 @@ class RewardStrategy(GroupAdvantageStrategy):
 
 
 @ADD_STRATEGY.register_module("grpo")
-class GRPOAddStrategy(RewardStrategy):
+class GRPOAddStrategy(group_scores.DeviationOptions, RewardStrategy):
     """Group-relative advantages: ``(reward - mean) / (std + epsilon)`` (arXiv:2402.03300).
 
     Args:
         writer: where the scored groups go.
         epsilon: added to the deviation.
-        ddof: 1 for the sample deviation, 0 for the population's.
-        std_floor: deviations below this share of the largest reward are 0, and so are the
-            advantages.
-        single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
         std_threshold: groups with a deviation at or below it, and groups of one, are rejected; None
             keeps all.
-        kwargs: of `RewardStrategy`.
+        kwargs: the options of `DeviationOptions` and `RewardStrategy`.
     """
 
     left_out: ClassVar[str] = "zero_variance"
@@ -323,18 +319,10 @@ class GRPOAddStrategy(RewardStrategy):
         writer: BufferWriter,
         epsilon: float = 1e-6,
         *,
-        ddof: int = 1,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
-        single_member: group_scores.SingleMember = "raw",
         std_threshold: float | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(writer, **kwargs)
-        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
-        self.epsilon = epsilon
-        self.ddof = ddof
-        self.std_floor = std_floor
-        self.single_member: group_scores.SingleMember = single_member
+        super().__init__(writer, epsilon=epsilon, **kwargs)
         self.std_threshold = std_threshold
 
     @override

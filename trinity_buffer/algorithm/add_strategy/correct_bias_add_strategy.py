@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -29,11 +29,6 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
     """
 
     families: ClassVar[tuple[str, ...]] = ("light", "tokens")
-    reference_args: ClassVar[Mapping[str, Any]] = {
-        "on_unknown": "ignore",
-        "std_floor": 0.0,
-        "over": "rows",
-    }
 
     def __init__(
         self, writer: BufferWriter, epsilon: float = 1e-6, rank_penalty: float = 0.25, **kwargs: Any

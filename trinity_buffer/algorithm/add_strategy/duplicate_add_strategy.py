@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import (
     ADD_STRATEGY,
     RewardVarianceAddStrategy,
@@ -45,14 +44,12 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         seed: of the order in which groups are repeated; None draws from the global generator, as
             the reference does.
         rng: a generator in place of ``seed``.
-        std_floor: deviations below this share of the largest reward are 0.
+        kwargs: the options of `RewardVarianceAddStrategy`.
     """
 
     unit: ClassVar[Literal["group", "batch"]] = "batch"
     reference_args: ClassVar[Mapping[str, Any]] = {
-        "on_unknown": "ignore",
-        "std_floor": 0.0,
-        "over": "rows",
+        **RewardVarianceAddStrategy.reference_args,
         "copy_ids": "offset",
         "seed": None,
     }
@@ -66,10 +63,9 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         copy_ids: Literal["fresh", "offset"] = "fresh",
         seed: int | None = 0,
         rng: random.Random | None = None,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
         **kwargs: Any,
     ) -> None:
-        super().__init__(writer, variance_threshold, std_floor=std_floor, **kwargs)
+        super().__init__(writer, variance_threshold, **kwargs)
         one_of("copy_ids", copy_ids, ("fresh", "offset"))
         self.exact_size = exact_size
         self.copy_ids = copy_ids

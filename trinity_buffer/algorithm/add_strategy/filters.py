@@ -6,7 +6,7 @@ None of them sets advantages; put them first in a list: ``["overlong_penalty",
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -117,32 +117,12 @@ class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
 
     Args:
         writer: where the kept groups go.
-        metric_key: the outcome, looked up in ``metrics``, then in ``info``; where it is in neither,
-            the reward counts.
-        correct_threshold: a run succeeds if its outcome is above it.
-        min_correct: groups with fewer successes are rejected as ``all_wrong``.
+        args, kwargs: of `OutcomeGateAddStrategy`.
         min_wrong: groups with fewer failures are rejected as ``all_correct``.
-        kwargs: of `OutcomeGateAddStrategy`.
     """
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        metric_key: str = "accuracy",
-        correct_threshold: float = 0.0,
-        *,
-        min_correct: int = 1,
-        min_wrong: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            writer,
-            metric_key,
-            correct_threshold,
-            min_correct=min_correct,
-            min_wrong=min_wrong,
-            **kwargs,
-        )
+    def __init__(self, writer: BufferWriter, *args: Any, min_wrong: int = 1, **kwargs: Any) -> None:
+        super().__init__(writer, *args, min_wrong=min_wrong, **kwargs)
 
 
 @ADD_STRATEGY.register_module("best_of_group")
@@ -226,7 +206,6 @@ class OverlongPenaltyAddStrategy(AddStrategy):
 
     families: ClassVar[tuple[str, ...]] = ("light",)
     annotates: ClassVar[bool] = False
-    reference_args: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self,

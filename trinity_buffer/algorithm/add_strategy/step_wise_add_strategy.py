@@ -9,17 +9,15 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
-from trinity_buffer.algorithm.annotating import annotate, reward_of, run_problem
+from trinity_buffer.algorithm.annotating import StepsByRun, annotate_runs, reward_of, run_problem
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.writer import BufferWriter
 
-Runs = dict[str, list[Experience]]
-
 
 @ADD_STRATEGY.register_module("step_wise_grpo")
-class StepWiseGRPOStrategy(AddStrategy):
+class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
     Inspired by rLLM (https://github.com/rllm-org/rllm). One write per run.
@@ -28,12 +26,10 @@ class StepWiseGRPOStrategy(AddStrategy):
         writer: where the scored runs go.
         epsilon: added to the deviation.
         enable_step_norm: divide the advantages of a run by its number of steps.
-        ddof: 1 for the sample deviation over the runs, 0 for the population's.
-        std_floor: deviations below this share of the largest reward are 0, and so are the scores.
-        single_member: ``"raw"`` scores the reward of an only run, ``"zero"`` scores nothing.
         last_step: which step is the last: ``"list"``, the one that comes last (the consumer
             delivers runs sorted by step), or ``"step"``, the one with the largest ``eid.step``,
             whatever the order.
+        kwargs: the options of `DeviationOptions` and `AddStrategy`.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
@@ -45,20 +41,12 @@ class StepWiseGRPOStrategy(AddStrategy):
         epsilon: float = 1e-6,
         enable_step_norm: bool = False,
         *,
-        ddof: int = 1,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
-        single_member: group_scores.SingleMember = "raw",
         last_step: Literal["list", "step"] = "list",
         **kwargs: Any,
     ) -> None:
-        super().__init__(writer, **kwargs)
-        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        super().__init__(writer, epsilon=epsilon, **kwargs)
         one_of("last_step", last_step, ("list", "step"))
-        self.epsilon = epsilon
         self.enable_step_norm = enable_step_norm
-        self.ddof = ddof
-        self.std_floor = std_floor
-        self.single_member: group_scores.SingleMember = single_member
         self.last_step = last_step
 
     def calculate_group_advantage(
@@ -73,13 +61,9 @@ class StepWiseGRPOStrategy(AddStrategy):
             "reward_std": std,
         }
 
-    def broadcast_advantages(self, run_exps: Runs, scores: dict[str, float]) -> Runs:
+    def broadcast_advantages(self, run_exps: StepsByRun, scores: dict[str, float]) -> StepsByRun:
         """Set the advantages of every step of every run to the run's score; return the runs."""
-        for run_id, exps in run_exps.items():
-            length = len(exps) if self.enable_step_norm else 1
-            for experience in exps:
-                annotate(experience, scores[run_id] / length)
-        return run_exps
+        return annotate_runs(run_exps, scores, by_length=self.enable_step_norm)
 
     @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
@@ -102,7 +86,7 @@ class StepWiseGRPOStrategy(AddStrategy):
         """Return the step that carries the reward of its run."""
         return steps[-1] if self.last_step == "list" else max(steps, key=lambda e: e.eid.step)
 
-    def _sound(self, runs: Runs) -> Runs:
+    def _sound(self, runs: StepsByRun) -> StepsByRun:
         """Return the runs whose steps all have a mask and the last a reward; refuse the others."""
         kept = {}
         for run_id, steps in runs.items():

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -34,8 +35,10 @@ from trinity_buffer.algorithm.group_scores import (
     RewardScorer,
     ScoredGroups,
     as_rewards,
+    by_run,
     check_over,
     inherits,
+    numbered,
     over_runs,
     scorer_of,
 )
@@ -294,6 +297,51 @@ class TrainerAdvantage(AdvantageFn):
         result = self.compute(Rows(columns, reduce))
         columns.store(result)
         return exps, result.metrics
+
+
+class GroupScoredAdvantage(TrainerAdvantage):
+    """Scores each row of a group by the rewards of the group: write `score`.
+
+    Args:
+        over: what counts once in the statistics: ``"runs"``, where the batch says which rows are
+            one (``run_index``), or each of their ``"rows"``, as in the reference.
+        kwargs: of `AdvantageFn`.
+    """
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
+
+    def __init__(self, *, over: Over = "runs", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.over = check_over(over)
+
+    @abstractmethod
+    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
+        """Return the scores of one group.
+
+        Args:
+            rewards: one for each run whose rows have equal ones, else one for each row.
+            weights: of the rows, where they have rewards of their own.
+        """
+
+    @override
+    def compute(self, rows: Rows) -> Result:
+        """Return the score of each row on its action tokens."""
+        sums = rows.scores()
+        # One transfer from the device: groups are few and small, and scored by the same functions
+        # as lists of experiences.
+        rewards = sums.tolist()
+        scores = torch.zeros(len(rewards), dtype=torch.float64)
+        names = rows.runs() if self.over == "runs" else None
+        for members in rows.groups():
+            runs = None if names is None else numbered([names[row] for row in members])
+            values, weights = by_run(as_rewards([rewards[row] for row in members]), runs)
+            of_group = self.score(values) if weights is None else self.score(values, weights)
+            spread = of_group if runs is None or weights is not None else of_group[runs]
+            scores[members] = torch.from_numpy(spread)
+        like = rows.raw("token_level_rewards")
+        on_tokens = scores.to(sums.device).to(like.dtype).unsqueeze(-1).expand_as(like)
+        advantages = on_tokens.where(rows.mask, 0.0)
+        return Result(advantages, advantages.clone())
 
 
 def gather_groups(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -11,19 +11,22 @@ from typing_extensions import override
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
+    GroupScoredAdvantage,
     RewardAdvantage,
-    TrainerAdvantage,
 )
-from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows, broadcast, scored_rows
 from trinity_buffer.algorithm.group_scores import ScoredGroups
 
 
-def shifted_baseline(
+def shifted_baselines(
     rewards: group_scores.Rewards, shift: float, weights: group_scores.Rewards | None = None
-) -> float:
-    """Return the mean plus ``shift``; 0 for a group of one, as the reference does."""
+) -> group_scores.Rewards:
+    """Return the mean plus ``shift`` of each group of ``rewards`` ``(..., G)``, shape ``(...)``.
+
+    0 for groups of one, as the reference does.
+    """
+    mean = group_scores.means(rewards, weights)
     alone = group_scores.size_of(rewards, weights) == 1
-    return 0.0 if alone else float(group_scores.means(rewards, weights)) + shift
+    return np.zeros_like(mean) if alone else mean + shift
 
 
 @ADVANTAGE_FN.register_module("asymre")
@@ -45,41 +48,30 @@ class ASYMREGroupAdvantage(RewardAdvantage):
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> ScoredGroups:
         """Return the distance from the shifted mean."""
-        mean = group_scores.means(rewards, weights)
-        alone = group_scores.size_of(rewards, weights) == 1
-        reference = np.zeros_like(mean) if alone else mean + self.baseline_shift
-        metrics = {"group_baseline": reference, "reward_mean": mean}
+        reference = shifted_baselines(rewards, self.baseline_shift, weights)
+        metrics = {
+            "group_baseline": reference,
+            "reward_mean": group_scores.means(rewards, weights),
+        }
         return ScoredGroups(scores=rewards - reference[:, np.newaxis], metrics=metrics)
 
 
 @ADVANTAGE_FN.register_module("asymre_verl")
-class ASYMREAdvantageFn(TrainerAdvantage):
+class ASYMREAdvantageFn(GroupScoredAdvantage):
     """``reward - (mean + baseline_shift)`` of the rows' summed token-level rewards.
 
     Args:
         baseline_shift: added to the mean.
-        over: what counts once in the statistics: ``"runs"``, where the batch says which rows are
-            one (``run_index``), or each of their ``"rows"``, as in the reference.
+        kwargs: of `GroupScoredAdvantage`.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
-
-    def __init__(
-        self, baseline_shift: float = -0.1, *, over: group_scores.Over = "runs", **kwargs: Any
-    ) -> None:
+    def __init__(self, baseline_shift: float = -0.1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.baseline_shift = baseline_shift
-        self.over = group_scores.check_over(over)
 
+    @override
     def score(
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> group_scores.Rewards:
         """Return the scores of one group."""
-        return rewards - shifted_baseline(rewards, self.baseline_shift, weights)
-
-    @override
-    def compute(self, rows: Rows) -> Result:
-        """Return the score of each row on its action tokens."""
-        like = rows.raw("token_level_rewards")
-        advantages = broadcast(scored_rows(rows, self.score, self.over), rows, like)
-        return Result(advantages, advantages.clone())
+        return rewards - shifted_baselines(rewards, self.baseline_shift, weights)

@@ -14,11 +14,10 @@ from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     GroupAdvantage,
-    TrainerAdvantage,
+    GroupScoredAdvantage,
     Unit,
     gather_groups,
 )
-from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows, broadcast, scored_rows
 from trinity_buffer.algorithm.annotating import (
     annotate,
     num_runs,
@@ -34,7 +33,7 @@ Group = list[Experience]
 
 
 @ADVANTAGE_FN.register_module("grpo")
-class GRPOGroupedAdvantage(GroupAdvantage):
+class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
     """``(reward - mean) / (std + epsilon)`` on every action token of a group.
 
     Args:
@@ -50,11 +49,8 @@ class GRPOGroupedAdvantage(GroupAdvantage):
         rank_scores: with ``rank_penalty``, what is compared with the mean of the penalized rewards:
             the ``"penalized"`` reward, so that advantages sum to 0, or the ``"raw"`` one, as the
             reference does.
-        ddof: 1 for the sample deviation, 0 for the population's.
-        std_floor: deviations below this share of the largest reward are 0, and so are the
-            advantages.
-        single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
         seed: of the choice of copies; None draws from the global generator.
+        kwargs: the options of `DeviationOptions` and `GroupAdvantage`.
     """
 
     reference_args: ClassVar[Mapping[str, Any]] = {
@@ -72,25 +68,17 @@ class GRPOGroupedAdvantage(GroupAdvantage):
         std_cal_level: str = "group",
         *,
         rank_scores: Literal["penalized", "raw"] = "penalized",
-        ddof: int = 1,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
-        single_member: group_scores.SingleMember = "raw",
         seed: int | None = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        super().__init__(epsilon=epsilon, **kwargs)
         one_of("std_cal_level", std_cal_level, ("group", "batch"))
         one_of("rank_scores", rank_scores, ("penalized", "raw"))
-        self.epsilon = epsilon
         self.std_threshold = std_threshold
         self.duplicate_experiences = duplicate_experiences
         self.rank_penalty = rank_penalty
         self.std_cal_level = std_cal_level
         self.rank_scores = rank_scores
-        self.ddof = ddof
-        self.std_floor = std_floor
-        self.single_member: group_scores.SingleMember = single_member
         self.seed = seed
 
     @classmethod
@@ -185,39 +173,20 @@ class GRPOGroupedAdvantage(GroupAdvantage):
 
 
 @ADVANTAGE_FN.register_module("grpo_verl")
-class GRPOAdvantageFn(TrainerAdvantage):
+class GRPOAdvantageFn(group_scores.DeviationOptions, GroupScoredAdvantage):
     """Group-relative advantages of the rows' summed token-level rewards.
 
     Args:
         epsilon: added to the deviation.
-        ddof: 1 for the sample deviation, 0 for the population's.
-        std_floor: deviations below this share of the largest reward are 0, and so are the
-            advantages.
-        single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
-        over: what counts once in the statistics: ``"runs"``, where the batch says which rows are
-            one (``run_index``), or each of their ``"rows"``, as in the reference.
+        kwargs: the options of `DeviationOptions` and `GroupScoredAdvantage`.
     """
 
     reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0, "over": "rows"}
 
-    def __init__(
-        self,
-        epsilon: float = 1e-6,
-        *,
-        ddof: int = 1,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
-        single_member: group_scores.SingleMember = "raw",
-        over: group_scores.Over = "runs",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
-        self.over = group_scores.check_over(over)
-        self.epsilon = epsilon
-        self.ddof = ddof
-        self.std_floor = std_floor
-        self.single_member: group_scores.SingleMember = single_member
+    def __init__(self, epsilon: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(epsilon=epsilon, **kwargs)
 
+    @override
     def score(
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> group_scores.Rewards:
@@ -230,10 +199,3 @@ class GRPOAdvantageFn(TrainerAdvantage):
             std_floor=self.std_floor,
             single_member=self.single_member,
         )
-
-    @override
-    def compute(self, rows: Rows) -> Result:
-        """Return the score of each row on its action tokens."""
-        like = rows.raw("token_level_rewards")
-        advantages = broadcast(scored_rows(rows, self.score, self.over), rows, like)
-        return Result(advantages, advantages.clone())

@@ -17,7 +17,7 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
 from trinity_buffer.algorithm.annotating import (
     Problem,
     StepsByRun,
-    annotate,
+    annotate_runs,
     reward_of,
     run_problems,
     runs_by_task,
@@ -27,7 +27,7 @@ from trinity_buffer.experience import Experience
 
 
 @ADVANTAGE_FN.register_module("step_wise_grpo")
-class StepWiseGRPOAdvantageFn(PipelineAdvantage):
+class StepWiseGRPOAdvantageFn(group_scores.DeviationOptions, PipelineAdvantage):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
     Args:
@@ -37,9 +37,7 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
             ``"batch"``.
         std_threshold: groups whose deviation is at or below it, and groups of one run, are left
             out; None keeps all.
-        ddof: 1 for the sample deviation, 0 for the population's.
-        std_floor: deviations below this share of the largest reward are 0, and so are the scores.
-        single_member: ``"raw"`` scores the reward of an only run, ``"zero"`` scores nothing.
+        kwargs: the options of `DeviationOptions`.
     """
 
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
@@ -50,22 +48,13 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
         enable_step_norm: bool = False,
         std_cal_level: str = "group",
         std_threshold: float | None = None,
-        *,
-        ddof: int = 1,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
-        single_member: group_scores.SingleMember = "raw",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        group_scores.check_scale(epsilon, ddof, std_floor, single_member)
+        super().__init__(epsilon=epsilon, **kwargs)
         one_of("std_cal_level", std_cal_level, ("group", "batch"))
-        self.epsilon = epsilon
         self.enable_step_norm = enable_step_norm
         self.std_cal_level = std_cal_level
         self.std_threshold = std_threshold
-        self.ddof = ddof
-        self.std_floor = std_floor
-        self.single_member: group_scores.SingleMember = single_member
 
     @classmethod
     @override
@@ -93,11 +82,7 @@ class StepWiseGRPOAdvantageFn(PipelineAdvantage):
 
     def broadcast_advantages(self, run_exps: StepsByRun, scores: Mapping[str, float]) -> StepsByRun:
         """Set the advantages of every step of every run to the run's score; return the runs."""
-        for run_id, steps in run_exps.items():
-            length = len(steps) if self.enable_step_norm else 1
-            for step in steps:
-                annotate(step, scores[run_id] / length)
-        return run_exps
+        return annotate_runs(run_exps, scores, by_length=self.enable_step_norm)
 
     @override
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:

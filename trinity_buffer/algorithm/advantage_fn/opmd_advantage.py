@@ -11,10 +11,9 @@ from typing_extensions import override
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
+    GroupScoredAdvantage,
     RewardAdvantage,
-    TrainerAdvantage,
 )
-from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows, broadcast, scored_rows
 from trinity_buffer.algorithm.group_scores import ScoredGroups
 
 
@@ -47,7 +46,7 @@ class OPMDGroupAdvantage(RewardAdvantage):
 
 
 @ADVANTAGE_FN.register_module("opmd_verl")
-class OPMDAdvantageFn(TrainerAdvantage):
+class OPMDAdvantageFn(GroupScoredAdvantage):
     """``reward - baseline`` of the rows' summed token-level rewards.
 
     Args:
@@ -55,8 +54,7 @@ class OPMDAdvantageFn(TrainerAdvantage):
         tau: temperature of the second.
         check_early: refuse a wrong baseline at once; False waits for a group that needs one, as the
             reference does.
-        over: what counts once in the statistics: ``"runs"``, where the batch says which rows are
-            one (``run_index``), or each of their ``"rows"``, as in the reference.
+        kwargs: of `GroupScoredAdvantage`.
     """
 
     reference_args: ClassVar[Mapping[str, Any]] = {"check_early": False, "over": "rows"}
@@ -67,25 +65,17 @@ class OPMDAdvantageFn(TrainerAdvantage):
         tau: float = 1.0,
         *,
         check_early: bool = True,
-        over: group_scores.Over = "runs",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.over = group_scores.check_over(over)
         if check_early:
             group_scores.check_baseline(opmd_baseline, tau)
         self.opmd_baseline = opmd_baseline
         self.tau = tau
 
+    @override
     def score(
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> group_scores.Rewards:
         """Return the scores of one group."""
         return rewards - group_scores.baseline(rewards, self.opmd_baseline, self.tau, weights)
-
-    @override
-    def compute(self, rows: Rows) -> Result:
-        """Return the score of each row on its action tokens."""
-        like = rows.raw("token_level_rewards")
-        advantages = broadcast(scored_rows(rows, self.score, self.over), rows, like)
-        return Result(advantages, advantages.clone())
