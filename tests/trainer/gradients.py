@@ -12,7 +12,7 @@ from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.models import Models, prepare
-from trinity_buffer.trainer.parallel import OneProcess, Processes
+from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
@@ -31,7 +31,7 @@ def gradient(
 
     Commits, so that every rank has to say that its part is done.
     """
-    ranks = processes or OneProcess()
+    ranks = processes or Processes()
     models = Models(policy(0, dtype), reference=policy(1, dtype), teacher=policy(2, dtype))
     if algorithm.type.use_critic:
         models.critic = TransformerCritic(CONFIG, seed=3).to(dtype)

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.pipeline.verify.verify import verify
-from trinity_buffer.trainer import checkpoint, trainer
-from trinity_buffer.trainer.checkpoint import Begun, Saved
+from trinity_buffer.trainer import checkpoint
+from trinity_buffer.trainer.checkpoint import PendingCheckpoint, Saved
 from trinity_buffer.trainer.sharded import write_share
 
 
@@ -107,12 +106,17 @@ def test_a_model_of_transformers_is_copied_and_replays(sqlite_url: str, tmp_path
 def test_the_next_step_is_trained_while_the_disk_is_slow(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm, may, begun, end = made(sqlite_url), threading.Event(), [], checkpoint.end
+    algorithm, may, begun, finish = (
+        made(sqlite_url),
+        threading.Event(),
+        [],
+        PendingCheckpoint.finish,
+    )
 
-    def slow(what: Begun, write: Callable[[], str]) -> Saved:
+    def slow(what: PendingCheckpoint) -> Saved:
         begun.append(what.folder.name)
         assert may.wait(60)
-        return end(what, write)
+        return finish(what)
 
     def trained(step: int) -> dict[str, float]:
         if step == 2:  # trained, while nothing of step 1 is committed
@@ -121,7 +125,7 @@ def test_the_next_step_is_trained_while_the_disk_is_slow(
             may.set()
         return {}
 
-    monkeypatch.setattr(trainer, "end", slow)
+    monkeypatch.setattr(PendingCheckpoint, "finish", slow)
     with tb.open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", consumer="t", groups_per_step=2
     ) as stream:

@@ -23,7 +23,7 @@ from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.environment import CUBLAS_WORKSPACE, differences, environment_of_run
 from trinity_buffer.trainer import determinism
 from trinity_buffer.trainer.determinism import FLASH_ATTENTION, SameBits, attention_of, same_bits
-from trinity_buffer.trainer.parallel import OneProcess
+from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.policy import TokenScores
 
 
@@ -460,7 +460,7 @@ def test_a_replay_restores_what_it_can_and_names_the_rest_before_its_first_step(
         assert torch.equal(weight, model.state_dict()[name]), name
 
 
-class SecondOfTwo(OneProcess):
+class SecondOfTwo(Processes):
     """The rank above 0 of two."""
 
     rank, world_size = 1, 2

@@ -19,9 +19,9 @@ import trinity_buffer as tb
 from tests.trainer.data import prepared
 from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
-from trinity_buffer.trainer import checkpoint, sharded, trainer
-from trinity_buffer.trainer.checkpoint import Begun, Saved
-from trinity_buffer.trainer.sharded import HostCopies
+from trinity_buffer.trainer import sharded, trainer
+from trinity_buffer.trainer.checkpoint import PendingCheckpoint, Saved
+from trinity_buffer.trainer.sharded import Gpus, HostCopies
 from trinity_buffer.trainer.trainer import is_beside
 
 
@@ -50,7 +50,7 @@ class LateStream:
         self.add(lambda: other.run(up_to))
 
 
-class LateGpu:
+class LateGpu(Gpus):
     """Holds every tensor of floats, and copies it late; other tensors are the processor's."""
 
     def __init__(self, *, pinned: int = 1 << 62) -> None:
@@ -60,9 +60,11 @@ class LateGpu:
         self.blocks: list[int] = []
         self.released = 0
 
+    @override
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point()
 
+    @override
     def pinned(self, size: int) -> torch.Tensor:
         if size > self.pinned_left:
             raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
@@ -70,18 +72,22 @@ class LateGpu:
         self.blocks.append(size)
         return torch.full((size,), 255, dtype=torch.uint8)
 
+    @override
     def release(self) -> None:
         self.released += 1
 
+    @override
     def new_stream(self, device: torch.device) -> LateStream:
         assert device == torch.device("cpu")
         self.streams.append(LateStream())
         return self.streams[-1]
 
+    @override
     def current_stream(self, device: torch.device) -> LateStream:
         assert device == torch.device("cpu")
         return self.compute
 
+    @override
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: LateStream) -> None:
         for source, target in pairs:
             stream.add(partial(target.copy_, source))
@@ -244,7 +250,7 @@ def test_what_is_computed_after_a_commit_waits_for_the_copies(
     """A report changes the weights, too."""
     anyio.run(prepared, sqlite_url, build("grpo"))
     gpus: list[LateGpu] = []
-    may, end = threading.Event(), checkpoint.end
+    may, finish = threading.Event(), PendingCheckpoint.finish
 
     class LateCopies(HostCopies):
         def __init__(self, *, copied: bool) -> None:
@@ -256,9 +262,9 @@ def test_what_is_computed_after_a_commit_waits_for_the_copies(
             super().hold()
             gpus[-1].compute.synchronize()  # what is computed here is computed at once
 
-    def late(begun: Begun, write: Callable[[], str]) -> Saved:
+    def late(pending: PendingCheckpoint) -> Saved:
         assert may.wait(60)
-        return end(begun, write)
+        return finish(pending)
 
     def measure(step: int) -> dict[str, float]:
         if step == 2:  # it is trained
@@ -266,7 +272,7 @@ def test_what_is_computed_after_a_commit_waits_for_the_copies(
         return {}
 
     monkeypatch.setattr(trainer, "HostCopies", LateCopies)
-    monkeypatch.setattr(trainer, "end", late)
+    monkeypatch.setattr(PendingCheckpoint, "finish", late)
     for name in ("beside", "at once"):
         with tb.open_train_stream(
             sqlite_url, experiment="run", strategy="grpo", consumer=name, groups_per_step=2

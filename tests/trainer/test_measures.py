@@ -28,7 +28,7 @@ from trinity_buffer.pipeline.train.measures import StepMeasures
 from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import Models, prepare
-from trinity_buffer.trainer.parallel import OneProcess
+from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 
 T = TypeVar("T")
@@ -199,7 +199,7 @@ def test_ranks_put_their_rows_together(sqlite_url: str) -> None:
             meter.weigh(torch.autograd.grad(loss, scores.logprob)[0])
             meter.add(batch, scores)
 
-    alone = meters[0].found({}, OneProcess())
+    alone = meters[0].found({}, Processes())
     ranks = RankOfTwo.pair()
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(lambda meter, rank: meter.found({}, rank), meters[1:], ranks))

@@ -7,10 +7,10 @@ from threading import Barrier
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.trainer.parallel import OneProcess
+from trinity_buffer.trainer.parallel import Processes
 
 
-class RankOfTwo(OneProcess):
+class RankOfTwo(Processes):
     """One of two ranks, each in a thread of its own."""
 
     world_size = 2

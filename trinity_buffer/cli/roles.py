@@ -59,7 +59,6 @@ from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stre
 from trinity_buffer.pipeline.train.options import CONFIGURED, GoingOn
 from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.parallel import (
-    OneProcess,
     Processes,
     gather_texts,
     processes_here,
@@ -100,7 +99,7 @@ def ranks_of_environment() -> Iterator[Processes]:
     """
     number = os.environ.get("WORLD_SIZE", "1")
     if number == "1":
-        yield OneProcess()
+        yield Processes()
         return
     missing = [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]
     if missing:
@@ -462,7 +461,7 @@ def train(
         keep_checkpoints: how many of the newest stay on disk; None: all.
         processes: the ranks of this trainer, which all call this; None: there is one.
     """
-    processes = processes or OneProcess()
+    processes = processes or Processes()
     use_one_thread()
     config = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
     backend_for(config).require_trainable()

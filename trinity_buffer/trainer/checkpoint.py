@@ -44,7 +44,7 @@ from trinity_buffer.pipeline.train.checkpoint import (
     write_gone_through,
     written,
 )
-from trinity_buffer.trainer.parallel import OneProcess, Processes, gather_texts, is_sharded
+from trinity_buffer.trainer.parallel import Processes, gather_texts, is_sharded
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
 from trinity_buffer.trainer.sharded import (
     HostCopies,
@@ -478,20 +478,6 @@ class Saved(NamedTuple):
     digests: Mapping[Path, str]
 
 
-class Begun(NamedTuple):
-    """A checkpoint of which everything was taken.
-
-    Attributes:
-        folder: where it will be.
-        processes: who writes it.
-        write: writes what this rank has to write, and says as JSON what `written` returned of it.
-    """
-
-    folder: Path
-    processes: Processes
-    write: Callable[[], str]
-
-
 def is_shared(policy: Policy) -> bool:
     """Return whether ranks hold the weights of ``policy`` in parts."""
     return any(map(is_sharded, policy.parameters()))
@@ -507,13 +493,14 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """
     copies = HostCopies(copied=False)
     try:
-        begun = begin(root, state, OneProcess(), copies)
-        return end(begun, begun.write).folder
+        return begin(root, state, Processes(), copies).finish().folder
     finally:
         copies.close()
 
 
-def begin(root: Path, state: TrainerState[Any], processes: Processes, copies: HostCopies) -> Begun:
+def begin(
+    root: Path, state: TrainerState[Any], processes: Processes, copies: HostCopies
+) -> PendingCheckpoint:
     """Take what a checkpoint of ``state`` keeps; every rank that writes calls it.
 
     Of weights that ranks hold in parts, each rank takes a share, as whole tensors. So one process,
@@ -522,60 +509,33 @@ def begin(root: Path, state: TrainerState[Any], processes: Processes, copies: Ho
     Args:
         root: of the folder.
         state: of the trainer.
-        processes: who writes: all ranks, or one alone.
+        processes: those that write: all ranks, or one alone.
         copies: take the tensors; those of the checkpoint before are not read any more.
 
     Raises:
         CheckpointError: no folder can be made, or an optimizer keeps what no checkpoint holds.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite.
     """
-    trained: list[tuple[Trainable, OptimizerState]]
-    trained = [(state.policy, OptimizerState.of(state.optimizer))]
+    policy, critic = state.policy, None if state.critic is None else state.critic[0]
+    optimizers = [OptimizerState.of(state.optimizer)]
     if state.critic is not None:
-        trained.append((state.critic[0], OptimizerState.of(state.critic[1])))
+        optimizers.append(OptimizerState.of(state.critic[1]))
 
-    def look() -> str:
-        for model, kept in trained:
-            require_finite(state.step, model, kept)
+    def check() -> str:
+        for model, optimizer in zip((policy, critic), optimizers, strict=False):
+            assert model is not None
+            require_finite(state.step, model, optimizer)
         return ""
 
-    def make() -> str:
-        if processes.rank:
-            return ""
-        folder = fresh_folder(root, state.step).absolute()
-        if hasattr(state.policy, "held"):
-            with writing(folder):
-                (folder / state.policy.file_name).mkdir()
-        return str(folder)
-
-    on_each(processes, look)
-    folder = Path(on_each(processes, make)[0])
+    on_each(processes, check)
+    folder = Path(on_each(processes, partial(_made_folder, root, state, processes.rank))[0])
     copies.begin()
-    shares, saves = _taken(folder, state, [kept for _, kept in trained], processes, copies)
-    # What is written later keeps no tensor of a GPU alive.
-    numbers = [kept._replace(tensors={}) for _, kept in trained]
-    return Begun(
-        folder,
-        processes,
-        _Writing(folder, state, numbers, shares, saves, processes.rank, copies.wait),
-    )
-
-
-def _taken(
-    folder: Path,
-    state: TrainerState[Any],
-    kept: Sequence[OptimizerState],
-    processes: Processes,
-    copies: HostCopies,
-) -> tuple[list[_Share], dict[str, Callable[[Path], None]]]:
-    """Return the tensors that this rank writes, and name -> what writes the file or folder."""
-    policy, among = state.policy, processes.world_size
-    share = partial(_share, rank=processes.rank, copies=copies)
-    shares = [share(folder, OPTIMIZER, kept[0].tensors, among)]
+    share = partial(_Share.of, rank=processes.rank, copies=copies)
+    among = processes.world_size
+    shares = [share(folder, OPTIMIZER, optimizers[0].tensors, among)]
     saves: dict[str, Callable[[Path], None]] = {}
-    if state.critic is not None:
-        shares.append(share(folder, CRITIC_OPTIMIZER, kept[1].tensors, 1))
-        critic = state.critic[0]
+    if critic is not None:
+        shares.append(share(folder, CRITIC_OPTIMIZER, optimizers[1].tensors, 1))
         saves[CRITIC_FILE] = (deepcopy(critic) if copies.copied else critic).save
     if hasattr(policy, "held"):
         # Of an adapter, peft and inference servers read one file.
@@ -584,27 +544,20 @@ def _taken(
         saves[policy.file_name] = policy.save_config
     else:
         saves[policy.file_name] = (deepcopy(policy) if copies.copied else policy).save
-    return shares, saves
+    # What is written later keeps no tensor of a GPU alive.
+    numbers = [optimizer._replace(tensors={}) for optimizer in optimizers]
+    return PendingCheckpoint(folder, processes, state, numbers, shares, saves, copies.wait)
 
 
-def end(begun: Begun, write: Callable[[], str]) -> Saved:
-    """Return the checkpoint when every rank has written its files; every rank that writes calls it.
-
-    Args:
-        begun: what was begun.
-        write: returns what its ``write`` returned, which may have been called elsewhere.
-
-    Raises:
-        CheckpointError, OSError: a rank could not write; no folder is left.
-    """
-    told: list[str] = []
-    try:
-        told = on_each(begun.processes, write)
-    finally:
-        if not told and begun.processes.rank == 0:  # nobody writes any more
-            shutil.rmtree(begun.folder, ignore_errors=True)
-    digests = {file: digest for text in told for file, digest in json.loads(text).items()}
-    return Saved(begun.folder, {Path(file): digest for file, digest in digests.items()})
+def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> str:
+    """Make the folder of a checkpoint; of ranks, the first does."""
+    if rank:
+        return ""
+    folder = fresh_folder(root, state.step).absolute()
+    if hasattr(state.policy, "held"):
+        with writing(folder):
+            (folder / state.policy.file_name).mkdir()
+    return str(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,77 +565,99 @@ class _Share:
     """What one rank writes of tensors that ranks share.
 
     Attributes:
-        place: folder of the files.
+        folder: of the files.
         stem: how their names begin.
         among: how many ranks share them.
         owners: name of a tensor -> rank.
         mine: the tensors of this rank, whole.
     """
 
-    place: Path
+    folder: Path
     stem: str
     among: int
     owners: Mapping[str, int]
     mine: Mapping[str, Tensor]
 
-
-def _share(
-    place: Path,
-    stem: str,
-    tensors: Mapping[str, Tensor],
-    among: int,
-    *,
-    rank: int,
-    copies: HostCopies,
-) -> _Share:
-    """Return the share of ``rank``; every rank gathers with it."""
-    owners = owners_of(tensors, among)
-    mine = [name for name, owner in owners.items() if owner == rank]
-    return _Share(place, stem, among, owners, whole_tensors(tensors, mine, copies))
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        stem: str,
+        tensors: Mapping[str, Tensor],
+        among: int,
+        *,
+        rank: int,
+        copies: HostCopies,
+    ) -> _Share:
+        """Return the share of ``rank``; every rank gathers with it."""
+        owners = owners_of(tensors, among)
+        mine = [name for name, owner in owners.items() if owner == rank]
+        return cls(folder, stem, among, owners, whole_tensors(tensors, mine, copies))
 
 
 @dataclass(frozen=True, slots=True)
-class _Writing:
-    """What one rank has to write; called, it does.
+class PendingCheckpoint:
+    """A checkpoint of which everything was taken; `finish` writes it, in any thread.
 
     Attributes:
-        kept: what optimizers keep that is no tensor: the policy's, and a critic's.
+        folder: where it will be.
+        processes: those that write it.
+        state: of the trainer.
+        numbers: of the policy's optimizer, and a critic's, without their tensors.
+        shares: the tensors that this rank writes.
         saves: name -> writes a model, or all of it but its weights.
         wait: returns when the tensors are in the processor's memory.
     """
 
     folder: Path
+    processes: Processes
     state: TrainerState[Any]
-    kept: Sequence[OptimizerState]
+    numbers: Sequence[OptimizerState]
     shares: Sequence[_Share]
     saves: Mapping[str, Callable[[Path], None]]
-    rank: int
     wait: Callable[[], None]
 
-    def __call__(self) -> str:
+    def finish(self) -> Saved:
+        """Return the checkpoint when every rank has written its files; every rank calls it.
+
+        Raises:
+            CheckpointError, OSError: a rank could not write; no folder is left.
+        """
+        digests: list[str] = []
+        try:
+            digests = on_each(self.processes, self._write)
+        finally:
+            # Every rank has stopped writing, so that nothing comes back into the folder.
+            if not digests and self.processes.rank == 0:
+                shutil.rmtree(self.folder, ignore_errors=True)
+        pairs = (pair for text in digests for pair in json.loads(text).items())
+        return Saved(self.folder, {Path(file): digest for file, digest in pairs})
+
+    def _write(self) -> str:
+        """Write what this rank has to write; return as JSON what `written` returned of it."""
         self.wait()
+        rank, state = self.processes.rank, self.state
         with writing(self.folder):
-            return self._written()
+            shares = [share for share in self.shares if rank < share.among]
+            files = dict(
+                pair for pairs in side_by_side(self._write_share, shares) for pair in pairs
+            )
+            if rank == 0:
+                for name, save in self.saves.items():
+                    save(self.folder / name)
+                more = {} if state.critic is None else {"critic_optimizer": self.numbers[1].groups}
+                write_numbers(self.folder, state, self.numbers[0], more)
+        return json.dumps(files)
 
-    def _written(self) -> str:
-        shares = [share for share in self.shares if self.rank < share.among]
-        files = [file for some in side_by_side(self._write, shares) for file in some]
-        if self.rank == 0:
-            for name, save in self.saves.items():
-                save(self.folder / name)
-            trains_critic = self.state.critic is not None
-            of_critic = {"critic_optimizer": self.kept[1].groups} if trains_critic else {}
-            write_numbers(self.folder, self.state, self.kept[0], of_critic)
-        return json.dumps(dict(files))
-
-    def _write(self, share: _Share) -> list[tuple[str, str]]:
-        """Write a share; return its files, which are on the disk then, and what they hold."""
+    def _write_share(self, share: _Share) -> list[tuple[str, str]]:
+        """Write a share; return its files, which are on the disk then, and their digests."""
+        rank = self.processes.rank
         owners, mine = dict(share.owners), dict(share.mine)
         if share.stem == OPTIMIZER:
             random = random_of_ranks(self.state)
             owners |= dict.fromkeys(random, 0)
-            mine |= random if self.rank == 0 else {}
-        files = write_share(share.place, share.stem, mine, owners, self.rank, share.among)
+            mine |= random if rank == 0 else {}
+        files = write_share(share.folder, share.stem, mine, owners, rank, share.among)
         return [(str(file), written(file)) for file in files]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.trainer.policy import Trainable
@@ -59,55 +60,34 @@ def averages_itself(model: Trainable) -> bool:
     return wrapped or any(map(is_sharded, model.parameters()))
 
 
-class Processes(Protocol):
-    """What a trainer asks of its process group."""
+class Processes:
+    """The ranks of a trainer, as it asks for them: here, a trainer on its own.
 
-    @property
-    def rank(self) -> int:
-        """This process, from 0."""
-        ...
+    Attributes:
+        rank: this process, from 0.
+        world_size: how many there are.
+    """
 
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-        ...
+    rank: int = 0
+    world_size: int = 1
 
     def sum(self, value: Tensor) -> Tensor:
         """Return ``value`` summed over all ranks; every rank must call it, in the same order."""
-        ...
+        return value
 
     def gather(self, value: Tensor) -> list[Tensor]:
         """Return ``value`` of each rank, of one shape; every rank must call it."""
-        ...
+        return [value]
 
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
         """Replace the gradients of ``weights``, which are ``model``'s, by their mean over ranks."""
-        ...
 
 
 def processes_here() -> Processes:
     """Return the ranks of the process group, where there is one, else this process alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return TorchProcesses()
-    return OneProcess()
-
-
-class OneProcess:
-    """A trainer on its own."""
-
-    rank = 0
-    world_size = 1
-
-    def sum(self, value: Tensor) -> Tensor:
-        """Return ``value``."""
-        return value
-
-    def gather(self, value: Tensor) -> list[Tensor]:
-        """Return ``value`` alone."""
-        return [value]
-
-    def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
-        """Do nothing."""
+    return Processes()
 
 
 def processes_of_writers() -> Processes:
@@ -131,7 +111,7 @@ def _all_ranks_there() -> Iterator[None]:
         ) from error
 
 
-class TorchProcesses:
+class TorchProcesses(Processes):
     """A process group of `torch.distributed`, initialised by whoever starts the ranks.
 
     Args:
@@ -140,17 +120,10 @@ class TorchProcesses:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
+        self.rank = torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
 
-    @property
-    def rank(self) -> int:
-        """This process, from 0."""
-        return torch.distributed.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-        return torch.distributed.get_world_size()
-
+    @override
     def sum(self, value: Tensor) -> Tensor:
         """Return ``value`` summed over all ranks."""
         total = value.clone()
@@ -158,6 +131,7 @@ class TorchProcesses:
             torch.distributed.all_reduce(total, group=self._group)
         return total
 
+    @override
     def gather(self, value: Tensor) -> list[Tensor]:
         """Return ``value`` of each rank."""
         own = value.cuda() if torch.distributed.get_backend(self._group) == "nccl" else value
@@ -166,6 +140,7 @@ class TorchProcesses:
             torch.distributed.all_gather(found, own, group=self._group)
         return [one.to(value.device) for one in found]
 
+    @override
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
         """Replace the gradients of ``weights`` by their mean over all ranks, in one exchange.
 

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,12 +35,12 @@ SMALLEST_BLOCK = 64 << 20
 LARGEST_BLOCK = 1 << 30
 
 
-class Gpu(Protocol):
-    """What the copies ask of torch where there is a GPU; a test has another one."""
+class Gpus:
+    """What the copies ask of torch about the GPUs of this machine; a test has others."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is on a GPU."""
-        ...
+        return tensor.is_cuda
 
     def pinned(self, size: int) -> Tensor:
         """Return ``size`` bytes of page-locked memory.
@@ -48,41 +48,12 @@ class Gpu(Protocol):
         Raises:
             RuntimeError: there is no more of it.
         """
-        ...
-
-    def release(self) -> None:
-        """Give page-locked memory that is not used any more back to the system."""
-        ...
-
-    def new_stream(self, device: torch.device) -> Any:
-        """Return a new stream of ``device``."""
-        ...
-
-    def current_stream(self, device: torch.device) -> Any:
-        """Return the stream on which ``device`` computes."""
-        ...
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], stream: Any) -> None:
-        """Begin to copy each source to its target on ``stream``; the sources may be forgotten."""
-        ...
-
-
-class Cuda:
-    """The GPUs of this machine."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is on a GPU."""
-        return tensor.is_cuda
-
-    def pinned(self, size: int) -> Tensor:
-        """Return ``size`` bytes of page-locked memory."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def release(self) -> None:
         """Give page-locked memory that is not used any more back to the system."""
-        empty = getattr(torch.accelerator, "empty_host_cache", None)
-        if empty is not None:  # older versions of torch keep it for the next who asks
-            empty()
+        # Older versions of torch have no such function, and keep it for the next to ask.
+        getattr(torch.accelerator, "empty_host_cache", lambda: None)()
 
     def new_stream(self, device: torch.device) -> Any:
         """Return a new stream of ``device``."""
@@ -110,9 +81,9 @@ class HostCopies:
         gpu: for tests.
     """
 
-    def __init__(self, *, copied: bool, gpu: Gpu | None = None) -> None:
+    def __init__(self, *, copied: bool, gpu: Gpus | None = None) -> None:
         self.copied = copied
-        self._gpu = Cuda() if gpu is None else gpu
+        self._gpu = Gpus() if gpu is None else gpu
         self._streams: dict[torch.device, Any] = {}
         self._blocks: list[Tensor] = []
         self._block = self._used = 0

@@ -37,10 +37,9 @@ from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.causal_lm import policy_of, reference_of
 from trinity_buffer.trainer.checkpoint import (
-    Begun,
+    PendingCheckpoint,
     TrainerState,
     begin,
-    end,
     is_shared,
     load_checkpoint,
     random_state,
@@ -63,7 +62,6 @@ from trinity_buffer.trainer.models import (
 )
 from trinity_buffer.trainer.numbers import Number, StepNumbers, StepReport, combined, report_of
 from trinity_buffer.trainer.parallel import (
-    OneProcess,
     Processes,
     processes_here,
     processes_of_writers,
@@ -125,7 +123,7 @@ class Commits:
         self._copies = HostCopies(copied=self._beside)
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
-        self._writers: Processes = OneProcess()
+        self._writers = Processes()
         if self._shared:  # in a group of their own: the training goes on in the other
             self._writers = processes_of_writers()
 
@@ -142,12 +140,12 @@ class Commits:
             self._stream.commit(what.step)  # rank 0 writes for all
             return not self._beside
         reached("before-checkpoint")
-        begun = begin(self._settings.checkpoints, state, self._writers, self._copies)
+        pending = begin(self._settings.checkpoints, state, self._writers, self._copies)
         if self._beside:
             self._copies.hold()  # whatever is computed next, a callback's work too
-            self._begin(partial(self._write, begun, what))
+            self._begin(partial(self._write, pending, what))
             return False
-        self._write(begun, what)
+        self._write(pending, what)
         return True
 
     def look(self) -> None:
@@ -188,8 +186,8 @@ class Commits:
         if isinstance(error, Exception):
             self._stream.fail(error)
 
-    def _write(self, begun: Begun, what: Committed) -> None:
-        saved = end(begun, begun.write)
+    def _write(self, pending: PendingCheckpoint, what: Committed) -> None:
+        saved = pending.finish()
         reached("after-checkpoint")
         if self._processes.rank:
             self._stream.commit(what.step)
