@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -241,26 +240,35 @@ class Experience:
         routed_experts: TensorLike | None = None,
         custom_fields: Sequence[CustomField] | None = None,
     ) -> None:
-        self.eid = eid if isinstance(eid, EID) else EID(**(eid or {}))
-        tensor = partial(tensor_of, self.eid)
-        self.tokens = tensor("tokens", tokens, torch.int32)
+        self.eid = eid = eid if isinstance(eid, EID) else EID(**(eid or {}))
         self.prompt_length, self.truncate_status = prompt_length, truncate_status
-        self.logprobs = tensor("logprobs", logprobs, torch.float32)
-        self.reward = number_of(self.eid, "reward", reward)
-        self.token_level_reward = tensor("token_level_reward", token_level_reward, torch.float32)
-        self.advantages = tensor("advantages", advantages, torch.float32)
-        self.returns = tensor("returns", returns, torch.float32)
+        self.reward = reward if type(reward) is float else number_of(eid, "reward", reward)
         self.info, self.metrics = info or {}, metrics or {}
         self.response_text, self.prompt_text = response_text, prompt_text
-        self.action_mask = tensor("action_mask", action_mask, torch.bool)
         self.messages, self.tools = messages, tools
         self.chosen_messages, self.rejected_messages = chosen_messages, rejected_messages
-        self.chosen = tensor("chosen", chosen, torch.int32)
-        self.rejected = tensor("rejected", rejected, torch.int32)
-        self.multi_modal_inputs = self._modal_tensors(multi_modal_inputs)
-        self.teacher_logprobs = tensor("teacher_logprobs", teacher_logprobs, torch.float32)
-        self.routed_experts = tensor("routed_experts", routed_experts, torch.uint8)
         self.custom_fields = list(custom_fields or ())
+        for name, value, dtype in (
+            ("tokens", tokens, torch.int32),
+            ("logprobs", logprobs, torch.float32),
+            ("token_level_reward", token_level_reward, torch.float32),
+            ("advantages", advantages, torch.float32),
+            ("returns", returns, torch.float32),
+            ("action_mask", action_mask, torch.bool),
+            ("chosen", chosen, torch.int32),
+            ("rejected", rejected, torch.int32),
+            ("teacher_logprobs", teacher_logprobs, torch.float32),
+            ("routed_experts", routed_experts, torch.uint8),
+        ):
+            # Explorers build thousands a second, nearly always of tensors: no call for those.
+            is_kept = value is None or isinstance(value, Tensor)
+            self.__dict__[name] = value if is_kept else tensor_of(eid, name, value, dtype)
+        self.multi_modal_inputs = None
+        if multi_modal_inputs is not None:
+            self.multi_modal_inputs = {
+                name: tensor_of(eid, f"multi_modal_inputs[{name!r}]", value, None)
+                for name, value in multi_modal_inputs.items()
+            }
         self._settle_type()
 
     @classmethod
@@ -360,14 +368,6 @@ class Experience:
             made.__dict__[name] = _deep_copied(value, memo)
         return made
 
-    def _modal_tensors(self, inputs: Mapping[str, Any] | None) -> dict[str, Tensor] | None:
-        if inputs is None:
-            return None
-        return {
-            name: tensor_of(self.eid, f"multi_modal_inputs[{name!r}]", value, None)
-            for name, value in inputs.items()
-        }
-
     def _settle_type(self) -> None:
         if self.tokens is None:
             raise refused(self.eid, "tokens", "is None: give a list of token ids, or a tensor")
@@ -387,25 +387,27 @@ class Experience:
             self.prompt_length = self.tokens.numel()
         else:
             self.experience_type = "single_turn"
-            self.action_mask = self._full_mask()
+            size = self.tokens.numel()
+            if 1 <= self.prompt_length < size and self.truncate_status != "prompt_truncated":
+                self.action_mask = torch.ones(size - self.prompt_length, dtype=torch.bool)
+            else:
+                self.action_mask = self._empty_mask(size)
 
-    def _full_mask(self) -> Tensor:
-        size = self.tokens.numel()
+    def _empty_mask(self, size: int) -> Tensor:
+        """Return the mask of an experience whose prompt was cut: no token of it is trained."""
         if self.truncate_status == "prompt_truncated":
-            known = self.logprobs
-            masked = max(0, size - self.prompt_length) if known is None else len(known)
+            logprobs = self.logprobs
+            masked = max(0, size - self.prompt_length) if logprobs is None else len(logprobs)
             return torch.zeros(masked, dtype=torch.bool)
         if self.prompt_length < 1:
             raise InvalidExperienceError(
                 f"experience {self.eid.uid}: prompt_length is {self.prompt_length}, a single-turn "
                 "experience needs at least one prompt token"
             )
-        if size <= self.prompt_length:
-            raise InvalidExperienceError(
-                f"experience {self.eid.uid}: tokens has {size} elements and prompt_length is "
-                f"{self.prompt_length}: a single-turn experience needs at least one response token"
-            )
-        return torch.ones(size - self.prompt_length, dtype=torch.bool)
+        raise InvalidExperienceError(
+            f"experience {self.eid.uid}: tokens has {size} elements and prompt_length is "
+            f"{self.prompt_length}: a single-turn experience needs at least one response token"
+        )
 
 
 def group_by(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -77,10 +78,6 @@ class EID:
             raise AttributeError(f"{self.uid} is written: its {name} cannot become {value!r}")
         _assign(self, name, value)
 
-    def keep(self) -> None:
-        """Let no field be assigned any more: an experience of this name is written."""
-        _assign(self, "_written", True)  # noqa: FBT003 - likewise
-
     @property
     def uid(self) -> str:
         """``batch/task/run/step/suffix``: unique in an experiment."""
@@ -113,6 +110,12 @@ class EID:
     @override
     def __str__(self) -> str:
         return self.uid
+
+
+def freeze(eids: Iterable[EID]) -> None:
+    """Let no field of ``eids`` be assigned any more: experiences of these names are written."""
+    for eid in eids:
+        _assign(eid, "_written", True)  # noqa: FBT003 - a slot and its value
 
 
 def parse_uid(uid: str) -> EID:

@@ -181,6 +181,8 @@ def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -
     """Return the rows of `experience` that an event makes."""
     columns, refused = fact.columns, fact.refused
     number, base = len(columns), first_address(position)
+    keys = zip(columns.batch, columns.task, strict=True)
+    int_keys = [isinstance(batch, int) + 2 * isinstance(task, int) for batch, task in keys]
     return list(
         zip(
             repeat(experiment, number),
@@ -190,7 +192,10 @@ def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -
             columns.run,
             columns.step,
             columns.suffix,
-            map(_int_keys, columns.batch, columns.task),
+            [
+                isinstance(b, int) + 2 * isinstance(t, int)
+                for b, t in zip(columns.batch, columns.task, strict=True)
+            ],
             columns.reward,
             columns.policy_version,
             columns.prompt_length,
@@ -203,10 +208,6 @@ def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -
             strict=True,
         )
     )
-
-
-def _int_keys(batch_key: Key, task: Key) -> int:
-    return isinstance(batch_key, int) + 2 * isinstance(task, int)
 
 
 def plan_rows(experiment: int, fact: BatchPlanned, first: int) -> list[Row]:

@@ -14,7 +14,7 @@ from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
-from trinity_buffer.identity import Key
+from trinity_buffer.identity import Key, freeze
 from trinity_buffer.pipeline.coordination.presence import SEEN_EVERY_S, Presence, Work, place_of
 from trinity_buffer.pipeline.coordination.waiting import one_line, wait_report_s
 from trinity_buffer.pipeline.write import planning
@@ -86,8 +86,7 @@ class SQLWriter(BufferWriter):
             call.learn(outcome)
             place = place._replace(position=0)
         self._say_doubts(call)
-        for experience in call.given:
-            experience.eid.keep()
+        freeze(experience.eid for experience in call.given)
         return call.receipt(place)
 
     def _say_doubts(self, call: WriteCall) -> None:
