@@ -192,10 +192,7 @@ def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -
             columns.run,
             columns.step,
             columns.suffix,
-            [
-                isinstance(b, int) + 2 * isinstance(t, int)
-                for b, t in zip(columns.batch, columns.task, strict=True)
-            ],
+            int_keys,
             columns.reward,
             columns.policy_version,
             columns.prompt_length,
