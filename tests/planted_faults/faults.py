@@ -489,8 +489,8 @@ FAULTS = [
     Fault(
         "two annotation sets are compared on their first page alone",
         "inspector/compare.py",
-        "        yield found, position_of(after)\n",
-        "        yield found, position_of(after)\n        return\n",
+        "        yield difference, position_of(after)\n",
+        "        yield difference, position_of(after)\n        return\n",
         "tests/inspect/test_edges.py::test_two_sets_are_compared_over_every_page",
     ),
     Fault(

@@ -106,11 +106,11 @@ async def compare_sets(
     Raises:
         UnknownNameError: no such annotation set.
     """
-    found, head = SetDifference(first, second), await source.head()
+    difference, head = SetDifference(first, second), await source.head()
     async for so_far, position in comparing(source, first, second, limit=limit):
-        found = so_far
+        difference = so_far
         progress("diff", position, head)
-    return found
+    return difference
 
 
 async def comparing(
@@ -124,21 +124,21 @@ async def comparing(
     consumers = await source.read(writer_queries.consumers, source.key)
     names = dict.fromkeys(chosen_set(consumers, name) for name in (first, second))
     sets = [consumers[name] for name in names if name is not None]
-    found, after = SetDifference(first, second), -1
+    difference, after = SetDifference(first, second), -1
     most = 4 * sizes().rows_per_page  # or the events of a set would be read again and again
 
     def look(tx: Transaction) -> tuple[Integers, list[Decisions]]:
-        some = addresses(tx, source.key, after=after, limit=most)
-        return some, decisions(tx, source.key, sets, some) if len(some) else []
+        wanted = addresses(tx, source.key, after=after, limit=most)
+        return wanted, decisions(tx, source.key, sets, wanted) if len(wanted) else []
 
     while True:
-        some, decided = await source.read(look)
+        wanted, decided = await source.read(look)
         if not decided:
             return
-        sides = [await _side(source, one) for one in decided]
-        await _compare(source, found, some, (sides[0], sides[-1]), limit)
-        after = int(some[-1])
-        yield found, position_of(after)
+        sides = [await _side(source, decision) for decision in decided]
+        await _compare(source, difference, wanted, (sides[0], sides[-1]), limit)
+        after = int(wanted[-1])
+        yield difference, position_of(after)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,41 +181,45 @@ async def _side(source: Source, decided: Decisions) -> _Side:
 
 
 async def _compare(
-    source: Source, found: SetDifference, some: Integers, sides: tuple[_Side, _Side], limit: int
+    source: Source,
+    difference: SetDifference,
+    wanted: Integers,
+    sides: tuple[_Side, _Side],
+    limit: int,
 ) -> None:
     """Count some experiences, and keep those that differ most."""
     a, b = sides
-    found.experiences += len(some)
+    difference.experiences += len(wanted)
     for pair, count in Counter(zip(a.states.tolist(), b.states.tolist(), strict=True)).items():
-        found.states[" / ".join(pair)] += count
+        difference.states[" / ".join(pair)] += count
     both = a.known & b.known
     by = np.abs(a.advantages - b.advantages)
     by[by <= ROUNDING * np.fmax(1.0, np.fmax(np.abs(a.advantages), np.abs(b.advantages)))] = 0.0
-    found.both += int(both.sum())
-    found.equal += int((by == 0)[both].sum())
-    found.opposite += int((a.advantages * b.advantages < 0)[both & (by > 0)].sum())
-    found.total += float(by[both].sum())
-    found.greatest = float(np.fmax.reduce(by[both], initial=found.greatest))
+    difference.both += int(both.sum())
+    difference.equal += int((by == 0)[both].sum())
+    difference.opposite += int((a.advantages * b.advantages < 0)[both & (by > 0)].sum())
+    difference.total += float(by[both].sum())
+    difference.greatest = float(np.fmax.reduce(by[both], initial=difference.greatest))
     by[a.known != b.known] = np.inf
     damaged = np.isin(a.positions, [*a.damaged]) | np.isin(b.positions, [*b.damaged])
-    least = found.rows[-1].by if 0 < limit == len(found.rows) else 0.0
+    least = difference.rows[-1].by if 0 < limit == len(difference.rows) else 0.0
     differing = np.flatnonzero((by > least) & ~damaged)
     differing = differing[np.argsort(-by[differing], kind="stable")[:limit]]
     shown = [*differing.tolist(), *np.flatnonzero(damaged).tolist()]
-    rows = await source.read(writer_queries.experience_rows, source.key, some[shown].tolist())
+    rows = await source.read(writer_queries.experience_rows, source.key, wanted[shown].tolist())
     uids = {row.address: row.eid.uid for row in rows}
     for at in shown:
-        uid = uids[int(some[at])]
+        uid = uids[int(wanted[at])]
         if damaged[at]:
-            found.unreadable += [
-                Unreadable(uid, int(one.positions[at]), str(one.damaged[int(one.positions[at])]))
-                for one in sides
-                if int(one.positions[at]) in one.damaged
+            difference.unreadable += [
+                Unreadable(uid, int(side.positions[at]), str(side.damaged[int(side.positions[at])]))
+                for side in sides
+                if int(side.positions[at]) in side.damaged
             ]
         else:
             (state, advantage), (other, other_advantage) = a.of(at), b.of(at)
-            found.rows.append(Differing(uid, state, other, advantage, other_advantage))
-    found.rows = heapq.nlargest(limit, found.rows, key=lambda one: one.by)
+            difference.rows.append(Differing(uid, state, other, advantage, other_advantage))
+    difference.rows = heapq.nlargest(limit, difference.rows, key=lambda row: row.by)
 
 
 async def compare_runs(
@@ -229,28 +233,28 @@ async def compare_runs(
         progress: called with the step that was reached, and the last one.
     """
     sides = (first, second)
-    configs = [await one.read(writer_queries.config_of, one.key) for one in sides]
+    configs = [await side.read(writer_queries.config_of, side.key) for side in sides]
     a, b = ({} if config is None else _flat(config[0]) for config in configs)
     config = {k: [a.get(k), b.get(k)] for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
     totals = (_Totals(), _Totals())
     shared: dict[int, dict[str, list[Any]]] = {}
-    last = [await _last_step(one) for one in sides]
-    skipped = [0 if limit is None else max(0, one - limit) for one in last]
+    last = [await _last_step(side) for side in sides]
+    skipped = [0 if limit is None else max(0, step - limit) for step in last]
     page = sizes().events_per_page
     for after in range(min(skipped), max(last), page):
         up_to = after + page
-        some = [
-            await _steps(one, max(after, left), min(up_to, end))
-            for one, left, end in zip(sides, skipped, last, strict=True)
+        pages = [
+            await _steps(side, max(after, left), min(up_to, end))
+            for side, left, end in zip(sides, skipped, last, strict=True)
         ]
-        for total, lines in zip(totals, some, strict=True):
+        for total, lines in zip(totals, pages, strict=True):
             total.add(lines.values())
-        both = sorted(some[0].keys() & some[1].keys())
-        shared |= {step: _side_by_side(some[0][step], some[1][step]) for step in both}
+        both = sorted(pages[0].keys() & pages[1].keys())
+        shared |= {step: _side_by_side(pages[0][step], pages[1][step]) for step in both}
         progress("diff", min(up_to, max(last)), max(last))
-    numbers = [one.numbers() for one in totals]
-    found = {name: [one[name] for one in numbers] for name in numbers[0]}
-    return RunDifference(first.name, second.name, config, found, shared)
+    numbers = [total.numbers() for total in totals]
+    counted = {name: [own[name] for own in numbers] for name in numbers[0]}
+    return RunDifference(first.name, second.name, config, counted, shared)
 
 
 async def _last_step(source: Source) -> int:
@@ -294,7 +298,10 @@ class _Totals:
         return {
             "steps": self.steps,
             **{name: self.sums[name] for name in ("committed", "rows", "tokens")},
-            **{name: None if one is None else one[0] / one[1] for name, one in means.items()},
+            **{
+                name: None if known is None else known[0] / known[1]
+                for name, known in means.items()
+            },
         }
 
 
@@ -303,9 +310,9 @@ _MEANS = ("reward", "staleness", "seconds")
 
 def _side_by_side(a: StepLine, b: StepLine) -> dict[str, list[Any]]:
     names = ("rows", "tokens", "reward", "staleness")
-    found = {name: [getattr(a, name), getattr(b, name)] for name in names}
+    pairs = {name: [getattr(a, name), getattr(b, name)] for name in names}
     shared = sorted(a.metrics.keys() & b.metrics.keys())
-    return found | {name: [*map(_rounded, (a.metrics[name], b.metrics[name]))] for name in shared}
+    return pairs | {name: [*map(_rounded, (a.metrics[name], b.metrics[name]))] for name in shared}
 
 
 def _rounded(number: float) -> float:
@@ -313,8 +320,8 @@ def _rounded(number: float) -> float:
 
 
 def _flat(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         inner = isinstance(value, Mapping)
-        found |= _flat(value, f"{at}{key}.") if inner else {f"{at}{key}": value}
-    return found
+        flat |= _flat(value, f"{at}{key}.") if inner else {f"{at}{key}": value}
+    return flat

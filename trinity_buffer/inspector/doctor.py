@@ -90,14 +90,16 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
             stuck.append(Stuck("", state.told(), None, state.remedy))
     names = await store.experiments()
     opened = [await store.experiment(name) for name in names]
-    experts = {one.config.get("expert_experiment") for one in opened}
-    keys = {one.name + TURNS: one.key for one in opened}
+    experts = {entry.config.get("expert_experiment") for entry in opened}
+    keys = {entry.name + TURNS: entry.key for entry in opened}
     asked = opened if experiment is None else [await store.experiment(experiment)]
-    for one in asked:
-        look = _Look(one.name, one.key, is_expert=one.name in experts, recorded=keys.get(one.name))
-        people, found = await database.read(look)
+    for entry in asked:
+        look = _Look(
+            entry.name, entry.key, is_expert=entry.name in experts, recorded=keys.get(entry.name)
+        )
+        people, stuck_here = await database.read(look)
         here += people
-        stuck += found
+        stuck += stuck_here
     return Examination(store.url, tuple(here), tuple(stuck))
 
 
@@ -129,22 +131,22 @@ class _Look:
             [row for row in around.consumers.values() if row.kind == kind] for kind in kinds
         )
         wanted = {str(row.config.get("strategy")) for row in trainers}
-        found = [
+        stuck = [
             *self._of_explorers(tx, around, [row for row in strategies if row.name in wanted]),
             *self._of_nobody(tx, strategies),
             *(
-                one
+                finding
                 for row in strategies
                 if row.name in wanted or not trainers
-                for one in self._of_strategy(tx, around, row)
+                for finding in self._of_strategy(tx, around, row)
             ),
-            *(one for row in trainers for one in self._of_trainer(tx, around, row)),
+            *(finding for row in trainers for finding in self._of_trainer(tx, around, row)),
             *self._of_unpublished(tx, config[0]),
             *self._of_cycles(tx, around, config[0]),
             *self._of_waiting(around),
             *self._of_unheard(tx, around),
         ]
-        return here, found
+        return here, stuck
 
     def _since(self, tx: Transaction, position: int | None) -> float | None:
         if not position:

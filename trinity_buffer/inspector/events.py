@@ -174,7 +174,7 @@ def _changed(fact: ConfigurationChanged) -> str:
 def _recorded(fact: ExperiencesRecorded) -> str:
     columns = fact.columns
     rewards = [reward for reward in columns.reward if reward is not None]
-    parts = [f"{len(columns)} of batch {_some(columns.batch)}"]
+    parts = [f"{len(columns)} of batch {_shortened(columns.batch)}"]
     if rewards:
         parts.append(f"mean reward {sum(rewards) / len(rewards):.3f}")
     parts.append(f"{sum(columns.length)} tokens")
@@ -183,7 +183,7 @@ def _recorded(fact: ExperiencesRecorded) -> str:
     return ", ".join(parts)
 
 
-def _some(keys: Sequence[object]) -> str:
+def _shortened(keys: Sequence[object]) -> str:
     names = list(dict.fromkeys(map(str, keys)))
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
@@ -203,4 +203,4 @@ def _committed(fact: StepsCommitted) -> str:
     numbers = f"step {first}" if first == last else f"steps {first} to {last}"
     line = f"{numbers} of {fact.consumer}, checkpoint {fact.checkpoint or 'none'}"
     skipped = fact.skipped_steps
-    return line if not skipped else f"{line}, skipped ({fact.skipped}): {_some(skipped)}"
+    return line if not skipped else f"{line}, skipped ({fact.skipped}): {_shortened(skipped)}"

@@ -90,12 +90,12 @@ async def events_with_segments(
     Raises:
         CodecError, DamagedSegmentError: one of them cannot be read; says whose, and where.
     """
-    found, damaged = await readable_events(experiment, wanted, families)
+    readable, damaged = await readable_events(experiment, wanted, families)
     for position, error in damaged.items():
         if isinstance(error, ArchivedSegmentError):  # `EventWithSegment.archived` says so
             continue
         raise type(error)(str(Unreadable(wanted[position], position, str(error)))) from error
-    return found
+    return readable
 
 
 async def readable_events(
@@ -283,7 +283,7 @@ def elements_of_rows(
 
     Of a scaled mask it is the one number that stands before the mask.
     """
-    found: list[npt.NDArray[Any] | None] = [None] * len(rows)
+    elements: list[npt.NDArray[Any] | None] = [None] * len(rows)
     for column in segment.columns.get(field, []):
         values, ends = values_of(column), column.offsets.tolist()
         if values is None:
@@ -293,9 +293,9 @@ def elements_of_rows(
             places = {row: place for place, row in enumerate(column.rows.tolist())}
         for at, row in enumerate(rows):
             place = row if places is None else places.get(row)
-            if place is not None and found[at] is None:
-                found[at] = values[ends[place] : ends[place + 1]]
-    return found
+            if place is not None and elements[at] is None:
+                elements[at] = values[ends[place] : ends[place + 1]]
+    return elements
 
 
 Numbers = npt.NDArray[Any]

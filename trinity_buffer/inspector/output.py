@@ -23,7 +23,7 @@ def strict_json(value: Any, default: Callable[[Any], Any]) -> str:
         default: returns what is written in place of a value that is none of JSON's.
     """
     coder = json.JSONEncoder(default=default, ensure_ascii=False)
-    said = coder.encode(value)
-    if "NaN" in said or "Infinity" in said:
-        said = coder.encode(json.loads(said, parse_constant=lambda _: None))
-    return said
+    text = coder.encode(value)
+    if "NaN" in text or "Infinity" in text:
+        text = coder.encode(json.loads(text, parse_constant=lambda _: None))
+    return text

@@ -159,7 +159,9 @@ def _completed(
     counted: ExperimentOverview, span: _Span, staleness: Mapping[str, float | None]
 ) -> ExperimentOverview:
     head, first_at, last_at = span
-    trainers = tuple(replace(one, staleness=staleness[one.name]) for one in counted.trainers)
+    trainers = tuple(
+        replace(trainer, staleness=staleness[trainer.name]) for trainer in counted.trainers
+    )
     return replace(counted, head=head, first_at=first_at, last_at=last_at, trainers=trainers)
 
 

@@ -95,10 +95,10 @@ async def rejections(
 
     names = [name for name in known if by in (None, name)]
     page = _Page(reason, limit, before)
-    found = await source.read(_rejected, source.key, names, page)
+    rejected = await source.read(_rejected, source.key, names, page)
     if by in (None, DOOR):
-        found += await source.read(_refused, source.key, page)
-    return sorted(found, key=lambda one: (-one.position, one.address))[:limit]
+        rejected += await source.read(_refused, source.key, page)
+    return sorted(rejected, key=lambda row: (-row.position, row.address))[:limit]
 
 
 def _names(tx: Transaction, experiment: int) -> list[str]:

@@ -83,7 +83,7 @@ async def search(
     head = await source.head()
     damaged: list[Unreadable] = [] if unreadable is None else unreadable
     async for positions, events, broken in _texts_of_events(source, position_of(after) - 1, head):
-        found = await source.database.compute(_matches, events, text, after, exact=exact)
+        matches = await source.database.compute(_matches, events, text, after, exact=exact)
         for position in positions:
             if position in broken:
                 rows = await source.read(writer_queries.rows_of_events, source.key, [position])
@@ -92,8 +92,8 @@ async def search(
                     for row in rows[position]
                     if row.refused is None and row.address > after
                 ]
-            for one in found.get(position, ()):
-                yield one
+            for match in matches.get(position, ()):
+                yield match
         progress("search", positions[-1], head)
         looked_at(first_address(positions[-1] + 1) - 1)
     if unreadable is None and damaged:
@@ -111,32 +111,32 @@ async def _texts_of_events(
         after = stored[-1].position
         read, unread = decoded_each(source.name, stored)
         events = {event.position: event for event in read}
-        for positions in _parts([one.position for one in stored], events):
+        for positions in _parts([event.position for event in stored], events):
             there = [events[at] for at in positions if at in events]
-            found, broken = await with_segments(source, there, ["text"])
-            yield positions, found, broken | {at: unread[at] for at in positions if at in unread}
+            readable, broken = await with_segments(source, there, ["text"])
+            yield positions, readable, broken | {at: unread[at] for at in positions if at in unread}
 
 
 def _parts(positions: Iterable[int], events: Mapping[int, Event]) -> Iterator[list[int]]:
     """Yield positions of events that have some hundred rows together, and at least one of them."""
-    some: list[int] = []
+    part: list[int] = []
     rows = 0
     for position in positions:
-        some.append(position)
+        part.append(position)
         fact = events[position].fact if position in events else None
         rows += fact.rows if isinstance(fact, ExperiencesRecorded) else 0
         if rows >= sizes().rows_per_page:
-            yield some
-            some, rows = [], 0
-    if some:
-        yield some
+            yield part
+            part, rows = [], 0
+    if part:
+        yield part
 
 
 def _matches(
     events: Mapping[int, EventWithSegment], text: str, after: int, *, exact: bool
 ) -> dict[int, list[Match]]:
     """Return position -> what was found in its rows above ``after``, where anything was."""
-    found = {}
+    matches = {}
     for position, event in events.items():
         columns = [
             (values.pieces, held)
@@ -147,14 +147,14 @@ def _matches(
         if columns:
             assert isinstance(event.fact, ExperiencesRecorded)  # the kind that was read
             rows = rows_recorded_by(position, event.fact)
-            found[position] = [
-                Match(row.eid.uid, *one, row.reward, row.policy_version, row.address)
+            matches[position] = [
+                Match(row.eid.uid, *text_match, row.reward, row.policy_version, row.address)
                 for slot, row in enumerate(rows)
                 if row.refused is None and row.address > after
                 for pieces, held in columns
-                for one in held.get(pieces[slot], ())
+                for text_match in held.get(pieces[slot], ())
             ]
-    return found
+    return matches
 
 
 def _held(
@@ -165,16 +165,16 @@ def _held(
     All are looked at as one, and one by one only where that holds it: few columns do.
     """
     texts = {piece: list(_texts(name, unpack_object(piece))) for piece in set(pieces) if piece}
-    joined = "\0".join(value for some in texts.values() for _, value in some)
+    joined = "\0".join(value for fields in texts.values() for _, value in fields)
     if (text if exact else text.casefold()) not in (joined if exact else joined.casefold()):
         return {}
     return {
         piece: [
             (field, excerpt)
-            for field, value in some
+            for field, value in fields
             if (excerpt := _excerpt(value, text, exact=exact)) is not None
         ]
-        for piece, some in texts.items()
+        for piece, fields in texts.items()
     }
 
 

@@ -46,7 +46,7 @@ class Source:
         """Return position -> event, of those of ``positions`` that count."""
         wanted = sorted(at for at in set(positions) if self.counts(at))
         stored = await self.database.read(log.read_at, self.key, wanted)
-        return {one.position: decoded(self.name, one) for one in stored}
+        return {event.position: decoded(self.name, event) for event in stored}
 
     async def leases(self, positions: Sequence[int]) -> dict[int, BatchLeased]:
         """Return position -> manifest, where steps say that they were handed out."""

@@ -254,18 +254,18 @@ async def staleness(
     counted = await _numbers(source, [leases[row.leased_at] for row in rows])
     dated = [own.numbers[own.numbers["policy_version"] != NO_VERSION] for own in counted]
     positions = [numbers["address"] >> SLOT_BITS for numbers in dated]
-    actors = await _actors(source, chain.from_iterable(some.tolist() for some in positions))
-    found = []
+    actors = await _actors(source, chain.from_iterable(places.tolist() for places in positions))
+    lines = []
     for row, numbers, recorded in zip(rows, dated, positions, strict=True):
         lags: dict[str, list[int]] = defaultdict(list)
         for at, version in zip(recorded.tolist(), numbers["policy_version"].tolist(), strict=True):
             lags[actors.get(at, "")].append(row.step - 1 - version)
         state = "leased" if row.committed_at is None else "committed"
-        found += [
+        lines += [
             Staleness(row.step, by, len(ages), fmean(ages), max(ages), state)
             for by, ages in sorted(lags.items())
         ]
-    return found
+    return lines
 
 
 async def _step_rows(source: Source, trainer: str, after: int | None, limit: int) -> list[StepRow]:
@@ -457,34 +457,35 @@ class StalenessGrowth:
     end: Tenth
 
 
-def growth_by_actor(found: Sequence[Staleness]) -> list[StalenessGrowth]:
+def growth_by_actor(ages: Sequence[Staleness]) -> list[StalenessGrowth]:
     """Return the growth for each actor and, if there are several, for all of them at the end."""
-    names: Sequence[str | None] = sorted({one.actor for one in found})
-    steps = sorted({one.step for one in found})
+    names: Sequence[str | None] = sorted({age.actor for age in ages})
+    steps = sorted({age.step for age in ages})
     return [
-        _growth(name, [one for one in found if name in (None, one.actor)], steps)
+        _growth(name, [age for age in ages if name in (None, age.actor)], steps)
         for name in (names if len(names) < 2 else [*names, None])
     ]
 
 
 def _growth(actor: str | None, own: list[Staleness], steps: list[int]) -> StalenessGrowth:
-    tenth = -(-len(steps) // 10)
-    begin, end = (
-        Tenth(some[0], some[-1], _mean([one for one in own if some[0] <= one.step <= some[-1]]))
-        for some in (steps[:tenth], steps[-tenth:])
-    )
+    tenth = -(-len(steps) // 10)  # rounded up: of few steps at least one
+
+    def end(steps: list[int]) -> Tenth:
+        first, last = steps[0], steps[-1]
+        return Tenth(first, last, _mean([age for age in own if first <= age.step <= last]))
+
     return StalenessGrowth(
         actor,
         first_step=steps[0],
         last_step=steps[-1],
-        rows=sum(one.rows for one in own),
+        rows=sum(age.rows for age in own),
         mean=_mean(own) or 0.0,
-        greatest=max(one.greatest for one in own),
-        begin=begin,
-        end=end,
+        greatest=max(age.greatest for age in own),
+        begin=end(steps[:tenth]),
+        end=end(steps[-tenth:]),
     )
 
 
-def _mean(some: list[Staleness]) -> float | None:
-    rows = sum(one.rows for one in some)
-    return sum(one.mean * one.rows for one in some) / rows if rows else None
+def _mean(ages: list[Staleness]) -> float | None:
+    rows = sum(age.rows for age in ages)
+    return sum(age.mean * age.rows for age in ages) / rows if rows else None

@@ -55,11 +55,11 @@ def array_of(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
     """Return values, or arrays of numbers, as an array of ``kind``; null in place of any other."""
     if not arrow.types.is_list(kind):
         return _plain(arrow, values, kind)
-    there = [one for one in values if one is not None]
+    there = [row for row in values if row is not None]
     flat = arrow.array(np.concatenate(there)) if there else arrow.array([], kind.value_type)
     ends = np.zeros(len(values) + 1, np.int32)
-    np.cumsum([0 if one is None else len(one) for one in values], out=ends[1:])
-    absent = arrow.array([one is None for one in values])
+    np.cumsum([0 if row is None else len(row) for row in values], out=ends[1:])
+    absent = arrow.array([row is None for row in values])
     return arrow.ListArray.from_arrays(
         arrow.array(ends), flat.cast(kind.value_type), type=kind, mask=absent
     )
@@ -70,7 +70,7 @@ def _plain(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
         return arrow.array(values, kind)
     except (ValueError, TypeError):  # of Arrow, and of a text that UTF-8 cannot write
         fitting = _text if arrow.types.is_string(kind) else _number
-        return arrow.array([fitting(one) for one in values], kind)
+        return arrow.array([fitting(value) for value in values], kind)
 
 
 def _text(value: Any) -> str | None:
@@ -208,8 +208,8 @@ def to_arrow(
                 raise InvalidArgumentError(
                     f"{store.url}: say experiment=, one of {', '.join(names)}"
                 )
-            found = await store.experiment(experiment or names[0])
-            async with as_of(found, as_of_position) as source:
+            handle = await store.experiment(experiment or names[0])
+            async with as_of(handle, as_of_position) as source:
                 return arrow.Table.from_batches([b async for b in record_batches(source, wanted)])
 
     with start_blocking_portal() as portal:  # a notebook's own loop runs in this thread
@@ -281,8 +281,8 @@ async def _chosen(source: Source, wanted: Wanted) -> _Beside:
     consumers = await source.read(writer_queries.consumers, source.key)
     own = chosen_set(consumers, wanted.annotation_set)
     if wanted.step is None and wanted.trainer is None:
-        found = [row for row in consumers.values() if row.kind == "trainer"]
-        trainers = [row.name for row in sorted(found, key=lambda row: -row.leased_step)]
+        rows = [row for row in consumers.values() if row.kind == "trainer"]
+        trainers = [row.name for row in sorted(rows, key=lambda row: -row.leased_step)]
     else:
         trainers = [await trainer_of(source, wanted.trainer)]
     return _Beside(own, tuple(trainers), wanted.step)
@@ -392,8 +392,8 @@ def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, lis
         "recorded_at": [event.recorded_at] * len(slots),
         "actor": [event.actor] * len(slots),
         "kind": [recorded.fact.columns.kind[slot] for slot in slots],
-        "messages": [_as_json(one) for one in objects.get("messages", nothing)],
-        "info": [_as_json(one or None) for one in infos],
+        "messages": [_as_json(messages) for messages in objects.get("messages", nothing)],
+        "info": [_as_json(info or None) for info in infos],
     }
     cells |= {name: _of(segments, name, slots) for name in _TENSORS}
     cells |= {name: objects.get(name, nothing) for name in TEXTS}

@@ -173,7 +173,7 @@ async def token_texts(source: Source, ids: Iterable[Any]) -> list[str] | None:
     tokenizer = None if config is None else _named(config[0])
     if tokenizer is None:
         return None
-    return [_text(tokenizer, int(one)) for one in ids]
+    return [_text(tokenizer, int(token)) for token in ids]
 
 
 def _named(config: Any) -> Any:

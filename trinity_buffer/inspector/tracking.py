@@ -135,8 +135,8 @@ def numbers_of(line: StepLine) -> dict[str, float]:
         "batch/trained_tokens": line.trained_tokens,
         "batch/seconds": line.seconds,
     }
-    found: dict[str, Any] = {**line.metrics, **known}
-    return {name: float(value) for name, value in found.items() if _is_finite(value)}
+    numbers: dict[str, Any] = {**line.metrics, **known}
+    return {name: float(value) for name, value in numbers.items() if _is_finite(value)}
 
 
 def _is_finite(value: Any) -> bool:

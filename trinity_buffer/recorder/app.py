@@ -34,7 +34,7 @@ from trinity_buffer.explorer.completions import (
 from trinity_buffer.explorer.server import ServedWeights, Server
 from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.recorder.guard import refusal
-from trinity_buffer.recorder.recording import Recording, Rollout, Said
+from trinity_buffer.recorder.recording import Recording, Rollout, Turn
 from trinity_buffer.recorder.upstream import (
     CHAT,
     DONE,
@@ -143,7 +143,7 @@ class Recorder:
             routes=routes,
             lifespan=self._lifespan,
             exception_handlers={
-                TrinityBufferError: _told,
+                TrinityBufferError: _store_error,
                 HTTPException: _no_path,
                 _NoJSONError: _no_json,
             },
@@ -189,8 +189,8 @@ class Recorder:
 
     def _refused(self, request: Request) -> Response | None:
         """Return the answer to a request that is not to be answered."""
-        found = refusal(request.method, request.headers, self._settings.token)
-        return None if found is None else _error(*found)
+        reason = refusal(request.method, request.headers, self._settings.token)
+        return None if reason is None else _error(*reason)
 
     async def _complete(self, request: Request) -> Response:
         """Answer a request for a completion."""
@@ -228,9 +228,9 @@ class Recorder:
         passed = await self._passed(request, path, asked)
         if passed is None or await request.is_disconnected():
             return _error(499, "the client went away: it never saw the answer, which is no turn")
-        status, answer, told = passed
+        status, answer, retry_headers = passed
         if status >= 400:
-            return JSONResponse(answer, status_code=status, headers=told)
+            return JSONResponse(answer, status_code=status, headers=retry_headers)
         await self._record(path, answer, body, (rollout, weights))
         if body.get("stream"):
             pieces = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
@@ -257,10 +257,10 @@ class Recorder:
     async def _rollout(self, request: Request, body: Mapping[str, Any]) -> Rollout:
         """Return the rollout that the request names, else one of its own."""
         named = request.path_params.get("rollout") or request.headers.get(HEADER)
-        found = self._named(request, named or uuid4().hex)
+        rollout = self._named(request, named or uuid4().hex)
         if not named:
-            return self._recording.fresh(found)
-        return await self._recording.continued(found, body.get("messages") or ())
+            return self._recording.fresh(rollout)
+        return await self._recording.continued(rollout, body.get("messages") or ())
 
     def _named(self, request: Request, name: str) -> Rollout:
         """Return the rollout of this name, which no encoded slash may split."""
@@ -285,22 +285,22 @@ class Recorder:
         mode, options = self._settings.logprobs_mode, changes(body)
         with understanding(self._upstream.root):
             made = [
-                replace(one, logprobs_mode=mode, sampling=options)
-                for one in completions_of(path, answer)
+                replace(completion, logprobs_mode=mode, sampling=options)
+                for completion in completions_of(path, answer)
             ]
-        for one in made:
-            require_ids(one, self._upstream.root, MUST_RETURN)
+        for completion in made:
+            require_ids(completion, self._upstream.root, MUST_RETURN)
         require_all_sampled(answer, made, self._upstream.root, NO_TURN)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
         made = await self._weights.stamped(made, weights)
-        turns = [Said(messages, tools, one) for one in made]
+        turns = [Turn(messages, tools, completion) for completion in made]
         # Whoever hangs up now has asked for it all the same.
         with anyio.CancelScope(shield=True):
             if self._settings.ack == "after":
-                await self._recording.said(rollout, turns)
+                await self._recording.record_turns(rollout, turns)
             else:
                 assert self._background is not None
-                await self._background.start(self._recording.said, rollout, turns)
+                await self._background.start(self._recording.record_turns, rollout, turns)
 
     async def _streamed(
         self, path: str, asked: Mapping[str, Any], body: Mapping[str, Any], rollout: Rollout
@@ -339,12 +339,12 @@ class _NoJSONError(Exception):
 
 def _json_of(body: bytes) -> Any:
     try:
-        found = json.loads(body)
+        value = json.loads(body)
         if b"\\ud" in body.lower():  # half a character, which cannot be passed on as UTF-8
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise _NoJSONError(str(error)) from error
-    return found
+    return value
 
 
 def _number(reward: Any) -> float | None:
@@ -362,7 +362,7 @@ def _error(status: int, message: str, kind: str = "recorder") -> Response:
     return JSONResponse({"error": {"message": message, "type": kind}}, status_code=status)
 
 
-async def _told(_: Request, error: Exception) -> Response:
+async def _store_error(_: Request, error: Exception) -> Response:
     """Return an error of ours as OpenAI's clients expect one."""
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     return _error(status, str(error), type(error).__name__)

@@ -79,7 +79,7 @@ class Rollout(NamedTuple):
         return f"{self.batch}/{self.task}/{self.run}"
 
 
-class Said(NamedTuple):
+class Turn(NamedTuple):
     """One turn: what the model was told, what it said, and how many runs its request began here."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -156,10 +156,10 @@ class Recording:
         turns = await store.experiment(f"{name}{TURNS}", config={})
         return cls(experiment, turns, actor=actor)
 
-    async def said(
+    async def record_turns(
         self,
         rollout: Rollout,
-        turns: Sequence[Said],
+        turns: Sequence[Turn],
         *,
         task_status: TaskStatus[None] | None = None,
     ) -> None:
@@ -175,10 +175,10 @@ class Recording:
         rollouts = [rollout._replace(run=rollout.run + number) for number in range(len(turns))]
         turns = [turns[0]._replace(choices=len(turns)), *turns[1:]]
         async with AsyncExitStack() as held:
-            opened = [await held.enter_async_context(self._taken(one)) for one in rollouts]
+            opened = [await held.enter_async_context(self._taken(place)) for place in rollouts]
             stored = [
-                _stored(one, found.count, turn)
-                for one, found, turn in zip(rollouts, opened, turns, strict=True)
+                _stored(place, state.count, turn)
+                for place, state, turn in zip(rollouts, opened, turns, strict=True)
             ]
             opened[0].choices = max(opened[0].choices, len(turns))
             if task_status is not None:
@@ -190,9 +190,9 @@ class Recording:
                     raise
                 self._lose(rollout, opened, error)
                 return
-            for found, turn in zip(opened, turns, strict=True):
-                found.count += 1
-                found.last = dict(turn.completion.message())  # without its tokens
+            for state, turn in zip(opened, turns, strict=True):
+                state.count += 1
+                state.last = dict(turn.completion.message())  # without its tokens
 
     async def require_open(self, rollout: Rollout, choices: Any = 1) -> None:
         """Raise unless ``rollout``, and of several choices each run from its run on, takes a turn.
@@ -208,22 +208,22 @@ class Recording:
     @asynccontextmanager
     async def _taken(self, rollout: Rollout) -> AsyncIterator[_Open]:
         """Yield a rollout that is not closed; nobody else has it meanwhile."""
-        found = await self._of(rollout)
-        async with found.turn:
-            if found.is_closed:
+        state = await self._of(rollout)
+        async with state.turn:
+            if state.is_closed:
                 raise ConflictError(
                     f"rollout {rollout} is closed, its reward is known: begin another one"
                 )
-            found.require_whole(rollout)
-            yield found
+            state.require_whole(rollout)
+            yield state
 
     def _lose(self, rollout: Rollout, opened: Sequence[_Open], error: TrinityBufferError) -> None:
         """Note that a turn was answered and could not be stored."""
         _logger.error(
             "%s", one_line(f"rollout {rollout}: a turn that was answered is lost: {error}")
         )
-        for found in opened:
-            found.lost = error
+        for state in opened:
+            state.lost = error
         if isinstance(error, StoreError):
             self.failed = error
 
@@ -232,18 +232,18 @@ class Recording:
 
         Only runs that one request made are looked at: also one to a recorder before this one.
         """
-        said = [message for message in messages if message.get("role") == "assistant"]
-        one, end = rollout, rollout.run + 1
-        while said and one.run < end:
-            found = await self._of(one)
-            end = max(end, one.run + found.choices)
+        answers = [message for message in messages if message.get("role") == "assistant"]
+        run_of, end = rollout, rollout.run + 1
+        while answers and run_of.run < end:
+            state = await self._of(run_of)
+            end = max(end, run_of.run + state.choices)
             if end == rollout.run + 1:
                 break
-            async with found.turn:  # what has left already may not be stored yet
-                last = found.last
-            if last is not None and _answer(last) == _answer(said[-1]):
-                return one
-            one = one._replace(run=one.run + 1)
+            async with state.turn:  # what has left already may not be stored yet
+                last = state.last
+            if last is not None and _answer(last) == _answer(answers[-1]):
+                return run_of
+            run_of = run_of._replace(run=run_of.run + 1)
         return rollout
 
     async def close(self, rollout: Rollout, reward: float | None) -> WriteReceipt:
@@ -256,9 +256,9 @@ class Recording:
             ConflictError: its batch is sealed, or it lacks a turn.
             ConflictingExperienceError: it was closed with another reward.
         """
-        found = await self._of(rollout)
-        async with found.turn:
-            found.require_whole(rollout)
+        state = await self._of(rollout)
+        async with state.turn:
+            state.require_whole(rollout)
             turns = await self._stored_turns(rollout)
             if not turns:
                 raise InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
@@ -272,7 +272,7 @@ class Recording:
                     f"rollout {rollout} is closed with another reward, which stays: begin another "
                     "rollout"
                 ) from error
-            found.is_closed = True
+            state.is_closed = True
         if receipt.rejected or (receipt.duplicates and not await self._is_closed(rollout)):
             raise ConflictError(
                 f"batch {rollout.batch!r} was sealed before rollout {rollout} was closed, which is "
@@ -293,22 +293,22 @@ class Recording:
 
     async def _of(self, rollout: Rollout) -> _Open:
         """Return the rollout, as far as it has come: by this recorder or by one before it."""
-        found = self._open.pop(rollout, None)
-        if found is None:
+        state = self._open.pop(rollout, None)
+        if state is None:
             turns, is_closed = await self._stored_turns(rollout), await self._is_closed(rollout)
             choices = max((turn.choices for turn in turns), default=1)
             last = dict(turns[-1].completion.message()) if turns else None
             known = _Open(len(turns), last, is_closed, choices)
-            found = self._open.pop(rollout, None) or known
-        self._open[rollout] = found  # the one used last is the last
+            state = self._open.pop(rollout, None) or known
+        self._open[rollout] = state  # the one used last is the last
         while len(self._open) > MOST_OPEN:
             self._open.pop(next(iter(self._open)))  # it is stored, and found again there
-        return found
+        return state
 
-    async def _stored_turns(self, rollout: Rollout) -> list[Said]:
+    async def _stored_turns(self, rollout: Rollout) -> list[Turn]:
         batch, task, run = rollout
-        stored = [one async for one in self._turns.read(batch=batch, task=task, run=run)]
-        return [_said(one) for one in sorted(stored, key=lambda one: one.eid.step)]
+        stored = [row async for row in self._turns.read(batch=batch, task=task, run=run)]
+        return [_turn_of(row) for row in sorted(stored, key=lambda row: row.eid.step)]
 
     async def _is_closed(self, rollout: Rollout) -> bool:
         batch, task, run = rollout
@@ -317,32 +317,32 @@ class Recording:
         return False
 
 
-def _stored(rollout: Rollout, step: int, turn: Said) -> Experience:
+def _stored(rollout: Rollout, step: int, turn: Turn) -> Experience:
     """Return a turn as it is stored."""
-    said = turn.completion
-    info = {key: getattr(said, key) for key in (*KEPT, MODE)}
+    completion = turn.completion
+    info = {key: getattr(completion, key) for key in (*KEPT, MODE)}
     info["choices"] = turn.choices if turn.choices > 1 else None
-    segment = said.sampling_segment()
+    segment = completion.sampling_segment()
     info[SEGMENTS] = None if segment is None else [segment]
     return Experience(
         eid=EID(rollout.batch, rollout.task, rollout.run, step),
-        tokens=[*said.prompt_ids, *said.token_ids],
-        prompt_length=len(said.prompt_ids),
-        logprobs=None if said.logprobs is None else list(said.logprobs),
+        tokens=[*completion.prompt_ids, *completion.token_ids],
+        prompt_length=len(completion.prompt_ids),
+        logprobs=None if completion.logprobs is None else list(completion.logprobs),
         info={key: value for key, value in info.items() if value is not None},
-        response_text=said.text,
-        messages=[*map(dict, turn.messages), dict(said.message())],
+        response_text=completion.text,
+        messages=[*map(dict, turn.messages), dict(completion.message())],
         tools=[dict(tool) for tool in turn.tools] or None,
     )
 
 
-def _said(stored: Experience) -> Said:
+def _turn_of(stored: Experience) -> Turn:
     """Return a turn that was stored."""
     tokens, begin = stored.tokens.tolist(), stored.prompt_length
     messages = list(stored.messages or ())
     (segment,) = stored.info.get(SEGMENTS) or ({},)
     options = {k: v for k, v in segment.items() if k not in ("begin", "end", MODE)}
-    return Said(
+    return Turn(
         messages[:-1],
         stored.tools or (),
         Completion(
@@ -376,7 +376,7 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def _closed(turns: Sequence[Said], reward: float | None) -> list[Experience]:
+def _closed(turns: Sequence[Turn], reward: float | None) -> list[Experience]:
     last = turns[-1]
     messages = [*map(dict, last.messages), last.completion.message()]
     return experiences_of(

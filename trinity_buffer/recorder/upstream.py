@@ -46,7 +46,7 @@ def require_request(body: Any) -> None:
 
 def _is_objects(value: Any) -> bool:
     """Return whether it is a list of JSON objects, or nothing."""
-    return not value or (isinstance(value, list) and all(isinstance(one, dict) for one in value))
+    return not value or (isinstance(value, list) and all(isinstance(item, dict) for item in value))
 
 
 def _has_calls(message: Mapping[str, Any]) -> bool:
@@ -65,8 +65,10 @@ def understanding(root: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise InferenceServerError(f"{root}: its answer is no whole completion ({said})") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise InferenceServerError(
+            f"{root}: its answer is no whole completion ({reason})"
+        ) from error
 
 
 def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,16 +129,18 @@ def completions_of(path: str, answer: Mapping[str, Any]) -> list[Completion]:
         ValueError: there is none, or one did not end.
     """
     read = chat_completion if path == CHAT else text_completion
-    choices = sorted(answer.get("choices") or (), key=lambda one: one.get("index", 0))
+    choices = sorted(answer.get("choices") or (), key=lambda choice: choice.get("index", 0))
     if not choices or not all(choice.get("finish_reason") for choice in choices):
         raise ValueError("each answer needs a choice, and each choice a finish_reason")
     if not all(_has_calls(choice.get("message") or {}) for choice in choices):
         raise ValueError("tool_calls must be a list of tool calls")
-    found = [read(answer, choice) for choice in choices]
-    for one in found:
-        for kind, values in (("q", one.prompt_ids), ("q", one.token_ids), ("d", one.logprobs)):
-            array(kind, values or ())  # which only numbers pass
-    return found
+    completions = [read(answer, choice) for choice in choices]
+    for completion in completions:
+        # An array takes only numbers: anything else in the lists is an error here.
+        for ids in (completion.prompt_ids, completion.token_ids):
+            array("q", ids or ())
+        array("d", completion.logprobs or ())
+    return completions
 
 
 def stripped(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,20 +166,20 @@ def as_chunks(answer: Mapping[str, Any], *, usage: bool) -> list[bytes]:
     """Return a whole answer as a stream: a chunk of each choice and one that ends it, and usage."""
     top = {key: value for key, value in answer.items() if key not in ("choices", "usage", "object")}
     top["object"] = "chat.completion.chunk"
-    found = []
+    chunks = []
     for choice in answer.get("choices") or ():
         delta = dict(choice.get("message") or {})
         if delta.get("tool_calls"):
             delta["tool_calls"] = [
                 {"index": number, **call} for number, call in enumerate(delta["tool_calls"])
             ]
-        said = {key: value for key, value in choice.items() if key != "message"}
-        found.append({**top, "choices": [{**said, "delta": delta, "finish_reason": None}]})
+        rest = {key: value for key, value in choice.items() if key != "message"}
+        chunks.append({**top, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
         end = {"index": choice.get("index", 0), "delta": {}}
-        found.append({**top, "choices": [{**end, "finish_reason": choice.get("finish_reason")}]})
+        chunks.append({**top, "choices": [{**end, "finish_reason": choice.get("finish_reason")}]})
     if usage:
-        found.append({**top, "choices": [], "usage": answer.get("usage")})
-    return [event(chunk) for chunk in found]
+        chunks.append({**top, "choices": [], "usage": answer.get("usage")})
+    return [event(chunk) for chunk in chunks]
 
 
 class StreamedAnswer:

@@ -318,14 +318,14 @@ def unrewarded(tx: Transaction, turns: int, experiment: int) -> tuple[int, int]:
     """Return how many rollouts of ``turns`` are not in ``experiment``, and the first's position."""
     rollout = (experience.c.batch, experience.c.task, experience.c.run)
     closed = experience.alias()
-    told = has_row(
+    is_closed = has_row(
         closed.c.experiment == experiment,
         *(closed.c[column.name] == column for column in rollout),
     )
     # All columns lie in the index of EIDs; else SQLite walks the whole experiment for each row.
     each = (
         select(func.min(experience.c.address).label("first"))
-        .where(experience.c.experiment == turns, ~told)
+        .where(experience.c.experiment == turns, ~is_closed)
         .group_by(*rollout)
         .subquery()
     )
@@ -346,17 +346,17 @@ def open_groups(
         tx, experiment, strategy.name, after=-1, up_to=strategy.cursor, limit=most
     )
     behind = experience.c.address >= first_address(strategy.cursor + 1)
-    found: dict[str, dict[str, set[int]]] = {}
-    for some in (
+    runs_of: dict[str, dict[str, set[int]]] = {}
+    for condition in (
         (among(tx, experience.c.address, seen),),
         (behind, experience.c.refused.is_(None)),
     ):
         query = select(experience.c.batch, experience.c.task, experience.c.run)
-        query = query.where(experience.c.experiment == experiment, *some)
+        query = query.where(experience.c.experiment == experiment, *condition)
         rows = tx.execute(query.order_by(experience.c.address).limit(most))
         for key, task, run in rows.all():
-            found.setdefault(key, {}).setdefault(task, set()).add(int(run))
-    return {key: {task: len(runs) for task, runs in some.items()} for key, some in found.items()}
+            runs_of.setdefault(key, {}).setdefault(task, set()).add(int(run))
+    return {key: {task: len(runs) for task, runs in own.items()} for key, own in runs_of.items()}
 
 
 class OpenBatch(NamedTuple):
@@ -383,8 +383,8 @@ def first_uncommitted(tx: Transaction, experiment: int, trainer: ConsumerRow) ->
         step.c.consumer == trainer.name,
         step.c.step > trainer.committed_step,
     )
-    found = tx.execute(query).scalar()
-    return None if found is None else int(found)
+    position = tx.execute(query).scalar()
+    return None if position is None else int(position)
 
 
 def first_row(tx: Transaction, experiment: int, annotation_set: str, start: int) -> int | None:
@@ -394,5 +394,5 @@ def first_row(tx: Transaction, experiment: int, annotation_set: str, start: int)
         annotation.c.consumer == annotation_set,
         annotation.c.address >= start,
     )
-    found = tx.execute(query).scalar()
-    return None if found is None else position_of(int(found))
+    address = tx.execute(query).scalar()
+    return None if address is None else position_of(int(address))

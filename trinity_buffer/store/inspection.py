@@ -67,9 +67,9 @@ def newest_groups(
 
     With ``before``, of those alone whose experiences all have a lower address.
     """
-    found: dict[tuple[str, str], None] = {}
+    groups: dict[tuple[str, str], None] = {}
     whole: list[ColumnElement[bool]] = [] if before is None else [~_goes_on(before)]
-    while len(found) < limit:
+    while len(groups) < limit:
         query = select(experience.c.address, experience.c.batch, experience.c.task)
         query = query.where(experience.c.experiment == experiment, *whole)
         if before is not None:
@@ -78,9 +78,9 @@ def newest_groups(
         rows = tx.execute(query).all()
         if not rows:
             break
-        found.update(dict.fromkeys((row.batch, row.task) for row in rows))
+        groups.update(dict.fromkeys((row.batch, row.task) for row in rows))
         before = int(rows[-1].address)
-    return list(found)[:limit]
+    return list(groups)[:limit]
 
 
 def _goes_on(address: int) -> ColumnElement[bool]:
@@ -116,13 +116,13 @@ def members(
     tasks_of: dict[str, list[str]] = {}
     for batch_key, task in groups:
         tasks_of.setdefault(batch_key, []).append(task)
-    found: list[ExperienceRow] = []
+    rows: list[ExperienceRow] = []
     for batch_key, tasks in tasks_of.items():
-        some = writer_queries.of_batch(tx.dialect.name, among(tx, experience.c.task, tasks))
-        query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(*some)
-        rows = tx.execute(query, {"of": experiment, "batch": batch_key}).all()
-        found += [experience_row(row) for row in rows]
-    return sorted(found, key=lambda row: row.address)
+        in_batch = writer_queries.of_batch(tx.dialect.name, among(tx, experience.c.task, tasks))
+        query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(*in_batch)
+        records = tx.execute(query, {"of": experiment, "batch": batch_key}).all()
+        rows += [experience_row(row) for row in records]
+    return sorted(rows, key=lambda row: row.address)
 
 
 def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
@@ -207,8 +207,8 @@ def guests(tx: Transaction, experiment: int) -> list[Guest]:
         delivery.c.consumer == consumer.c.name,
         delivery.c.source == names[experiment],
     )
-    found = first.correlate(consumer).scalar_subquery()
-    query = select(consumer.c.experiment, consumer.c.name, consumer.c.committed_step, found)
+    first_address = first.correlate(consumer).scalar_subquery()
+    query = select(consumer.c.experiment, consumer.c.name, consumer.c.committed_step, first_address)
     query = query.where(*others).order_by(consumer.c.experiment, consumer.c.name)
     return [
         Guest(names[key], key, name, step, guest_name(names[key], name), names[experiment])

@@ -55,8 +55,8 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
     """
     size, numbers = sizes().rows_per_page, [np.zeros(0, NUMBERS)]
     for start in range(0, len(wanted), size):  # more objects at once, and Python sweeps all it has
-        some = given(tx, wanted[start : start + size])
-        rows = _numbers(tx.dialect.name).rows(tx, of=experiment, wanted=some)
+        page_wanted = given(tx, wanted[start : start + size])
+        rows = _numbers(tx.dialect.name).rows(tx, of=experiment, wanted=page_wanted)
         page = np.zeros(len(rows), NUMBERS)
         for name, values in zip(NUMBERS.names or (), zip(*rows, strict=True), strict=False):
             page[name] = values
@@ -68,11 +68,11 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
 def _numbers(dialect: str) -> Prepared:
     columns = [experience.c[name] for name in _WHOLE]
     version = func.coalesce(experience.c.policy_version, literal(NO_VERSION, BigInteger))
-    some = select(*columns, version, experience.c.reward).where(
+    query = select(*columns, version, experience.c.reward).where(
         experience.c.experiment == bindparam("of"),
         among_given(dialect, experience.c.address, "wanted"),
     )
-    return Prepared(some.order_by(experience.c.address))
+    return Prepared(query.order_by(experience.c.address))
 
 
 def addresses(tx: Transaction, experiment: int, *, after: int, limit: int) -> Integers:
@@ -101,25 +101,27 @@ def decisions(
     noted = _NOTES.rows(tx, **span, name=sets[0].name, other=sets[-1].name)
     notes = np.zeros((len(wanted), 2), np.int64)
     _put(notes, wanted, noted)
-    found = []
-    for one, own in zip(sets, notes.T, strict=False):
-        mine = span | {"name": one.name}
+    decided = []
+    for chosen, own in zip(sets, notes.T, strict=False):
+        mine = span | {"name": chosen.name}
         states = np.full(len(wanted), "waiting", object)
-        states[wanted >= first_address(one.cursor + 1)] = "unseen"
+        states[wanted >= first_address(chosen.cursor + 1)] = "unseen"
         _put(states, wanted, [(at, "waiting") for (at,) in _WAITING.rows(tx, **mine)])
         _put(states, wanted, [(at, f"rejected: {why}") for at, why in _REJECTED.rows(tx, **mine)])
         states[own > 0] = "annotated"
-        found.append(Decisions(states, own))
-    return found
+        decided.append(Decisions(states, own))
+    return decided
 
 
 def _put(into: npt.NDArray[Any], wanted: Integers, rows: Sequence[tuple[Any, ...]]) -> None:
     """Put what follows the address of each row where that stands in ``wanted``, if it does."""
     if not rows:
         return
-    some, *values = zip(*rows, strict=True)  # in columns: lists of pairs are swept by Python
-    places = np.searchsorted(wanted, some)
-    there = wanted[places] == some  # none is above the last
+    addresses_found, *values = zip(
+        *rows, strict=True
+    )  # in columns: lists of pairs are swept by Python
+    places = np.searchsorted(wanted, addresses_found)
+    there = wanted[places] == addresses_found  # none is above the last
     into[places[there]] = np.array(values, into.dtype).T.reshape(-1, *into.shape[1:])[there]
 
 

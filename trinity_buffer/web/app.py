@@ -69,7 +69,7 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
         *(Route(f"{own}/@{{position:int}}/{path}", _page(view)) for path, view in PAGES.items()),
         *(Route(f"{own}/{path}", _page(view)) for path, view in PAGES.items()),
     ]
-    handlers = {TrinityBufferError: _told}
+    handlers = {TrinityBufferError: _error_page}
     return Guard(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), token)
 
 
@@ -135,16 +135,16 @@ async def _metrics(request: Request) -> Response:
 async def _stream(request: Request) -> Response:
     """Return events as they are recorded, after a position or the last one that was received."""
     experiment = await request.app.state.store.experiment(named(request.path_params["experiment"]))
-    said = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
-    told = _told_events(experiment, whole("after", said, GREATEST >> 20))
-    return StreamingResponse(told, media_type="text/event-stream")
+    position = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
+    lines = _event_stream(experiment, whole("after", position, GREATEST >> 20))
+    return StreamingResponse(lines, media_type="text/event-stream")
 
 
 BURST_S, REST_S = 0.1, 0.5
 """How long fresh events are told without a rest, and the rest: no watcher slows a trainer."""
 
 
-async def _told_events(experiment: Experiment, after: int) -> AsyncIterator[str]:
+async def _event_stream(experiment: Experiment, after: int) -> AsyncIterator[str]:
     yield ": hello\n\n"
     rested = time.monotonic()
     async with aclosing(event_lines(experiment, after=after, follow=True)) as lines:  # type: ignore[type-var]
@@ -158,7 +158,7 @@ async def _told_events(experiment: Experiment, after: int) -> AsyncIterator[str]
     yield "event: end\ndata: \n\n"
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _error_page(request: Request, error: Exception) -> Response:
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     shown = {"name": None, "here": "", "live": None, "error": str(error)}
     if "experiment" in request.path_params and not isinstance(error, UnknownExperimentError):

@@ -145,25 +145,25 @@ def step_bar(
     return tuple(block(at, step, value) for at, (step, value) in enumerate(points))
 
 
-def lanes(some: Sequence[Staleness]) -> tuple[Lane, ...]:
+def lanes(ages: Sequence[Staleness]) -> tuple[Lane, ...]:
     """Return a lane for each actor: a block where a step trained on rows of it, by their age."""
-    if not some:
+    if not ages:
         return ()
-    first, last = min(one.step for one in some), max(one.step for one in some)
-    most = max(one.mean for one in some)
+    first, last = min(row.step for row in ages), max(row.step for row in ages)
+    most = max(row.mean for row in ages)
     width = min(WIDE / (last - first + 1), 40.0)
 
-    def block(y: int, one: Staleness) -> Block:
-        shade = 1 + round((SHADES - 1) * max(one.mean, 0.0) / most) if most > 0 else 1
+    def block(y: int, row: Staleness) -> Block:
+        shade = 1 + round((SHADES - 1) * max(row.mean, 0.0) / most) if most > 0 else 1
         label = (
-            f"step {one.step}, {one.actor}: {one.rows} rows, mean staleness {one.mean:.3g}, "
-            f"greatest {one.greatest}"
+            f"step {row.step}, {row.actor}: {row.rows} rows, mean staleness {row.mean:.3g}, "
+            f"greatest {row.greatest}"
         )
-        x = round((one.step - first) * width, 2)
-        return Block(x, y + 2, round(width * 0.9, 2), LANE - 4, one.step, label, shade)
+        x = round((row.step - first) * width, 2)
+        return Block(x, y + 2, round(width * 0.9, 2), LANE - 4, row.step, label, shade)
 
-    actors = sorted({one.actor for one in some})
+    actors = sorted({row.actor for row in ages})
     return tuple(
-        Lane(actor, at * LANE, tuple(block(at * LANE, one) for one in some if one.actor == actor))
+        Lane(actor, at * LANE, tuple(block(at * LANE, row) for row in ages if row.actor == actor))
         for at, actor in enumerate(actors)
     )

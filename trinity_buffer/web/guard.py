@@ -56,10 +56,10 @@ class Guard:
         asked = request.query_params.get("token")
         if asked is not None and hmac.compare_digest(_bytes(asked), self._token):
             return self._entry(request)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
         cookie = _bytes(request.cookies.get(COOKIE, ""))
-        known = hmac.compare_digest(cookie, _kept(self._token).encode())
-        if asked is None and (hmac.compare_digest(given, self._token) or known):
+        known = hmac.compare_digest(cookie, _cookie_of(self._token).encode())
+        if asked is None and (hmac.compare_digest(bearer, self._token) or known):
             return None
         return PlainTextResponse(
             "this inspector wants its token: /?token=TOKEN, or Authorization: Bearer TOKEN",
@@ -71,11 +71,11 @@ class Guard:
         """Return the same address without the token, which a cookie stands for from now on."""
         assert self._token is not None
         answer = RedirectResponse(request.url.remove_query_params("token"), 303)
-        answer.set_cookie(COOKIE, _kept(self._token), httponly=True, samesite="lax")
+        answer.set_cookie(COOKIE, _cookie_of(self._token), httponly=True, samesite="lax")
         return answer
 
 
-def _kept(token: bytes) -> str:
+def _cookie_of(token: bytes) -> str:
     """Return what the cookie holds: it opens this inspector, and tells nobody the token."""
     return hmac.new(token, b"trinity-buffer serve", hashlib.sha256).hexdigest()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
-from typing import NamedTuple
 
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.overviews import (
     STEPS_OF_STALENESS,
-    ExperimentOverview,
     Overview,
+    TrainerProgress,
     overview,
 )
 from trinity_buffer.pipeline.store import Store
@@ -42,90 +41,76 @@ HELP = {
 """Name -> what it counts; what ends in ``_total`` only grows."""
 
 
-class _Sample(NamedTuple):
-    name: str
-    value: float
-    labels: dict[str, str]
+_Sample = tuple[str, float, dict[str, str]]
+"""Name, value and labels."""
 
 
 async def metrics(store: Store) -> str:
     """Return the numbers of all experiments, a line each."""
     counted, examined = await overview(store), await examine(store)
     samples = [*_of_store(counted)]
-    for name in (one.name for one in counted.experiments):
-        own = sum(one.experiment == name for one in examined.stuck)
-        samples.append(_Sample("stuck", own, {"experiment": name}))
-        for role in sorted({one.role for one in examined.here if one.experiment == name}):
-            there = sum((one.experiment, one.role) == (name, role) for one in examined.here)
-            samples.append(_Sample("here", there, {"experiment": name, "role": role}))
-    order = list(HELP)
-    samples.sort(key=lambda one: order.index(one.name))
-    return "".join(
-        line
-        for name, some in groupby(samples, key=lambda one: one.name)
-        for line in _lines(name, list(some))
-    )
+    stuck = Counter(finding.experiment for finding in examined.stuck)
+    here = Counter((process.experiment, process.role) for process in examined.here)
+    for name in (experiment.name for experiment in counted.experiments):
+        samples.append(("stuck", stuck[name], {"experiment": name}))
+        samples += [
+            ("here", here[name, role], {"experiment": name, "role": role})
+            for role in sorted(role for of, role in here if of == name)
+        ]
+    lines = []
+    for name, text in HELP.items():
+        of_name = [sample for sample in samples if sample[0] == name]
+        if of_name:
+            full, kind = f"trinity_buffer_{name}", "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP {full} {text}\n", f"# TYPE {full} {kind}\n"]
+            lines += [f"{full}{_labels(labels)} {value}\n" for _, value, labels in of_name]
+    return "".join(lines)
 
 
-def _lines(name: str, some: list[_Sample]) -> Iterator[str]:
-    full = f"trinity_buffer_{name}"
-    yield f"# HELP {full} {HELP[name]}\n"
-    yield f"# TYPE {full} {'counter' if name.endswith('_total') else 'gauge'}\n"
-    for one in some:
-        labels = ",".join(f'{key}="{_escaped(value)}"' for key, value in one.labels.items())
-        yield f"{full}{f'{{{labels}}}' if labels else ''} {one.value}\n"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _labels(labels: dict[str, str]) -> str:
+    # The three characters that the format escapes in the value of a label.
+    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    pairs = ",".join(f'{key}="{value.translate(escapes)}"' for key, value in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
 
 
 def _of_store(counted: Overview) -> Iterator[_Sample]:
-    yield _Sample("store_bytes", counted.size_bytes, {})
-    for one in counted.experiments:
-        yield from _of_experiment(one)
-        yield from _of_strategies(one)
-        yield from _of_trainers(one)
+    yield "store_bytes", counted.size_bytes, {}
+    for experiment in counted.experiments:
+        own = {"experiment": experiment.name}
+        for kind, count in experiment.events.items():
+            yield "events_total", count, own | {"kind": kind}
+        yield "experiences_total", experiment.experiences, own
+        yield "planned_rollouts_total", experiment.plans.planned, own
+        yield "missing_rollouts", experiment.plans.missing, own
+        if experiment.published is not None:
+            yield "policy_version", experiment.published, own
+        for reason, count in experiment.refused.items():
+            yield "refused_experiences_total", count, own | {"reason": reason}
+        for name, reasons in experiment.guests.items():
+            yield from _rejected(own, name, reasons)
+        for terms in experiment.strategies:
+            labels = own | {"set": terms.consumer}
+            yield "annotated_experiences_total", terms.annotated, labels
+            yield "unseen_experiences", terms.unseen, labels
+            yield "waiting_experiences", terms.waiting, labels
+            yield from _rejected(own, terms.consumer, terms.rejected)
+        for trainer in experiment.trainers:
+            yield from _of_trainer(own, trainer)
 
 
-def _of_experiment(one: ExperimentOverview) -> Iterator[_Sample]:
-    own = {"experiment": one.name}
-    for kind, count in one.events.items():
-        yield _Sample("events_total", count, {**own, "kind": kind})
-    yield _Sample("experiences_total", one.experiences, own)
-    yield _Sample("planned_rollouts_total", one.plans.planned, own)
-    yield _Sample("missing_rollouts", one.plans.missing, own)
-    if one.published is not None:
-        yield _Sample("policy_version", one.published, own)
-    for reason, count in one.refused.items():
-        yield _Sample("refused_experiences_total", count, {**own, "reason": reason})
-    for name, reasons in one.guests.items():
-        yield from _rejected(one.name, name, reasons)
+def _of_trainer(own: dict[str, str], trainer: TrainerProgress) -> Iterator[_Sample]:
+    labels, terms = own | {"trainer": trainer.name}, trainer.counts
+    yield "leased_step", trainer.leased, labels
+    yield "committed_step", trainer.committed, labels
+    yield "ready_rows", terms.ready, labels
+    yield "leased_rows", terms.leased, labels
+    yield "committed_rows", terms.committed, labels
+    if trainer.staleness is not None:
+        yield "staleness_mean", trainer.staleness, labels
+    yield from _rejected(own, trainer.name, terms.rejected)
 
 
-def _of_strategies(one: ExperimentOverview) -> Iterator[_Sample]:
-    for row in one.strategies:
-        labels = {"experiment": one.name, "set": row.consumer}
-        yield _Sample("annotated_experiences_total", row.annotated, labels)
-        yield _Sample("unseen_experiences", row.unseen, labels)
-        yield _Sample("waiting_experiences", row.waiting, labels)
-        yield from _rejected(one.name, row.consumer, row.rejected)
-
-
-def _of_trainers(one: ExperimentOverview) -> Iterator[_Sample]:
-    for row in one.trainers:
-        labels = {"experiment": one.name, "trainer": row.name}
-        yield _Sample("leased_step", row.leased, labels)
-        yield _Sample("committed_step", row.committed, labels)
-        yield _Sample("ready_rows", row.counts.ready, labels)
-        yield _Sample("leased_rows", row.counts.leased, labels)
-        yield _Sample("committed_rows", row.counts.committed, labels)
-        if row.staleness is not None:
-            yield _Sample("staleness_mean", row.staleness, labels)
-        yield from _rejected(one.name, row.name, row.counts.rejected)
-
-
-def _rejected(experiment: str, by: str, reasons: dict[str, int]) -> Iterator[_Sample]:
+def _rejected(own: dict[str, str], by: str, reasons: dict[str, int]) -> Iterator[_Sample]:
     for reason, count in reasons.items():
-        labels = {"experiment": experiment, "by": by, "reason": reason}
-        yield _Sample("rejected_experiences_total", count, labels)
+        yield "rejected_experiences_total", count, own | {"by": by, "reason": reason}

@@ -54,11 +54,11 @@ NEIGHBOURS = 30
 async def steps_page(asked: Asked) -> Page:
     """Return gradient steps: curves, a bar that leads to each, and a row for each."""
     source, after = asked.source, asked.whole("after")
-    some = await _steps(source, asked, after, STEPS_OF_CHARTS)
-    shown = some[:PAGE] if after is not None else some[-PAGE:]
+    lines = await _steps(source, asked, after, STEPS_OF_CHARTS)
+    shown = lines[:PAGE] if after is not None else lines[-PAGE:]
     return "steps.html", {
-        "charts": charts_of(some),
-        "bar": step_bar([(line.step, line.reward) for line in some]),
+        "charts": charts_of(lines),
+        "bar": step_bar([(line.step, line.reward) for line in lines]),
         "steps": shown,
         "older": max(0, shown[0].step - 1 - PAGE) if shown and shown[0].step > 1 else None,
         "newer": shown[-1].step if shown and after is not None else None,
@@ -81,20 +81,20 @@ async def _steps(source: Source, asked: Asked, after: int | None, limit: int) ->
 async def step_page(asked: Asked) -> Page:
     """Return what one gradient step was given; a bar of the histogram leads to its rows."""
     source, number = asked.source, whole("step", asked.part)
-    found = await blame(source, number, trainer=asked.text("trainer"))
-    trainer = found.line.trainer
+    contents = await blame(source, number, trainer=asked.text("trainer"))
+    trainer = contents.line.trainer
     near = await steps(
         source, trainer=trainer, after=max(0, number - 1 - NEIGHBOURS), limit=2 * NEIGHBOURS + 1
     )
-    rows = _chosen(asked, found.rows)
+    rows = _chosen(asked, contents.rows)
     start = asked.whole("from") or 0
     return "step.html", {
-        "found": found,
+        "found": contents,
         "bar": step_bar([(line.step, line.reward) for line in near], current=number),
         "before": number - 1 if near[0].step < number else None,
         "after": number + 1 if near[-1].step > number else None,
-        "bars": histogram(rewards_of_runs(found.rows)),
-        "shares": any("loss_share" in row.measured for row in found.rows),
+        "bars": histogram(rewards_of_runs(contents.rows)),
+        "shares": any("loss_share" in row.measured for row in contents.rows),
         "rows": rows[start : start + PAGE],
         "matching": len(rows),
         "next": start + PAGE if start + PAGE < len(rows) else None,
@@ -122,18 +122,18 @@ async def staleness_page(asked: Asked) -> Page:
     """Return how old what was trained on was: a lane for each actor, and step by step."""
     source, after, trainer = asked.source, asked.whole("after"), asked.text("trainer")
     try:
-        some = await staleness(source, trainer=trainer, after=after, limit=PAGE)
+        ages = await staleness(source, trainer=trainer, after=after, limit=PAGE)
     except UnknownNameError:
         if trainer is not None:
             raise
-        some = []
-    first = some[0].step if some else 0
+        ages = []
+    first = ages[0].step if ages else 0
     return "staleness.html", {
-        "rows": some,
-        "lanes": lanes(some),
-        "actors": growth_by_actor(some),
+        "rows": ages,
+        "lanes": lanes(ages),
+        "actors": growth_by_actor(ages),
         "older": max(0, first - 1 - PAGE) if first > 1 else None,
-        "newer": some[-1].step if some and after is not None else None,
+        "newer": ages[-1].step if ages and after is not None else None,
         "trainer": trainer,
     }
 
@@ -149,18 +149,18 @@ SHADES = 5
 async def rollout_page(asked: Asked) -> Page:
     """Return one rollout: what it holds, why it was trained or not, and its tokens."""
     source, uid = asked.source, asked.text("uid") or ""
-    found, start = await show(source, uid), asked.whole("from") or 0
+    rollout, start = await show(source, uid), asked.whole("from") or 0
     try:
-        table = await tokens(source, found.uid, annotation_set=asked.text("set"))
+        table = await tokens(source, rollout.uid, annotation_set=asked.text("set"))
     except UnknownNameError:
         table = None
     overlays = (*PLAIN_OVERLAYS, *(() if table is None else table.columns))
     wanted = asked.text("overlay") or ""
     overlay = wanted if wanted in overlays else "text"
     return "rollout.html", {
-        "found": found,
-        "why": await why(source, found.uid),
-        "texts": {name: value for name, value in found.objects.items() if value},
+        "found": rollout,
+        "why": await why(source, rollout.uid),
+        "texts": {name: value for name, value in rollout.objects.items() if value},
         "limit": TEXT,
         "table": table,
         "rows": [] if table is None else await _page_of(source, table, overlay, start),
@@ -267,11 +267,11 @@ async def _compared(
 ) -> tuple[SetDifference, int]:
     """Return what was found in the seconds that are asked for, and up to which position."""
     until = time.monotonic() + min(LONGEST_S, asked.whole("seconds") or FIRST_S)
-    found = SetDifference(first, second)
-    async for found, reached in comparing(source, first, second):
+    difference = SetDifference(first, second)
+    async for difference, reached in comparing(source, first, second):
         if time.monotonic() > until:
-            return found, reached
-    return found, await source.head()
+            return difference, reached
+    return difference, await source.head()
 
 
 GROUPS_OF_BATCH = 500
@@ -299,18 +299,18 @@ async def overview_page(asked: Asked) -> Page:
 async def groups_page(asked: Asked) -> Page:
     """Return groups, the newest first."""
     batch, before = asked.text("batch"), asked.whole("before", GREATEST)
-    found = await groups(
+    page = await groups(
         asked.source,
         annotation_set=asked.text("set"),
         batch=batch,
         limit=PAGE if batch is None else GROUPS_OF_BATCH,
         before=before,
     )
-    more = batch is None and len(found) == PAGE
+    more = batch is None and len(page) == PAGE
     return "groups.html", {
-        "groups": found,
+        "groups": page,
         "batch": batch,
-        **turned(asked, "before", min(g.newest for g in found) if more else None, ["batch", "set"]),
+        **turned(asked, "before", min(g.newest for g in page) if more else None, ["batch", "set"]),
     }
 
 
@@ -318,11 +318,11 @@ async def rejected_page(asked: Asked) -> Page:
     """Return what was left out; of one consumer, page by page."""
     source, by = asked.source, asked.text("by")
     before = asked.whole("before", GREATEST)
-    found = await rejections(source, by=by, reason=asked.text("reason"), limit=PAGE, before=before)
-    more = _lowest(one.address for one in found) if by and len(found) == PAGE else None
+    page = await rejections(source, by=by, reason=asked.text("reason"), limit=PAGE, before=before)
+    more = _lowest(row.address for row in page) if by and len(page) == PAGE else None
     return "rejected.html", {
         "counts": await rejection_counts(source),
-        "rejected": found,
+        "rejected": page,
         "by": by,
         "reason": asked.text("reason"),
         **turned(asked, "before", more, ["by", "reason"]),
@@ -331,7 +331,7 @@ async def rejected_page(asked: Asked) -> Page:
 
 def _lowest(written: Any) -> int:
     """Return the lowest of addresses that are written as ``position:slot``."""
-    parts = (one.partition(":") for one in written)
+    parts = (address.partition(":") for address in written)
     return min(first_address(int(position)) + int(slot) for position, _, slot in parts)
 
 
@@ -343,15 +343,15 @@ class _LongEnough(Exception):  # noqa: N818 - no error: what ends a part of a se
 async def search_page(asked: Asked) -> Page:
     """Return rollouts whose texts hold what is looked for: as many as are found in some seconds."""
     source, text = asked.source, asked.text("text")
-    found: list[Match] = []
+    matches: list[Match] = []
     unreadable: list[Unreadable] = []
     more = None
     if text is not None:
-        more = await _search(source, text, asked, found, unreadable)
+        more = await _search(source, text, asked, matches, unreadable)
     return "search.html", {
         "text": text,
         "exact": asked.text("exact"),
-        "found": found,
+        "found": matches,
         "unreadable": unreadable,
         "more": more,
         **turned(asked, "after", more, ["text", "exact"]),
@@ -359,7 +359,7 @@ async def search_page(asked: Asked) -> Page:
 
 
 async def _search(
-    source: Source, text: str, asked: Asked, found: list[Match], unreadable: list[Unreadable]
+    source: Source, text: str, asked: Asked, matches: list[Match], unreadable: list[Unreadable]
 ) -> int | None:
     """Search into the lists; return the address after which it goes on, None at the end."""
     after = asked.whole("after", GREATEST)
@@ -369,7 +369,7 @@ async def _search(
         if time.monotonic() > until:
             raise _LongEnough(address)
 
-    some = search(
+    following = search(
         source,
         text,
         exact=asked.text("exact") is not None,
@@ -378,10 +378,10 @@ async def _search(
         unreadable=unreadable,
     )
     try:
-        async for match in some:
-            if len(found) >= PAGE and match.address != found[-1].address:
-                return found[-1].address
-            found.append(match)
+        async for match in following:
+            if len(matches) >= PAGE and match.address != matches[-1].address:
+                return matches[-1].address
+            matches.append(match)
     except _LongEnough as enough:
         return enough.address
     return None

@@ -38,60 +38,64 @@ async def report(store: Store, experiment: str) -> str:
     Raises:
         UnknownExperimentError: there is none of this name.
     """
-    found = await store.experiment(experiment)
-    source = now(found)
+    handle = await store.experiment(experiment)
+    source = now(handle)
     (counted,) = (await overview(store, experiment)).experiments
-    some = await steps(source, limit=STEPS) if counted.trainers else []
-    after = await position_before(found, EVENTS)
+    lines = await steps(source, limit=STEPS) if counted.trainers else []
+    after = await position_before(handle, EVENTS)
     page = {
         "name": experiment,
         "url": store.url,
         "counted": counted,
         "stuck": (await examine(store, experiment)).stuck,
-        "charts": charts_of(some),
+        "charts": charts_of(lines),
         "rejected": await rejection_counts(source),
-        "actors": growth_by_actor(await staleness(source)) if some else [],
-        "step": await _last_step(source, some),
-        "events": [line async for line in event_lines(found, after=after)],
+        "actors": growth_by_actor(await staleness(source)) if lines else [],
+        "step": await _last_step(source, lines),
+        "events": [line async for line in event_lines(handle, after=after)],
     }
     return rendered("report.html", page)
 
 
-def charts_of(some: Sequence[StepLine]) -> list[Lines]:
+def charts_of(lines_of_steps: Sequence[StepLine]) -> list[Lines]:
     """Return a curve of everything that is known of steps."""
     own: dict[str, list[float | None]] = {
-        "reward": [line.reward for line in some],
-        "staleness": [line.staleness for line in some],
-        "tokens": [float(line.tokens) for line in some],
-        "seconds to the commit": [line.seconds for line in some],
+        "reward": [line.reward for line in lines_of_steps],
+        "staleness": [line.staleness for line in lines_of_steps],
+        "tokens": [float(line.tokens) for line in lines_of_steps],
+        "seconds to the commit": [line.seconds for line in lines_of_steps],
     }
-    names = sorted({name for line in some for name in line.metrics})
-    recorded = {name: [_number(line.metrics.get(name)) for line in some] for name in names}
+    names = sorted({name for line in lines_of_steps for name in line.metrics})
+    recorded = {
+        name: [_number(line.metrics.get(name)) for line in lines_of_steps] for name in names
+    }
     made = [
-        lines(name, [(line.step, value) for line, value in zip(some, values, strict=True)])
+        lines(
+            name, [(line.step, value) for line, value in zip(lines_of_steps, values, strict=True)]
+        )
         for name, values in {**own, **recorded, **own}.items()
     ]
-    return [one for one in made if one is not None]
+    return [chart for chart in made if chart is not None]
 
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-async def _last_step(source: Source, some: Sequence[StepLine]) -> Mapping[str, Any] | None:
+async def _last_step(source: Source, lines: Sequence[StepLine]) -> Mapping[str, Any] | None:
     """Return the last committed step: rewards as a histogram, and the rows that weighed most."""
-    committed = [line for line in some if line.state == "committed"]
+    committed = [line for line in lines if line.state == "committed"]
     if not committed:
         return None
     try:
-        found = await blame(source, committed[-1].step, trainer=committed[-1].trainer)
+        contents = await blame(source, committed[-1].step, trainer=committed[-1].trainer)
     except DamagedSegmentError:
         return None
-    own = [row for row in found.rows if not row.experiment and row.uid]
+    own = [row for row in contents.rows if not row.experiment and row.uid]
     heaviest = sorted(own, key=lambda row: -abs(row.advantage or 0.0))[:ROWS]
     return {
-        "line": found.line,
-        "proven": found.proven,
+        "line": contents.line,
+        "proven": contents.proven,
         "bars": histogram(rewards_of_runs(own)),
         "rows": [(row, await _text(source, row)) for row in heaviest],
     }

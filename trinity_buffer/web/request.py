@@ -44,8 +44,8 @@ class Asked:
         Raises:
             InvalidArgumentError: it is none, or too great.
         """
-        said = self.text(key)
-        return None if said is None else whole(key, said, greatest)
+        text = self.text(key)
+        return None if text is None else whole(key, text, greatest)
 
     def real(self, key: str) -> float | None:
         """Return a number of the query, None where it is missing.
@@ -53,18 +53,18 @@ class Asked:
         Raises:
             InvalidArgumentError: it is none.
         """
-        said = self.text(key)
+        text = self.text(key)
         try:
-            return None if said is None else float(said)
+            return None if text is None else float(text)
         except ValueError:
-            raise InvalidArgumentError(f"{key}={said!r}: it must be a number") from None
+            raise InvalidArgumentError(f"{key}={text!r}: it must be a number") from None
 
 
 TRAIL = 50
 """So many pages back a page knows where each began."""
 
 
-def turned(asked: Asked, key: str, following: int | None, kept: Sequence[str]) -> dict[str, Any]:
+def turned(asked: Asked, key: str, following: int | None, keep: Sequence[str]) -> dict[str, Any]:
     """Return the queries of the ``previous`` and the ``following`` page, None where there is none.
 
     Args:
@@ -74,7 +74,7 @@ def turned(asked: Asked, key: str, following: int | None, kept: Sequence[str]) -
         kept: keys that stay.
     """
     here, trail = asked.text(key), [at for at in (asked.text("trail") or "").split(",") if at]
-    stay = {name: value for name in kept if (value := asked.text(name)) is not None}
+    stay = {name: value for name in keep if (value := asked.text(name)) is not None}
 
     def query(at: object, before: Sequence[str]) -> dict[str, Any]:
         trail = {"trail": ",".join(before[-TRAIL:])} if before else {}
@@ -87,16 +87,16 @@ def turned(asked: Asked, key: str, following: int | None, kept: Sequence[str]) -
     }
 
 
-def whole(key: str, said: str, greatest: int = GREATEST_STEP) -> int:
+def whole(key: str, text: str, greatest: int = GREATEST_STEP) -> int:
     """Return a whole number, zero or more.
 
     Raises:
         InvalidArgumentError: it is none, or above ``greatest``.
     """
-    digits = said.isascii() and said.isdigit() and len(said) < 20
-    if not digits or int(said) > greatest:
-        raise InvalidArgumentError(f"{key}={said[:40]!r}: it must be a whole number")
-    return int(said)
+    digits = text.isascii() and text.isdigit() and len(text) < 20
+    if not digits or int(text) > greatest:
+        raise InvalidArgumentError(f"{key}={text[:40]!r}: it must be a whole number")
+    return int(text)
 
 
 Page = tuple[str, dict[str, Any]]
