@@ -63,8 +63,7 @@ FollowOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 AsOfOption = Annotated[
-    int | None,
-    typer.Option("--as-of", help="Answer as of this position of the log.", min=1),
+    int | None, typer.Option("--as-of", help="Answer as of this position of the log.", min=1)
 ]
 TrainerOption = Annotated[
     str | None,

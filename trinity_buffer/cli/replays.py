@@ -169,11 +169,7 @@ def _trained_again(
     # No commits: the replay's checkpoints are thrown away.
     config = config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
     with open_replay_stream(
-        url,
-        experiment=experiment,
-        from_checkpoint=from_checkpoint,
-        device=config.device,
-        **span,
+        url, experiment=experiment, from_checkpoint=from_checkpoint, device=config.device, **span
     ) as stream:
         settings = replace(settings_of(config, scratch), max_skipped_steps=None)
         algorithm = algorithm_of(config)

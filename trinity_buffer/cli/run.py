@@ -131,8 +131,7 @@ def explore(
         ),
     ] = None,
     take_over: Annotated[
-        bool,
-        typer.Option("--take-over", help="Finish batches of explorers that are gone, too."),
+        bool, typer.Option("--take-over", help="Finish batches of explorers that are gone, too.")
     ] = False,
 ) -> None:
     """Generate rollouts with the newest published policy, until the experiment is finished.

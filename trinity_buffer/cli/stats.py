@@ -21,15 +21,7 @@ from trinity_buffer.cli.options import (
     chosen_store,
     run,
 )
-from trinity_buffer.cli.output import (
-    console,
-    print_json,
-    progress,
-    shown,
-    size_of,
-    table,
-    time_of,
-)
+from trinity_buffer.cli.output import console, print_json, progress, shown, size_of, table, time_of
 from trinity_buffer.inspector.overviews import ExperimentOverview, Overview, overview, overview_of
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.source import as_of as at_position

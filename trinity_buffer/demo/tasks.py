@@ -192,10 +192,7 @@ class GuessNumber:
 Task = SortDigits | GuessNumber
 """A source of problems, and their judge. Equal arguments give equal problems, always."""
 
-TASKS: dict[str, type[Task]] = {
-    SortDigits.name: SortDigits,
-    GuessNumber.name: GuessNumber,
-}
+TASKS: dict[str, type[Task]] = {SortDigits.name: SortDigits, GuessNumber.name: GuessNumber}
 """The tasks by name; their keywords are their fields."""
 
 
