@@ -94,6 +94,7 @@ COMMANDS = {name: Command(_PLACES[name], does) for name, does in _DOES.items()}
 @contextmanager
 def _without_gc() -> Iterator[None]:
     """Import without garbage collection, and exempt what was imported from it: all of it stays."""
+    # Importing torch and SQLAlchemy allocates enough to trigger dozens of collections.
     gc.disable()
     try:
         yield

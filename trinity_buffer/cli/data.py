@@ -26,7 +26,7 @@ from trinity_buffer.cli.options import (
     require_no_database,
     run,
 )
-from trinity_buffer.cli.output import console, end_if_damaged, print_json, size_of
+from trinity_buffer.cli.output import end_if_damaged, print_json, say, size_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspector.output import strict_json
 from trinity_buffer.inspector.source import Source
@@ -65,6 +65,7 @@ def export(
     """
     if output.suffix not in SUFFIXES:
         raise InvalidArgumentError(f"--output {output}: end the name in {' or '.join(SUFFIXES)}")
+    # Before the store is opened: see `require_no_database`.
     require_no_database(output)
     make_folder(output.parent)
     wanted = Wanted(annotation_set, step, trainer)
@@ -79,7 +80,7 @@ def export(
     if as_json:
         print_json({"path": str(output), "rows": count, "bytes": size})
     else:
-        console().print(f"{count} rows, {size_of(size)}: {output}", markup=False)
+        say(f"{count} rows, {size_of(size)}: {output}")
     end_if_damaged(damaged)
 
 
@@ -96,6 +97,7 @@ async def _export(
 
         async with made_ahead(following) as made:
             async for batch in made:
+                # In a thread, so that the next batch is read meanwhile.
                 await anyio.to_thread.run_sync(write, batch)
                 count += batch.num_rows
                 if batch.column("damaged").null_count < batch.num_rows:
@@ -117,7 +119,7 @@ def _written(path: Path) -> Iterator[Callable[[Any], None]]:
                 yield lambda batch: file.writelines(
                     strict_json(row, str) + "\n" for row in batch.to_pylist()
                 )
-        partial.rename(path)
+        partial.rename(path)  # atomic: a reader never sees half of it
     finally:
         partial.unlink(missing_ok=True)
 
@@ -144,7 +146,7 @@ def report(
     page = run(main)
     make_folder(output.parent)
     output.write_text(page, encoding="utf-8")
-    console().print(f"{output}", markup=False)
+    say(f"{output}")
 
 
 def track(
@@ -173,4 +175,4 @@ def track(
             return await track_steps(opened, tracker, trainer=trainer, after=after, follow=follow)
 
     last = run(lambda: on_experiment(store, experiment, work))
-    console().print(f"steps up to {last}: {to}", markup=False)
+    say(f"steps up to {last}: {to}")

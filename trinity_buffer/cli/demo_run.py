@@ -100,7 +100,7 @@ def demo_config(
             f"--digits {options['task.digits']}: the task {result.task.name!r} has none: leave it "
             "out, or choose --task sort"
         )
-    _require_parts(result)
+    _require_parts(result)  # refused here once, rather than by three processes and a new store
     return result
 
 
@@ -322,6 +322,7 @@ class Demo:
     async def _experiment(self, store: Store) -> Experiment:
         if self.experiment in await store.experiments():
             experiment = await store.experiment(self.experiment)
+            # Processes read the recorded configuration, so options of this call have no effect.
             wanted, self.config = self.config, of_experiment(experiment.config)
             kept = "" if wanted == self.config else ", with the configuration that it began with"
             self._say(f"{self._shown} is there already: this resumes it{kept}")

@@ -21,7 +21,7 @@ from trinity_buffer.cli.options import (
     run,
     run_on,
 )
-from trinity_buffer.cli.output import Report, console, print_json
+from trinity_buffer.cli.output import Report, console, print_json, say
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compact import CompactionReport, RestoreReport
 from trinity_buffer.pipeline.history.compact import compact as compact_experiment
@@ -70,6 +70,7 @@ def replay(
     url = chosen_store(store, config)
     named = named_experiment(experiment, config)
     name = run(lambda: chosen_experiment(url, named))
+    # Last, so that --loss and --algorithm win over --set.
     changed = [*(overrides or [])]
     changed += [f"loss.name={loss}"] if loss else []
     changed += [f"algorithm={algorithm}"] if algorithm else []
@@ -139,6 +140,7 @@ def reannotate(
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
     async def work(opened: Experiment, _: Report) -> tuple[bool, ConsumerReport]:
+        # Asked before: a set that existed may have had nothing left to decide.
         existed = name in await opened.database.read(writer_queries.consumers, opened.key)
         args, parts = overridden({}, arguments or []), strategy.split("+")
         return existed, await run_named(opened, parts, args, name=name, rewards=rewards)
@@ -148,12 +150,11 @@ def reannotate(
         print_json({"set": name, **asdict(report)})
     elif existed and not any(asdict(report).values()):
         message = f"set {name} was complete already: all that is recorded is decided in it"
-        console().print(message, markup=False)
+        say(message)
     else:
-        console().print(
+        say(
             f"set {name}: {report.annotated} annotated, {report.rejected} rejected, "
-            f"{report.waiting} waiting in {report.waiting_groups} incomplete groups",
-            markup=False,
+            f"{report.waiting} waiting in {report.waiting_groups} incomplete groups"
         )
 
 
@@ -185,11 +186,9 @@ def compact(
         return
     where = f" to {len(report.files)} files" if report.files else ""
     size = f"{report.bytes / 1e6:.1f} MB"
-    console().print(f"{report.segments} segments ({size}) left the store{where}")
+    say(f"{report.segments} segments ({size}) left the store{where}")
     if report.damaged:
-        console().print(
-            f"{report.damaged} cannot be read and stayed: `verify` names what is damaged"
-        )
+        say(f"{report.damaged} cannot be read and stayed: `verify` names what is damaged")
 
 
 def restore(
@@ -213,4 +212,4 @@ def restore(
         print_json(asdict(report))
     else:
         size = f"{report.bytes / 1e6:.1f} MB"
-        console().print(f"{report.segments} segments ({size}) are in the store again")
+        say(f"{report.segments} segments ({size}) are in the store again")

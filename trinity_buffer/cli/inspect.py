@@ -107,7 +107,7 @@ def events(
 
     async def question(opened: Experiment) -> None:
         first = after
-        if first is None:
+        if first is None:  # counted among the chosen kinds, so that `limit` lines are printed
             first = await questions.position_before(opened, limit, kinds=kind, up_to=as_of)
         printed = 0
         lines = questions.event_lines(opened, after=first, up_to=as_of, follow=follow, kinds=kind)
@@ -153,6 +153,7 @@ def groups(
         trained = None
         if step is not None:
             contents = await questions.blame(source, step, trainer=trainer)
+            # An expert's row has no group in this experiment.
             eids = [parse_uid(row.uid) for row in contents.rows if row.uid and not row.experiment]
             trained = list(dict.fromkeys((str(eid.batch), str(eid.task)) for eid in eids))
         return await questions.groups(
@@ -273,6 +274,7 @@ def _print_experience(view: questions.ExperienceView) -> None:
     if view.archived is not None:
         out.print(view.archived, markup=False)
     out.print(table("tensors", TENSOR_COLUMNS, _tensor_rows(view.tensors)))
+    # Indented, so that no line of a stored text looks like a field of its own.
     for name, value in view.objects.items():
         out.print(f"{name}: {value}".replace("\n", "\n  "), markup=False)
     for part in view.sets:
@@ -328,6 +330,7 @@ def steps(
     if as_json:
         print_json(*lines)
         return
+    # A metric that no step has would be a column of dashes.
     names = [name for name in STEP_METRICS if any(name in line.metrics for line in lines)]
     columns = ["step", "state", "rows", "groups", "tokens", "reward", "staleness", "oldest"]
     rows = [
@@ -384,6 +387,7 @@ def blame(
     console().print(table(f"{len(rows)}{of} rows", [*columns, "actor", *names], cells))
 
 
+# The slot breaks ties, so that two calls print the same order.
 _ORDERS: dict[str, Any] = {
     "slot": lambda row: row.slot,
     "abs-advantage": lambda row: (-abs(row.advantage or 0.0), row.slot),
@@ -452,7 +456,7 @@ def rejected(
     if reason is not None and known and not rows:
         names = ", ".join(map(repr, sorted(known)))
         message = f"no rejection has the reason {reason!r} (there: {names})"
-        sys.stderr.write(one_line(message) + "\n")
+        sys.stderr.write(one_line(message) + "\n")  # standard output may be parsed as JSON
     if as_json:
         print_json(*rows)
         return
@@ -552,6 +556,7 @@ def diff(
     other = other_store or url
 
     async def compared_runs() -> questions.RunDifference | None:
+        # Names of two experiments go before those of two sets of one.
         async with open_store(url, read_only=True) as one, open_store(other, read_only=True) as two:
             if first not in await one.experiments() or second not in await two.experiments():
                 return None
@@ -691,7 +696,7 @@ def top(
                 if await opened.is_finished():
                     return
                 await changes.changed(state)
-                await anyio.sleep(FRAME_S)
+                await anyio.sleep(FRAME_S)  # writes meanwhile share the next frame
 
     run(lambda: on_experiment(store, experiment, watch))
 

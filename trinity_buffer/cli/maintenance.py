@@ -106,6 +106,7 @@ def _print_verified(report: VerifyReport) -> None:
     lines = [f"lost: {item}" for item in report.lost_items]
     lines += [f"duplicated: {item}" for item in report.duplicated_items]
     lines += [f"wrong: {problem}" for problem in report.problems]
+    # A damaged store can have a problem for each of a million rows.
     say(*lines[:PROBLEMS_SHOWN])
     if len(lines) > PROBLEMS_SHOWN:
         say(f"... and {len(lines) - PROBLEMS_SHOWN} more (--json has all)")
@@ -118,6 +119,7 @@ def _lost_and_duplicated(report: VerifyReport) -> str:
     counts = f"lost {report.lost}, duplicated {report.duplicated}"
     if report.measured:
         return counts
+    # Without evidence from outside, rows that vanished together with their events go unnoticed.
     evidence = {"--acknowledged": report.acknowledged, "--checkpoint": report.chain}
     lacking = f"give {' and '.join(name for name, value in evidence.items() if value is None)}"
     if report.acknowledged == 0:
@@ -158,7 +160,7 @@ def rebuild(
         print_json(report)
     else:
         what = f"mended: {shown(report.mended)}" if report.mended else "every row was right already"
-        console().print(f"{report.events} events folded; {what}", markup=False)
+        say(f"{report.events} events folded; {what}")
 
 
 def migrate(
@@ -180,9 +182,9 @@ def migrate(
     if as_json:
         print_json({"store": name, "before": before, "after": after})
     elif before == after:
-        console().print(f"{name} is up to date (schema {after})", markup=False)
+        say(f"{name} is up to date (schema {after})")
     else:
-        console().print(f"{name}: schema {before} -> {after}", markup=False)
+        say(f"{name}: schema {before} -> {after}")
 
 
 def doctor(
@@ -240,10 +242,10 @@ def seal(
     if as_json:
         print_json({"batch": batch, "experiences": experiences})
     elif experiences is None:
-        console().print(f"batch {batch} was sealed before", markup=False)
+        say(f"batch {batch} was sealed before")
     else:
         message = f"sealed batch {batch} with {experiences} experiences"
-        console().print(message, markup=False)
+        say(message)
 
 
 def algorithms(as_json: JsonLinesOption = False) -> None:

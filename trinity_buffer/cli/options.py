@@ -225,6 +225,7 @@ async def chosen_experiment(url: str, experiment: str | None) -> str:
 
 def only_one(names: Sequence[str]) -> str | None:
     """Return the only experiment but for a recorder's turns of it; None: there are several."""
+    # A recorder keeps an experiment of turns beside that of whole conversations.
     own = [name for name in names if name.removesuffix(TURNS) not in {*names} - {name}]
     return own[0] if len(own) == 1 else None
 
@@ -282,6 +283,7 @@ async def on_experiment(
     """Return what ``work`` returns for the chosen experiment, in a store opened for it."""
     url = chosen_store(store)
     name = await chosen_experiment(url, experiment)
+    # create=False: the store may have been deleted since the experiment was chosen.
     async with open_store(url, read_only=read_only, create=False) as opened:
         return await work(await opened.experiment(name))
 

@@ -100,6 +100,7 @@ def replay(
     use_one_thread()
     recorded_config = anyio.run(config_of, url, experiment)
     config = at_its_device(resolved(overridden(recorded_config.model_dump(), overrides)))
+    # Refused rather than ignored: the user would take equal weights for a result.
     for key in (one.partition("=")[0] for one in overrides):
         if key in OF_STEPS:
             raise InvalidArgumentError(

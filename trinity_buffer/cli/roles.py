@@ -98,7 +98,7 @@ def ranks_of_environment() -> Iterator[Processes]:
         InvalidArgumentError: it names several ranks, but not where they meet.
     """
     number = os.environ.get("WORLD_SIZE", "1")
-    if number == "1":
+    if number == "1":  # torchrun with one process needs no process group
         yield Processes()
         return
     missing = [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]
@@ -135,6 +135,7 @@ def number_of_rank_0(processes: Processes, work: Callable[[], float | None]) -> 
     number = None if processes.rank else work()
     if processes.world_size == 1:
         return number
+    # A pair, because a gather has no room for None.
     pair = torch.tensor([number is not None, number or 0.0], dtype=torch.float64)
     is_number, value = processes.gather(pair)[0].tolist()
     return value if is_number else None
@@ -156,6 +157,7 @@ def device_here(device: str) -> str:
             "device=cuda (--set device=cuda)"
         )
     number = int(index or os.environ.get("LOCAL_RANK", "0"))
+    # torchrun starts a rank for each GPU, and each must find its own.
     needed, available = max(number + 1, ranks), torch.cuda.device_count()
     if needed > available:
         raise InvalidArgumentError(
@@ -203,6 +205,7 @@ async def prepare(
         InvalidArgumentError: says which key is wrong, or what the run lacks.
     """
     wanted = _Wanted(file, overrides, explores)
+    # Two steps: a run that is refused must not leave an empty store behind.
     with suppress(UnknownStoreError):
         async with open_store(url, create=False) as store:
             return await _record(store, name, wanted)
@@ -377,6 +380,7 @@ async def annotate(
         if name is not None and args is None:
             row = await opened.database.read(writer_queries.consumer_row, opened.key, name)
             if row is not None:
+                # A set goes on as it began, whatever the run's configuration says by now.
                 options = dict(row.config)
                 names, args, rules = (options.pop(k) for k in ("strategy", "args", "grouping"))
                 return await run_named(
@@ -503,7 +507,7 @@ def train(
         num_skipped = 0
         if stream.resume is not None:
             num_skipped = stream.resume.skipped
-            if going_on.get("resume_from") is None:
+            if going_on.get("resume_from") is None:  # a rewind trains on, past the target too
                 evaluation.note(stream.resume.metrics.get("accuracy"))
 
         def on_step(report: StepReport) -> bool:
@@ -518,6 +522,7 @@ def train(
             with own_code(parts_of(algorithm)):
                 trainer.run(on_step, measure=evaluation)
         _require_trained(experiment, config, trainer.state.step, num_skipped)
+        # Without --follow more data may still come, so the experiment stays open.
         if follow and not processes.rank:
             reason = f"{evaluation.summary}step {trainer.state.step}"
             stream.finish(reason)

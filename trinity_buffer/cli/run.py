@@ -254,6 +254,7 @@ def train(
     if checkpoints is not None:  # before anything is recorded
         require_folder(checkpoints)
     with roles.ranks_of_environment() as processes:
+        # One rank creates the experiment, and the others learn its name.
         name = roles.on_rank_0(
             processes, lambda: anyio.run(_prepared, url, experiment, config, overrides)
         )

@@ -129,6 +129,7 @@ class DemoBackend:
             report=report,
             **options,
         )
+        # Recorded data take no time to make, so a batch of them is one write.
         per_write = 8 if algorithm_of(config).type.use_rollout else config.groups_per_batch
         await SamplingExplorer(
             experiment, self._sampler(), actor, rules, groups_per_write=per_write
@@ -288,6 +289,7 @@ class HFBackend:
             tasks = named() if callable(named) else named
             if callable(named):
                 self._require_list(tasks, "it returned")
+            # A mapping stays one: its keys name the tasks.
             return tasks if hasattr(tasks, "items") else list(tasks)
         except TrinityBufferError:
             raise
@@ -297,6 +299,7 @@ class HFBackend:
     def _tasks_or_function(self) -> Any:
         """Return what ``tasks`` names, checked as far as possible without calling it."""
         named = self._named("tasks", str(self.config.tasks))
+        # An async function is callable too, and its coroutine is no list.
         if inspect.iscoroutinefunction(named) or inspect.isasyncgenfunction(named):
             raise self._no_tasks("it is an async function")
         if not callable(named):

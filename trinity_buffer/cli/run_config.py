@@ -317,7 +317,7 @@ def parsed(path: Path) -> dict[str, Any]:
         InvalidArgumentError: it does not exist, or cannot be read.
     """
     try:
-        text = path.read_text("utf-8-sig")
+        text = path.read_text("utf-8-sig")  # editors of Windows begin a file with a BOM
         table = _yaml(text) if path.suffix in YAML else tomllib.loads(text)
     except OSError as error:
         raise InvalidArgumentError(f"configuration {path}: {error.strerror}") from error
@@ -385,6 +385,7 @@ def read_file(path: Path) -> dict[str, Any]:
     for key in ("reference", "teacher"):
         if isinstance(values.get(key), str):
             place = _path_in(path, key, values[key])
+            # What does not exist there may still be relative to the current folder.
             values[key] = str(place) if place.exists() else values[key]
     return values
 
@@ -476,6 +477,7 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
             what is accepted.
     """
     refuse_unknown(values, "")
+    # Their rows have no siblings to be compared with, so a group is one row.
     alone = {"rollouts_per_group": 1} if values.get("algorithm") in OF_RECORDED_DATA else {}
     try:
         config = RunConfig.model_validate({**alone, **values})
@@ -659,6 +661,7 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     """
     user: dict[str, Any] = dict(config.algorithm_args)
     user["rollouts_per_group"] = config.rollouts_per_group
+    # Arguments belong to the part that they were written for: another part drops them.
     if config.strategy is not None:
         user["add_strategy"] = config.strategy.split("+")
         user.pop("add_strategy_args", None)
@@ -671,6 +674,7 @@ def algorithm_of(config: RunConfig) -> Algorithm:
         user["policy_loss_fn_args"] = {**user.get("policy_loss_fn_args", {}), **config.loss.args}
     coefficient = config.optimizer.entropy_coef
     if coefficient is not None:
+        # A coefficient asks for a bonus, even if the algorithm's recipe has none.
         own = build(config.algorithm).choices["entropy_loss_fn"].name
         if own == "none" and coefficient:
             user.setdefault("entropy_loss_fn", "default")

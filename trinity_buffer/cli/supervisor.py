@@ -32,16 +32,16 @@ from trinity_buffer.errors import (
 
 RESTARTS_WITHOUT_CHAOS = 3
 FRIENDLY_EXIT_S = 1.2
-"""How long a process has to end by itself before it is killed, which loses nothing either."""
+"""Time for a process to end by itself; being killed after it loses nothing either."""
 
 LAST_BYTES = 4_096
-"""So much of a log is read for its last line."""
+"""How much of a log is read for its last line."""
 
 ENDS_WITH_PARENT = "TRINITY_BUFFER_ENDS_WITH_PARENT"
-"""Environment variable, a process id: end as with Ctrl-C when that process, the parent, is gone."""
+"""Environment variable with the id of the parent: when that is gone, end as with Ctrl-C."""
 
 GIVEN_UP = 3
-"""Exit code of a supervised process whose error a restart would not mend; nobody else sees it."""
+"""Exit code of a supervised process that a restart would not help; only its supervisor sees it."""
 
 STALLED = 3
 """Exit code of a command whose run has stalled."""
@@ -66,9 +66,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def exit_code_of(error: TrinityBufferError) -> int:
-    """Return how a command ends with ``error``: 1 failed, 2 refused, 3 the run has stalled.
+    """Return the exit code for ``error``: 1 failed, 2 refused, 3 the run has stalled.
 
-    A supervised one tells its supervisor instead whether to start it again.
+    The code of a supervised command instead decides whether its supervisor restarts it.
     """
     if os.environ.get(ENDS_WITH_PARENT):
         return GIVEN_UP if isinstance(error, _BEYOND_RESTART) else 1
@@ -78,22 +78,24 @@ def exit_code_of(error: TrinityBufferError) -> int:
 
 
 def end_with_parent() -> None:
-    """If the environment says so, be interrupted when the parent dies (Linux only).
+    """Ask the kernel to interrupt this process when its parent dies, if the environment says so.
+
+    Linux only.
 
     Raises:
-        SystemExit: it has died already, while this process was importing.
+        SystemExit: the parent died while this process was importing.
     """
     parent = os.environ.get(ENDS_WITH_PARENT)
     if not parent or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-    if os.getppid() != int(parent):  # the signal is for what happens from now on
+    if os.getppid() != int(parent):  # it died before prctl, which then never signals
         raise SystemExit(128 + signal.SIGINT)
 
 
 @dataclass(slots=True)
 class Child:
-    """One process of a run, and every restart of it."""
+    """One process of a run, across its restarts."""
 
     name: str
     command: Sequence[str]
@@ -101,7 +103,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     kills: int = 0
-    _said_before: int = 0
+    _log_start: int = 0
 
     @property
     def alive(self) -> bool:
@@ -110,19 +112,19 @@ class Child:
 
     @property
     def at_work(self) -> bool:
-        """Whether it has done something since its start: it says so, after its first line.
+        """Whether it has done something since its start: printed a second line.
 
-        An annotator says no more than that it is there.
+        An annotator only prints a first one.
         """
         if not self.alive:
             return False
         with self.log.open("rb") as handle:
-            handle.seek(self._said_before)
+            handle.seek(self._log_start)
             lines = handle.read().count(b"\n")
         return lines > (0 if "annotate" in self.command else 1)
 
     def last_line(self) -> str:
-        """Return what it said last."""
+        """Return the last line of its log."""
         try:
             with self.log.open("rb") as handle:
                 handle.seek(max(0, self.log.stat().st_size - LAST_BYTES))
@@ -167,9 +169,9 @@ class Supervisor:
             ENDS_WITH_PARENT: str(os.getpid()),
         }
         with child.log.open("ab") as log:
-            child._said_before = log.tell()  # noqa: SLF001 - its own
-            # A group of its own: Ctrl-C reaches the supervisor alone, which then asks the children
-            # one by one.
+            child._log_start = log.tell()  # noqa: SLF001 - private to this module
+            # In a session of its own, so that Ctrl-C only reaches the supervisor, which then asks
+            # the children one by one.
             child.process = subprocess.Popen(
                 child.command,
                 stdout=log,
@@ -185,18 +187,18 @@ class Supervisor:
 
     @property
     def kills(self) -> int:
-        """How many processes were killed on purpose."""
+        """Number of processes that were killed on purpose."""
         return sum(child.kills for child in self.children)
 
     def tend(self) -> Child | None:
-        """Restart what died, kill what is due; return a process that cannot be kept alive.
+        """Restart dead processes, kill one if due; return one that cannot be kept alive.
 
-        One that was refused, or that says that a restart would not mend its error, is not started
-        again.
+        A process that was refused, or whose exit code says that a restart would not help, is not
+        started again.
         """
         if self.chaos_every_s is not None and time.monotonic() >= self._next_kill:
-            # On a machine that takes longer to start a process, or for its first step, than the
-            # time between two kills nobody would ever get on.
+            # Only those at work: on a machine where starting a process takes longer than the time
+            # between two kills, the run would otherwise never make progress.
             victims = [child for child in self.children if child.at_work]
             if victims:
                 victim = self._random.choice(victims)
@@ -219,14 +221,15 @@ class Supervisor:
 
     @property
     def running(self) -> int:
-        """How many processes are alive."""
+        """Number of processes that are alive."""
         return sum(child.alive for child in self.children)
 
     def stop(self, friendly_s: float = FRIENDLY_EXIT_S) -> None:
-        """Ask every process to end (as Ctrl-C does); kill those that have not after ``friendly_s``.
+        """Interrupt every process, as Ctrl-C does; kill those that still run after ``friendly_s``.
 
-        A Ctrl-C meanwhile is ignored: what was started must be stopped.
+        Ctrl-C is ignored meanwhile, or processes would be left behind.
         """
+        # Python only lets the main thread set handlers of signals.
         in_main_thread = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
         try:
@@ -251,5 +254,5 @@ class Supervisor:
 
 
 def command_of(*words: str) -> list[str]:
-    """Return the command line of ``trinity-buffer words`` under this very interpreter."""
+    """Return the command line of ``trinity-buffer words`` under this interpreter."""
     return [sys.executable, "-m", "trinity_buffer", *words]

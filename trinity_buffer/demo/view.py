@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: numbers from the log alone, drawn or said."""
+"""The live view of a run: numbers from the log alone, drawn or as one plain line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trinity_buffer.pipeline.handle import Event
 WINDOW_S = 5.0
 
 STARTING = "starting: nothing is recorded yet"
-"""What is said until there is a number to say."""
+"""What is shown until there are numbers."""
 
 Reads = (
     ConfigurationChanged
@@ -42,7 +42,7 @@ Reads = (
     | PolicyPublished
     | ExperimentFinished
 )
-"""What of a run is drawn."""
+"""Events that the view reads."""
 
 
 class Child(NamedTuple):
@@ -56,13 +56,13 @@ class Child(NamedTuple):
 
 @dataclass(slots=True)
 class Rate:
-    """How many per second, over the last few seconds."""
+    """A rate per second, over the last few seconds."""
 
     total: int = 0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add(self, number: int, at: float) -> None:
-        """Count ``number`` more."""
+        """Count ``number`` more at the time ``at``."""
         self.total += number
         self._recent.append((at, number))
 
@@ -75,12 +75,12 @@ class Rate:
 
 @dataclass(slots=True)
 class RunNumbers:
-    """A fold of the events of a run into what people want to see.
+    """A fold of the events of a run into the numbers of the view.
 
     Attributes:
         rewards: (gradient step or policy version, mean reward of a write).
         accuracies: (gradient step, accuracy), as the trainer measured them.
-        skipped: committed steps that the weights did not go through.
+        skipped: committed steps that did not change the weights.
         rejected_rows: annotation rows that a trainer has rejected.
         staleness: of the last step, as its trainer measured it.
     """
@@ -157,12 +157,12 @@ class RunNumbers:
 
     @property
     def trained(self) -> int:
-        """How many committed steps the weights went through."""
+        """Number of committed steps that changed the weights."""
         return self.step - len(self.skipped)
 
     @property
     def ready(self) -> int:
-        """Annotation rows that were neither handed to the trainer nor rejected by it."""
+        """Annotation rows that the trainer has neither leased nor rejected."""
         return max(0, self.annotated.total - self.leased_rows - self.rejected_rows)
 
     def line(self) -> str:
