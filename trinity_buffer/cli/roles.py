@@ -58,16 +58,8 @@ from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.train.options import CONFIGURED, GoingOn
 from trinity_buffer.store import writer_queries
-from trinity_buffer.trainer.parallel import (
-    Processes,
-    gather_texts,
-    processes_here,
-)
-from trinity_buffer.trainer.requirements import (
-    strategies_of,
-    strategy_of,
-    stream_options,
-)
+from trinity_buffer.trainer.parallel import Processes, gather_texts, processes_here
+from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.settings import KEPT_CHECKPOINTS
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 from trinity_buffer.user_code import own_code
