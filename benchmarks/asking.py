@@ -47,8 +47,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.web.app import inspector
 
-ONE, LIST = 0.2, 1.0
-"""Limits in seconds: about one rollout or step, and of any other answer or page."""
+ONE, LIST, FOLDED = 0.2, 1.0, 60.0
+"""Limits in seconds: about one rollout or step, of any other answer, and as of a position."""
 HERE = "http://127.0.0.1:8500"
 KINDS = ("answer", "as-of", "page", "serve", "stats", "start", "streamed")
 
@@ -185,7 +185,7 @@ def asked_then(url: str, names: Names, repetitions: int) -> Iterator[Line]:
                         await answers(store, experiment, names, then)[name][1]()
 
                 found = seconds_of(lambda once=once: runner.run(once()), repetitions)  # type: ignore[misc]
-                yield {"case": f"answer: {name} --as-of", "limit_s": LIST, **found}
+                yield {"case": f"answer: {name} --as-of", "limit_s": FOLDED, **found}
         finally:
             runner.run(stack.aclose())
 

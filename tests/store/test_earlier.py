@@ -1,4 +1,4 @@
-"""What the views of an earlier position show is what a fold of the log up to there gives."""
+"""What an earlier position shows is what a fold of the log up to there gives."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def test_each_position_of_strategies_that_came_later(store_url: str) -> No
         await require_equal(experiment)
 
 
-async def test_nothing_is_left_of_the_views(store_url: str, tmp_path: Path) -> None:
+async def test_nothing_is_left_of_an_earlier_position(store_url: str, tmp_path: Path) -> None:
     sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:
         experiment = await store.experiment(sample.name)
@@ -179,7 +179,7 @@ async def test_nothing_is_left_of_the_views(store_url: str, tmp_path: Path) -> N
 async def test_a_connection_that_was_lost_does_not_answer_for_now(
     postgres_store_url: str, tmp_path: Path
 ) -> None:
-    """Made anew, it would have no views, and show the run as it is."""
+    """Made anew, it would have no tables of its own, and show the run as it is."""
     sample = await record_sample_run(postgres_store_url, tmp_path / "run")
     async with open_store(postgres_store_url) as store:
         experiment = await store.experiment(sample.name)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import html
 import re
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from starlette.testclient import TestClient
 
 from tests.web.test_report import Page
 from tests.web.test_serve import PAGES, number
+from trinity_buffer.inspector.source import Source, as_of
+from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.web import app
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -48,3 +52,23 @@ def test_an_overview_as_it_was_counts_what_there_was(client: TestClient, told: s
     answer = client.get("/sort/@999999/")
     assert (answer.status_code, "goes from 1 to" in answer.text) == (400, True)
     assert client.get("/sort/at", params={"position": "x"}).status_code == 400
+
+
+def test_a_position_is_opened_once_for_pages_that_follow_one_another(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open one folds the log up to there; only the last few are kept."""
+    opened: list[int] = []
+
+    def noted(experiment: Experiment, position: int | None) -> AbstractAsyncContextManager[Source]:
+        if position is not None:
+            opened.append(position)
+        return as_of(experiment, position)
+
+    monkeypatch.setattr(app, "as_of", noted)
+    for position in (5, 6, 5, 7, 8, 5, 9, 6):
+        for path in ("", "groups"):
+            answer = client.get(f"/sort/@{position}/{path}")
+            assert answer.status_code == 200
+            assert f"at position {position} of the log" in answer.text
+    assert opened == [5, 6, 7, 8, 9, 6]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -11,10 +11,10 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded, leased_steps
-from trinity_buffer.pipeline.history.as_of import Earlier, opened_earlier
+from trinity_buffer.pipeline.history.as_of import open_as_of
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import log
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.database import Apart, Database
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -34,7 +34,7 @@ class Source:
     key: int
     name: str
     position: int | None = None
-    _earlier: Earlier | None = field(default=None, repr=False)
+    _earlier: Apart | None = field(default=None, repr=False)
 
     async def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -85,11 +85,18 @@ async def as_of(
         return
     database, key = experiment.database, experiment.key
     await require_position(experiment, position)
-    async with opened_earlier(database, key, position, progress) as earlier:
-        try:
+    async with open_as_of(database, key, position, progress) as earlier:
+        with as_of_position(position):
             yield Source(database, key, experiment.name, position, earlier)
-        except UnknownNameError as error:  # it may be known now
-            raise UnknownNameError(f"as of position {position}: {error}") from error
+
+
+@contextmanager
+def as_of_position(position: int) -> Iterator[None]:
+    """Say of a name that is not known as of which position: it may be known now."""
+    try:
+        yield
+    except UnknownNameError as error:
+        raise UnknownNameError(f"as of position {position}: {error}") from error
 
 
 async def require_position(experiment: Experiment, position: int) -> None:

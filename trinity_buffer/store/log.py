@@ -278,15 +278,6 @@ def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> li
     return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
-def read_before(
-    tx: Transaction, experiment_id: int, before: int, *, limit: int, kinds: Sequence[str]
-) -> list[StoredEvent]:
-    """Return up to ``limit`` events of ``kinds`` below ``before``, the last one first."""
-    some = _STORED.where(event.c.position < before, event.c.kind.in_(kinds))
-    rows = tx.execute(some.order_by(event.c.position.desc()).limit(limit), {"of": experiment_id})
-    return list(map(_stored, rows.all()))
-
-
 @by_dialect
 def _at(dialect: str) -> Prepared:
     some = _STORED.where(among_given(dialect, event.c.position, "positions"))

@@ -28,6 +28,7 @@ from sqlalchemy import (
     type_coerce,
 )
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.types import NULLTYPE
 from typing_extensions import override
 
@@ -414,3 +415,27 @@ def _connected(path: Path, live: Path | None) -> Any:
     if live is not None:
         driver.execute("ATTACH ? AS live", (sqlite.uri_of(live),))
     return driver
+
+
+def make_temporary_tables(tx: Transaction) -> None:
+    """Make empty projections that hide the live ones, on a connection of `Database.apart`."""
+    if tx.dialect.name == "sqlite":
+        tx.rows("PRAGMA query_only=OFF", ())  # the file itself is open read-only, or is ours
+        tx.rows("PRAGMA temp_store=FILE", ())  # projections of a long run would fill the memory
+        tx.rows("PRAGMA temp.cache_size=-32768", ())
+    else:
+        # Whatever the path was: what is temporary must come first, or the fold would write into
+        # the live tables.
+        ((live,),) = tx.rows(_SCHEMA, ())
+        tx.rows("SELECT set_config('search_path', $1, false)", (f"pg_temp, {live}",))
+    for table in tables.PROJECTIONS:
+        made = str(CreateTable(table).compile(dialect=tx.dialect))
+        tx.rows(made.replace("CREATE TABLE", "CREATE TEMPORARY TABLE", 1), ())
+        for index in table.indexes:
+            tx.rows(str(CreateIndex(index).compile(dialect=tx.dialect)), ())
+
+
+_SCHEMA = (
+    "SELECT quote_ident(nspname) FROM pg_namespace JOIN pg_class ON relnamespace = pg_namespace.oid"
+    " WHERE pg_class.oid = 'experience'::regclass"
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, nullcontext
-from dataclasses import asdict
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.inspector.events import event_lines
-from trinity_buffer.inspector.source import as_of
+from trinity_buffer.inspector.source import Source, as_of, as_of_position
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.web.guard import Guard
@@ -56,8 +56,8 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_store(url, read_only=True) as store:
             app.state.store = store
-            app.state.earlier = anyio.Semaphore(EARLIER)
-            yield
+            async with aclosing(_Earlier()) as app.state.earlier:
+                yield
 
     own = "/{experiment}"
     routes = [
@@ -74,15 +74,62 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
 
 
 EARLIER = 4
-"""So many pages as they were are made at the same time: each has a connection of its own."""
+"""So many earlier positions are kept open for the next page about them: to open one folds the log
+up to there, and each has a connection of its own."""
+
+
+@dataclass
+class _Opened:
+    """An experiment as it was; pages about it are made one after the other."""
+
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    source: Source | None = None
+
+
+class _Earlier:
+    """Experiments as they were, those that were asked about last."""
+
+    def __init__(self) -> None:
+        self._opened: dict[tuple[str, int], _Opened] = {}
+        self._free = anyio.Semaphore(EARLIER)
+
+    async def aclose(self) -> None:
+        """Close all of them."""
+        await self._close(*self._opened)
+
+    @asynccontextmanager
+    async def at(self, experiment: Experiment, position: int) -> AsyncIterator[Source]:
+        """Yield ``experiment`` as it was at ``position``."""
+        key = (experiment.name, position)
+        async with self._free:
+            one = self._opened[key] = self._opened.pop(key, _Opened())
+            idle = [other for other, of in self._opened.items() if not of.lock.locked()]
+            await self._close(*[other for other in idle if other != key][: 1 - EARLIER])
+            async with one.lock:
+                if one.source is None:
+                    one.source = await one.stack.enter_async_context(as_of(experiment, position))
+                try:
+                    with as_of_position(position):
+                        yield one.source
+                except StoreError:  # its connection may be lost: the next page opens another
+                    await one.stack.aclose()
+                    one.source = None
+                    raise
+
+    async def _close(self, *keys: tuple[str, int]) -> None:
+        for key in keys:
+            await self._opened.pop(key).stack.aclose()
 
 
 def _page(view: View) -> Any:
     async def answer(request: Request) -> Response:
         name, position = _asked_of(request)
         part, store = request.path_params.get("part", ""), request.app.state.store
-        bound = nullcontext() if position is None else request.app.state.earlier
-        async with bound, as_of(await store.experiment(name), position) as source:
+        experiment = await store.experiment(name)
+        earlier = request.app.state.earlier
+        opened = as_of(experiment, None) if position is None else earlier.at(experiment, position)
+        async with opened as source:
             template, shown = await view(Asked(store, source, request.query_params, part))
         at = _at(name, position)
         return _rendered(template, {"live": None, **shown, **at})
