@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -236,7 +236,7 @@ async def compare_runs(
     configs = [await side.read(writer_queries.config_of, side.key) for side in sides]
     a, b = ({} if config is None else _flat(config[0]) for config in configs)
     config = {k: [a.get(k), b.get(k)] for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
-    totals = (_Totals(), _Totals())
+    totals: list[dict[Any, Any]] = [defaultdict(int), defaultdict(int)]
     shared: dict[int, dict[str, list[Any]]] = {}
     last = [await _last_step(side) for side in sides]
     skipped = [0 if limit is None else max(0, step - limit) for step in last]
@@ -248,11 +248,11 @@ async def compare_runs(
             for side, left, end in zip(sides, skipped, last, strict=True)
         ]
         for total, lines in zip(totals, pages, strict=True):
-            total.add(lines.values())
+            _add(total, lines.values())
         both = sorted(pages[0].keys() & pages[1].keys())
         shared |= {step: _side_by_side(pages[0][step], pages[1][step]) for step in both}
         progress("diff", min(up_to, max(last)), max(last))
-    numbers = [total.numbers() for total in totals]
+    numbers = [_counted(total) for total in totals]
     counted = {name: [own[name] for own in numbers] for name in numbers[0]}
     return RunDifference(first.name, second.name, config, counted, shared)
 
@@ -271,38 +271,28 @@ async def _steps(source: Source, after: int, up_to: int) -> dict[int, StepLine]:
     return {line.step: line for line in lines if line.step <= up_to}
 
 
-@dataclass(slots=True)
-class _Totals:
-    """What is counted of the steps of a run, page by page."""
+def _add(total: dict[Any, Any], lines: Iterable[StepLine]) -> None:
+    """Count some more steps of a run."""
+    for line in lines:
+        total["steps"] += 1
+        total["committed"] += line.state == "committed"
+        total["rows"] += line.rows
+        total["tokens"] += line.tokens
+        for name in _MEANS:
+            value = getattr(line, name)
+            if value is not None:
+                total[name, "sum"] += value
+                total[name, "steps"] += 1
 
-    steps: int = 0
-    sums: Counter[str] = field(default_factory=Counter)
-    known: dict[str, tuple[float, int]] = field(default_factory=dict)
 
-    def add(self, lines: Iterable[StepLine]) -> None:
-        """Count some more steps."""
-        for line in lines:
-            self.steps += 1
-            self.sums["committed"] += line.state == "committed"
-            self.sums["rows"] += line.rows
-            self.sums["tokens"] += line.tokens
-            for name in _MEANS:
-                value = getattr(line, name)
-                if value is not None:
-                    total, number = self.known.get(name, (0.0, 0))
-                    self.known[name] = (total + value, number + 1)
-
-    def numbers(self) -> dict[str, Any]:
-        """Return the counts, and the means over the steps that know the number."""
-        means = {name: self.known.get(name) for name in _MEANS}
-        return {
-            "steps": self.steps,
-            **{name: self.sums[name] for name in ("committed", "rows", "tokens")},
-            **{
-                name: None if known is None else known[0] / known[1]
-                for name, known in means.items()
-            },
-        }
+def _counted(total: dict[Any, Any]) -> dict[str, Any]:
+    """Return the counts, and the means over the steps that know the number."""
+    counts = {name: total[name] for name in ("steps", "committed", "rows", "tokens")}
+    means = {
+        name: total[name, "sum"] / total[name, "steps"] if total[name, "steps"] else None
+        for name in _MEANS
+    }
+    return counts | means
 
 
 _MEANS = ("reward", "staleness", "seconds")

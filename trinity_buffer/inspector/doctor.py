@@ -35,7 +35,7 @@ REWARD = (
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Something that nobody moves.
+    """Something that no process moves.
 
     Attributes:
         experiment: where; "" of the store itself.
@@ -133,7 +133,7 @@ class _Look:
         wanted = {str(row.config.get("strategy")) for row in trainers}
         stuck = [
             *self._of_explorers(tx, around, [row for row in strategies if row.name in wanted]),
-            *self._of_nobody(tx, strategies),
+            *self._of_unread(tx, strategies),
             *(
                 finding
                 for row in strategies
@@ -166,7 +166,7 @@ class _Look:
             since = self._since(tx, lack.planned_at)
             yield Stuck(self._name, lack.told(), since, _remedy_of(lack))
 
-    def _of_nobody(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
+    def _of_unread(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
         if self._recorded is not None:
             number, first = counts.unrewarded(tx, self._key, self._recorded)
             if number:

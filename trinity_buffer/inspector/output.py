@@ -1,4 +1,4 @@
-"""What every file and every page can hold of what somebody stored."""
+"""Stored values as files and pages can hold them: strict JSON, and texts that UTF-8 can write."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def strict_json(value: Any, default: Callable[[Any], Any]) -> str:
 
     Args:
         value: to write.
-        default: returns what is written in place of a value that is none of JSON's.
+        default: returns what is written in place of a value that JSON does not have.
     """
     coder = json.JSONEncoder(default=default, ensure_ascii=False)
     text = coder.encode(value)
-    if "NaN" in text or "Infinity" in text:
+    if "NaN" in text or "Infinity" in text:  # in a string too, but then nothing changes below
         text = coder.encode(json.loads(text, parse_constant=lambda _: None))
     return text

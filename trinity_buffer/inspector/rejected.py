@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import counters, inspection, writer_queries
-from trinity_buffer.store.inspection import LeaseRow
-from trinity_buffer.store.rows import ConsumerRow, position_of, written_as
+from trinity_buffer.store.rows import position_of, written_as
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.writer_queries import DOOR
 
@@ -42,7 +41,7 @@ class Lease:
 
     Attributes:
         trainer: its name; of a strategy that of its set.
-        state: ``held``, ``expired`` (nobody took it since), or ``free``; ``forgotten`` where it is
+        state: ``held``, ``expired`` (and not taken since), or ``free``; ``forgotten`` where it is
             asked how it was: leases are in no log.
         expires_in_s: seconds from now; negative: so long ago.
         leased_step, committed_step: the last handed out, and the last committed; None of a
@@ -58,14 +57,6 @@ class Lease:
     leased_step: int | None
     committed_step: int | None
     kind: str
-
-
-class _Page(NamedTuple):
-    """Which rows: of one reason, a kind of them or any, at most so many, below an address."""
-
-    reason: str | None
-    limit: int
-    before: int | None
 
 
 async def rejections(
@@ -88,64 +79,50 @@ async def rejections(
     Raises:
         UnknownNameError: no such consumer.
     """
-    known = await source.read(_names, source.key)
-    if by is not None and by not in {*known, DOOR}:
-        there = ", ".join([*known, DOOR])
-        raise UnknownNameError(f"nobody is called {by!r} in {source.name!r} (there: {there})")
+    key = source.key
+    page: dict[str, Any] = {"reason": reason, "limit": limit, "before": before}
 
-    names = [name for name in known if by in (None, name)]
-    page = _Page(reason, limit, before)
-    rejected = await source.read(_rejected, source.key, names, page)
-    if by in (None, DOOR):
-        rejected += await source.read(_refused, source.key, page)
+    def read(tx: Transaction) -> list[Rejected]:
+        consumers = writer_queries.consumers(tx, key)
+        # A trainer of another experiment rejects rows of this one, and is no consumer of it.
+        names = list(dict.fromkeys([*consumers, *inspection.who_rejected(tx, key)]))
+        if by is not None and by not in {*names, DOOR}:
+            there = ", ".join([*names, DOOR])
+            raise UnknownNameError(f"nobody is called {by!r} in {source.name!r} (there: {there})")
+        kinds = {name: consumers[name].kind if name in consumers else "trainer" for name in names}
+        asked = [name for name in names if by in (None, name)]
+        rows = [row for name in asked for row in inspection.rejected(tx, key, name, **page)]
+        sets = [name for name, row in consumers.items() if row.kind == "strategy"]
+        noted = [row.address for row in rows if kinds[row.consumer] == "trainer"]
+        of_note = inspection.annotated_experiences(tx, key, sets, noted)
+        addresses = [of_note.get(row.address, row.address) for row in rows]
+        stored = writer_queries.experience_rows(tx, key, sorted(set(addresses)))
+        uids = {row.address: row.eid.uid for row in stored}
+        rejected = [
+            Rejected(
+                row.consumer,
+                kinds[row.consumer],
+                row.reason,
+                uids.get(address, ""),
+                row.position,
+                written_as(row.address),
+            )
+            for row, address in zip(rows, addresses, strict=True)
+        ]
+        if by in (None, DOOR) and counters.reasons(counters.counted_of(tx, key, ""), ""):
+            # No index finds what was refused: where nothing was, all rows would be read for it.
+            rejected += [
+                Rejected(
+                    *(DOOR, DOOR, row.refused or "", row.eid.uid),
+                    position_of(row.address),
+                    written_as(row.address),
+                )
+                for row in inspection.refused(tx, key, **page)
+            ]
+        return rejected
+
+    rejected = await source.read(read)
     return sorted(rejected, key=lambda row: (-row.position, row.address))[:limit]
-
-
-def _names(tx: Transaction, experiment: int) -> list[str]:
-    """Return who may have rejected something."""
-    others = inspection.who_rejected(tx, experiment)
-    return list(dict.fromkeys([*writer_queries.consumers(tx, experiment), *others]))
-
-
-def _rejected(
-    tx: Transaction, experiment: int, names: Sequence[str], page: _Page
-) -> list[Rejected]:
-    known = {name: row.kind for name, row in writer_queries.consumers(tx, experiment).items()}
-    kinds = {name: known.get(name, "trainer") for name in names}
-    rows = [
-        row for name in names for row in inspection.rejected(tx, experiment, name, **page._asdict())
-    ]
-    noted = [row.address for row in rows if kinds[row.consumer] == "trainer"]
-    sets = [name for name, kind in known.items() if kind == "strategy"]
-    of = inspection.annotated_experiences(tx, experiment, sets, noted)
-    experiences = {row.address: of.get(row.address, row.address) for row in rows}
-    stored = writer_queries.experience_rows(tx, experiment, sorted(set(experiences.values())))
-    uids = {row.address: row.eid.uid for row in stored}
-    return [
-        Rejected(
-            row.consumer,
-            kinds[row.consumer],
-            row.reason,
-            uids.get(experiences[row.address], ""),
-            row.position,
-            written_as(row.address),
-        )
-        for row in rows
-    ]
-
-
-def _refused(tx: Transaction, experiment: int, page: _Page) -> list[Rejected]:
-    if not counters.reasons(counters.counted_of(tx, experiment, ""), ""):
-        return []  # not looked for among all that were recorded
-    rows = inspection.refused(tx, experiment, **page._asdict())
-    return [
-        Rejected(
-            *(DOOR, DOOR, row.refused or "", row.eid.uid),
-            position_of(row.address),
-            written_as(row.address),
-        )
-        for row in rows
-    ]
 
 
 async def rejection_counts(source: Source) -> Mapping[str, Mapping[str, int]]:
@@ -162,29 +139,29 @@ async def leases(source: Source) -> list[Lease]:
 
     As it was: how far each trainer had come.
     """
-
-    def look(tx: Transaction) -> dict[str, LeaseRow]:
-        return {row.consumer: row for row in inspection.leases(tx, source.key)}
-
-    rows = (await source.read(writer_queries.consumers, source.key)).values()
-    held = await source.database.read(look) if source.position is None else None
-    trainers = [row for row in rows if row.kind == "trainer"]
-    strategies = [row for row in rows if row.kind == "strategy" and row.name in (held or {})]
-    return [_lease_of(row, held) for row in (*trainers, *strategies)]
-
-
-def _lease_of(row: ConsumerRow, held: Mapping[str, LeaseRow] | None) -> Lease:
-    lease = None if held is None else held.get(row.name)
-    left = None if lease is None else (lease.expires_at - now_us()) / 1e6
-    state = "free" if left is None else "held" if left > 0 else "expired"
-    trains = row.kind == "trainer"
-    return Lease(
-        row.name,
-        "forgotten" if held is None else state,
-        None if lease is None else lease.owner,
-        row.token if lease is None else lease.token,
-        left,
-        row.leased_step if trains else None,
-        row.committed_step if trains else None,
-        row.kind,
-    )
+    consumers = (await source.read(writer_queries.consumers, source.key)).values()
+    held = {}
+    if source.position is None:
+        held = {
+            row.consumer: row for row in await source.database.read(inspection.leases, source.key)
+        }
+    leases = []
+    for row in sorted(consumers, key=lambda row: row.kind != "trainer"):
+        lease, trains = held.get(row.name), row.kind == "trainer"
+        if not trains and lease is None:
+            continue
+        left = None if lease is None else (lease.expires_at - now_us()) / 1e6
+        state = "free" if left is None else "held" if left > 0 else "expired"
+        leases.append(
+            Lease(
+                row.name,
+                state if source.position is None else "forgotten",
+                None if lease is None else lease.owner,
+                row.token if lease is None else lease.token,
+                left,
+                row.leased_step if trains else None,
+                row.committed_step if trains else None,
+                row.kind,
+            )
+        )
+    return leases

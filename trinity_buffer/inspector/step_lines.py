@@ -443,7 +443,7 @@ class StalenessGrowth:
 
     Attributes:
         actor: None: all of them.
-        first_step, last_step: of all these steps, whoever generated their rows.
+        first_step, last_step: of all these steps, of all actors.
         begin, end: the first tenth of them and the last.
     """
 

@@ -1,7 +1,7 @@
 """What is stored, as a table: a row for each experience, in record batches of Arrow.
 
-Memory does not grow with the store: a page of experiences is one batch. Nobody has checked what
-stands in ``info``, or which characters a text has: no value of them ends an export.
+Memory does not grow with the store: a page of experiences is one batch. What stands in ``info``,
+and which characters a text has, is unchecked: no such value ends an export.
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 
 TEXTS = ("prompt_text", "response_text")
+_TEXT_COLUMNS = (
+    *("uid", "batch", "task", "suffix", "actor", "kind", "finish_reason", "refused"),
+    *(*TEXTS, "messages", "info", "set", "state", "reason", "trainer", "damaged"),
+)
+_NUMBER_COLUMNS = (
+    *("run", "step", "position", "policy_version", "prompt_length", "length"),
+    *("trained_tokens", "trained_step"),
+)
 _INFO = "info."
 
 
@@ -90,27 +98,8 @@ def _number(value: Any) -> float | None:
 def schema_of(arrow: Any, columns: Mapping[str, Sequence[Any]]) -> Any:
     """Return the columns that every table has, and those of ``info`` that the first page has."""
     text, number, real = arrow.string(), arrow.int64(), arrow.float64()
-    texts: tuple[str, ...] = (
-        "uid",
-        "batch",
-        "task",
-        "suffix",
-        "actor",
-        "kind",
-        "finish_reason",
-        "refused",
-    )
-    texts += (*TEXTS, "messages", "info", "set", "state", "reason", "trainer", "damaged")
-    numbers: tuple[str, ...] = (
-        "run",
-        "step",
-        "position",
-        "policy_version",
-        "prompt_length",
-        "length",
-    )
-    numbers += ("trained_tokens", "trained_step")
-    fields = [(name, text) for name in texts] + [(name, number) for name in numbers]
+    fields = [(name, text) for name in _TEXT_COLUMNS]
+    fields += [(name, number) for name in _NUMBER_COLUMNS]
     fields += [(name, real) for name in ("recorded_at", "reward", "advantage")]
     fields += [("tokens", arrow.list_(number)), ("action_mask", arrow.list_(arrow.bool_()))]
     fields += [(name, arrow.list_(arrow.float32())) for name in ("logprobs", "advantages")]
@@ -167,7 +156,7 @@ def to_arrow(
     url: str,
     experiment: str | None = None,
     *,
-    set: str | None = None,  # noqa: A002 - the word that everybody uses for it
+    set: str | None = None,  # noqa: A002 - the word for it
     step: int | None = None,
     trainer: str | None = None,
     as_of_position: int | None = None,

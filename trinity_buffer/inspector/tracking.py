@@ -1,7 +1,7 @@
 """What a run measured, given to an experiment tracker: each committed step once, in order.
 
-The numbers are read from the log, beside the run or after it: a tracker that hangs, or that nobody
-reaches, holds back no trainer, and whoever begins later misses nothing.
+The numbers are read from the log, beside the run or after it: a tracker that hangs or is
+unreachable holds back no trainer, and one that begins later misses nothing.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ class Recorder:
         messages, tools = body.get("messages") or (), body.get("tools") or ()
         made = await self._weights.stamped(made, weights)
         turns = [Turn(messages, tools, completion) for completion in made]
-        # Whoever hangs up now has asked for it all the same.
+        # The turn happened, even if the client hangs up now.
         with anyio.CancelScope(shield=True):
             if self._settings.ack == "after":
                 await self._recording.record_turns(rollout, turns)
@@ -334,7 +334,7 @@ class Recorder:
 
 
 class _NoJSONError(Exception):
-    """What a request brings is none, or holds what no server could be sent."""
+    """The body of a request is no JSON, or holds what cannot be sent on as UTF-8."""
 
 
 def _json_of(body: bytes) -> Any:

@@ -96,7 +96,7 @@ class _Open:
         count: turns that are stored.
         last: what the model said last.
         choices: runs that one request began with it.
-        turn: held by whoever adds a turn, or closes it.
+        turn: held while a turn is added, or the rollout is closed.
     """
 
     count: int = 0
@@ -107,11 +107,7 @@ class _Open:
     turn: anyio.Lock = field(default_factory=anyio.Lock)
 
     def require_whole(self, rollout: Rollout) -> None:
-        """Return if no turn of it that was answered is lost.
-
-        Raises:
-            ConflictError: one is.
-        """
+        """Raise ConflictError if a turn that was answered is lost."""
         if self.lost is not None:
             raise ConflictError(
                 f"rollout {rollout} lacks a turn that was answered before it was stored, which "
@@ -166,7 +162,7 @@ class Recording:
         """Store one turn of ``rollout``; of several choices, one of each run from its run on.
 
         On return they are durable, all or none. With a ``task_status``, the answer leaves when that
-        is told: their places in their rollouts are taken then, so that whoever closes one waits.
+        is told: their places in their rollouts are taken then, so that closing one waits.
         What fails later is told to those who ask for these rollouts next.
 
         Raises:
@@ -207,7 +203,7 @@ class Recording:
 
     @asynccontextmanager
     async def _taken(self, rollout: Rollout) -> AsyncIterator[_Open]:
-        """Yield a rollout that is not closed; nobody else has it meanwhile."""
+        """Yield a rollout that is not closed, under its lock."""
         state = await self._of(rollout)
         async with state.turn:
             if state.is_closed:
@@ -252,7 +248,7 @@ class Recording:
         The same again does nothing.
 
         Raises:
-            InvalidArgumentError: nobody has said anything in it.
+            InvalidArgumentError: it has no turns.
             ConflictError: its batch is sealed, or it lacks a turn.
             ConflictingExperienceError: it was closed with another reward.
         """
@@ -287,7 +283,7 @@ class Recording:
         return stored
 
     def fresh(self, rollout: Rollout) -> Rollout:
-        """Return ``rollout``, of which nobody has ever heard."""
+        """Return ``rollout``, which is new, without looking for stored turns of it."""
         self._open[rollout] = _Open()
         return rollout
 

@@ -28,11 +28,7 @@ OURS = ("token_ids", "prompt_token_ids")
 
 
 def require_request(body: Any) -> None:
-    """Return if a request has the form of one, as far as it is read here.
-
-    Raises:
-        InvalidArgumentError: it has not.
-    """
+    """Raise InvalidArgumentError unless a request is well-formed, as far as it is read here."""
     if not isinstance(body, dict):
         raise InvalidArgumentError("a request must be a JSON object")
     if not isinstance(body.get("stream_options") or {}, dict):
@@ -126,7 +122,7 @@ def completions_of(path: str, answer: Mapping[str, Any]) -> list[Completion]:
     """Return the choices of an answer, in the order of their indexes; see `understanding`.
 
     Raises:
-        ValueError: there is none, or one did not end.
+        ValueError: there is no choice, or one did not end.
     """
     read = chat_completion if path == CHAT else text_completion
     choices = sorted(answer.get("choices") or (), key=lambda choice: choice.get("index", 0))

@@ -259,8 +259,7 @@ def still_waiting(
     return {(name, int(address)) for name, address in tx.execute(query).all()}
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRow:
+class LeaseRow(NamedTuple):
     """A row of `tables.lease`; ``expires_at`` in microseconds since 1970."""
 
     consumer: str
@@ -330,7 +329,7 @@ def leases(tx: Transaction, experiment: int) -> list[LeaseRow]:
     """Return the leases of an experiment, by consumer."""
     query = select(lease.c.consumer, lease.c.owner, lease.c.token, lease.c.expires_at)
     rows = tx.execute(query.where(lease.c.experiment == experiment).order_by(lease.c.consumer))
-    return [LeaseRow(row[0], row[1], int(row[2]), int(row[3])) for row in rows.all()]
+    return [LeaseRow(*row) for row in rows.all()]
 
 
 def actors(tx: Transaction, experiment: int, positions: Sequence[int]) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Few columns of experiences and what sets made of them: for questions about very many."""
+"""A few columns of very many experiences, as arrays, and what annotation sets made of them."""
 
 from __future__ import annotations
 

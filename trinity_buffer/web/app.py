@@ -49,7 +49,8 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
 
     Args:
         url: of the store; it is opened, read-only, when the server begins.
-        token: that who asks must bring; None: only names of this machine are answered.
+        token: that a request must bring; None: only requests under a name of this machine are
+            answered.
     """
 
     @asynccontextmanager

@@ -76,7 +76,7 @@ class Guard:
 
 
 def _cookie_of(token: bytes) -> str:
-    """Return what the cookie holds: it opens this inspector, and tells nobody the token."""
+    """Return what the cookie holds: it opens this inspector, without revealing the token."""
     return hmac.new(token, b"trinity-buffer serve", hashlib.sha256).hexdigest()
 
 

@@ -68,7 +68,7 @@ async def steps_page(asked: Asked) -> Page:
 
 
 async def _steps(source: Source, asked: Asked, after: int | None, limit: int) -> list[StepLine]:
-    """Return steps, none where nobody trains and no trainer is named."""
+    """Return steps; none if there is no trainer, unless one was named."""
     trainer = asked.text("trainer")
     try:
         return await steps(source, trainer=trainer, after=after, limit=limit)
@@ -189,7 +189,7 @@ def token_rows(
         table: of the rollout.
         overlay: ``mask`` or a column of the table; anything else marks nothing.
         start: the first token.
-        texts: of the tokens from there on, None where nobody knows them.
+        texts: of the tokens from there on, None where they are unknown.
     """
     end = min(start + TOKENS, len(table.ids))
     shades = _shades(table, overlay)

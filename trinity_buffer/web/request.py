@@ -42,7 +42,7 @@ class Asked:
         """Return a whole number of the query, None where it is missing.
 
         Raises:
-            InvalidArgumentError: it is none, or too great.
+            InvalidArgumentError: it is not a whole number, or too large.
         """
         text = self.text(key)
         return None if text is None else whole(key, text, greatest)
@@ -51,7 +51,7 @@ class Asked:
         """Return a number of the query, None where it is missing.
 
         Raises:
-            InvalidArgumentError: it is none.
+            InvalidArgumentError: it is not a number.
         """
         text = self.text(key)
         try:
@@ -91,7 +91,7 @@ def whole(key: str, text: str, greatest: int = GREATEST_STEP) -> int:
     """Return a whole number, zero or more.
 
     Raises:
-        InvalidArgumentError: it is none, or above ``greatest``.
+        InvalidArgumentError: it is not a whole number, or above ``greatest``.
     """
     digits = text.isascii() and text.isdigit() and len(text) < 20
     if not digits or int(text) > greatest:
