@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import growth, performance
+from benchmarks.measuring import Cost
+from tests.crash.forking import as_module, said_by
 
 
 def line(case: str, size: int, median: float, unit: str = "ms", **more: Any) -> dict[str, Any]:
@@ -98,6 +101,17 @@ def test_the_table_has_a_column_for_each_size() -> None:
 def test_a_run_grows_from_one_size_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In processes that are forked from one; tests/doors starts them as a user does."""
+
+    def forked(command: Sequence[str]) -> tuple[str, Cost]:
+        began = time.perf_counter()
+        (said,) = said_by(as_module, [command[2:]], tmp_path)
+        code, _, output = said.partition(": ")
+        assert code == "0", said
+        seconds = time.perf_counter() - began
+        return output.splitlines()[-1], Cost(seconds, seconds, 100)
+
+    monkeypatch.setattr(growth, "run_measured", forked)
     small = ["growth", "--first", "512", "--rounds", "1", "--batches", "8"]
     summed: dict[str, Any] = {}
     at = ["--store", str(tmp_path / "run.db"), "--experiences"]

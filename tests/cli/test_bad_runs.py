@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import pytest
 
+from tests.cli.calling import Cli, Ended
+from tests.crash.forking import fork_children
 from trinity_buffer.pipeline.store import open_store
 
 
-def demo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trinity_buffer", "demo", "--limit", "900", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+@pytest.fixture
+def demo(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """Run a demo in a folder of its own, whose processes are forked."""
+    monkeypatch.chdir(tmp_path)
+    fork_children(monkeypatch)
+    return lambda *words: cli("demo", "--limit", "900", *words)
 
 
 @pytest.mark.long
-def test_a_learning_rate_that_breaks_the_weights_ends_the_run(tmp_path: Path) -> None:
-    ended = demo(tmp_path, "--set", "optimizer.learning_rate=1e9")
-    assert ended.returncode == 1
-    *_, conserved, last = ended.stdout.splitlines()
+def test_a_learning_rate_that_breaks_the_weights_ends_the_run(
+    demo: Callable[..., Ended], tmp_path: Path
+) -> None:
+    ended = demo("--set", "optimizer.learning_rate=1e9")
+    assert ended.code == 1
+    *_, conserved, last = ended.out.splitlines()
     assert conserved == "lost 0, duplicated 0"
     assert last.startswith("failed: ")
     assert "lower" in last
     assert "learning rate" in last or "learning_rate" in last
-    assert "ends again and again" not in ended.stdout
-    assert "everything holds" not in ended.stdout
-    assert "verify: what was stored holds, but the run failed" in ended.stdout
+    assert "ends again and again" not in ended.out
+    assert "everything holds" not in ended.out
+    assert "verify: what was stored holds, but the run failed" in ended.out
 
     async def metrics() -> list[float]:
         async with open_store(
@@ -43,10 +49,10 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_run_that_had_no_time_to_train_has_failed(tmp_path: Path) -> None:
-    ended = demo(tmp_path, "--limit", "0.5")
-    assert ended.returncode == 1
-    assert "verify: what was stored holds, but the run failed" in ended.stdout
-    last = ended.stdout.splitlines()[-1]
+def test_a_run_that_had_no_time_to_train_has_failed(demo: Callable[..., Ended]) -> None:
+    ended = demo("--limit", "0.5")
+    assert ended.code == 1
+    assert "verify: what was stored holds, but the run failed" in ended.out
+    last = ended.out.splitlines()[-1]
     assert last.startswith("failed: nothing was trained in ")
     assert last.endswith("cut short by --limit 0.5 at step 0: run the same command again to go on")

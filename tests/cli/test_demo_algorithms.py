@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import anyio
 import pytest
 
 from tests.cli.calling import Cli
+from tests.crash.forking import fork_children
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.demo_run import expert_of, teacher_of
 from trinity_buffer.cli.run_backends import first_policy
@@ -91,30 +89,23 @@ LITTLE = {
 }
 
 
-def killed_on_its_way(*words: object) -> str:
-    """Return what a demo says whose trainer is killed between its third checkpoint and commit."""
-    done = subprocess.run(
-        [sys.executable, "-m", "trinity_buffer", "demo", *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {VARIABLE: "after-checkpoint:3"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     "chosen",
     [*(f"--algorithm {name}" for name in ONE_OF_A_FAMILY), "--set loss.name=topr"],
 )
-def test_a_demo_survives_a_kill_and_replays(cli: Cli, chosen: str, tmp_path: Path) -> None:
+def test_a_demo_survives_a_kill_and_replays(
+    cli: Cli, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer is killed between its third checkpoint and commit."""
+    fork_children(monkeypatch)
+    monkeypatch.setenv(VARIABLE, "after-checkpoint:3")
     store = ("--store", tmp_path / "run.db")
     little = [word for key, value in LITTLE.items() for word in ("--set", f"{key}={value}")]
-    said = killed_on_its_way("--name", "run", *chosen.split(), *store, *little, "--limit", 900)
-    assert said.splitlines()[-1] == "lost 0, duplicated 0"
-    assert "4 gradient steps" in said
+    ended = cli("demo", "--name", "run", *chosen.split(), *store, *little, "--limit", 900)
+    assert ended.code == 0, ended
+    assert ended.out.splitlines()[-1] == "lost 0, duplicated 0"
+    assert "4 gradient steps" in ended.out
     assert "resumes after step 2" in (tmp_path / "run.logs" / "trainer.log").read_text()
     replayed = cli("replay", *store, "--experiment", "run", "--json")
     assert [line["identical"] for line in replayed.json] == [True], replayed

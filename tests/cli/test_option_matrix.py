@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pysqlite3 import dbapi2
 
 from tests.cli.calling import Cli
+from tests.crash.forking import fork_children
 from trinity_buffer.algorithm import (
     ADD_STRATEGY,
     ADVANTAGE_FN,
@@ -339,6 +340,7 @@ def test_every_option_of_the_demo(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    fork_children(monkeypatch)
     small = {key: value for key, value in SMALL.items() if key not in words.replace("--", "task.")}
     limit = () if "--limit" in words else ("--limit", "300")
     ended = cli("demo", *words_of(small), *limit, *words.split())

@@ -5,13 +5,19 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import IO, Any
+
+import pytest
 
 from trinity_buffer import faultpoints
+from trinity_buffer.cli import supervisor
 
 CONTEXT = multiprocessing.get_context("forkserver")
 IMPORTED = (
@@ -19,6 +25,7 @@ IMPORTED = (
     "torch._dynamo",  # two seconds, which the first optimizer of a process would take
     "tests.crash.roles",
     "tests.torture.roles",
+    "trinity_buffer.cli.roles",
     # what the package imports only when it is needed
     "trinity_buffer.pipeline.write.writer",
     "trinity_buffer.pipeline.load.experiences",
@@ -80,6 +87,66 @@ def said_by(
         f"{process.exitcode}: {log.read_text() if log.exists() else ''}"
         for process, log in zip(processes, logs, strict=True)
     ]
+
+
+def as_module(module: str, *arguments: str) -> None:
+    """Do what ``python -m module arguments`` does, for `said_by`."""
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class ForkedChild:
+    """In place of the `subprocess.Popen` of a supervisor: ``python -m module words``, forked."""
+
+    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: dict[str, str], **_: Any):
+        interpreter, option, *words = command
+        assert (interpreter, option) == (sys.executable, "-m")
+        log = str(Path(f"/proc/self/fd/{stdout.fileno()}").readlink())
+        given = (log, env, str(Path.cwd()), words)
+        self._process = CONTEXT.Process(target=_as_child, args=given, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a forked child", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def fork_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the supervisor of a demo fork its processes: each saves two seconds of imports."""
+    monkeypatch.setattr(supervisor, "subprocess", _WithForks)
+
+
+class _WithForks:
+    Popen = ForkedChild
+    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
+
+
+def _as_child(log: str, environment: dict[str, str], folder: str, words: list[str]) -> None:
+    environment.pop(supervisor.ENDS_WITH_PARENT, None)  # the parent is the server
+    become(log, environment.get(faultpoints.VARIABLE))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    as_module(*words)
 
 
 def _live(log: str, crash_at: str | None, main: Callable[..., None], *given: str) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.crash.forking import fork_children
+from tests.doors.workshop import call
 from trinity_buffer.demo.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +20,6 @@ EXAMPLE, OWN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 ASKED = re.findall(
     r"`trinity-buffer ([^`]*)`", "".join(re.findall(r"\n\| wh.*|\n\| did.*", README))
 )
-COMMAND = Path(sys.executable).with_name("trinity-buffer")
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
@@ -88,19 +89,32 @@ def test_the_program_is_killed_goes_on_and_replays_to_the_same_bits(tmp_path: Pa
     assert files_of(tmp_path / "checkpoints") == files_of(tmp_path / "replayed")
 
 
-@pytest.mark.long
-def test_the_questions_are_answered_by_the_demo(tmp_path: Path) -> None:
-    def told(*command: str) -> str:
-        given = [str(COMMAND), *command]
-        return subprocess.run(
-            given, cwd=tmp_path, capture_output=True, text=True, check=True
-        ).stdout
+SMALL_DEMO = (
+    "--set max_steps=41 --set evaluation.target_accuracy=null --set evaluation.problems=8 "
+    "--set groups_per_step=4 --set groups_per_batch=1 --set rollouts_per_group=4 "
+    "--set model.width=8 --set model.layers=1 --set model.heads=1"
+)
+"""As many steps and events as the questions speak of, in a few seconds."""
 
-    told("demo", "--set", "max_steps=41", "--set", "evaluation.target_accuracy=null")
+
+@pytest.mark.long
+def test_the_questions_are_answered_by_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRINITY_BUFFER_STORE", raising=False)
+    fork_children(monkeypatch)
+
+    def told(command: str) -> str:
+        code, said = call(f"trinity-buffer {command}")
+        assert code == 0, said
+        return said
+
+    told(f"demo {SMALL_DEMO}")
     answers = {}
-    uid = json.loads(told("groups", "--limit", "1", "--json"))["runs"][0]["uid"]
+    uid = json.loads(told("groups --limit 1 --json"))["runs"][0]["uid"]
     for command in ASKED:
-        answers[command.split()[0]] = told(*command.replace("UID", uid).split())
+        answers[command.split()[0]] = told(command.replace("UID", uid))
     assert list(answers) == [
         *("blame", "groups", "why", "staleness", "reannotate", "diff", "doctor", "stats"),
     ]
