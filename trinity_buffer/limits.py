@@ -57,7 +57,7 @@ class Sizes:
         segments_per_audit, bytes_per_audit: segments that `verify` reads at once.
         rows_per_span: rows of a projection that are compared at once.
         rows_per_file: rows that `compact` looks at together; their segments go into one file.
-        bytes_per_file: of segments in such a file; two files are in memory at once.
+        bytes_per_file: of segments in such a file, which is in memory as a whole.
         segments_per_page: that `compact` and `restore` ask for at once.
         bytes_per_row_group: of such a file; who wants a few segments reads only their row groups.
         wal_pages_per_checkpoint: pages of SQLite's log that are worth a checkpoint: 32 MB, an

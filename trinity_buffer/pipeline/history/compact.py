@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -24,20 +25,19 @@ from trinity_buffer.pipeline.archive import (
     require_pyarrow,
     write_archive,
 )
-from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.segments import blobs_of
-from trinity_buffer.pipeline.verify.projections import Progress, no_progress
+from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
 from trinity_buffer.store import log, retention, segments
-from trinity_buffer.store.log import NewEvent, StoredEvent
+from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.retention import Held, Need
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
 from trinity_buffer.store.transaction import SegmentParts, Transaction, lock_experiment
 
-FILES_AT_ONCE = 2
-"""While one is compressed the next is read and encoded."""
+Recorded = tuple[int, ExperiencesRecorded]
+"""A position, and the event there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,88 +105,61 @@ class _Compaction:
         self._progress = progress
         self._segments = self._bytes = self._damaged = 0
         self._files: list[str] = []
-        self._free = anyio.Semaphore(FILES_AT_ONCE)
 
     async def run(self, keep_steps: int) -> CompactionReport:
         """Look at one page of segments after the other."""
         key, read = self._experiment.key, self._database.read
         needs = await read(retention.needs_of, key, keep_steps=keep_steps)
         head = await read(log.head, key)
-        after = -1
-        async with task_group() as files:
-            while held := await read(
-                retention.held_segments, key, after=after, limit=sizes().segments_per_page
-            ):
-                for some in _unbroken(held):
-                    done = await self._done_with(some, needs)
-                    if not done:
-                        self._progress("compact", position_of(some[-1].last), head)
-                    for facts in done:
-                        places = await self._room_for(facts)
-                        files.start_soon(self._let_go, facts, head, places)
-                after = held[-1].last
+        after, limit = -1, sizes().segments_per_page
+        while held := await read(retention.held_segments, key, after=after, limit=limit):
+            for unbroken in _unbroken(held):
+                unneeded = await self._unneeded(unbroken, needs)
+                for recorded in _by_size(unneeded):
+                    await self._remove(recorded)
+                    self._progress("compact", recorded[-1][0], head)
+                if not unneeded:
+                    self._progress("compact", position_of(unbroken[-1].last), head)
+            after = held[-1].last
         self._progress("compact", head, head)
         return CompactionReport(self._segments, self._bytes, tuple(self._files), self._damaged)
 
-    async def _done_with(
-        self, held: Sequence[Held], needs: Sequence[Need]
-    ) -> list[list[tuple[int, ExperiencesRecorded]]]:
-        """Return those of ``held`` that nobody needs any more, by the file that they go to."""
+    async def _unneeded(self, held: Sequence[Held], needs: Sequence[Need]) -> list[Recorded]:
+        """Return the events of those of ``held`` that no trainer needs any more."""
         key = self._experiment.key
-        done = await self._database.read(retention.finished, key, held, needs)
-        if not done:
-            return []
-        places = [position_of(one.first) for one in done]
-        stored = await self._database.read(log.read_at, key, places)
-        facts = await anyio.to_thread.run_sync(_facts, stored)
-        self._damaged += len(done) - len(facts)
-        return list(_by_size(facts))
+        finished = await self._database.read(retention.finished, key, held, needs)
+        positions = [position_of(one.first) for one in finished]
+        stored = await self._database.read(log.read_at, key, positions)
+        recorded = [
+            (placed.position, placed.fact)
+            for placed in await anyio.to_thread.run_sync(readable_events, stored)
+            if isinstance(placed.fact, ExperiencesRecorded)
+        ]
+        self._damaged += len(finished) - len(recorded)
+        return recorded
 
-    async def _room_for(self, facts: Sequence[tuple[int, ExperiencesRecorded]]) -> int:
-        """Wait for places and return how many; a segment larger than a file goes alone."""
-        places = FILES_AT_ONCE if _bytes_of(facts) > sizes().bytes_per_file else 1
-        for _ in range(places):
-            await self._free.acquire()
-        return places
-
-    async def _let_go(
-        self, facts: Sequence[tuple[int, ExperiencesRecorded]], head: int, places: int
-    ) -> None:
-        try:
-            if self._archive is None:
-                await self._forget([fact for _, fact in facts], None)
-            else:
-                await self._archive_some(self._archive, facts)
-            self._progress("compact", facts[-1][0], head)
-        finally:
-            for _ in range(places):
-                self._free.release()
-
-    async def _archive_some(
-        self, folder: Path, facts: Sequence[tuple[int, ExperiencesRecorded]]
-    ) -> None:
-        keys = [fact.segment for _, fact in facts]
-        parts = await self._database.read_session(lambda s: s.segments(keys, tuple(FAMILIES)))
-        name = self._experiment.name
-
-        def write() -> tuple[list[ExperiencesRecorded], ArchiveFile | None]:
-            positions, sound = _sound(facts, parts)
-            if not positions:
-                return [], None
-            wanted = {place: some for place, some in parts.items() if place[0] in positions}
-            return sound, write_archive(folder, name, positions, wanted)
-
-        # What is written is recorded, though the other file fails or somebody interrupts.
-        with anyio.CancelScope(shield=True):
-            sound, made = await anyio.to_thread.run_sync(write)
-            self._damaged += len(facts) - len(sound)
-            if made is not None:
-                self._files.append(made.path)
-                await self._forget(sound, made)
-
-    async def _forget(self, facts: Sequence[ExperiencesRecorded], made: ArchiveFile | None) -> None:
+    async def _remove(self, recorded: Sequence[Recorded]) -> None:
+        """Write segments to an archive, if there is to be one, and delete them."""
+        facts = [fact for _, fact in recorded]
+        if self._archive is None:
+            await self._record(facts, None)
+            return
         keys = [fact.segment for fact in facts]
-        path, digest = made or (None, None)
+        parts = await self._database.read_session(lambda s: s.segments(keys, tuple(FAMILIES)))
+        write = partial(_write, self._archive, self._experiment.name, recorded, parts)
+        # A file that is written is recorded too, though somebody interrupts meanwhile.
+        with anyio.CancelScope(shield=True):
+            sound, archive = await anyio.to_thread.run_sync(write)
+            self._damaged += len(facts) - len(sound)
+            if archive is not None:
+                self._files.append(archive.path)
+                await self._record(sound, archive)
+
+    async def _record(
+        self, facts: Sequence[ExperiencesRecorded], archive: ArchiveFile | None
+    ) -> None:
+        keys = [fact.segment for fact in facts]
+        path, digest = archive or (None, None)
         event = new_event(SegmentsArchived(segments=keys, uri=path, digest=digest))
         reached("before-compact")
         await self._database.write(self._delete, keys, event)
@@ -206,61 +179,43 @@ class _Compaction:
 
 def _unbroken(held: Sequence[Held]) -> Iterator[list[Held]]:
     """Yield stretches of segments between which none is archived, of so many rows at most."""
-    some: list[Held] = []
+    run: list[Held] = []
     rows = 0
-    for one in held:
-        follows = some and one.ordinal == some[-1].ordinal + 1
-        rows += one.last - one.first + 1
-        if some and (not follows or rows > sizes().rows_per_file):
-            yield some
-            some, rows = [], one.last - one.first + 1
-        some.append(one)
-    if some:
-        yield some
+    for segment in held:
+        follows = run and segment.ordinal == run[-1].ordinal + 1
+        rows += segment.last - segment.first + 1
+        if run and (not follows or rows > sizes().rows_per_file):
+            yield run
+            run, rows = [], segment.last - segment.first + 1
+        run.append(segment)
+    if run:
+        yield run
 
 
-def _facts(stored: Sequence[StoredEvent]) -> list[tuple[int, ExperiencesRecorded]]:
-    """Return (position, fact) of events, without those that cannot be read."""
-    found = []
-    for event in stored:
-        try:
-            fact = codec.decode_fact(event.kind, event.body)
-        except CodecError:
-            continue
-        if isinstance(fact, ExperiencesRecorded):
-            found.append((event.position, fact))
-    return found
-
-
-def _bytes_of(facts: Sequence[tuple[int, ExperiencesRecorded]]) -> int:
-    return sum(sum(fact.families.values()) for _, fact in facts)
-
-
-def _by_size(
-    facts: Sequence[tuple[int, ExperiencesRecorded]],
-) -> Iterator[list[tuple[int, ExperiencesRecorded]]]:
-    some: list[tuple[int, ExperiencesRecorded]] = []
+def _by_size(recorded: Sequence[Recorded]) -> Iterator[list[Recorded]]:
+    """Yield what goes into one file; a segment that is larger than a file goes alone."""
+    group: list[Recorded] = []
     size = 0
-    for position, fact in facts:
+    for position, fact in recorded:
         size += sum(fact.families.values())
-        if some and size > sizes().bytes_per_file:
-            yield some
-            some, size = [], sum(fact.families.values())
-        some.append((position, fact))
-    if some:
-        yield some
+        if group and size > sizes().bytes_per_file:
+            yield group
+            group, size = [], sum(fact.families.values())
+        group.append((position, fact))
+    if group:
+        yield group
 
 
-def _sound(
-    facts: Sequence[tuple[int, ExperiencesRecorded]], parts: SegmentParts
-) -> tuple[dict[bytes, int], list[ExperiencesRecorded]]:
-    """Return the segments that are not damaged, with their positions, and their events."""
-    positions, sound = {}, []
-    for position, fact in facts:
-        if _is_sound(fact, parts):
-            positions[fact.segment] = position
-            sound.append(fact)
-    return positions, sound
+def _write(
+    folder: Path, experiment: str, recorded: Sequence[Recorded], parts: SegmentParts
+) -> tuple[list[ExperiencesRecorded], ArchiveFile | None]:
+    """Write the segments that are sound; return their events, and the file if there is one."""
+    sound = {fact.segment: place for place, fact in recorded if _is_sound(fact, parts)}
+    if not sound:
+        return [], None
+    wanted = {place: some for place, some in parts.items() if place[0] in sound}
+    archive = write_archive(folder, experiment, sound, wanted)
+    return [fact for _, fact in recorded if fact.segment in sound], archive
 
 
 def _is_sound(fact: ExperiencesRecorded, parts: SegmentParts) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
 
 import anyio.to_thread
 
@@ -20,7 +18,7 @@ from trinity_buffer.events import (
     StepDealt,
     kinds_of,
 )
-from trinity_buffer.pipeline.background import made_ahead, running, task_group
+from trinity_buffer.pipeline.background import made_ahead, task_group
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.verify.evidence import (
     Evidence,
@@ -88,14 +86,11 @@ async def verify(
     return await run.report(consumer, begin)
 
 
-T = TypeVar("T")
-Counts: TypeAlias = counts.StrategyCounts | counts.TrainerCounts
-
-
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What the projections said in one transaction."""
+    """What the projections said in one transaction, and the head of the log then."""
 
+    head: int
     rows: dict[str, int]
     numbers: counters.Numbers
     strategies: tuple[counts.StrategyCounts, ...]
@@ -103,8 +98,18 @@ class _Snapshot:
     plans: counts.PlanCounts
 
 
-async def _next_of(found: AsyncIterator[T]) -> T | None:
-    return await anext(found, None)
+def _snapshot(tx: Transaction, experiment: int) -> _Snapshot:
+    consumers = writer_queries.consumers(tx, experiment).values()
+    strategies = [row for row in consumers if row.kind == "strategy"]
+    trainers = [row for row in consumers if row.kind == "trainer"]
+    return _Snapshot(
+        log.head(tx, experiment),
+        refold.counts(tx, experiment),
+        counters.numbers_of(tx, experiment),
+        tuple(counts.recount_strategy(tx, experiment, row) for row in strategies),
+        tuple(counts.recount_trainer(tx, experiment, row) for row in trainers),
+        counts.recount_plans(tx, experiment),
+    )
 
 
 class _Verification:
@@ -125,17 +130,13 @@ class _Verification:
         self._problems: list[Problem] = []
         self._segments = 0
         self._in_segments: list[tuple[bytes, Problem]] = []
-        self._head = 0
-        self._counting, self._counted = anyio.Event(), anyio.Event()
-        self._seen: _Snapshot
+        self._live: _Snapshot
 
     async def look(self) -> None:
         """Read the log and compare everything with it."""
         with nullcontext() if self._quick else scratch_for(self._database, self._key) as scratch:
-            async with running(self._count):
-                await self._counting.wait()
-                await self._read_log(scratch)
-                await self._counted.wait()
+            self._live = await self._database.read(_snapshot, self._key)
+            await self._read_log(scratch)
             await anyio.to_thread.run_sync(self._audit.finish)
             self._problems += self._audit.problems
             await self._compare_projections(scratch)
@@ -146,49 +147,16 @@ class _Verification:
         self._problems += await found
 
     async def _read_log(self, scratch: Scratch | None) -> None:
-        """Take in the log; a page is read while the one before is looked at."""
-        log_pages = pages(self._database, self._key, after=0, up_to=self._head)
-        async with (
-            aclosing(log_pages),
-            made_ahead(partial(_next_of, log_pages)) as read,
-        ):
-            async for page in read:
+        """Audit and fold the log; a page is read while the one before is worked on."""
+        log_pages = pages(self._database, self._key, after=0, up_to=self._live.head)
+
+        async def next_page() -> list[StoredEvent] | None:
+            return await anext(log_pages, None)
+
+        async with aclosing(log_pages), made_ahead(next_page) as ahead:
+            async for page in ahead:
                 await self._take(page, scratch)
-                self._progress("log", page[-1].position, self._head)
-
-    async def _count(self) -> None:
-        """See the projections in one state, and count in them beside those who read the log."""
-        loop = asyncio.get_running_loop()
-
-        def begin_at(head: int) -> None:
-            loop.call_soon_threadsafe(self._begin_at, head)
-
-        self._seen = await self._database.read(self._snapshot, begin_at)
-        self._counted.set()
-
-    def _begin_at(self, head: int) -> None:
-        self._head = head
-        self._counting.set()
-
-    def _snapshot(self, tx: Transaction, begin_at: Callable[[int], None]) -> _Snapshot:
-        """Return what the projections say; before that, tell up to where the log is to be read."""
-        begin_at(log.head(tx, self._key))
-        consumers = writer_queries.consumers(tx, self._key).values()
-        return _Snapshot(
-            refold.counts(tx, self._key),
-            counters.numbers_of(tx, self._key),
-            tuple(
-                counts.recount_strategy(tx, self._key, row)
-                for row in consumers
-                if row.kind == "strategy"
-            ),
-            tuple(
-                counts.recount_trainer(tx, self._key, row)
-                for row in consumers
-                if row.kind == "trainer"
-            ),
-            counts.recount_plans(tx, self._key),
-        )
+                self._progress("log", page[-1].position, self._live.head)
 
     async def _take(self, page: Sequence[StoredEvent], scratch: Scratch | None) -> None:
         await self._recall(page)
@@ -243,11 +211,11 @@ class _Verification:
     def _miscounted(self) -> list[Problem]:
         """Return which tables have another number of rows, and which counters say another."""
         problems = [
-            Problem("projections", table, f"it has {self._seen.rows[table]} rows, the log says {n}")
+            Problem("projections", table, f"it has {self._live.rows[table]} rows, the log says {n}")
             for table, n in self._audit.rows().items()
-            if self._seen.rows[table] != n
+            if self._live.rows[table] != n
         ]
-        live, audited = self._seen.numbers, self._audit.numbers()
+        live, audited = self._live.numbers, self._audit.numbers()
         problems += [
             Problem("projections", "counter", f"{key} is {live[key]}, the log says {audited[key]}")
             for key in sorted(live.keys() & audited.keys())
@@ -256,12 +224,13 @@ class _Verification:
         return problems
 
     def _add_up(self) -> None:
-        everything: list[Counts] = [*self._seen.strategies, *self._seen.trainers]
+        everything: list[counts.StrategyCounts | counts.TrainerCounts]
+        everything = [*self._live.strategies, *self._live.trainers]
         for terms in everything:
             if not terms.holds:
                 what = f"the terms do not add up: {terms}"
                 self._problems.append(Problem("conservation", terms.consumer, what))
-        plans, stored = self._seen.plans, self._audit.stored_runs()
+        plans, stored = self._live.plans, self._audit.stored_runs()
         if plans.stored != stored:
             what = f"{plans.stored} planned runs are stored, by the log {stored}"
             self._problems.append(Problem("conservation", "plan", what))
@@ -273,7 +242,7 @@ class _Verification:
             later = await self._database.read(
                 log.read_after,
                 self._key,
-                self._head,
+                self._live.head,
                 limit=1 << 31,
                 kinds=kinds_of(SegmentsArchived),
             )
@@ -323,9 +292,9 @@ class _Verification:
             lost_items=lost,
             duplicated_items=(*duplicated, *sorted(trained_twice)),
             problems=tuple(self._problems),
-            strategies=self._seen.strategies,
-            trainers=self._seen.trainers,
-            plans=self._seen.plans,
+            strategies=self._live.strategies,
+            trainers=self._live.trainers,
+            plans=self._live.plans,
             seconds=time.perf_counter() - begin,
         )
 
