@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from shlex import quote
-from typing import Any
 
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.coordination.diagnosis import Lack, Surroundings, counted, lacks_of
 from trinity_buffer.pipeline.coordination.presence import is_unheard, own_wait_of, place_of
 from trinity_buffer.pipeline.coordination.stall import is_at_work
+from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.write.planning import (
@@ -94,12 +93,10 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
     keys = {entry.name + TURNS: entry.key for entry in opened}
     asked = opened if experiment is None else [await store.experiment(experiment)]
     for entry in asked:
-        look = _Look(
-            entry.name, entry.key, is_expert=entry.name in experts, recorded=keys.get(entry.name)
-        )
-        people, stuck_here = await database.read(look)
-        here += people
-        stuck += stuck_here
+        recorded, is_expert = keys.get(entry.name), entry.name in experts
+        seen = await database.read(_Look, entry, recorded, is_expert=is_expert)
+        here += seen.here
+        stuck += seen.stuck
     return Examination(store.url, tuple(here), tuple(stuck))
 
 
@@ -109,87 +106,87 @@ class _Look:
     What a recorder's turns become is in the experiment ``recorded``.
     """
 
-    def __init__(self, name: str, key: int, *, is_expert: bool, recorded: int | None) -> None:
-        self._name = name
-        self._key = key
-        self._is_expert = is_expert
-        self._recorded = recorded
-        self._trainer: str | None = None  # that the command would start
-
-    def __call__(self, tx: Transaction) -> tuple[list[Here], list[Stuck]]:
-        around = Surroundings.of(tx, self._key)
-        here = [
+    def __init__(
+        self, tx: Transaction, entry: Experiment, recorded: int | None, *, is_expert: bool
+    ) -> None:
+        self._tx, self._name, self._key = tx, entry.name, entry.key
+        self._around = around = Surroundings.of(tx, self._key)
+        self.here = [
             Here(self._name, row.role, row.name, place_of(row), row.waiting_for)
             for row in around.here
         ]
-        config = writer_queries.config_of(tx, self._recorded or self._key)
-        if config is None or config[1] or self._is_expert:
-            return here, []  # what is finished waits for nothing, and an expert's for a run
-        self._trainer = config[0].get("trainer", "trainer")
-        kinds = ("strategy", "trainer")
-        strategies, trainers = (
-            [row for row in around.consumers.values() if row.kind == kind] for kind in kinds
-        )
+        self.stuck: list[Stuck] = []
+        config = writer_queries.config_of(tx, recorded or self._key)
+        if config is None or config[1] or is_expert:
+            return  # what is finished waits for nothing, and an expert's for a run
+        rules = Admission.of(config[0])
+        consumers = around.consumers.values()
+        strategies = [row for row in consumers if row.kind == "strategy"]
+        trainers = [row for row in consumers if row.kind == "trainer"]
         wanted = {str(row.config.get("strategy")) for row in trainers}
-        stuck = [
-            *self._of_explorers(tx, around, [row for row in strategies if row.name in wanted]),
-            *self._of_unread(tx, strategies),
-            *(
-                finding
-                for row in strategies
-                if row.name in wanted or not trainers
-                for finding in self._of_strategy(tx, around, row)
-            ),
-            *(finding for row in trainers for finding in self._of_trainer(tx, around, row)),
-            *self._of_unpublished(tx, config[0]),
-            *self._of_cycles(tx, around, config[0]),
-            *self._of_waiting(around),
-            *self._of_unheard(tx, around),
-        ]
-        return here, stuck
+        read = [row for row in strategies if row.name in wanted]
+        self._of_explorers(read)
+        if recorded is not None:
+            self._of_rollouts(recorded)
+        elif not strategies:
+            self._of_unread()
+        for row in read if trainers else strategies:
+            self._of_strategy(row)
+        for row in trainers:
+            self._of_trainer(row, is_configured=row.name == rules.trainer)
+        self._of_unpublished(rules)
+        self._of_cycles(rules)
+        self._of_processes()
 
-    def _since(self, tx: Transaction, position: int | None) -> float | None:
-        if not position:
-            return None
-        at = log.recorded_at(tx, self._key, [position]).get(position)
-        return None if at is None else at / 1e6
+    def _add(
+        self, what: str, remedy: str, *, at: int | None = None, since: float | None = None
+    ) -> None:
+        """Add what is stuck since the event ``at``, or since a time."""
+        if at:
+            us = log.recorded_at(self._tx, self._key, [at]).get(at)
+            since = None if us is None else us / 1e6
+        self.stuck.append(Stuck(self._name, what, since, remedy))
 
-    def _of_explorers(
-        self, tx: Transaction, around: Surroundings, strategies: list[ConsumerRow]
-    ) -> Iterator[Stuck]:
+    def _of_explorers(self, strategies: list[ConsumerRow]) -> None:
         lacks: dict[str, Lack] = {}
         for strategy in [*strategies, None]:
-            lacks |= {lack.batch: lack for lack in lacks_of(tx, self._key, strategy)}
+            lacks |= {lack.batch: lack for lack in lacks_of(self._tx, self._key, strategy)}
         for lack in lacks.values():
-            if around.who("explorer", lack.actor or None) is not None:
+            if self._around.who("explorer", lack.actor or None) is not None:
                 continue
-            since = self._since(tx, lack.planned_at)
-            yield Stuck(self._name, lack.told(), since, _remedy_of(lack))
-
-    def _of_unread(self, tx: Transaction, strategies: list[ConsumerRow]) -> Iterator[Stuck]:
-        if self._recorded is not None:
-            number, first = counts.unrewarded(tx, self._key, self._recorded)
-            if number:
-                name = self._name.removesuffix(TURNS)
-                what = f"{counted(number, 'rollout')} of {name!r} without a reward"
-                yield Stuck(self._name, what, self._since(tx, first), REWARD)
-            return
-        if strategies:
-            return
-        number, first = counts.unseen(tx, self._key, None)
-        if number:
-            what = f"{counted(number, 'experience')} recorded, and no annotation set"
             remedy = (
-                "run a strategy (`trinity-buffer annotate`), or train on what was recorded "
-                "(strategy=None)"
+                "plan the batch, seal it, or run its strategy with rollouts_per_group= or "
+                "deadline_s="
             )
-            yield Stuck(self._name, what, self._since(tx, first), remedy)
+            if lack.actor:
+                remedy = (
+                    f"start explorer {lack.actor!r} again, or another one with --take-over, which "
+                    "generates what is missing; or seal the batch as it is "
+                    f"(`trinity-buffer seal {quote(lack.batch)}`)"
+                )
+            self._add(lack.told(), remedy, at=lack.planned_at)
 
-    def _of_strategy(
-        self, tx: Transaction, around: Surroundings, row: ConsumerRow
-    ) -> Iterator[Stuck]:
-        number, first = counts.unseen(tx, self._key, row)
-        if not number or around.who("strategy", row.name) is not None:
+    def _of_rollouts(self, recorded: int) -> None:
+        number, first = counts.unrewarded(self._tx, self._key, recorded)
+        if number:
+            name = self._name.removesuffix(TURNS)
+            self._add(
+                f"{counted(number, 'rollout')} of {name!r} without a reward", REWARD, at=first
+            )
+
+    def _of_unread(self) -> None:
+        number, first = counts.unseen(self._tx, self._key, None)
+        if number:
+            self._add(
+                f"{counted(number, 'experience')} recorded, and no annotation set",
+                "run a strategy (`trinity-buffer annotate`), or train on what was recorded "
+                "(strategy=None)",
+                at=first,
+            )
+
+    def _of_strategy(self, row: ConsumerRow) -> None:
+        number, first = counts.unseen(self._tx, self._key, row)
+        if not number or self._around.who("strategy", row.name) is not None:
             return
         if row.name == "recorded":
             remedy = "start its trainer again, which makes the groups of what was recorded"
@@ -199,49 +196,37 @@ class _Look:
                 f"run_strategy(name={row.name!r})"
             )
         seen = f"{counted(number, 'experience')} unseen"
-        what = f"no process annotates set {row.name!r}: {seen}"
-        yield Stuck(self._name, what, self._since(tx, first), remedy)
+        self._add(f"no process annotates set {row.name!r}: {seen}", remedy, at=first)
 
-    def _of_trainer(
-        self, tx: Transaction, around: Surroundings, row: ConsumerRow
-    ) -> Iterator[Stuck]:
-        if around.who("trainer", row.name) is not None:
+    def _of_trainer(self, row: ConsumerRow, *, is_configured: bool) -> None:
+        tx, key = self._tx, self._key
+        if self._around.who("trainer", row.name) is not None:
             return
-        named = "" if row.name == self._trainer else " --set " + quote(f"trainer={row.name}")
+        named = "" if is_configured else " --set " + quote(f"trainer={row.name}")
         again = f"start trainer {row.name!r} again (`trinity-buffer train --follow{named}`)"
-        leased = counts.first_uncommitted(tx, self._key, row)
+        missing = f"no process trains as {row.name!r}"
+        leased = counts.first_uncommitted(tx, key, row)
         if leased is not None:
             steps = counted(row.leased_step - row.committed_step, "step")
-            what = (
-                f"no process trains as {row.name!r}: {steps} handed out and not committed, from "
-                f"step {row.committed_step + 1} on"
-            )
-            yield Stuck(
-                self._name, what, self._since(tx, leased), f"{again}: it is served them first"
-            )
-        numbers = counters.numbers_of(tx, self._key)
-        terms, _, _ = counts.of_trainer(tx, self._key, row, numbers)
+            first = row.committed_step + 1
+            what = f"{missing}: {steps} handed out and not committed, from step {first} on"
+            self._add(what, f"{again}: it is served them first", at=leased)
+        terms, _, _ = counts.of_trainer(tx, key, row, counters.numbers_of(tx, key))
         if terms.ready:
-            reader = Reader(self._key, row.name, "", row.name)
-            start = trainer_queries.first_undelivered(tx, reader)
-            first = counts.first_row(tx, self._key, terms.annotation_set, start)
-            since = self._since(tx, first)
+            start = trainer_queries.first_undelivered(tx, Reader(key, row.name, "", row.name))
             rows = f"{counted(terms.ready, 'row')} of set {terms.annotation_set!r}"
-            yield Stuck(
-                self._name, f"no process trains as {row.name!r}: {rows} ready", since, again
-            )
+            at = counts.first_row(tx, key, terms.annotation_set, start)
+            self._add(f"{missing}: {rows} ready", again, at=at)
 
-    def _of_cycles(
-        self, tx: Transaction, around: Surroundings, config: dict[str, Any]
-    ) -> Iterator[Stuck]:
-        """Yield explorers, trainer and strategy if each is there, and waits for the next."""
-        rules = Admission.of(config)
+    def _of_cycles(self, rules: Admission) -> None:
+        """Add explorers, trainer and strategy if each is there, and waits for the next."""
+        around = self._around
         known, trainer = around.consumers.get(rules.trainer), around.who("trainer", rules.trainer)
         explorers = [row for row in around.here if row.role == "explorer" and row.waiting_for]
         if known is None or trainer is None or not (trainer.waiting_for and explorers):
             return
         strategy = around.who("strategy", str(known.config.get("strategy")))
-        if is_at_work(tx, self._key) or (strategy is not None and not strategy.waiting_for):
+        if is_at_work(self._tx, self._key) or (strategy is not None and not strategy.waiting_for):
             return
         circle = [explorers[0], trainer]
         steps, most = known.leased_step - known.committed_step, rules.most_uncommitted_steps
@@ -255,43 +240,39 @@ class _Look:
         elif strategy is not None:
             circle.append(strategy)
         names = [f"{row.role} {row.name!r}" for row in [*circle, circle[0]]]
-        since = self._since(tx, log.head(tx, self._key))
         what = f"{' waits for '.join(names)}: {'; '.join(map(own_wait_of, circle))}"
-        yield Stuck(self._name, what, since, remedy)
+        self._add(what, remedy, at=log.head(self._tx, self._key))
 
-    def _of_unpublished(self, tx: Transaction, config: dict[str, Any]) -> Iterator[Stuck]:
-        """Yield the trainer that commits steps and publishes no weights, if rollouts show that."""
-        rules = Admission.of(config)
-        backlog = trainer_queries.backlog(tx, self._key, rules.trainer)
-        version = writer_queries.newest_version(tx, self._key)
+    def _of_unpublished(self, rules: Admission) -> None:
+        """Add the trainer that commits steps and publishes no weights, if rollouts show that."""
+        tx, key = self._tx, self._key
+        backlog = trainer_queries.backlog(tx, key, rules.trainer)
+        version = writer_queries.newest_version(tx, key)
         if is_unpublished(rules, backlog) and version is not None and version <= backlog.published:
-            step = trainer_queries.step_at(tx, self._key, rules.trainer, backlog.published + 1)
-            since = self._since(tx, None if step is None else step.committed_at)
+            step = trainer_queries.step_at(tx, key, rules.trainer, backlog.published + 1)
             made = f"the newest rollout was made with version {version}"
-            yield Stuck(self._name, f"{unpublished(rules, backlog)}; {made}", since, PUBLISHING)
+            at = None if step is None else step.committed_at
+            self._add(f"{unpublished(rules, backlog)}; {made}", PUBLISHING, at=at)
 
-    def _of_waiting(self, around: Surroundings) -> Iterator[Stuck]:
-        """Yield the trainers that wait for a set that is not there."""
-        for row in around.here:
-            if row.role == "trainer" and row.name not in around.consumers and row.waiting_for:
+    def _of_processes(self) -> None:
+        """Add trainers that wait for a set that is not there, and what is paused or hangs."""
+        here, now = self._around.here, now_us()
+        for row in here:
+            is_unknown = row.role == "trainer" and row.name not in self._around.consumers
+            if is_unknown and row.waiting_for:
                 remedy = "annotate a set of this name, or start the trainer on one that is there"
-                yield Stuck(self._name, row.waiting_for, row.started_at / 1e6, remedy)
-
-    def _of_unheard(self, tx: Transaction, around: Surroundings) -> Iterator[Stuck]:
-        """Yield the processes that are there, and are paused or hang."""
-        now = now_us()
-        for row in around.here:
-            held = promises.holder(tx, self._key, row.name)
+                self._add(row.waiting_for, remedy, since=row.started_at / 1e6)
+        for row in here:
+            held = promises.holder(self._tx, self._key, row.name)
             expired = held is not None and held[2] < now and _is_its_lease(row, held[0])
             if is_unheard(row, lease_expired=expired):
+                age = f"{(now - row.last_seen) / 1e6:.0f} s"
                 place = f"pid {row.pid} on host {promises.name_of(row.host)}"
-                yield Stuck(
-                    self._name,
-                    f"{row.role} {row.name!r} has not been seen for "
-                    f"{(now - row.last_seen) / 1e6:.0f} s: {place}",
-                    row.last_seen / 1e6,
+                self._add(
+                    f"{row.role} {row.name!r} has not been seen for {age}: {place}",
                     f"it is paused, or hangs: look at it (`kill -CONT {row.pid}` lets a paused one "
                     "go on), or end it and start it again",
+                    since=row.last_seen / 1e6,
                 )
 
 
@@ -299,13 +280,3 @@ def _is_its_lease(row: PresenceRow, owner: str) -> bool:
     """Return whether a process may hold a lease of its name: of a strategy others stand by."""
     holds = owner.startswith(f"{row.host}:{row.pid}:")
     return row.role == "trainer" or (row.role == "strategy" and holds)
-
-
-def _remedy_of(lack: Lack) -> str:
-    if lack.actor:
-        return (
-            f"start explorer {lack.actor!r} again, or another one with --take-over, which "
-            "generates what is missing; or seal the batch as it is "
-            f"(`trinity-buffer seal {quote(lack.batch)}`)"
-        )
-    return "plan the batch, seal it, or run its strategy with rollouts_per_group= or deadline_s="

@@ -111,7 +111,8 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
         case ExperimentCreated():
             return ", ".join(f"{key}={value!r}" for key, value in fact.config.items())
         case ConfigurationChanged():
-            return _changed(fact)
+            pairs = fact.changes.items()
+            return ", ".join(f"{key}: {before!r} -> {after!r}" for key, (before, after) in pairs)
         case ExperimentFinished():
             return fact.reason
         case BatchPlanned():
@@ -129,7 +130,8 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
         case ExperiencesRejected():
             return f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"
         case BatchLeased():
-            return _leased(fact)
+            parts = f"{fact.num_groups} groups, {len(fact.microbatches)} micro-batches"
+            return f"step {fact.step} of {fact.consumer}: {len(fact.annotations)} rows, {parts}"
         case StepDealt():
             less = f", without {len(fact.dropped)} rows" if fact.dropped else ""
             return f"step {fact.step} of {fact.consumer} to {fact.world_size} ranks{less}"
@@ -151,24 +153,15 @@ def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per 
         case ChainStarted():
             return f"all before it has the head {fact.digest.hex()}"
         case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded() | UnknownEvent():
-            return _as_it_is(body_of(fact))
+            return ", ".join(f"{key}={_short(value)}" for key, value in body_of(fact).items())
         case _:
             assert_never(fact)
-
-
-def _as_it_is(body: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_short(value)}" for key, value in body.items())
 
 
 def _short(value: Any) -> str:
     if isinstance(value, bytes):
         return value.hex()[:12]
     return f"{len(value)} of them" if isinstance(value, list | dict) else str(value)
-
-
-def _changed(fact: ConfigurationChanged) -> str:
-    pairs = fact.changes.items()
-    return ", ".join(f"{key}: {before!r} -> {after!r}" for key, (before, after) in pairs)
 
 
 def _recorded(fact: ExperiencesRecorded) -> str:
@@ -191,11 +184,6 @@ def _shortened(keys: Sequence[object]) -> str:
 def _reasons(reasons: Iterable[str]) -> str:
     counted = Counter(reasons).items()
     return ", ".join(f"{count} {reason}" for reason, count in sorted(counted))
-
-
-def _leased(fact: BatchLeased) -> str:
-    parts = f"{fact.num_groups} groups, {len(fact.microbatches)} micro-batches"
-    return f"step {fact.step} of {fact.consumer}: {len(fact.annotations)} rows, {parts}"
 
 
 def _committed(fact: StepsCommitted) -> str:

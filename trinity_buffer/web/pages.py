@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from trinity_buffer.inspector import (
     Match,
     RunDifference,
     SetDifference,
-    StepLine,
     blame,
     compare_runs,
     event_lines,
@@ -45,6 +44,8 @@ from trinity_buffer.web.charts import histogram, lanes, step_bar
 from trinity_buffer.web.report import charts_of
 from trinity_buffer.web.request import GREATEST, Asked, Page, View, turned, whole
 
+T = TypeVar("T")
+
 PAGE = 50
 STEPS_OF_CHARTS = 200
 NEIGHBOURS = 30
@@ -53,8 +54,7 @@ NEIGHBOURS = 30
 
 async def steps_page(asked: Asked) -> Page:
     """Return gradient steps: curves, a bar that leads to each, and a row for each."""
-    source, after = asked.source, asked.whole("after")
-    lines = await _steps(source, asked, after, STEPS_OF_CHARTS)
+    after, lines = asked.whole("after"), await _of_trainer(asked, steps, STEPS_OF_CHARTS)
     shown = lines[:PAGE] if after is not None else lines[-PAGE:]
     return "steps.html", {
         "charts": charts_of(lines),
@@ -63,15 +63,19 @@ async def steps_page(asked: Asked) -> Page:
         "older": max(0, shown[0].step - 1 - PAGE) if shown and shown[0].step > 1 else None,
         "newer": shown[-1].step if shown and after is not None else None,
         "trainer": asked.text("trainer"),
-        "live": None if after is not None else await source.head(),
+        "live": None if after is not None else await asked.source.head(),
     }
 
 
-async def _steps(source: Source, asked: Asked, after: int | None, limit: int) -> list[StepLine]:
-    """Return steps; none if there is no trainer, unless one was named."""
+async def _of_trainer(
+    asked: Asked, question: Callable[..., Awaitable[list[T]]], limit: int
+) -> list[T]:
+    """Return what ``question`` says of the trainer; nothing if none was named and none is there."""
     trainer = asked.text("trainer")
     try:
-        return await steps(source, trainer=trainer, after=after, limit=limit)
+        return await question(
+            asked.source, trainer=trainer, after=asked.whole("after"), limit=limit
+        )
     except UnknownNameError:
         if trainer is not None:
             raise
@@ -120,13 +124,7 @@ def _chosen(asked: Asked, eaten: tuple[EatenRow, ...]) -> list[EatenRow]:
 
 async def staleness_page(asked: Asked) -> Page:
     """Return how old what was trained on was: a lane for each actor, and step by step."""
-    source, after, trainer = asked.source, asked.whole("after"), asked.text("trainer")
-    try:
-        ages = await staleness(source, trainer=trainer, after=after, limit=PAGE)
-    except UnknownNameError:
-        if trainer is not None:
-            raise
-        ages = []
+    after, ages = asked.whole("after"), await _of_trainer(asked, staleness, PAGE)
     first = ages[0].step if ages else 0
     return "staleness.html", {
         "rows": ages,
@@ -134,7 +132,7 @@ async def staleness_page(asked: Asked) -> Page:
         "actors": growth_by_actor(ages),
         "older": max(0, first - 1 - PAGE) if first > 1 else None,
         "newer": ages[-1].step if ages and after is not None else None,
-        "trainer": trainer,
+        "trainer": asked.text("trainer"),
     }
 
 
@@ -157,13 +155,17 @@ async def rollout_page(asked: Asked) -> Page:
     overlays = (*PLAIN_OVERLAYS, *(() if table is None else table.columns))
     wanted = asked.text("overlay") or ""
     overlay = wanted if wanted in overlays else "text"
+    rows: list[dict[str, Any]] = []
+    if table is not None:
+        texts = await token_texts(source, table.ids[start : start + TOKENS])
+        rows = token_rows(table, overlay, start, texts)
     return "rollout.html", {
         "found": rollout,
         "why": await why(source, rollout.uid),
         "texts": {name: value for name, value in rollout.objects.items() if value},
         "limit": TEXT,
         "table": table,
-        "rows": [] if table is None else await _page_of(source, table, overlay, start),
+        "rows": rows,
         "from": start,
         "next": start + TOKENS if table is not None and start + TOKENS < len(table.ids) else None,
         "page": TOKENS,
@@ -171,13 +173,6 @@ async def rollout_page(asked: Asked) -> Page:
         "overlays": overlays,
         "set": asked.text("set"),
     }
-
-
-async def _page_of(
-    source: Source, table: TokenTable, overlay: str, start: int
-) -> list[dict[str, Any]]:
-    shown = table.ids[start : start + TOKENS]
-    return token_rows(table, overlay, start, await token_texts(source, shown))
 
 
 def token_rows(
@@ -201,14 +196,13 @@ def token_rows(
             "mask": bool(table.mask[at]),
             "prompt": at < table.prompt_length,
             "shade": int(shades[at]),
-            "values": [_known(values[at]) for values in table.columns.values()],
+            "values": [
+                None if np.isnan(values[at]) else float(values[at])
+                for values in table.columns.values()
+            ],
         }
         for at in range(start, end)
     ]
-
-
-def _known(value: Any) -> float | None:
-    return None if np.isnan(value) else float(value)
 
 
 def _shades(table: TokenTable, overlay: str) -> Any:
@@ -235,6 +229,9 @@ async def diff_page(asked: Asked) -> Page:
     """Return how two annotation sets differ, as far as some seconds reach, or two runs."""
     source = asked.source
     consumers = await source.read(writer_queries.consumers, source.key)
+    others: list[str] = []
+    if source.position is None:  # as it was, a run is compared with nothing
+        others = [name for name in await asked.store.experiments() if name != asked.name]
     first, second, other = (asked.text(name) for name in ("first", "second", "run"))
     sets: SetDifference | None = None
     runs: RunDifference | None = None
@@ -247,7 +244,7 @@ async def diff_page(asked: Asked) -> Page:
         runs = await compare_runs(source, now(await asked.store.experiment(other)), limit=STEPS)
     return "diff.html", {
         "names": [row.name for row in consumers.values() if row.kind == "strategy"],
-        "others": [] if source.position is not None else await _others(asked),
+        "others": others,
         "asked": (first, second, other),
         "sets": sets,
         "runs": runs,
@@ -256,10 +253,6 @@ async def diff_page(asked: Asked) -> Page:
         "head": await source.head(),
         "longer": min(LONGEST_S, 4 * (asked.whole("seconds") or FIRST_S)),
     }
-
-
-async def _others(asked: Asked) -> list[str]:
-    return [name for name in await asked.store.experiments() if name != asked.name]
 
 
 async def _compared(
