@@ -27,9 +27,9 @@ from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.coordination.presence import this_host
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import promises
+from trinity_buffer.store import heartbeats, leases
 from trinity_buffer.store.database import open_database
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.tables import presence
 
 
@@ -144,7 +144,7 @@ def test_a_trainer_that_waits_for_a_set_is_stuck_since_it_began(cli: Cli, sqlite
                 *("trainer", "t", this_host(), os.getpid()),
                 *(began, now_us(), "trainer 't' waits: no set"),
             )
-            await experiment.database.write(promises.note_presence, experiment.key, row)
+            await experiment.database.write(heartbeats.record, experiment.key, row)
 
     anyio.run(write)
     assert stuck(cli, sqlite_url) == [
@@ -202,10 +202,10 @@ async def _silent(url: str, role: str, ago_s: int, *, lease_s: int | None, pid: 
     seen = now_us() - ago_s * 1_000_000
     async with opened(url) as experiment:
         row = PresenceRow(role, "p", this_host(), pid, now_us(), seen, None)
-        await experiment.database.write(promises.note_presence, experiment.key, row)
+        await experiment.database.write(heartbeats.record, experiment.key, row)
         if lease_s is not None:
             await experiment.database.write(
-                lambda tx: promises.acquire(
+                lambda tx: leases.acquire(
                     *(tx, experiment.key, "p"),
                     owner=f"{this_host()}:{pid}:0:x",
                     now_us=now_us(),

@@ -20,9 +20,9 @@ from trinity_buffer.pipeline.coordination.presence import this_host
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import promises, tables
+from trinity_buffer.store import heartbeats, tables
 from trinity_buffer.store.database import Database, open_for_migration
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ async def living(experiment: Experiment, actor: str) -> AsyncIterator[int]:
     async with await anyio.open_process([sys.executable, "-c", "input()"]) as process:
         now = now_us()
         row = PresenceRow("explorer", actor, this_host(), process.pid, now, now, None)
-        await experiment.database.write(promises.note_presence, experiment.key, row)
+        await experiment.database.write(heartbeats.record, experiment.key, row)
         yield process.pid
 
 

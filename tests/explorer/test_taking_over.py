@@ -16,8 +16,8 @@ from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experi
 from trinity_buffer.pipeline.coordination.presence import this_host
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import promises
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store import heartbeats
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.tables import presence
 
 WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
@@ -87,7 +87,7 @@ async def says(experiment: Experiment, name: str, pid: int, host: str) -> None:
     """Say that a process explores under this name."""
     now = now_us()
     row = PresenceRow("explorer", name, host, pid, now, now, None)
-    await experiment.database.write(promises.note_presence, experiment.key, row)
+    await experiment.database.write(heartbeats.record, experiment.key, row)
 
 
 @pytest.mark.parametrize("how", ["seals", "dies"])

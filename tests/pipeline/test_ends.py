@@ -17,8 +17,8 @@ from trinity_buffer.pipeline.coordination.presence import UNSEEN_S, this_host
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import promises
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store import heartbeats
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.tables import step
 
 
@@ -33,7 +33,7 @@ async def at_work(experiment: Experiment, silent_s: float = 0.0) -> AsyncIterato
     async with await anyio.open_process([sys.executable, "-c", "input()"]) as process:
         now = now_us() - int(silent_s * 1e6)
         row = PresenceRow("strategy", "grpo", this_host(), process.pid, now, now, None)
-        await experiment.database.write(promises.note_presence, experiment.key, row)
+        await experiment.database.write(heartbeats.record, experiment.key, row)
         yield process.pid
         process.kill()
 

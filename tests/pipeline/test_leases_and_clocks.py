@@ -17,7 +17,8 @@ from trinity_buffer.pipeline.coordination import lease
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.presence import has_ended
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store.promises import PresenceRow, place_of
+from trinity_buffer.store.heartbeats import PresenceRow
+from trinity_buffer.store.leases import place_of
 
 HOUR_US = 3_600_000_000
 HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
@@ -81,9 +82,9 @@ async def test_the_lease_of_a_dead_process_is_free_at_once(
 ) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})
-        dead = TrainerLease(store.database, experiment.key, "trainer", ttl_s=3600)
-        host, pid, _, rest = dead.owner.rsplit(":", 3)
-        dead.owner = f"{host}:{pid}:1:{rest}"  # a process of this id that started long ago
+        host, pid, _, rest = lease.owner_name().rsplit(":", 3)
+        owner = f"{host}:{pid}:1:{rest}"  # a process of this id that started long ago
+        dead = TrainerLease(store.database, experiment.key, "trainer", 3600, owner)
         await dead.acquire(wait=False)
         assert lease.is_dead(dead.owner)
         async with hold_lease(store.database, experiment.key, "trainer", wait=False) as held:

@@ -26,8 +26,8 @@ from trinity_buffer.pipeline.coordination.lease import is_dead, owner_name
 from trinity_buffer.pipeline.coordination.presence import has_ended, is_here, place_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import promises, tables
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store import leases, tables
+from trinity_buffer.store.heartbeats import PresenceRow
 
 LONG_AGO = 1
 
@@ -237,7 +237,7 @@ def test_a_host_is_shown_by_its_name_alone() -> None:
     name = socket.gethostname()
     assert presence.this_host().startswith(f"{name}#")
     assert place_of(seen_now(presence.this_host(), 7)).startswith(f"pid 7 on host {name}, seen")
-    assert promises.place_of(owner_name()) == f"pid {os.getpid()} on host {name}"
+    assert leases.place_of(owner_name()) == f"pid {os.getpid()} on host {name}"
 
 
 def test_who_was_stored_under_a_name_alone_is_of_the_machine_of_that_name() -> None:

@@ -18,8 +18,8 @@ from trinity_buffer.pipeline.coordination.presence import AT_WORK, this_host
 from trinity_buffer.pipeline.coordination.stall import Stall
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import promises
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store import heartbeats
+from trinity_buffer.store.heartbeats import PresenceRow
 
 AT_ONCE: dict[str, Any] = {"rollouts_per_group": 4, "max_staleness": 0, "stalled_after_s": 0.2}
 STALLED = r"nothing has moved for 0\.2 s \(stalled_after_s\): .*waits"
@@ -60,7 +60,7 @@ async def is_there(experiment: Experiment, role: str) -> None:
     changes, found = experiment.database.changes, False
     while not found:
         state = await changes.state()
-        rows = await experiment.database.read(promises.everybody, experiment.key)
+        rows = await experiment.database.read(heartbeats.processes, experiment.key)
         found = any(row.role == role for row in rows)
         if not found:
             await changes.changed(state, 0.1)  # a server sends no news of who is there
@@ -161,7 +161,7 @@ async def test_time_in_which_all_of_a_run_was_paused_is_no_stall(
         async def says(seconds_ago: float) -> None:
             at = now_us() - int(seconds_ago * 1e6)
             row = PresenceRow(AT_WORK, "explorer e0", this_host(), pid, at, at, None)
-            await experiment.database.write(promises.note_presence, experiment.key, row)
+            await experiment.database.write(heartbeats.record, experiment.key, row)
 
         async def look() -> float:
             return await stall.require_moving(told, 0)
@@ -203,7 +203,7 @@ async def test_who_says_that_it_works_is_heard_however_wrong_its_clock_is(
         for number in range(8):
             at = now_us() - 600_000_000 + number
             row = PresenceRow(AT_WORK, "explorer e0", "another", 1, at, at, None)
-            await experiment.database.write(promises.note_presence, experiment.key, row)
+            await experiment.database.write(heartbeats.record, experiment.key, row)
             past_s += await stall.require_moving(told, 0)
         with pytest.raises(RunStalledError):  # noqa: PT012 - it has ended
             for _ in range(8):

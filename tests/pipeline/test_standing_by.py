@@ -31,7 +31,8 @@ from trinity_buffer.pipeline.coordination.presence import is_paused, start_of, t
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.verify.verify import verify
-from trinity_buffer.store import promises, writer_queries
+from trinity_buffer.store import heartbeats, writer_queries
+from trinity_buffer.store import leases as store_leases
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import ReadSession, Transaction
 
@@ -54,7 +55,7 @@ def owner(start: str | None = None) -> str:
 
 async def held_by(experiment: Experiment, who: str, before: str | None = None) -> None:
     """Let ``who`` hold the lease of the strategy, which ``before`` held."""
-    take = partial(promises.acquire, owner=who, now_us=now_us(), ttl_us=60_000_000, dead=before)
+    take = partial(store_leases.acquire, owner=who, now_us=now_us(), ttl_us=60_000_000, dead=before)
     await experiment.database.write(take, experiment.key, NAME)
 
 
@@ -62,14 +63,14 @@ async def let_go(experiment: Experiment, who: str) -> None:
     """Let ``who`` give it back, and tell."""
 
     def give(tx: Transaction) -> None:
-        promises.let_go(tx, experiment.key, NAME, owner=who)
+        store_leases.release(tx, experiment.key, NAME, owner=who)
         tx.announce()
 
     await experiment.database.write(give)
 
 
 async def holder(experiment: Experiment) -> str:
-    held = await experiment.database.read(promises.holder, experiment.key, NAME)
+    held = await experiment.database.read(store_leases.holder, experiment.key, NAME)
     return "" if held is None else held[0]
 
 
@@ -89,7 +90,7 @@ async def is_decided_by(experiment: Experiment, pid: int) -> bool:
 
 async def stands_by(experiment: Experiment, pid: int, decider: int) -> bool:
     """Return whether process ``pid`` says that ``decider`` decides."""
-    here = await experiment.database.read(promises.everybody, experiment.key)
+    here = await experiment.database.read(heartbeats.processes, experiment.key)
     told = next((row.waiting_for for row in here if row.pid == pid), None)
     return f"strategy {NAME!r} stands by: pid {decider} on host" in (told or "")
 
@@ -344,10 +345,12 @@ async def test_a_lease_is_renewed_until_another_has_taken_it(store_url: str) -> 
     async with opened(store_url, lease_ttl_s=0.2) as experiment:
         lease = StrategyLease(experiment, NAME)
         assert await lease.ask()
-        first = await experiment.database.read(promises.holder, experiment.key, NAME)
+        first = await experiment.database.read(store_leases.holder, experiment.key, NAME)
 
         async def is_renewed() -> bool:
-            return await experiment.database.read(promises.holder, experiment.key, NAME) != first
+            return (
+                await experiment.database.read(store_leases.holder, experiment.key, NAME) != first
+            )
 
         async def is_lost() -> bool:
             return not lease.is_held

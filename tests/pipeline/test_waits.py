@@ -23,7 +23,7 @@ from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import promises, tables
+from trinity_buffer.store import leases, tables
 
 HERE = f"pid {os.getpid()} on host {socket.gethostname()}"
 
@@ -290,7 +290,7 @@ async def test_a_lease_that_was_left_an_hour_ago_is_not_said_to_be_fresh(
             "ttl_us": 30_000_000,
         }
         key = experiment.key
-        await experiment.database.write(lambda tx: promises.acquire(tx, key, "trainer", **left))
+        await experiment.database.write(lambda tx: leases.acquire(tx, key, "trainer", **left))
         async with spoken(caplog, lambda: train(other), "held by pid 1 on host far, renewed 36"):
             pass
 

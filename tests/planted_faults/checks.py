@@ -33,7 +33,7 @@ from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.verify.verify import verify
-from trinity_buffer.store import log, promises
+from trinity_buffer.store import leases, log
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.transaction import Transaction
 
@@ -138,10 +138,10 @@ class Superseded(GRPOAddStrategy):
 
 
 def _taken_and_let_go(tx: Transaction, key: int) -> None:
-    held = promises.holder(tx, key, "grpo")
+    held = leases.holder(tx, key, "grpo")
     assert held is not None
-    promises.acquire(tx, key, "grpo", owner="another", now_us=now_us(), ttl_us=1, dead=held[0])
-    promises.let_go(tx, key, "grpo", owner="another")
+    leases.acquire(tx, key, "grpo", owner="another", now_us=now_us(), ttl_us=1, dead=held[0])
+    leases.release(tx, key, "grpo", owner="another")
 
 
 async def who_lost_its_lease_commits_nothing(url: str, folder: Path) -> None:

@@ -28,8 +28,8 @@ from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.pipeline.write import batch, planning
 from trinity_buffer.store import (
     fold,
+    leases,
     log,
-    promises,
     segments,
     tables,
     trainer_queries,
@@ -84,7 +84,12 @@ def a_decision_does_not_ask_who_was_first(patch: Patch) -> None:
 
 def whoever_decided_commits(patch: Patch) -> None:
     """3: a process whose lease another took commits what it computed."""
-    patch.setattr(promises, "require_holder", lambda *_, **__: None)
+    usual = leases.require
+
+    def trusting(tx: Any, experiment: int, name: str, **held: Any) -> leases.Standing:
+        return usual(tx, experiment, name, token=held.get("token") or 1_000)
+
+    patch.setattr(leases, "require", trusting)
 
 
 def a_step_is_served_twice(patch: Patch) -> None:
@@ -215,26 +220,28 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
 
 def a_lease_does_not_fence(patch: Patch) -> None:
     """8: whoever has trained may commit, whoever took over meanwhile."""
-    usual = promises.require
+    usual = leases.require
 
-    def trusting(tx: Any, experiment: int, name: str, *, token: int) -> promises.Standing:
-        return usual(tx, experiment, name, token=token + 1_000)
+    def trusting(tx: Any, experiment: int, name: str, **held: Any) -> leases.Standing:
+        if held.get("token") is not None:
+            held["token"] += 1_000
+        return usual(tx, experiment, name, **held)
 
-    patch.setattr(promises, "require", trusting)
+    patch.setattr(leases, "require", trusting)
 
 
 def a_lease_is_a_timeout(patch: Patch) -> None:
     """8: what expired is lost, though nobody took it."""
-    usual = promises.require
+    usual = leases.require
 
-    def impatient(tx: Any, experiment: int, name: str, *, token: int) -> promises.Standing:
-        committed = usual(tx, experiment, name, token=token)
-        held = promises.holder(tx, experiment, name)
-        if held is None or held[2] < now_us():
+    def impatient(tx: Any, experiment: int, name: str, **held: Any) -> leases.Standing:
+        committed = usual(tx, experiment, name, **held)
+        row = leases.holder(tx, experiment, name)
+        if row is None or row[2] < now_us():
             raise LeaseLostError("expired")
         return committed
 
-    patch.setattr(promises, "require", impatient)
+    patch.setattr(leases, "require", impatient)
 
 
 def the_token_is_checked_without_a_lock(patch: Patch) -> None:
@@ -243,7 +250,7 @@ def the_token_is_checked_without_a_lock(patch: Patch) -> None:
     def unlocked(tx: Any, experiment: int) -> None:
         return
 
-    patch.setattr(promises, "lock_experiment", unlocked)
+    patch.setattr(leases, "lock_experiment", unlocked)
 
 
 def the_door_is_open(patch: Patch) -> None:

@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.verify.verify import verify
-from trinity_buffer.store import promises
+from trinity_buffer.store import leases
 from trinity_buffer.store.transaction import Transaction
 
 # 4 -----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ async def _leased(url: str) -> AsyncIterator[tuple[Experiment, TrainStream, Trai
 
 async def _held(experiment: Experiment) -> tuple[str, int]:
     """Return owner and token of the trainer's lease."""
-    held = await experiment.database.read(promises.holder, experiment.key, "trainer")
+    held = await experiment.database.read(leases.holder, experiment.key, "trainer")
     assert held is not None
     return held[:2]
 
@@ -140,7 +140,7 @@ async def take_over(experiment: Experiment) -> None:
     """Take the lease of a trainer that lives, as its successor does once it is silent."""
     owner, _ = await _held(experiment)
     await experiment.database.write(
-        promises.acquire,
+        leases.acquire,
         experiment.key,
         "trainer",
         owner="another",
@@ -161,9 +161,9 @@ async def a_newer_token_fences(url: str, folder: Path) -> None:
 
 async def an_expired_lease_that_nobody_took_commits(url: str, folder: Path) -> None:
     async with _leased(url) as (experiment, stream, step):
-        _, token = await _held(experiment)
+        owner, _ = await _held(experiment)
         await experiment.database.write(
-            promises.renew, experiment.key, "trainer", token=token, expires_at_us=1
+            leases.renew, experiment.key, "trainer", owner=owner, expires_at_us=1
         )
         await stream.commit(step)
         nothing_is_wrong(await verify(experiment))
@@ -182,7 +182,7 @@ async def nobody_takes_a_lease_between_its_check_and_the_commit(url: str, folder
         dawdle = dawdling(wait)
 
         def commit_slowly(tx: Transaction) -> None:
-            promises.require(tx, experiment.key, "trainer", token=token)
+            leases.require(tx, experiment.key, "trainer", token=token)
             dawdle(tx)
 
         async def successor() -> None:

@@ -13,7 +13,7 @@ from tests.torture.fleet import LEASE_TTL_S, Fleet
 from tests.torture.sites import Site
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.store import counts, promises
+from trinity_buffer.store import counts, leases
 
 EXPERIMENT = "torture"
 SHARED = "trainer"
@@ -102,7 +102,7 @@ async def _holder(url: str) -> str:
     try:
         async with open_store(url, read_only=True) as store:
             key = (await store.experiment(EXPERIMENT)).key
-            held = await store.database.read(promises.holder, key, SHARED)
+            held = await store.database.read(leases.holder, key, SHARED)
     except StoreError:
         return ""  # the server recovers from the last fault
     return "" if held is None else held[0]

@@ -18,8 +18,8 @@ from trinity_buffer.pipeline.write.planning import (
     is_unpublished,
     unpublished,
 )
-from trinity_buffer.store import counters, counts, log, promises, trainer_queries, writer_queries
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store import counters, counts, leases, log, trainer_queries, writer_queries
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -263,11 +263,11 @@ class _Look:
                 remedy = "annotate a set of this name, or start the trainer on one that is there"
                 self._add(row.waiting_for, remedy, since=row.started_at / 1e6)
         for row in here:
-            held = promises.holder(self._tx, self._key, row.name)
+            held = leases.holder(self._tx, self._key, row.name)
             expired = held is not None and held[2] < now and _is_its_lease(row, held[0])
             if is_unheard(row, lease_expired=expired):
                 age = f"{(now - row.last_seen) / 1e6:.0f} s"
-                place = f"pid {row.pid} on host {promises.name_of(row.host)}"
+                place = f"pid {row.pid} on host {leases.name_of(row.host)}"
                 self._add(
                     f"{row.role} {row.name!r} has not been seen for {age}: {place}",
                     f"it is paused, or hangs: look at it (`kill -CONT {row.pid}` lets a paused one "

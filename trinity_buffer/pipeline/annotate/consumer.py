@@ -477,7 +477,7 @@ class StrategyConsumer:
         return min((seconds for seconds in left if seconds is not None), default=None)
 
     async def _waiting_for(self) -> str:
-        if self._lease.holder is not None:
+        if self._lease.held_by is not None:
             return self._lease.told()
         return f"strategy {self.name!r} waits: {await self._lacking()}"
 

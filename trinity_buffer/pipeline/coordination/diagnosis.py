@@ -19,8 +19,8 @@ from trinity_buffer.pipeline.coordination.presence import (
     place_of,
     was_silent,
 )
-from trinity_buffer.store import counters, counts, promises, writer_queries
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store import counters, counts, heartbeats, writer_queries
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.rows import BatchRow, ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -72,7 +72,7 @@ class Surroundings:
     @classmethod
     def of(cls, tx: Transaction, experiment: int) -> Surroundings:
         """Return the surroundings of an experiment."""
-        rows = promises.everybody(tx, experiment)
+        rows = heartbeats.processes(tx, experiment)
         here = [row for row in rows if row.role != AT_WORK and is_here(row)]
         return cls(here, writer_queries.consumers(tx, experiment))
 

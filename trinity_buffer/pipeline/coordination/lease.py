@@ -1,8 +1,7 @@
-"""The lease of a strategy's name: the process that holds it decides, the others stand by.
+"""Leases: one process at a time decides for a strategy's name, or trains under a trainer's.
 
-Leases as all who hold one see them: who holds it, whether he lives, whether he fell silent.
-
-The lease of a trainer: taken at the start, renewed while it lives, given back at the end.
+A lease is taken when it is free, its holder is dead, or its holder fell silent by the monotonic
+clock of the process that waits; it is renewed while its holder runs, and given back at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from functools import cache
 from typing import TypeAlias
 
 import anyio
+from typing_extensions import override
 
 from trinity_buffer.errors import (
     LeaseHeldError,
@@ -36,10 +36,10 @@ from trinity_buffer.pipeline.coordination.presence import (
 from trinity_buffer.pipeline.coordination.stall import Stall
 from trinity_buffer.pipeline.coordination.waiting import SpokenWait, one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
-from trinity_buffer.store import log, promises
+from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.leases import place_of
 from trinity_buffer.store.log import NewEvent, Place
-from trinity_buffer.store.promises import place_of
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 TTL_S = 30.0
@@ -88,7 +88,7 @@ def is_dead(owner: str) -> bool:
 
 
 Held: TypeAlias = tuple[str, int, int] | None
-"""(owner, token, expires_at) of a lease, as `promises.holder` returns it."""
+"""(owner, token, expires_at) of a lease, as `leases.holder` returns it."""
 
 
 class LeaseWatch:
@@ -130,7 +130,64 @@ class LeaseWatch:
 _logger = logging.getLogger(__name__)
 
 
-class StrategyLease:
+class Lease:
+    """A claim on the name of a strategy or a trainer.
+
+    Args:
+        database: of the store.
+        experiment: key of the experiment.
+        name: of the strategy or trainer.
+        ttl_s: after how long without a heartbeat another process may take it.
+
+    Attributes:
+        token: fences those who held it before.
+    """
+
+    def __init__(self, database: Database, experiment: int, name: str, ttl_s: float) -> None:
+        self._database = database
+        self._experiment = experiment
+        self._name = name
+        self._ttl_s = ttl_s
+        self.token = 0
+
+    @property
+    def owner(self) -> str:
+        """Who holds it: by default the whole process."""
+        return owner_of_process()
+
+    async def holder(self) -> Held:
+        """Return who holds it, by the store as it is now."""
+        return await self._database.read(leases.holder, self._experiment, self._name)
+
+    def take(self, tx: Transaction, seen: Held) -> bool:
+        """Take the lease if it is as it was ``seen``, or ours; return whether it was."""
+        lock_experiment(tx, self._experiment)
+        held = leases.holder(tx, self._experiment, self._name)
+        if held != seen and (held is None or held[0] != self.owner):
+            return False
+        self.token = leases.acquire(
+            tx,
+            self._experiment,
+            self._name,
+            owner=self.owner,
+            now_us=now_us(),
+            ttl_us=int(self._ttl_s * 1e6),
+            dead=None if held is None else held[0],
+        )
+        return True
+
+    def renew(self, tx: Transaction) -> bool:
+        """Extend it; return whether it is still ours."""
+        expires = now_us() + int(self._ttl_s * 1e6)  # as it is once the transaction has begun
+        key, name = self._experiment, self._name
+        return leases.renew(tx, key, name, owner=self.owner, expires_at_us=expires)
+
+    def give_back(self, tx: Transaction) -> None:
+        """Let another process take it at once."""
+        leases.release(tx, self._experiment, self._name, owner=self.owner)
+
+
+class StrategyLease(Lease):
     """Taken by the first process of a strategy's name, renewed while it runs, then given back.
 
     It is of a process, not of a consumer: two consumers of one process never wait for each other,
@@ -144,34 +201,34 @@ class StrategyLease:
 
     Attributes:
         is_held: whether this process holds it, as far as it knows: `require` knows.
-        holder: who holds it in our place, when we asked last.
+        held_by: who holds it in our place, when we asked last.
     """
 
     def __init__(self, experiment: ExperimentHandle, name: str, *, alone: bool = False) -> None:
-        self._database, self._key = experiment.database, experiment.key
-        self._name = name
+        ttl_s = float(experiment.config.get("lease_ttl_s", TTL_S))
+        super().__init__(experiment.database, experiment.key, name, ttl_s)
         self._alone = self.is_held = alone
-        self._ttl_s = self._patience_s = float(experiment.config.get("lease_ttl_s", TTL_S))
+        self._patience_s = ttl_s
         self._watch = LeaseWatch(self._patience_s)
         self._took = False
-        self.holder: str | None = None
+        self.held_by: str | None = None
 
     async def ask(self) -> bool:
         """Return whether this process decides; take the lease if nobody has it who lives."""
         while not self.is_held:
-            held = await self._database.read(promises.holder, self._key, self._name)
+            held = await self.holder()
             if held is None or is_dead(held[0]) or self._watch.is_silent(held):
                 self._took = True  # also if we are cancelled while it is being taken
-                self.is_held = await self._database.write(self._take, held)
-                if self.is_held and self.holder is not None:
-                    self._say_that_we_decide(self.holder, held)
-            elif held[0] == owner_of_process():
+                self.is_held = await self._database.write(self.take, held)
+                if self.is_held and self.held_by is not None:
+                    self._say_that_we_decide(self.held_by, held)
+            elif held[0] == self.owner:
                 self.is_held = True
             else:
-                self.holder = held[0]
+                self.held_by = held[0]
                 self._grow_patient()
                 return False
-        self.holder = None
+        self.held_by = None
         return True
 
     def doubt(self, why: StoreError) -> None:
@@ -207,12 +264,11 @@ class StrategyLease:
         """
         if self._alone:
             return None
-        owner = owner_of_process()
-        return promises.require_holder(tx, self._key, self._name, owner=owner)
+        return leases.require(tx, self._experiment, self._name, owner=self.owner).end
 
     def told(self) -> str:
         """Return who decides in our place."""
-        who = "another process" if self.holder is None else place_of(self.holder)
+        who = "another process" if self.held_by is None else place_of(self.held_by)
         return f"strategy {self._name!r} stands by: {who} decides"
 
     @asynccontextmanager
@@ -237,59 +293,47 @@ class StrategyLease:
             self._patience_s *= 2
             self._watch = LeaseWatch(self._patience_s)
 
-    def _take(self, tx: Transaction, seen: Held) -> bool:
-        """Take the lease if it is as it was ``seen``; return whether it was."""
-        lock_experiment(tx, self._key)
-        if promises.holder(tx, self._key, self._name) != seen:
-            return False
-        promises.acquire(
-            tx,
-            self._key,
-            self._name,
-            owner=owner_of_process(),
-            now_us=now_us(),
-            ttl_us=int(self._ttl_s * 1e6),
-            dead=None if seen is None else seen[0],
-        )
-        return True
-
     async def _keep(self) -> None:
         """Renew until cancelled; where the store cannot be reached, whoever decides hears of it."""
         while not self._alone:
             await anyio.sleep(self._ttl_s / HEARTBEATS_PER_TTL)
             if self.is_held:
                 with suppress(StoreError):
-                    self.is_held = await self._database.write(self._renew)
-
-    def _renew(self, tx: Transaction) -> bool:
-        expires = now_us() + int(self._ttl_s * 1e6)  # as it is once the transaction has begun
-        owner = owner_of_process()
-        return promises.prolong(tx, self._key, self._name, owner=owner, expires_at_us=expires)
+                    self.is_held = await self._database.write(self.renew)
 
     def _release(self, tx: Transaction) -> None:
-        promises.let_go(tx, self._key, self._name, owner=owner_of_process())
+        self.give_back(tx)
         tx.announce()
 
 
-class TrainerLease:
-    """A held lease.
+class TrainerLease(Lease):
+    """Of one stream of a trainer, taken before its first step.
 
     Attributes:
-        consumer: whose it is.
-        presence: of the trainer, said again with the heartbeats.
-        token: fences those who held it before.
+        consumer: name of the trainer.
+        presence: of the trainer, recorded again with the heartbeats.
         lost: why it is not held any more, once a newer token was seen.
     """
 
-    def __init__(self, database: Database, experiment: int, consumer: str, ttl_s: float) -> None:
-        self._database = database
-        self._experiment = experiment
+    def __init__(
+        self,
+        database: Database,
+        experiment: int,
+        consumer: str,
+        ttl_s: float,
+        owner: str | None = None,
+    ) -> None:
+        super().__init__(database, experiment, consumer, ttl_s)
         self.consumer = consumer
-        self._ttl_us = int(ttl_s * 1e6)
-        self.owner = owner_name()
+        self._owner = owner or owner_name()
         self.presence = Presence(database, experiment, "trainer", consumer)
-        self.token = 0
         self.lost: LeaseLostError | None = None
+
+    @property
+    @override
+    def owner(self) -> str:
+        """Who holds it: this stream, as a process may open several."""
+        return self._owner
 
     async def acquire(self, *, wait: bool) -> None:
         """Take the lease; with ``wait``, as soon as its holder lets go, dies or falls silent.
@@ -301,7 +345,7 @@ class TrainerLease:
         Raises:
             LeaseHeldError: somebody holds it, and ``wait`` is False.
         """
-        watch = LeaseWatch(self._ttl_us / 1e6)
+        watch = LeaseWatch(self._ttl_s)
 
         async def tell() -> str:
             where = "another process" if held is None else place_of(held[0])
@@ -314,31 +358,14 @@ class TrainerLease:
         wait_for_it = SpokenWait(self._database.changes, tell, stall=stall)
         while True:
             state = await self._database.changes.state()
-            held = await self._database.read(promises.holder, self._experiment, self.consumer)
+            held = await self.holder()
             silent = watch.is_silent(held)
             free = held is None or is_dead(held[0]) or (silent if wait else held[2] <= now_us())
-            if free and await self._database.write(self._take, held):
+            if free and await self._database.write(self.take, held):
                 return
             if not wait:
                 raise LeaseHeldError(self._held_by(held))
-            await wait_for_it.changed(state, timeout_s=min(1.0, self._ttl_us / 4e6))
-
-    def _take(self, tx: Transaction, seen: Held) -> bool:
-        """Take the lease if it is as it was ``seen``, with nobody alive; return whether it was."""
-        lock_experiment(tx, self._experiment)
-        held = promises.holder(tx, self._experiment, self.consumer)
-        if held != seen and (held is None or held[0] != self.owner):
-            return False
-        self.token = promises.acquire(
-            tx,
-            self._experiment,
-            self.consumer,
-            owner=self.owner,
-            now_us=now_us(),
-            ttl_us=self._ttl_us,
-            dead=None if held is None else held[0],
-        )
-        return True
+            await wait_for_it.changed(state, timeout_s=min(1.0, self._ttl_s / 4))
 
     def append(
         self,
@@ -360,7 +387,7 @@ class TrainerLease:
         of = self._experiment if experiment is None else experiment
         for key in sorted({of, self._experiment}):  # locks, always in one order
             lock_experiment(tx, key)
-        last, end = promises.require(tx, self._experiment, self.consumer, token=self.token)
+        last, end = self._require(tx)
         if committed not in (None, last):  # by a call that was cancelled, and went on all the same
             raise StoreError(
                 f"trainer {self.consumer!r}: step {last} is the last committed one, where this "
@@ -371,7 +398,7 @@ class TrainerLease:
 
     async def is_held(self) -> bool:
         """Return whether nobody has taken over, by the store as it is now."""
-        held = await self._database.read(promises.holder, self._experiment, self.consumer)
+        held = await self.holder()
         return held is not None and held[1] == self.token
 
     def _held_by(self, held: Held) -> str:
@@ -388,26 +415,27 @@ class TrainerLease:
         is over, can still be renewed, and whoever works with the store hears of it.
         """
         while self.lost is None:
-            await anyio.sleep(self._ttl_us / 1e6 / HEARTBEATS_PER_TTL)
+            await anyio.sleep(self._ttl_s / HEARTBEATS_PER_TTL)
             try:
-                await self._database.write(self._renew)
+                await self._database.write(self._heartbeat)
             except LeaseLostError as error:
                 self.lost = error
             except (StoreUnavailableError, StoreBusyError) as error:
                 _logger.warning("trainer %r cannot renew its lease: %s", self.consumer, error)
 
-    def _renew(self, tx: Transaction) -> None:
-        expires = now_us() + self._ttl_us  # by the clock as it is once the transaction has begun
-        promises.renew(tx, self._experiment, self.consumer, token=self.token, expires_at_us=expires)
+    def _heartbeat(self, tx: Transaction) -> None:
+        self._require(tx)
+        self.renew(tx)
         self.presence.note(tx)
+
+    def _require(self, tx: Transaction) -> leases.Standing:
+        return leases.require(tx, self._experiment, self.consumer, token=self.token)
 
     async def release(self) -> None:
         """Give the lease back; its holder is not there any more."""
         forget_owner(self.owner)
         await self.presence.gone()
-        await self._database.try_to_write(
-            promises.release, self._experiment, self.consumer, token=self.token
-        )
+        await self._database.try_to_write(self.give_back)
 
 
 @asynccontextmanager

@@ -22,9 +22,9 @@ import anyio
 from trinity_buffer.errors import StoreBusyError, StoreError
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import promises
+from trinity_buffer.store import heartbeats, leases
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 
 PROC = Path("/proc")
@@ -156,7 +156,7 @@ class Presence:
         row = self._news(at_once=at_once)
         if row is not None:
             with suppress(StoreBusyError):
-                await self._database.write(promises.note_presence, self._experiment, row)
+                await self._database.write(heartbeats.record, self._experiment, row)
 
     def first(self) -> PresenceRow:
         """Return what says at once that this process is there; the same again until it is gone."""
@@ -168,7 +168,7 @@ class Presence:
         """Say the same as the last thing in a transaction that is made anyway."""
         row = self._news()
         if row is not None:
-            promises.note_presence(tx, self._experiment, row)
+            heartbeats.record(tx, self._experiment, row)
 
     async def keep(self) -> None:
         """Go on saying it until cancelled, also while nothing else of this process gets to it.
@@ -193,9 +193,7 @@ class Presence:
         """Take it back; where the store cannot be reached, time will."""
         if self._started_at:
             with anyio.CancelScope(shield=True):
-                await self._database.try_to_write(
-                    promises.forget_presence, self._experiment, self._row()
-                )
+                await self._database.try_to_write(heartbeats.remove, self._experiment, self._row())
         self._started_at = 0
 
     def at_work(self) -> Presence:
@@ -308,4 +306,4 @@ def own_wait_of(row: PresenceRow) -> str:
 def place_of(row: PresenceRow) -> str:
     """Return where a process runs and when it was seen, as people say it."""
     ago = max(0.0, (now_us() - row.last_seen) / 1e6)
-    return f"pid {row.pid} on host {promises.name_of(row.host)}, seen {ago:.0f} s ago"
+    return f"pid {row.pid} on host {leases.name_of(row.host)}, seen {ago:.0f} s ago"

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from trinity_buffer.errors import RunStalledError
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.coordination.presence import AT_WORK, Presence, is_here, was_silent
-from trinity_buffer.store import log, promises, writer_queries
+from trinity_buffer.store import heartbeats, log, writer_queries
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 
 STALLED_AFTER_S = 1800.0
@@ -117,11 +117,11 @@ LONGEST_PAUSE_S = 600.0
 
 def is_at_work(tx: Transaction, experiment: int) -> bool:
     """Return whether any process of an experiment is at work."""
-    return any(map(_is_at_work, promises.everybody(tx, experiment)))
+    return any(map(_is_at_work, heartbeats.processes(tx, experiment)))
 
 
 def _others(tx: Transaction, experiment: int, but: Presence | None) -> list[PresenceRow]:
-    rows = promises.everybody(tx, experiment)
+    rows = heartbeats.processes(tx, experiment)
     return [row for row in rows if but is None or not but.is_own(row)]
 
 

@@ -26,9 +26,9 @@ from trinity_buffer.pipeline.coordination.stall import Stall
 from trinity_buffer.pipeline.coordination.waiting import SpokenWait
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.train.options import StreamOptions
-from trinity_buffer.store import log, promises
+from trinity_buffer.store import heartbeats, leases, log
+from trinity_buffer.store.leases import place_of
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.promises import place_of
 from trinity_buffer.store.transaction import Transaction
 
 OfRanks = RankJoined | RanksAssembled | StepPartDone | StreamEnded
@@ -174,7 +174,7 @@ class RankSession:
         Raises:
             LeaseLostError: the process of one is certainly gone.
         """
-        everybody = await self._database.read(promises.everybody, self._experiment.key)
+        everybody = await self._database.read(heartbeats.processes, self._experiment.key)
         told = []
         for rank in ranks:
             who = (f"rank {rank}", self._name)
@@ -244,7 +244,7 @@ class RankSession:
             LeaseLostError: rank 0 is gone, or the ranks assembled anew without this one.
         """
         # First the lease, then the log: rank 0 lets go of it, or ends, after its last word.
-        held = await self._database.read(promises.holder, self._experiment.key, self._name)
+        held = await self._database.read(leases.holder, self._experiment.key, self._name)
         is_gone = held is None or is_dead(held[0]) or self._watch.is_silent(held)
         await self._read()
         self._check()
@@ -273,7 +273,7 @@ class RankSession:
 
         def append(tx: Transaction) -> list[log.Place]:
             if token is not None:
-                promises.require(tx, self._experiment.key, self._name, token=token)
+                leases.require(tx, self._experiment.key, self._name, token=token)
             key, name = self._experiment.key, self._name
             return log.append(tx, key, [event], actor=name, now_us=now_us())
 

@@ -29,10 +29,10 @@ from trinity_buffer.pipeline.coordination.waiting import (
     one_line,
 )
 from trinity_buffer.pipeline.handle import decoded, new_event, now_us
-from trinity_buffer.store import counts, log, promises, trainer_queries, writer_queries
+from trinity_buffer.store import counts, heartbeats, log, trainer_queries, writer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.promises import PresenceRow
+from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 _logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ async def plan(
         if found.answer is Answer.PLAN:
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
             # With the plan: bounds count no batch of an explorer that is not there.
-            promises.note_presence(tx, experiment, presence.first())
+            heartbeats.record(tx, experiment, presence.first())
         return found
 
     async def tell() -> str:
@@ -482,7 +482,7 @@ def take_over(
         if not is_there(batch.actor)
     ]
     for actor in sorted({batch.actor for batch in gone}):
-        promises.note_presence(tx, experiment, presence_of(actor).first())
+        heartbeats.record(tx, experiment, presence_of(actor).first())
     return gone
 
 
@@ -501,7 +501,7 @@ async def wait_for_heirs(database: Database, experiment: int, presence: Presence
     actor = presence.name
 
     def look(tx: Transaction) -> tuple[list[PresenceRow], list[str]]:
-        here = promises.everybody(tx, experiment)
+        here = heartbeats.processes(tx, experiment)
         _, left = writer_queries.batches_of_actor(tx, experiment, actor)
         return heirs_of(presence, here), left
 

@@ -20,7 +20,7 @@ from trinity_buffer.pipeline.coordination.waiting import one_line, wait_report_s
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
-from trinity_buffer.store import promises, writer_queries
+from trinity_buffer.store import heartbeats, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import Place
 from trinity_buffer.store.rows import BatchRow
@@ -224,7 +224,7 @@ class SQLWriter(BufferWriter):
         explorer, as it was before it was killed.
         """
         await self._presence.seen(at_once=True)
-        here = await self._database.read(promises.everybody, self._experiment)
+        here = await self._database.read(heartbeats.processes, self._experiment)
         heirs = planning.heirs_of(self._presence, here)
         for row in filter(self._presence.is_namesake, here):
             if row not in heirs:

@@ -1,0 +1,167 @@
+"""Leases, which may all be lost at any time without harm to what is recorded.
+
+A lease is a renewable claim on a consumer name, of a trainer or of a process that runs a strategy.
+It can be acquired when one of three holds: nobody has it, it has expired, or its owner is asking.
+Acquiring always yields a token above every token that the log or the lease knows. Only a newer
+owner fences, a trainer by its token: an expired lease that nobody took can still be renewed and
+committed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sqlalchemy import bindparam, delete, select, update
+
+from trinity_buffer.errors import LeaseHeldError, LeaseLostError
+from trinity_buffer.store import log
+from trinity_buffer.store.log import Place
+from trinity_buffer.store.tables import consumer, event, lease
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    lock_experiment,
+    one_statement,
+    upsert,
+)
+
+
+def name_of(host: str) -> str:
+    """Return the name of a host; what follows it after ``#`` tells hosts of one name apart."""
+    return host.partition("#")[0]
+
+
+def place_of(owner: str) -> str:
+    """Return where the owner of a lease, ``host:pid:start:random``, runs, as people say it."""
+    host, *rest = owner.rsplit(":", 3)
+    return f"pid {rest[0]} on host {name_of(host)}" if len(rest) == 3 else owner
+
+
+@one_statement
+def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] | None:
+    """Return (owner, token, expires_at in µs) of the lease, or None."""
+    rows = _HOLDER.rows(tx, of=experiment, by=name)
+    return None if not rows else (rows[0][0], int(rows[0][1]), int(rows[0][2]))
+
+
+_HOLDER = Prepared(
+    select(lease.c.owner, lease.c.token, lease.c.expires_at).where(
+        lease.c.experiment == bindparam("of"), lease.c.consumer == bindparam("by")
+    )
+)
+_RECORDED = select(consumer.c.token).where(
+    consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by")
+)
+_RECORDED_TOKEN = Prepared(_RECORDED)
+_HELD = (lease.c.experiment == bindparam("of"), lease.c.consumer == bindparam("by"))
+_NEWEST = Prepared(
+    select(
+        select(lease.c.owner).where(*_HELD).scalar_subquery(),
+        select(lease.c.token).where(*_HELD).scalar_subquery(),
+        _RECORDED.scalar_subquery(),
+        _RECORDED.with_only_columns(consumer.c.committed_step).scalar_subquery(),
+        log.LAST.with_only_columns(event.c.position).scalar_subquery(),
+        log.LAST.with_only_columns(event.c.head).scalar_subquery(),
+    )
+)
+
+
+def acquire(
+    tx: Transaction,
+    experiment: int,
+    name: str,
+    *,
+    owner: str,
+    now_us: int,
+    ttl_us: int,
+    dead: str | None = None,
+) -> int:
+    """Take the lease and return its fencing token.
+
+    Args:
+        dead: an owner that the caller knows to be dead (a process of this machine that is gone);
+            its lease is free.
+
+    Raises:
+        LeaseHeldError: another owner holds it and it has not expired.
+    """
+    lock_experiment(tx, experiment)
+    held = holder(tx, experiment, name)
+    if held is not None and held[0] not in (owner, dead) and held[2] > now_us:
+        raise LeaseHeldError(
+            f"trainer {name!r} is at work in {place_of(held[0])}, whose lease ends in "
+            f"{(held[2] - now_us) / 1e6:.0f} s: wait for "
+            "it, stop that process, or choose another consumer name"
+        )
+    recorded = int(_RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
+    token = max(recorded, held[1] if held else 0) + 1
+    row = {"owner": owner, "token": token, "expires_at": now_us + ttl_us}
+    statement = upsert(tx, lease).values({"experiment": experiment, "consumer": name, **row})
+    tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "consumer"], set_=row))
+    return token
+
+
+def renew(tx: Transaction, experiment: int, name: str, *, owner: str, expires_at_us: int) -> bool:
+    """Extend the lease; return False if ``owner`` does not hold it any more."""
+    mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.owner == owner)
+    return tx.execute(update(lease).where(*mine).values(expires_at=expires_at_us)).rowcount > 0
+
+
+class Standing(NamedTuple):
+    """Of a consumer that holds its lease: its last committed step, and where the log ends."""
+
+    committed: int
+    end: Place | None
+
+
+def require(
+    tx: Transaction,
+    experiment: int,
+    name: str,
+    *,
+    owner: str | None = None,
+    token: int | None = None,
+) -> Standing:
+    """Raise unless the lease is still held; it is then held until the transaction ends.
+
+    Asks for all that a commit needs to know next, too: on a server that is one trip.
+
+    Args:
+        owner: of a strategy. Its token is in no event, so a lease that is gone may have had
+            another owner since.
+        token: of a trainer, which every commit records: lost once the lease or the log has a newer
+            one, but not because it expired.
+
+    Raises:
+        LeaseLostError: another process took over.
+    """
+    lock_experiment(tx, experiment)
+    ((holds, held, recorded, committed, *end),) = _NEWEST.rows(tx, of=experiment, by=name)
+    newest = max(recorded or 0, held or 0)
+    who = place_of(holds) if holds else "another process"
+    if token is None and holds != owner:
+        raise LeaseLostError(
+            f"strategy {name!r}: {who} took over; what was not committed is left to it"
+        )
+    if token is not None and newest > token:
+        raise LeaseLostError(
+            f"trainer {name!r}: {who} took over (token {newest} fences {token}); what was trained "
+            "since the last commit is not recorded, restart to resume from that commit"
+        )
+    return Standing(int(committed or 0), _end(tx, experiment, *end))
+
+
+def release(tx: Transaction, experiment: int, name: str, *, owner: str) -> None:
+    """Give the lease back, if ``owner`` still holds it."""
+    mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.owner == owner)
+    tx.execute(delete(lease).where(*mine))
+
+
+def _end(
+    tx: Transaction, experiment: int, position: int | None, head: bytes | None
+) -> Place | None:
+    """Return where the log ends; None before its first event."""
+    if position is None:
+        return None
+    tx.saw(experiment, position, head)
+    return log.place(position, head)
