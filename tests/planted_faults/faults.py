@@ -655,7 +655,7 @@ FAULTS = [
         "pipeline/verify/addresses.py",
         "        if self._stored(batch) == len(self._planned.get(batch, ())) > 0:\n",
         "        if len(self._planned.get(batch, ())) > 0:\n",
-        "tests/pipeline/test_planned_runs.py::test_they_are_counted_as_sets_would",
+        "tests/pipeline/test_log_audit.py::test_they_are_counted_as_sets_would",
     ),
     Fault(
         "an earlier position shows the event that came next",
