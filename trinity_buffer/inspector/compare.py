@@ -175,6 +175,7 @@ async def _side(source: Source, decided: Decisions) -> _Side:
             if "annotation" in event.families:
                 own = np.flatnonzero(positions == position)
                 means, there = means_of(event.families["annotation"], "advantages")
+                # Else the sign of what rounding left of 0 would count as an opposite advantage.
                 means[np.abs(means) <= ROUNDING] = 0.0
                 advantages[own], known[own] = means[slots[own]], there[slots[own]]
     return _Side(decided.states, advantages, known, positions, damaged)
@@ -192,18 +193,23 @@ async def _compare(
     difference.experiences += len(wanted)
     for pair, count in Counter(zip(a.states.tolist(), b.states.tolist(), strict=True)).items():
         difference.states[" / ".join(pair)] += count
+    # Differences and signs are of those that have an advantage in both sets.
     both = a.known & b.known
     by = np.abs(a.advantages - b.advantages)
+    # Two sets sum the same numbers in another order: what rounding leaves is no difference.
     by[by <= ROUNDING * np.fmax(1.0, np.fmax(np.abs(a.advantages), np.abs(b.advantages)))] = 0.0
     difference.both += int(both.sum())
     difference.equal += int((by == 0)[both].sum())
     difference.opposite += int((a.advantages * b.advantages < 0)[both & (by > 0)].sum())
     difference.total += float(by[both].sum())
     difference.greatest = float(np.fmax.reduce(by[both], initial=difference.greatest))
+    # An advantage in one set alone differs most of all, and is not part of the mean.
     by[a.known != b.known] = np.inf
     damaged = np.isin(a.positions, [*a.damaged]) | np.isin(b.positions, [*b.damaged])
+    # Rows of this page that could not enter the list are never built.
     least = difference.rows[-1].by if 0 < limit == len(difference.rows) else 0.0
     differing = np.flatnonzero((by > least) & ~damaged)
+    # Stable, so that of equal ones the first in the log is shown.
     differing = differing[np.argsort(-by[differing], kind="stable")[:limit]]
     shown = [*differing.tolist(), *np.flatnonzero(damaged).tolist()]
     rows = await source.read(writer_queries.experience_rows, source.key, wanted[shown].tolist())
@@ -241,6 +247,7 @@ async def compare_runs(
     last = [await _last_step(side) for side in sides]
     skipped = [0 if limit is None else max(0, step - limit) for step in last]
     page = sizes().events_per_page
+    # Both runs page by page, so that neither has to fit in memory.
     for after in range(min(skipped), max(last), page):
         up_to = after + page
         pages = [

@@ -149,6 +149,7 @@ class _Look:
 
     def _of_explorers(self, strategies: list[ConsumerRow]) -> None:
         lacks: dict[str, Lack] = {}
+        # None: batches that no strategy waits for yet.
         for strategy in [*strategies, None]:
             lacks |= {lack.batch: lack for lack in lacks_of(self._tx, self._key, strategy)}
         for lack in lacks.values():
@@ -211,6 +212,7 @@ class _Look:
             first = row.committed_step + 1
             what = f"{missing}: {steps} handed out and not committed, from step {first} on"
             self._add(what, f"{again}: it is served them first", at=leased)
+        # Rows may be ready whether or not steps are uncommitted: both are said.
         terms, _, _ = counts.of_trainer(tx, key, row, counters.numbers_of(tx, key))
         if terms.ready:
             start = trainer_queries.first_undelivered(tx, Reader(key, row.name, "", row.name))
@@ -222,6 +224,7 @@ class _Look:
         """Add explorers, trainer and strategy if each is there, and waits for the next."""
         around = self._around
         known, trainer = around.consumers.get(rules.trainer), around.who("trainer", rules.trainer)
+        # Those that wait say so themselves; one that computes moves the run.
         explorers = [row for row in around.here if row.role == "explorer" and row.waiting_for]
         if known is None or trainer is None or not (trainer.waiting_for and explorers):
             return

@@ -67,7 +67,7 @@ async def position_before(
     database, key = experiment.database, experiment.key
     last = await database.read(log.head, key) if up_to is None else up_to
     if kinds is None:
-        return max(0, last - count)
+        return max(0, last - count)  # positions have no gaps
     return await database.read(inspection.position_before, key, count, kinds, last)
 
 

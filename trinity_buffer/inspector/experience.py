@@ -92,6 +92,7 @@ async def events_with_segments(
     """
     readable, damaged = await readable_events(experiment, wanted, families)
     for position, error in damaged.items():
+        # Archived tensors are a state of the row, not an error.
         if isinstance(error, ArchivedSegmentError):  # `EventWithSegment.archived` says so
             continue
         raise type(error)(str(Unreadable(wanted[position], position, str(error)))) from error
@@ -205,6 +206,7 @@ class TensorSummary:
 def values_of(column: Column) -> npt.NDArray[Any] | None:
     """Return the elements of a column as numbers, None of dtypes that NumPy cannot read."""
     if column.dtype == "bfloat16":
+        # NumPy has no bfloat16: its bits are the upper half of a float32.
         return (column.elements.astype(np.uint32) << 16).view(np.float32)
     if column.dtype.startswith(("float8", "float4", "complex")):
         return None
@@ -264,6 +266,7 @@ def means_of(segment: Segment, field: str) -> tuple[npt.NDArray[Any], npt.NDArra
         values, begins, sizes = values_of(column), column.offsets[:-1], column.sizes
         if values is None or not len(values):
             continue
+        # reduceat of an empty slice is the element behind it, not 0.
         full = sizes > 0
         rows = np.flatnonzero(full) if column.rows is None else column.rows[full]
         sums = np.add.reduceat(values.astype(np.float64), begins[full])
@@ -346,6 +349,7 @@ async def measured(
     """
     if not steps:
         return {}
+    # One query for the span: steps that are asked for lie side by side.
     first, last = min(steps), max(steps)
     rows = await source.read(
         trainer_queries.steps, source.key, trainer, after=first - 1, limit=last - first + 1
@@ -371,6 +375,7 @@ async def measured(
 
 async def _positions(source: Source, trainer: str, wanted: Mapping[int, StepRow]) -> dict[int, int]:
     """Return step -> position of its `StepMeasured`: it stands behind the commit of the step."""
+    # No table knows where a measurement is: it is looked for behind its commit.
     commits = await source.events([row.committed_at or 0 for row in wanted.values()])
     behind = [
         at + number

@@ -133,6 +133,7 @@ def _steps(
     steps: dict[int, list[StepOfRow]] = {address: [] for address in notes}
     if not steps:
         return steps
+    # Trainers of other experiments are no consumers of this one.
     guests = [name for name in inspection.who_rejected(tx, experiment) if "/" in name]
     for row in inspection.rejections(tx, experiment, [*guests, *trainers], notes):
         steps[row.address].append(
@@ -196,6 +197,7 @@ async def why(source: Source, uid: str) -> Why:
         return life.is_trained(), life.verdict(), [*life.reasons()]
 
     trained, verdict, reasons = await source.read(read)
+    # What has not happened has no position, and comes last.
     reasons.sort(key=lambda reason: reason[0] or 1 << 62)
     events = await source.events([at for at, _ in reasons if at is not None])
     explained = []
@@ -231,6 +233,7 @@ class _Life:
 
     def _require_planned(self, where: str) -> None:
         eid, runs = self._eid, None if self._batch is None else self._batch.rollouts_per_group
+        # A slip in the step or the suffix is likelier than a rollout that was never planned.
         if same_run := [row.eid.uid for row in self._group if row.eid.run == eid.run]:
             raise UnknownNameError(
                 f"{where} holds no {eid.uid!r}; of run {eid.run} of task {eid.task} it holds "
@@ -255,6 +258,7 @@ class _Life:
         if not self._fates:
             return "never trained: no strategy has run"
         parts = []
+        # Same words as `groups` and `show`, so that one can be found from the other.
         for fate in self._fates:
             is_unread = fate.is_unread and fate.annotations and not fate.steps
             reader = ", which no trainer reads" if is_unread else ""

@@ -178,6 +178,7 @@ def _group(
         version = row.policy_version
         run = RunView(eid.uid, eid.run, eid.step, row.reward, advantage, version, row.length, state)
         runs.append(run)
+        # Strategies decide without what was refused or came late, so the moments do too.
         if row.refused is None and not state.endswith(": late"):
             compared.append(run)
     rollouts = None if batch is None else batch.rollouts_per_group
@@ -217,6 +218,7 @@ def _moments(rows: Sequence[RunView]) -> tuple[float | None, float | None]:
     mean = statistics.fmean(map(statistics.fmean, runs.values()))
     if len(runs) == 1:
         return mean, None
+    # Each row of a run of k rows counts 1 / k, and the sample has n - 1 degrees of freedom.
     squares = sum(statistics.fmean((reward - mean) ** 2 for reward in own) for own in runs.values())
     return mean, math.sqrt(squares / (len(runs) - 1))
 

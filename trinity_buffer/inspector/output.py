@@ -22,6 +22,7 @@ def strict_json(value: Any, default: Callable[[Any], Any]) -> str:
         value: to write.
         default: returns what is written in place of a value that JSON does not have.
     """
+    # Encoded as it is first: most values hold no NaN, and then one pass is enough.
     coder = json.JSONEncoder(default=default, ensure_ascii=False)
     text = coder.encode(value)
     if "NaN" in text or "Infinity" in text:  # in a string too, but then nothing changes below

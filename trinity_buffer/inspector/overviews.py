@@ -103,6 +103,7 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
     database = store.database
     chosen = None if experiment is None else (await store.experiment(experiment)).key
 
+    # One transaction for all, so that the numbers of a store fit together.
     def read(tx: Transaction) -> tuple[ExperimentOverview, ...]:
         keys = log.experiment_names(tx) if experiment is None else {experiment: chosen or 0}
         return tuple(_overview(tx, name, key) for name, key in keys.items())
@@ -181,6 +182,7 @@ def _projected(
             continue
         counted, delivered, committed = counts.of_trainer(tx, key, row, numbers)
         strategy = consumers.get(counted.annotation_set)
+        # A rejected group is on its way to no trainer any more.
         rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
         groups = numbers.get(("", counters.PLANNED_GROUPS), 0) - rejected
         progress = (row.name, row.leased_step, row.committed_step, None)

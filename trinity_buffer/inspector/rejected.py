@@ -94,6 +94,7 @@ async def rejections(
         rows = [row for name in asked for row in inspection.rejected(tx, key, name, **page)]
         sets = [name for name, row in consumers.items() if row.kind == "strategy"]
         noted = [row.address for row in rows if kinds[row.consumer] == "trainer"]
+        # A trainer rejects annotations; people look for the experience.
         of_note = inspection.annotated_experiences(tx, key, sets, noted)
         addresses = [of_note.get(row.address, row.address) for row in rows]
         stored = writer_queries.experience_rows(tx, key, sorted(set(addresses)))
@@ -150,6 +151,7 @@ async def leases(source: Source) -> list[Lease]:
         lease, trains = held.get(row.name), row.kind == "trainer"
         if not trains and lease is None:
             continue
+        # Leases are in no log, so how they were is unknown: `forgotten`.
         left = None if lease is None else (lease.expires_at - now_us()) / 1e6
         state = "free" if left is None else "held" if left > 0 else "expired"
         leases.append(

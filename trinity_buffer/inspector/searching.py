@@ -80,6 +80,7 @@ async def search(
     """
     if not text:
         raise InvalidArgumentError("text is empty, and every text holds that: say what to look for")
+    # What is recorded meanwhile is left out, or a search of a running store might never end.
     head = await source.head()
     damaged: list[Unreadable] = [] if unreadable is None else unreadable
     async for positions, events, broken in _texts_of_events(source, position_of(after) - 1, head):
@@ -94,6 +95,7 @@ async def search(
                 ]
             for match in matches.get(position, ()):
                 yield match
+        # After the matches: a caller may stop at this address and go on behind it.
         progress("search", positions[-1], head)
         looked_at(first_address(positions[-1] + 1) - 1)
     if unreadable is None and damaged:
@@ -111,6 +113,7 @@ async def _texts_of_events(
         after = stored[-1].position
         read, unread = decoded_each(source.name, stored)
         events = {event.position: event for event in read}
+        # By rows, not events: one event may hold a thousand long texts.
         for positions in _parts([event.position for event in stored], events):
             there = [events[at] for at in positions if at in events]
             readable, broken = await with_segments(source, there, ["text"])
@@ -165,6 +168,7 @@ def _held(
     All are looked at as one, and one by one only where that holds it: few columns do.
     """
     texts = {piece: list(_texts(name, unpack_object(piece))) for piece in set(pieces) if piece}
+    # A match that spans two texts costs a second look, and is not found below.
     joined = "\0".join(value for fields in texts.values() for _, value in fields)
     if (text if exact else text.casefold()) not in (joined if exact else joined.casefold()):
         return {}

@@ -44,6 +44,7 @@ class Source:
 
     async def events(self, positions: Sequence[int]) -> dict[int, Event]:
         """Return position -> event, of those of ``positions`` that count."""
+        # As it was, later events do not exist, even where a row of today names one.
         wanted = sorted(at for at in set(positions) if self.counts(at))
         stored = await self.database.read(log.read_at, self.key, wanted)
         return {event.position: decoded(self.name, event) for event in stored}

@@ -170,6 +170,7 @@ async def trainer_of(source: Source, wanted: str | None) -> str:
     """
     consumers = await source.read(writer_queries.consumers, source.key)
     trainers = [row for row in consumers.values() if row.kind == "trainer"]
+    # Most runs have one trainer; of several, the one furthest ahead is meant most often.
     if wanted is None and trainers:
         return max(trainers, key=lambda row: row.leased_step).name
     if wanted not in {row.name for row in trainers} or wanted is None:
@@ -290,6 +291,7 @@ async def _contents(source: Source, trainer: str, step: int) -> _Contents:
     fact = (await source.leases([row.leased_at]))[row.leased_at]
     experiments = experiments_of(fact)
     names = list(zip(experiments, fact.experiences, strict=True))
+    # An address is unique within its experiment alone.
     known: dict[tuple[str, int], ExperienceRow] = {}
     for of in dict.fromkeys(experiments):
         addresses = sorted({address for by, address in names if by == of})
@@ -331,6 +333,7 @@ def _line(
 ) -> StepLine:
     leased = events[row.leased_at]
     commit = None if row.committed_at is None else events[row.committed_at]
+    # Clocks of two machines may differ: a negative time is shown as unknown.
     seconds = None if commit is None else commit.recorded_at - leased.recorded_at
     numbers = own.numbers
     versions = numbers["policy_version"]
@@ -384,6 +387,7 @@ async def _rows(
 ) -> tuple[EatenRow, ...]:
     fact, own = contents.fact, contents.own()
     notes = zip(fact.annotations, contents.experiments, contents.rows, strict=True)
+    # Annotations of an expert are events of another log, and are not read.
     uids = {position_of(a): "" if row is None else row.eid.uid for a, of, row in notes if not of}
     events = await events_with_segments(source, uids, ["annotation"])
     actors = await _actors(source, (position_of(row.address) for _, row in own))

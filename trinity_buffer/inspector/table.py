@@ -63,6 +63,7 @@ def array_of(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
     """Return values, or arrays of numbers, as an array of ``kind``; null in place of any other."""
     if not arrow.types.is_list(kind):
         return _plain(arrow, values, kind)
+    # One array and its offsets: a Python list for each row would be built and thrown away.
     there = [row for row in values if row is not None]
     flat = arrow.array(np.concatenate(there)) if there else arrow.array([], kind.value_type)
     ends = np.zeros(len(values) + 1, np.int32)
@@ -256,6 +257,7 @@ async def record_batches(source: Source, wanted: Wanted) -> AsyncGenerator[Any, 
     schema: Any = None
     async for rows in _pages(source, chosen):
         columns = await _columns(source, rows, chosen)
+        # Batches of one table share a schema, so the first page decides it.
         if schema is None:
             schema = schema_of(arrow, columns)
         nothing = [None] * len(rows)
@@ -408,6 +410,7 @@ def _delivered(fate: Fate, chosen: _Beside) -> _Delivery | None:
         at = chosen.trainers.index(step.trainer)
         return not step.committed, step.step is None, at, step.step or 0
 
+    # Committed before leased before rejected; see `to_arrow`.
     if known:
         return min(known, key=order)
     return (fate.annotations[0], None) if fate.annotations else None

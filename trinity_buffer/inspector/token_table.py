@@ -112,6 +112,7 @@ def _compared(columns: Mapping[str, Numbers | None], mask: Numbers) -> dict[str,
         derived["gap"] = trained - recorded
     weight, advantage = columns.get("weight"), columns.get("advantage")
     if weight is not None and advantage is not None:
+        # The weight is d loss / d logprob: 0 in spite of an advantage means that clipping cut it.
         derived["clipped"] = np.where(mask, (weight == 0) & (advantage != 0), np.nan)
     return derived
 
@@ -151,6 +152,7 @@ def _placed(values: Numbers | None, row: ExperienceRow, mask: Numbers) -> Number
         placed[:] = values
     elif len(values) == row.length - row.prompt_length:
         placed[row.prompt_length :] = values
+    # One number stands for the number times the action mask.
     elif len(values) == 1:
         placed[row.prompt_length :] = values[0] * mask[row.prompt_length :]
     else:

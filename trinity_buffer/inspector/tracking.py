@@ -57,6 +57,7 @@ async def track(
         raise InvalidArgumentError(f"after={after}: name a gradient step, or 0 for all")
     source = now(experiment)
     name = await (_awaited(experiment, trainer) if follow else trainer_of(source, trainer))
+    # Before the steps are read: commits that come meanwhile are met again as events.
     seen, last = await source.head(), after
     async for line in _committed(experiment, name, last, seen):
         tracker.log(numbers_of(line), line.step)
@@ -66,6 +67,7 @@ async def track(
     kinds = kinds_of(StepsCommitted | TrainerRewound)
     async for event in experiment.events(seen, follow=True, kinds=kinds):
         match event.fact:
+            # Steps above it will be trained anew, and are given to the tracker again.
             case TrainerRewound(consumer=consumer, step=step) if consumer == name:
                 last = min(last, step)
             case StepsCommitted(consumer=consumer) if consumer == name:
@@ -88,6 +90,7 @@ async def _awaited(experiment: Experiment, trainer: str | None) -> str:
 
     wait = SpokenWait(changes, tell)
     while True:
+        # Read before the question, so that a change in between wakes the wait.
         state = await changes.state()
         is_finished = await experiment.is_finished()
         try:

@@ -145,7 +145,7 @@ class Recorder:
             exception_handlers={
                 TrinityBufferError: _store_error,
                 HTTPException: _no_path,
-                _NoJSONError: _no_json,
+                _RefusedError: _refused,
             },
         )
 
@@ -156,14 +156,12 @@ class Recorder:
             yield
 
     async def _models(self, request: Request) -> Response:
-        if refused := self._refused(request):
-            return refused
+        self._require_allowed(request)
         return JSONResponse(await self._upstream.get("/v1/models"))
 
     async def _close(self, request: Request) -> Response:
         """Record what a rollout has come to, with its reward."""
-        if refused := self._refused(request):
-            return refused
+        self._require_allowed(request)
         body = _json_of(await request.body() or b"{}")
         if request.url.path.endswith("/reward") and isinstance(body, dict) and "reward" not in body:
             raise InvalidArgumentError(
@@ -173,41 +171,33 @@ class Recorder:
         reward = body.get("reward") if isinstance(body, dict) else body
         rollout = self._named(request, request.path_params["rollout"])
         receipt = await self._recording.close(rollout, _number(reward))
-        return JSONResponse(
-            {
-                "uids": list(receipt.uids),
-                "position": receipt.position,
-                "duplicates": receipt.duplicates,
-            }
-        )
+        answer = {"uids": list(receipt.uids), "position": receipt.position}
+        return JSONResponse({**answer, "duplicates": receipt.duplicates})
 
     async def _seal(self, request: Request) -> Response:
         """Record that a batch is complete."""
-        if refused := self._refused(request):
-            return refused
+        self._require_allowed(request)
         return JSONResponse({"expected": await self._recording.seal(request.path_params["batch"])})
 
-    def _refused(self, request: Request) -> Response | None:
-        """Return the answer to a request that is not to be answered."""
+    def _require_allowed(self, request: Request) -> None:
         reason = refusal(request.method, request.headers, self._settings.token)
-        return None if reason is None else _error(*reason)
+        if reason is not None:
+            raise _RefusedError(*reason)
 
     async def _complete(self, request: Request) -> Response:
         """Answer a request for a completion."""
-        if refused := self._refused(request):
-            return refused
+        self._require_allowed(request)
         if self._recording.failed is not None:
             raise self._recording.failed
         if self._in_flight >= self._settings.max_in_flight:
-            refused = _error(429, f"{self._in_flight} requests are being answered: try again")
-            refused.headers["retry-after"] = "1"
-            return refused
+            message = f"{self._in_flight} requests are being answered: try again"
+            raise _RefusedError(429, message, {"retry-after": "1"})
         self._in_flight += 1
         answer: Response | None = None
         try:
             answer = await self._answer(request)
         finally:
-            if not isinstance(answer, StreamingResponse):
+            if not isinstance(answer, StreamingResponse):  # which is in flight until its last chunk
                 self._in_flight -= 1
         return answer
 
@@ -249,6 +239,7 @@ class Recorder:
             scope.cancel()
 
         async with task_group() as group:
+            # Generating on for a client that is gone would cost the GPU for nothing.
             group.start_soon(stop_if_client_goes, group.cancel_scope)
             passed = await self._upstream.passed(path, asked)
             group.cancel_scope.cancel()
@@ -264,6 +255,7 @@ class Recorder:
 
     def _named(self, request: Request, name: str) -> Rollout:
         """Return the rollout of this name, which no encoded slash may split."""
+        # Decoded, it could not be told from a slash between the parts.
         if b"%2f" in request.scope.get("raw_path", b"").lower():
             raise InvalidArgumentError(
                 f"rollout {name!r:.80}: no part of its name may hold a slash"
@@ -333,8 +325,8 @@ class Recorder:
             self._in_flight -= 1
 
 
-class _NoJSONError(Exception):
-    """The body of a request is no JSON, or holds what cannot be sent on as UTF-8."""
+class _RefusedError(Exception):
+    """A request is not answered; it holds the status, the message and headers of the refusal."""
 
 
 def _json_of(body: bytes) -> Any:
@@ -343,7 +335,7 @@ def _json_of(body: bytes) -> Any:
         if b"\\ud" in body.lower():  # half a character, which cannot be passed on as UTF-8
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise _NoJSONError(str(error)) from error
+        raise _RefusedError(400, f"the request is no JSON: {error}") from error
     return value
 
 
@@ -368,8 +360,11 @@ async def _store_error(_: Request, error: Exception) -> Response:
     return _error(status, str(error), type(error).__name__)
 
 
-async def _no_json(_: Request, error: Exception) -> Response:
-    return _error(400, f"the request is no JSON: {error}")
+async def _refused(_: Request, error: Exception) -> Response:
+    status, message, *headers = error.args
+    answer = _error(status, message)
+    answer.headers.update(headers[0] if headers else {})
+    return answer
 
 
 async def _no_path(request: Request, error: Exception) -> Response:

@@ -23,6 +23,7 @@ def refusal(method: str, headers: Mapping[str, str], token: str | None) -> tuple
     name = _HOST.fullmatch(host)
     if token is None and (name is None or name[1].lower() not in LOCAL):
         return 421, f"ask for 127.0.0.1, not {host!r:.80}, or start the recorder with --token"
+    # A GET changes nothing, and its answer is hidden from foreign pages by the browser.
     if method == "POST":
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:

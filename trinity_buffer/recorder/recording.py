@@ -169,6 +169,7 @@ class Recording:
             ConflictError: a rollout is closed, or lacks a turn.
         """
         rollouts = [rollout._replace(run=rollout.run + number) for number in range(len(turns))]
+        # Only the first tells how many runs began with it: `continued` looks there.
         turns = [turns[0]._replace(choices=len(turns)), *turns[1:]]
         async with AsyncExitStack() as held:
             opened = [await held.enter_async_context(self._taken(place)) for place in rollouts]
@@ -258,6 +259,7 @@ class Recording:
             turns = await self._stored_turns(rollout)
             if not turns:
                 raise InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
+            # From the stored turns, so that a recorder that was restarted closes it alike.
             made = _closed(turns, reward)
             for step, experience in enumerate(made):
                 experience.eid = EID(rollout.batch, rollout.task, rollout.run, step)
@@ -284,6 +286,7 @@ class Recording:
 
     def fresh(self, rollout: Rollout) -> Rollout:
         """Return ``rollout``, which is new, without looking for stored turns of it."""
+        # Its name is a fresh UUID.
         self._open[rollout] = _Open()
         return rollout
 
@@ -295,6 +298,7 @@ class Recording:
             choices = max((turn.choices for turn in turns), default=1)
             last = dict(turns[-1].completion.message()) if turns else None
             known = _Open(len(turns), last, is_closed, choices)
+            # Another request may have read it while this one waited for the store.
             state = self._open.pop(rollout, None) or known
         self._open[rollout] = state  # the one used last is the last
         while len(self._open) > MOST_OPEN:

@@ -160,6 +160,7 @@ DONE = b"data: [DONE]\n\n"
 
 def as_chunks(answer: Mapping[str, Any], *, usage: bool) -> list[bytes]:
     """Return a whole answer as a stream: a chunk of each choice and one that ends it, and usage."""
+    # Clients that stream accept nothing but chunks, in name and in shape.
     top = {key: value for key, value in answer.items() if key not in ("choices", "usage", "object")}
     top["object"] = "chat.completion.chunk"
     chunks = []
@@ -214,6 +215,7 @@ class StreamedAnswer:
         choice["token_ids"] += part.get("token_ids") or []
         if part.get("prompt_token_ids"):
             choice["prompt_token_ids"] = part["prompt_token_ids"]
+        # Servers send the log-probs of each chunk; the answer has them joined.
         for key, values in (part.get("logprobs") or {}).items():
             if isinstance(values, Sequence):
                 choice["logprobs"] = choice["logprobs"] or {}

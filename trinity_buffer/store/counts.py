@@ -126,6 +126,7 @@ def of_strategy(
     )
     rejected = Counter(own) + Counter(refused)
     undecided = recorded - annotated - rejected.total()
+    # The counters know nothing of cursors.
     unseen = undecided  # of one that has read nothing
     if row.cursor:
         behind = first_address(row.cursor + 1)
@@ -163,10 +164,13 @@ def of_trainer(
     groups_delivered, delivered = handed.get(row.leased_step, (0, 0))
     groups_committed, committed = handed.get(row.committed_step, (0, 0))
     rejected = counters.reasons(numbers, row.name)
+    # All are ready until one was handed out.
     rows = ready = numbers.get((of, counters.ROWS), 0)
     last = _LAST_HANDED.value(tx, **mine)
     if last:
+        # Rows are handed out in order of their addresses.
         ready = int(_ROWS_FROM.value(tx, of=experiment, by=of, start=last + 1))
+    # Rejected rows above the last that was handed out are not ready either.
     if any(rejected.values()):
         ready -= int(_LEFT_OUT.value(tx, of=experiment, by=row.name, set=of, start=(last or 0) + 1))
     leased = int(delivered) - int(committed)

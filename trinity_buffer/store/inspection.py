@@ -68,6 +68,7 @@ def newest_groups(
     With ``before``, of those alone whose experiences all have a lower address.
     """
     groups: dict[tuple[str, str], None] = {}
+    # A group that goes on behind the page was shown on the one before.
     whole: list[ColumnElement[bool]] = [] if before is None else [~_goes_on(before)]
     while len(groups) < limit:
         query = select(experience.c.address, experience.c.batch, experience.c.task)

@@ -98,6 +98,7 @@ def decisions(
 ) -> list[Decisions]:
     """Return what one set, or each of two, made of ``wanted``: some addresses in order."""
     span: dict[str, Any] = {"of": experiment, "first": int(wanted[0]), "last": int(wanted[-1])}
+    # Both sets in one walk through the index of annotations by experience.
     noted = _NOTES.rows(tx, **span, name=sets[0].name, other=sets[-1].name)
     notes = np.zeros((len(wanted), 2), np.int64)
     _put(notes, wanted, noted)
@@ -105,6 +106,7 @@ def decisions(
     for chosen, own in zip(sets, notes.T, strict=False):
         mine = span | {"name": chosen.name}
         states = np.full(len(wanted), "waiting", object)
+        # Later states overwrite earlier ones; the order is that of the decisions.
         states[wanted >= first_address(chosen.cursor + 1)] = "unseen"
         _put(states, wanted, [(at, "waiting") for (at,) in _WAITING.rows(tx, **mine)])
         _put(states, wanted, [(at, f"rejected: {why}") for at, why in _REJECTED.rows(tx, **mine)])

@@ -56,12 +56,14 @@ def lines(name: str, points: Sequence[tuple[int, float | None]]) -> Lines | None
 
     def place(step: int, value: float) -> tuple[float, float]:
         x = LEFT + (WIDTH - LEFT - 8) * ((step - first) / max(last - first, 1))
+        # A constant is drawn in the middle.
         share = (value - low) / (high - low) if high > low else 0.5
         return round(x, 1), round(TOP + (HEIGHT - TOP - BOTTOM) * (1 - share), 1)
 
     runs: list[list[str]] = [[]]
     dots = []
     for step, value in points:
+        # A gap ends the line: drawing across it would invent values.
         if value is None:
             runs.append([])
             continue

@@ -48,12 +48,14 @@ class Guard:
         await answer(scope, receive, with_headers)
 
     def _answer(self, request: Any) -> Response | None:
+        # PostgreSQL refuses NUL in a text, which would be an error page of the server.
         if "%00" in request.url.path or "%00" in request.url.query:
             return PlainTextResponse("no name holds a NUL", 400)
         if self._token is None:
             local = request.url.hostname in LOCAL
             return None if local else PlainTextResponse("ask for 127.0.0.1, or give --token", 421)
         asked = request.query_params.get("token")
+        # In constant time, so that the token cannot be guessed character by character.
         if asked is not None and hmac.compare_digest(_bytes(asked), self._token):
             return self._entry(request)
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")

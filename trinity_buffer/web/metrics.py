@@ -58,6 +58,7 @@ async def metrics(store: Store) -> str:
             for role in sorted(role for of, role in here if of == name)
         ]
     lines = []
+    # Samples of one name must stand together, below its HELP and TYPE.
     for name, text in HELP.items():
         of_name = [sample for sample in samples if sample[0] == name]
         if of_name:

@@ -259,6 +259,7 @@ async def _compared(
     asked: Asked, source: Source, first: str, second: str
 ) -> tuple[SetDifference, int]:
     """Return what was found in the seconds that are asked for, and up to which position."""
+    # A page is made while someone waits: what was found by then is shown, with its position.
     until = time.monotonic() + min(LONGEST_S, asked.whole("seconds") or FIRST_S)
     difference = SetDifference(first, second)
     async for difference, reached in comparing(source, first, second):

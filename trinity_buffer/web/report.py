@@ -89,6 +89,7 @@ async def _last_step(source: Source, lines: Sequence[StepLine]) -> Mapping[str, 
         return None
     try:
         contents = await blame(source, committed[-1].step, trainer=committed[-1].trainer)
+    # The rest of the report is worth having without the last step.
     except DamagedSegmentError:
         return None
     own = [row for row in contents.rows if not row.experiment and row.uid]

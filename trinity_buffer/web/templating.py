@@ -19,6 +19,7 @@ _DOTS = {".": "!.", "..": "!.."}
 @cache
 def templates() -> Environment:
     """Return the templates of this package; whatever is put into one stays text."""
+    # Autoescape: what a rollout says is never markup of ours.
     made = Environment(
         loader=PackageLoader("trinity_buffer.web"), autoescape=True, undefined=StrictUndefined
     )
