@@ -12,7 +12,7 @@ from tests.contract.making import group, opened
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train.checkpoint import digest_of, make_durable, read_gone_through
+from trinity_buffer.pipeline.train.checkpoint import digest_of, make_durable, read_manifest_chain
 
 
 @pytest.fixture
@@ -123,4 +123,4 @@ def test_manifests_that_cannot_be_read_are_an_error_of_the_checkpoint(
 ) -> None:
     (tmp_path / "manifests.json").write_text(said)
     with pytest.raises(CheckpointError, match=r"holds no manifests\.json of a trainer"):
-        read_gone_through(tmp_path)
+        read_manifest_chain(tmp_path)

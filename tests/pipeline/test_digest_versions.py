@@ -15,14 +15,14 @@ from trinity_buffer.errors import CheckpointError
 from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint
 from trinity_buffer.pipeline.train.checkpoint import (
     contents_of,
     digest_of,
     make_durable,
     require_digest,
-    write_gone_through,
+    write_manifest_chain,
     written,
 )
 from trinity_buffer.pipeline.verify.verify import verify
@@ -151,7 +151,7 @@ async def committed(experiment: Experiment, folder: Path) -> str:
     await run_strategy(experiment, "grpo")
     async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
         step = await anext(stream)
-        write_gone_through(folder, GoneThrough().after(step.manifest.digest), step.log_head)
+        write_manifest_chain(folder, ManifestChain().after(step.manifest.digest), step.log_head)
         await stream.commit(step, checkpoint=folder)
     policy = await experiment.newest_policy()
     assert policy is not None

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.sample_run import SampleRun, record_sample_run
-from trinity_buffer.pipeline.manifest import FIRST_LINK, NAMED_MANIFESTS, GoneThrough, chain
+from trinity_buffer.pipeline.manifest import FIRST_LINK, NAMED_MANIFESTS, ManifestChain, chain
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train.checkpoint import read_gone_through, write_gone_through
+from trinity_buffer.pipeline.train.checkpoint import read_manifest_chain, write_manifest_chain
 from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 
 
@@ -25,14 +25,14 @@ async def test_the_chain_proves_what_a_checkpoint_does_not_name(
 ) -> None:
     sample = await record_sample_run(store_url, tmp_path / "run")
     first, *last = sample.manifests
-    said = GoneThrough(len(sample.manifests), GoneThrough().after(first).link, tuple(last))
-    write_gone_through(sample.checkpoint, said, "")
+    said = ManifestChain(len(sample.manifests), ManifestChain().after(first).link, tuple(last))
+    write_manifest_chain(sample.checkpoint, said, "")
     report = await verified(sample)
     assert (report.lost, report.duplicated, report.chain) == (0, 0, 2), report
-    write_gone_through(sample.checkpoint, replace(said, before=FIRST_LINK), "")
+    write_manifest_chain(sample.checkpoint, replace(said, before=FIRST_LINK), "")
     report = await verified(sample, quick=True)
     assert [first.hex() in item for item in report.lost_items] == [True]
-    write_gone_through(sample.checkpoint, replace(said, before=chain(FIRST_LINK, last[0])), "")
+    write_manifest_chain(sample.checkpoint, replace(said, before=chain(FIRST_LINK, last[0])), "")
     report = await verified(sample, quick=True)
     assert report.lost_items == ("one of the manifests of the steps 1 to 1",)
 
@@ -41,9 +41,9 @@ async def test_a_step_that_was_trained_again_after_many_is_found(
     store_url: str, tmp_path: Path
 ) -> None:
     sample = await record_sample_run(store_url, tmp_path / "run")
-    before = GoneThrough().after(*sample.manifests).link
-    again = GoneThrough(len(sample.manifests) + 1, before, (sample.manifests[0],))
-    write_gone_through(sample.checkpoint, again, "")
+    before = ManifestChain().after(*sample.manifests).link
+    again = ManifestChain(len(sample.manifests) + 1, before, (sample.manifests[0],))
+    write_manifest_chain(sample.checkpoint, again, "")
     report = await verified(sample, quick=True)
     assert (report.lost, report.duplicated) == (0, 1), report
     assert sample.manifests[0].hex() in report.duplicated_items[0]
@@ -53,12 +53,12 @@ def test_what_weights_went_through_does_not_grow_and_does_not_depend_on_pauses(
     tmp_path: Path,
 ) -> None:
     digests = [number.to_bytes(16) for number in range(NAMED_MANIFESTS + 3)]
-    whole = GoneThrough().after(*digests)
+    whole = ManifestChain().after(*digests)
     assert whole.link == reduce(chain, digests, FIRST_LINK)
     assert (whole.length, whole.last) == (len(digests), tuple(digests[3:]))
-    by_one = GoneThrough()
+    by_one = ManifestChain()
     for digest in digests:
         by_one = by_one.after(digest)
     assert by_one == whole
-    write_gone_through(tmp_path, whole, "")
-    assert read_gone_through(tmp_path) == whole
+    write_manifest_chain(tmp_path, whole, "")
+    assert read_manifest_chain(tmp_path) == whole

@@ -18,9 +18,9 @@ from trinity_buffer.pipeline.annotate.grouping import (
     Grouping,
     GroupingRules,
     ReadyUnit,
-    Stretch,
-    place_of,
-    stretch_of_row,
+    RowRange,
+    range_of_row,
+    sort_key,
 )
 from trinity_buffer.store.rows import BatchRow, ExperienceRow
 
@@ -30,8 +30,8 @@ _addresses = count(1)
 
 def row(
     batch: Key = "b", task: Key = 0, run: int = 0, step: int = 0, refused: str | None = None
-) -> Stretch:
-    return stretch_of_row(stored(batch, task, run, step, refused))
+) -> RowRange:
+    return range_of_row(stored(batch, task, run, step, refused))
 
 
 def stored(
@@ -56,7 +56,7 @@ def keys(units: Sequence[ReadyUnit]) -> list[list[str]]:
 
 def test_a_group_is_ready_when_its_planned_runs_are_there() -> None:
     it = grouping()
-    it.know_batch(planned(tasks=[0, 1]), sealed=False)
+    it.apply_plan(planned(tasks=[0, 1]), sealed=False)
     it.record(row(task=0, run=0), 0)
     it.record(row(task=1, run=1), 0)
     assert it.take_ready(0) == []
@@ -69,7 +69,7 @@ def test_a_group_is_ready_when_its_planned_runs_are_there() -> None:
 def test_a_straggler_holds_back_nobody_in_other_groups() -> None:
     it = grouping()
     for batch in range(5):
-        it.know_batch(planned(batch, tasks=[0, 1]), sealed=False)
+        it.apply_plan(planned(batch, tasks=[0, 1]), sealed=False)
         it.record(row(batch, 0, 0), 0)
         for run in range(2):
             it.record(row(batch, 1, run), 0)
@@ -78,13 +78,13 @@ def test_a_straggler_holds_back_nobody_in_other_groups() -> None:
 
 def test_rows_are_sorted_by_task_run_and_step_numbers_as_numbers() -> None:
     places = (("x", 0, 0), (10, 0, 1), (9, 0, 0), (10, 0, 0))
-    rows = sorted((stored("b", task, run, step) for task, run, step in places), key=place_of)
+    rows = sorted((stored("b", task, run, step) for task, run, step in places), key=sort_key)
     assert [(r.eid.task, r.eid.step) for r in rows] == [(9, 0), (10, 0), (10, 1), ("x", 0)]
 
 
 def test_a_number_and_its_text_are_one_group() -> None:
     it = grouping()
-    it.know_batch(planned(7, tasks=["8"]), sealed=False)
+    it.apply_plan(planned(7, tasks=["8"]), sealed=False)
     it.record(row("7", 8, 0), 0)
     it.record(row(7, "8", 1), 0)
     assert keys(it.take_ready(0)) == [["7/8"]]
@@ -92,7 +92,7 @@ def test_a_number_and_its_text_are_one_group() -> None:
 
 def test_a_run_that_is_not_planned_completes_no_planned_group() -> None:
     it, free = grouping(incomplete="reject"), grouping(rollouts_per_group=2)
-    it.know_batch(planned(runs=2), sealed=False)
+    it.apply_plan(planned(runs=2), sealed=False)
     for run in (0, 5):
         it.record(row(run=run), 0)
         free.record(row(run=run), 0)
@@ -106,7 +106,7 @@ def test_a_run_that_is_not_planned_completes_no_planned_group() -> None:
 
 def test_a_batch_waits_for_all_of_its_groups() -> None:
     it = grouping("batch")
-    it.know_batch(planned(tasks=[0, 1]), sealed=False)
+    it.apply_plan(planned(tasks=[0, 1]), sealed=False)
     for task in (0, 1):
         assert it.take_ready(0) == []
         for run in range(2):
@@ -119,7 +119,7 @@ def test_a_batch_waits_for_all_of_its_groups() -> None:
 @pytest.mark.parametrize("unit", ["group", "batch"])
 def test_a_seal_makes_ready_what_is_there(unit: Literal["group", "batch"]) -> None:
     it = grouping(unit)
-    it.know_batch(planned(tasks=[0, 1, 2]), sealed=False)
+    it.apply_plan(planned(tasks=[0, 1, 2]), sealed=False)
     it.record(row(task=0), 0)
     it.record(row(task=0, run=1), 0)
     it.record(row(task=1), 0)
@@ -154,7 +154,7 @@ def test_an_unplanned_batch_is_no_unit_before_it_is_sealed() -> None:
 
 def test_a_plan_beats_the_rule() -> None:
     it = grouping(rollouts_per_group=1)
-    it.know_batch(planned(runs=3), sealed=False)
+    it.apply_plan(planned(runs=3), sealed=False)
     it.record(row(), 0)
     assert it.take_ready(0) == []
 
@@ -162,7 +162,7 @@ def test_a_plan_beats_the_rule() -> None:
 def test_the_deadline_counts_from_the_first_experience_of_the_group() -> None:
     it = grouping(deadline_s=10)
     assert it.next_deadline_us() is None
-    it.know_batch(planned(tasks=[0, 1, 2]), sealed=False)
+    it.apply_plan(planned(tasks=[0, 1, 2]), sealed=False)
     it.record(row(task=1), 3 * S)
     it.record(row(task=0), 5 * S)
     assert it.next_deadline_us() == 13 * S
@@ -176,7 +176,7 @@ def test_the_deadline_counts_from_the_first_experience_of_the_group() -> None:
 
 def test_the_deadline_of_one_group_closes_a_batch() -> None:
     it = grouping("batch", deadline_s=10)
-    it.know_batch(planned(tasks=[0, 1]), sealed=False)
+    it.apply_plan(planned(tasks=[0, 1]), sealed=False)
     it.record(row(task=1), 0)
     assert it.take_ready(9 * S) == []
     assert keys(it.take_ready(10 * S)) == [["b/0", "b/1"]]
@@ -208,7 +208,7 @@ def test_a_group_whose_number_of_runs_is_known_waits_for_them() -> None:
     assert (it.becomes_idle, it.next_deadline_us()) == (False, None)
     assert it.take_ready(60 * S) == []
     it = grouping(idle_s=10)
-    it.know_batch(planned(tasks=[0], runs=2), sealed=False)
+    it.apply_plan(planned(tasks=[0], runs=2), sealed=False)
     it.record(row(task=0), 0)
     assert it.take_ready(60 * S) == []
 
@@ -216,12 +216,12 @@ def test_a_group_whose_number_of_runs_is_known_waits_for_them() -> None:
 @pytest.mark.parametrize("unit", ["group", "batch"])
 def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"]) -> None:
     it = grouping(unit)
-    it.know_batch(planned(tasks=[0, 1], runs=1), sealed=False)
+    it.apply_plan(planned(tasks=[0, 1], runs=1), sealed=False)
     it.record(row(task=0), 0)
     if unit == "batch":
         it.record(row(task=1), 0)
     it.take_ready(0)
-    it.know_decided([("b", "0")])
+    it.mark_decided([("b", "0")])
     late = row(task=0, run=5)
     it.record(late, 0)
     it.record(row(task=0, run=6, refused="invalid"), 0)
@@ -231,7 +231,7 @@ def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"])
 
 def test_a_batch_is_decided_as_a_whole() -> None:
     it = grouping("batch", rollouts_per_group=1)
-    it.know_decided([("b", "0")])
+    it.mark_decided([("b", "0")])
     other = row(task=1)
     it.record(other, 0)
     it.seal("b")
@@ -240,7 +240,7 @@ def test_a_batch_is_decided_as_a_whole() -> None:
 
 def test_refused_runs_count_as_stored_and_are_no_members() -> None:
     it = grouping()
-    it.know_batch(planned(), sealed=False)
+    it.apply_plan(planned(), sealed=False)
     it.record(row(run=0, refused="invalid"), 0)
     kept = row(run=1)
     it.record(kept, 0)
@@ -251,7 +251,7 @@ def test_refused_runs_count_as_stored_and_are_no_members() -> None:
 
 def test_a_run_of_which_one_step_was_refused_is_there() -> None:
     it = grouping()
-    it.know_batch(planned(runs=1), sealed=False)
+    it.apply_plan(planned(runs=1), sealed=False)
     it.record(row(run=0, step=1, refused="invalid"), 0)
     it.record(row(run=0), 0)
     (unit,) = it.take_ready(0)
@@ -260,7 +260,7 @@ def test_a_run_of_which_one_step_was_refused_is_there() -> None:
 
 def test_an_unplanned_task_of_a_planned_batch_is_not_planned() -> None:
     it = grouping()
-    it.know_batch(planned(tasks=[0], runs=1), sealed=False)
+    it.apply_plan(planned(tasks=[0], runs=1), sealed=False)
     it.record(row(task=0), 0)
     it.record(row(task=7), 0)
     assert [(unit.groups[0].key[1], unit.groups[0].planned) for unit in it.take_ready(0)] == [
@@ -274,14 +274,14 @@ def test_groups_without_members_that_were_ready_are_not_ready_again(
     unit: Literal["group", "batch"],
 ) -> None:
     it = grouping(unit)
-    it.know_batch(planned(tasks=[0, 1, 2], runs=1), sealed=False)
-    it.know_run(("b", "0"), 0)  # refused
+    it.apply_plan(planned(tasks=[0, 1, 2], runs=1), sealed=False)
+    it.mark_run(("b", "0"), 0)  # refused
     if unit == "batch":
-        it.know_settled(["b"])
+        it.mark_empty_groups(["b"])
         it.seal("b")
         assert keys(it.take_ready(0)) == [["b/0", "b/1", "b/2"]], "it was not ready before"
         return
-    it.know_settled(["b"])
+    it.mark_empty_groups(["b"])
     it.record(row(task=1), 0)
     assert keys(it.take_ready(0)) == [["b/1"]]
     it.seal("b")
@@ -318,7 +318,7 @@ class GroupingMachine(RuleBasedStateMachine):
         # A batch that holds experiences, or is sealed, cannot be planned any more.
         if str(batch) not in self.runs.keys() | self.sealed | self.begun:
             self.runs[str(batch)] = runs
-            self.it.know_batch(planned(batch, tasks=[0, 1], runs=runs), sealed=False)
+            self.it.apply_plan(planned(batch, tasks=[0, 1], runs=runs), sealed=False)
 
     @rule(
         batch=st.integers(0, 2),
@@ -330,7 +330,7 @@ class GroupingMachine(RuleBasedStateMachine):
         if str(batch) in self.sealed:
             return  # refused at the door
         # The consumer asks for what the grouping has forgotten.
-        self.it.know_decided(key for key in self.decided if not self.it.knows_group(key))
+        self.it.mark_decided(key for key in self.decided if not self.it.knows_group(key))
         found = row(batch, task, run, refused=refused)
         self.begun.add(str(batch))
         self.it.record(found, self.now)

@@ -23,8 +23,8 @@ from trinity_buffer.errors import TrainingError
 from trinity_buffer.pipeline.load import columns
 from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.sync_stream import open_train_stream
-from trinity_buffer.pipeline.train.collate import LateColumns
-from trinity_buffer.pipeline.train.microbatch import Late, LateTensors, MicroBatch
+from trinity_buffer.pipeline.train.collate import LazyColumns
+from trinity_buffer.pipeline.train.microbatch import Lazy, LazyTensors, MicroBatch
 
 Change = Callable[[list[MicroBatch]], list[MicroBatch]]
 COPIES: dict[str, Change] = {
@@ -129,8 +129,8 @@ def test_a_late_value_is_made_once_under_all_of_its_names() -> None:
         made.append(np.zeros(3))
         return made[-1]
 
-    late = Late(make)
-    tensors = LateTensors({"a": late, "b": late})
+    late = Lazy(make)
+    tensors = LazyTensors({"a": late, "b": late})
     assert not made
     assert tensors["a"] is tensors["b"] is tensors["a"] is made[0]
     assert len(made) == 1
@@ -143,7 +143,7 @@ def test_threads_that_look_at_once_get_one_value() -> None:
         both_make.wait(10)
         return object()
 
-    tensors = LateTensors({"a": Late(make)})
+    tensors = LazyTensors({"a": Lazy(make)})
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(tensors.__getitem__, ("a", "a"))
     assert first is second is tensors["a"]
@@ -154,7 +154,7 @@ async def test_what_the_trainer_computes_itself_is_not_made_to_be_dropped(
 ) -> None:
     await written(sqlite_url)
     resize(bytes_made_ahead=0)
-    monkeypatch.setattr(LateColumns, "column", refuse)
+    monkeypatch.setattr(LazyColumns, "column", refuse)
     with open_train_stream(
         sqlite_url,
         experiment="e",

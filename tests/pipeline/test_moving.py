@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.load.blocks import Array
 from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train import moving
-from trinity_buffer.pipeline.train.microbatch import LateTensors, MicroBatch
+from trinity_buffer.pipeline.train.microbatch import LazyTensors, MicroBatch
 from trinity_buffer.pipeline.train.moving import Event, Mover
 
 
@@ -105,7 +105,7 @@ def columns() -> dict[str, Array]:
 
 def read(found: Mapping[str, Any], *names: str) -> None:
     for name in names or found:
-        require_equal(LateTensors(found)[name], torch.from_numpy(columns()[name]), name)
+        require_equal(LazyTensors(found)[name], torch.from_numpy(columns()[name]), name)
 
 
 def test_a_column_is_moved_when_it_is_looked_at_and_no_other_is(slow: SlowDevice) -> None:
@@ -136,27 +136,27 @@ def test_what_was_looked_at_before_is_moved_ahead_in_one_copy(slow: SlowDevice) 
 def test_the_places_of_rows_are_there_before_an_error_has_to_name_one(slow: SlowDevice) -> None:
     found = Mover("meta").columns({"sample_index": np.arange(3, dtype=np.int32)} | columns())
     assert len(slow.copies) == 1
-    assert LateTensors(found)["sample_index"].tolist() == [0, 1, 2]
+    assert LazyTensors(found)["sample_index"].tolist() == [0, 1, 2]
     assert len(slow.copies) == 1
 
 
 def test_columns_begin_where_any_dtype_may(slow: SlowDevice) -> None:
     mover = Mover("meta")
     read(mover.columns(columns()))
-    found = LateTensors(mover.columns(columns()))
+    found = LazyTensors(mover.columns(columns()))
     assert [found[n].storage_offset() * found[n].itemsize for n in found] == [0, 64, 128, 128]
 
 
 def test_memory_is_used_again_when_its_copy_is_done_and_not_before(slow: SlowDevice) -> None:
     mover = Mover("meta")
     late = mover.columns({"a": np.full(9, 1, np.uint8)})
-    assert LateTensors(late)["a"].tolist() == [1] * 9
+    assert LazyTensors(late)["a"].tolist() == [1] * 9
     ahead = [mover.columns({"a": np.full(9, n, np.uint8)}) for n in range(2, 5)]
     addresses = slow.addresses
     assert addresses[1] == addresses[0]  # that copy was done
     assert len(set(addresses[1:])) == 3
     assert [one.done for one in slow.copies] == [True, False, False, False]
-    assert [LateTensors(one)["a"].tolist() for one in ahead] == [[n] * 9 for n in range(2, 5)]
+    assert [LazyTensors(one)["a"].tolist() for one in ahead] == [[n] * 9 for n in range(2, 5)]
     mover.columns({"a": np.full(9, 5, np.uint8)})
     assert slow.addresses[-1] in addresses
 
@@ -165,7 +165,7 @@ def test_small_columns_of_any_size_share_their_memory(slow: SlowDevice) -> None:
     mover = Mover("meta")
     for size in (1, 60_000, 9, 0, 3000):
         late = mover.columns({"a": np.arange(size, dtype=np.uint8)})
-        assert len(LateTensors(late)["a"]) == size
+        assert len(LazyTensors(late)["a"]) == size
     assert len(set(slow.addresses)) == 1
 
 
@@ -182,7 +182,7 @@ def test_what_was_first_looked_at_without_gradients_is_trained_on_like_any_other
 ) -> None:
     mover = Mover(device)
     ids = np.arange(4)
-    batch = LateTensors(mover.columns({"late": lambda: ids, "ids": ids}))
+    batch = LazyTensors(mover.columns({"late": lambda: ids, "ids": ids}))
     with torch.inference_mode():
         assert len(batch["late"]) == len(batch["ids"]) == 4
         places = mover.positions((2, 3)).value
@@ -202,20 +202,20 @@ def test_what_is_made_late_is_made_and_moved_once(slow: SlowDevice) -> None:
 
     mover = Mover("meta")
     for _ in range(2):
-        found = LateTensors(mover.columns({"a": make}))
+        found = LazyTensors(mover.columns({"a": make}))
         assert found["a"].tolist() == found["a"].tolist() == [1, 1, 1]
     assert len(calls) == len(slow.copies) == 2
 
 
 def test_a_compiled_function_may_be_the_first_to_look(slow: SlowDevice) -> None:
-    def total(batch: LateTensors) -> Tensor:
+    def total(batch: LazyTensors) -> Tensor:
         found: Tensor = batch["ids"].sum() + batch["scores"].sum()
         return found
 
     mover = Mover("meta")
-    compiled: Callable[[LateTensors], Tensor] = torch.compile(total, backend="eager")
+    compiled: Callable[[LazyTensors], Tensor] = torch.compile(total, backend="eager")
     for _ in range(2):
-        assert float(compiled(LateTensors(mover.columns(columns())))) == 17.5
+        assert float(compiled(LazyTensors(mover.columns(columns())))) == 17.5
     assert len(slow.copies) == 3
 
 
@@ -229,7 +229,7 @@ def test_pixels_are_moved_when_they_are_looked_at(slow: SlowDevice) -> None:
 
 
 def test_other_devices_get_what_is_looked_at_and_the_cpu_copies_nothing() -> None:
-    late = LateTensors(Mover("meta").columns(columns()))
+    late = LazyTensors(Mover("meta").columns(columns()))
     assert late["ids"].device.type == "meta"
     assert Mover("meta").now(np.zeros(2)).device.type == "meta"
     here, mover = columns(), Mover("cpu")

@@ -23,7 +23,7 @@ from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.coordination import presence
 from trinity_buffer.pipeline.coordination.lease import is_dead, owner_name
-from trinity_buffer.pipeline.coordination.presence import has_ended, is_here, place_of
+from trinity_buffer.pipeline.coordination.presence import describe_process, has_ended, is_here
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, tables
@@ -236,7 +236,9 @@ def test_a_container_of_the_same_name_is_another_machine(
 def test_a_host_is_shown_by_its_name_alone() -> None:
     name = socket.gethostname()
     assert presence.this_host().startswith(f"{name}#")
-    assert place_of(seen_now(presence.this_host(), 7)).startswith(f"pid 7 on host {name}, seen")
+    assert describe_process(seen_now(presence.this_host(), 7)).startswith(
+        f"pid 7 on host {name}, seen"
+    )
     assert leases.place_of(owner_name()) == f"pid {os.getpid()} on host {name}"
 
 

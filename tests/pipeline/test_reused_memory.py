@@ -14,7 +14,12 @@ import torch
 
 from tests.conftest import Resize
 from trinity_buffer.codec.columns import Bytes
-from trinity_buffer.pipeline.tensors import ALIGNMENT, ReusedMemory, columns_of_given, tensors_given
+from trinity_buffer.pipeline.tensors import (
+    ALIGNMENT,
+    BufferPool,
+    columns_of_present,
+    present_tensors,
+)
 
 
 def address_of(array: object) -> int:
@@ -22,7 +27,7 @@ def address_of(array: object) -> int:
 
 
 def test_a_block_is_used_again_once_nothing_is_left_of_it() -> None:
-    memory = ReusedMemory()
+    memory = BufferPool()
     taken = memory.block(100).take(10)
     first = address_of(taken)
     del taken
@@ -40,7 +45,7 @@ def test_a_block_is_used_again_once_nothing_is_left_of_it() -> None:
     ids=["an array", "a part", "a view", "a tensor"],
 )
 def test_what_somebody_looks_at_is_not_given_to_another(look: Callable[[Bytes], Any]) -> None:
-    memory = ReusedMemory()
+    memory = BufferPool()
     taken = memory.block(100).take(64)
     taken[:] = 7
     kept = look(taken)
@@ -50,7 +55,7 @@ def test_what_somebody_looks_at_is_not_given_to_another(look: Callable[[Bytes], 
 
 
 def test_what_is_taken_of_one_block_lies_apart() -> None:
-    block = ReusedMemory().block(3 * ALIGNMENT)
+    block = BufferPool().block(3 * ALIGNMENT)
     some = [block.take(ALIGNMENT - 1) for _ in range(4)]  # the last one finds no room
     for number, one in enumerate(some):
         one[:] = number
@@ -59,7 +64,7 @@ def test_what_is_taken_of_one_block_lies_apart() -> None:
 
 def test_no_more_is_kept_than_is_allowed(resize: Resize) -> None:
     resize(blocks_kept=1, bytes_per_block=128)
-    memory = ReusedMemory()
+    memory = BufferPool()
     large, first = memory.block(129).take(129), memory.block(100).take(9)
     place = address_of(first)
     second = memory.block(100).take(9)
@@ -70,8 +75,8 @@ def test_no_more_is_kept_than_is_allowed(resize: Resize) -> None:
 
 def test_columns_are_made_in_the_memory_that_is_given() -> None:
     rows = [torch.tensor([1.5, 2.5], requires_grad=True), None, torch.tensor([3.5])]
-    block = ReusedMemory().block(2 * ALIGNMENT)
-    (column,) = columns_of_given("x", tensors_given(rows), block.take)
+    block = BufferPool().block(2 * ALIGNMENT)
+    (column,) = columns_of_present("x", present_tensors(rows), block.take)
     assert column.elements.tolist() == [1.5, 2.5, 3.5]
     assert address_of(block.take(1)) - address_of(column.data) == ALIGNMENT
 

@@ -31,7 +31,7 @@ from trinity_buffer.algorithm.add_strategy import (
 from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.annotate.deciding import Decision, Verdicts
+from trinity_buffer.pipeline.annotate.deciding import Decision, DecisionBuilder
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.annotate.reward_table import table_of, verdicts_of
 from trinity_buffer.pipeline.annotate.rewards import assign_rewards
@@ -122,7 +122,7 @@ def recorded(experiences: Sequence[Experience], sizes: Sequence[int]) -> dict[in
 def by_experiences(
     make: Made, groups: Sequence[Group], experiences: Sequence[Experience]
 ) -> Decision:
-    staged, verdicts = StagedWriter(), Verdicts("some", segments.TableSegments())
+    staged, verdicts = StagedWriter(), DecisionBuilder("some", segments.TableSegments())
     strategy, by_address = make(staged), {e.address: e for e in experiences}
 
     async def add_all() -> None:
@@ -131,7 +131,7 @@ def by_experiences(
             members = sorted((by_address[address] for address in one.members), key=place)
             _, found = await strategy.add(members, step)
             verdicts.metrics.append({name: float(value) for name, value in found.items()})
-            verdicts.given.update((e.address or 0, e.action_mask) for e in members)
+            verdicts.masks.update((e.address or 0, e.action_mask) for e in members)
 
     asyncio.run(add_all())
     return verdicts.decision(verdicts.taken_from(staged), seen=9, calls=len(groups))
@@ -143,7 +143,7 @@ def place(e: Experience) -> tuple[Any, ...]:
 
 def by_rewards(make: Made, groups: Sequence[Group], events: dict[int, Any]) -> Decision:
     verdicts, score = (
-        Verdicts("some", segments.TableSegments()),
+        DecisionBuilder("some", segments.TableSegments()),
         make(StagedWriter()).from_rewards(),
     )
     assert score is not None

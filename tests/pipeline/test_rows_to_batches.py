@@ -22,7 +22,7 @@ from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train.buffers import StepMemory
-from trinity_buffer.pipeline.train.collate import LateColumn
+from trinity_buffer.pipeline.train.collate import LazyColumn
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 
 TASKS, RUNS = 16, 4
@@ -175,14 +175,14 @@ def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
 async def test_what_few_losses_read_is_made_when_somebody_looks_at_it(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, layout: LayoutName, budget: int | None
 ) -> None:
-    made: Counter[LateColumn] = Counter()
+    made: Counter[LazyColumn] = Counter()
 
-    def counted(self: LateColumn, elements: slice) -> Array:
+    def counted(self: LazyColumn, elements: slice) -> Array:
         made[self] += 1
         return part(self, elements)
 
-    part = LateColumn.part
-    monkeypatch.setattr(LateColumn, "part", counted)
+    part = LazyColumn.part
+    monkeypatch.setattr(LazyColumn, "part", counted)
     await written(sqlite_url)
     with open_train_stream(
         sqlite_url,

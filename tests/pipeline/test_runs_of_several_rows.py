@@ -32,7 +32,7 @@ from trinity_buffer.errors import ConflictingStrategyError, InvalidArgumentError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.annotate.deciding import Verdicts
+from trinity_buffer.pipeline.annotate.deciding import DecisionBuilder
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.annotate.reward_table import table_of, verdicts_of
 from trinity_buffer.pipeline.experiment import Experiment
@@ -283,7 +283,7 @@ def test_both_roads_take_runs_alike(name: str, groups: list[list[Run]], mixed: A
         unit = by_key.setdefault(key, Group(key, planned=False, rollouts=None))
         unit.members.append(one.address or 0)
     units, make = list(by_key.values()), MADE[name]
-    verdicts = Verdicts("some", segments.TableSegments())
+    verdicts = DecisionBuilder("some", segments.TableSegments())
     verdicts.concern(units)
     strategy = make(StagedWriter())
     score = strategy.from_rewards()

@@ -12,7 +12,7 @@ from tests.contract.making import group, opened, rows
 from tests.pipeline.watching import Watcher
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.errors import ConflictingStrategyError
-from trinity_buffer.pipeline.annotate.consumer import is_same_set, run_strategy
+from trinity_buffer.pipeline.annotate.consumer import run_strategy, same_config
 from trinity_buffer.pipeline.annotate.grouping import GroupingRules
 from trinity_buffer.store import tables
 from trinity_buffer.writer import StagedWriter
@@ -62,7 +62,7 @@ def test_a_set_that_was_made_before_there_was_a_rule_goes_on() -> None:
     strategy = ADD_STRATEGY.get("grpo")(StagedWriter())
     for idle_s, is_same in ((None, True), (5.0, False)):
         now = {**made, "grouping": asdict(GroupingRules(rollouts_per_group=2, idle_s=idle_s))}
-        assert is_same_set(before, now, strategy) is is_same
+        assert same_config(before, now, strategy) is is_same
 
 
 @pytest.mark.parametrize(

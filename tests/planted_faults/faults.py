@@ -216,7 +216,7 @@ FAULTS = [
     Fault(
         "a mask that selects nothing is given its score",
         "pipeline/annotate/reward_table.py",
-        "    found[nothing] = np.copysign(np.float32(0), found[nothing])\n",
+        "    weights[nothing] = np.copysign(np.float32(0), weights[nothing])\n",
         "",
         "tests/pipeline/test_reward_table.py::test_both_roads_commit_the_same_bits",
     ),
@@ -552,8 +552,8 @@ FAULTS = [
     Fault(
         "another number of ranks is dealt the rows that an earlier one dropped",
         "pipeline/train/resume.py",
-        "kept, lost = sorted(found.order), dict[int, str]()",
-        "kept, lost = [*range(len(found.first.groups))], dict[int, str]()",
+        "places, lost = sorted(leased.order), dict[int, str]()",
+        "places, lost = [*range(len(leased.first.groups))], dict[int, str]()",
         "tests/trainer/test_damaged_steps.py::test_ranks_come_and_go_before_and_behind_what_is_dropped",
     ),
     Fault(
@@ -566,7 +566,7 @@ FAULTS = [
     Fault(
         "what is left of a step is cut as large as the row that left it",
         "pipeline/train/resume.py",
-        "height * max(kept, default=0) if padded",
+        "height * max(own_lengths, default=0) if padded",
         "(plan.stop - plan.start) * plan.width if padded",
         "tests/trainer/test_dropped_rows.py::test_what_is_left_needs_no_more_memory_than_the_other_pieces_did",
     ),

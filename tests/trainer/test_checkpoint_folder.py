@@ -17,7 +17,7 @@ import torch
 from tests.trainer.data import policy
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train.checkpoint import being_read, digest_of, make_durable
 from trinity_buffer.trainer import checkpoint, sharded
 from trinity_buffer.trainer.checkpoint import (
@@ -36,7 +36,7 @@ def state() -> TrainerState[TransformerPolicy]:
     """Return a trainer after one step."""
     model = policy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return TrainerState(model, optimizer, step=7, manifests=GoneThrough().after(bytes(16)))
+    return TrainerState(model, optimizer, step=7, manifests=ManifestChain().after(bytes(16)))
 
 
 WRITES = [

@@ -7,7 +7,7 @@ from shlex import quote
 
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.coordination.diagnosis import Lack, Surroundings, counted, lacks_of
-from trinity_buffer.pipeline.coordination.presence import is_unheard, own_wait_of, place_of
+from trinity_buffer.pipeline.coordination.presence import describe_process, is_unheard, own_wait_of
 from trinity_buffer.pipeline.coordination.stall import is_at_work
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
@@ -112,7 +112,7 @@ class _Look:
         self._tx, self._name, self._key = tx, entry.name, entry.key
         self._around = around = Surroundings.of(tx, self._key)
         self.here = [
-            Here(self._name, row.role, row.name, place_of(row), row.waiting_for)
+            Here(self._name, row.role, row.name, describe_process(row), row.waiting_for)
             for row in around.here
         ]
         self.stuck: list[Stuck] = []
@@ -165,7 +165,7 @@ class _Look:
                     "generates what is missing; or seal the batch as it is "
                     f"(`trinity-buffer seal {quote(lack.batch)}`)"
                 )
-            self._add(lack.told(), remedy, at=lack.planned_at)
+            self._add(lack.describe(), remedy, at=lack.planned_at)
 
     def _of_rollouts(self, recorded: int) -> None:
         number, first = counts.unrewarded(self._tx, self._key, recorded)

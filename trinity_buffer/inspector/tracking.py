@@ -14,7 +14,7 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import StepLine, steps, trainer_of
-from trinity_buffer.pipeline.coordination.waiting import SpokenWait
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import writer_queries
 
@@ -88,7 +88,7 @@ async def _awaited(experiment: Experiment, trainer: str | None) -> str:
             f"{await _known(experiment)}: start it (`trinity-buffer train`), or name another one"
         )
 
-    wait = SpokenWait(changes, tell)
+    wait = ReportedWait(changes, tell)
     while True:
         # Read before the question, so that a change in between wakes the wait.
         state = await changes.state()

@@ -56,14 +56,16 @@ def encode_annotations(experiences: Sequence[Experience]) -> bytes:
     if _same(tensors["returns"], tensors["advantages"]):
         del tensors["returns"]
         aliases["returns"] = "advantages"
-    columns = [column for field, some in tensors.items() for column in _columns(field, some, masks)]
+    columns = [column for field, rows in tensors.items() for column in _columns(field, rows, masks)]
     return encode_segment(columns, {}, len(experiences), aliases=aliases)
 
 
-def _same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+def _same(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
     """Whether two fields are bit for bit the same in all rows, and not None in all."""
-    pairs = zip_longest(columns_of("", some), columns_of("", others))
-    return any(t is not None for t in some) and all(map(_same_columns, *zip(*pairs, strict=True)))
+    pairs = zip_longest(columns_of("", tensors), columns_of("", others))
+    return any(t is not None for t in tensors) and all(
+        map(_same_columns, *zip(*pairs, strict=True))
+    )
 
 
 def _columns(
@@ -102,9 +104,9 @@ def _scalars(
     rows: Sequence[int], tensors: Sequence[Tensor | None], masks: Sequence[Tensor | None]
 ) -> tuple[list[int], Tensor]:
     """Return which of ``rows``, of one dtype, are a scalar times their mask, and the scalars."""
-    given = [tensor for row in rows if (tensor := tensors[row]) is not None]
-    sizes = [tensor.numel() for tensor in given]
-    values = torch.cat(given).detach()
+    present = [tensor for row in rows if (tensor := tensors[row]) is not None]
+    sizes = [tensor.numel() for tensor in present]
+    values = torch.cat(present).detach()
     weights = torch.cat([mask for row in rows if (mask := masks[row]) is not None]).to(values.dtype)
     scalars = _candidates(values, weights, sizes)
     product = _products(scalars, weights, sizes)
@@ -113,8 +115,10 @@ def _scalars(
     same = product.view(bits) == values.view(bits)
     if bool(same.all()):
         return list(rows), scalars
-    kept = [index for index, piece in enumerate(same.split_with_sizes(sizes)) if bool(piece.all())]
-    return [rows[index] for index in kept], scalars[kept]
+    scaled = [
+        index for index, piece in enumerate(same.split_with_sizes(sizes)) if bool(piece.all())
+    ]
+    return [rows[index] for index in scaled], scalars[scaled]
 
 
 def _products(scalars: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -134,19 +138,19 @@ def _candidates(values: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor
     if not len(values):
         return values.new_zeros(len(sizes))
     divisor = weights[index]
-    found = values[index] / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-    found[[row for row, place in enumerate(places) if place < 0]] = 0.0
-    return found
+    scalars = values[index] / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+    scalars[[row for row, place in enumerate(places) if place < 0]] = 0.0
+    return scalars
 
 
-def _same_columns(one: Column | None, other: Column | None) -> bool:
+def _same_columns(column: Column | None, other: Column | None) -> bool:
     return (
-        one is not None
+        column is not None
         and other is not None
-        and one.dtype == other.dtype
-        and np.array_equal(one.shapes, other.shapes)
-        and np.array_equal(_rows(one), _rows(other))
-        and np.array_equal(one.data, other.data)
+        and column.dtype == other.dtype
+        and np.array_equal(column.shapes, other.shapes)
+        and np.array_equal(_rows(column), _rows(other))
+        and np.array_equal(column.data, other.data)
     )
 
 
@@ -177,15 +181,17 @@ def decode_annotations(
         raise CodecError(
             f"slots {wanted} with {len(masks)} masks, of annotations of {segment.rows} experiences"
         )
-    found: list[dict[str, Tensor | None]] = [{"advantages": None, "returns": None} for _ in wanted]
+    computed: list[dict[str, Tensor | None]] = [
+        {"advantages": None, "returns": None} for _ in wanted
+    ]
     for field in ANNOTATED:
         for column in segment.columns.get(field, []):
-            _fill_tensors(found, field, column, wanted, masks, shared=field in segment.aliases)
-    return found
+            _fill_tensors(computed, field, column, wanted, masks, shared=field in segment.aliases)
+    return computed
 
 
 def _fill_tensors(
-    found: Sequence[dict[str, Tensor | None]],
+    computed: Sequence[dict[str, Tensor | None]],
     field: str,
     column: Column,
     wanted: Sequence[int],
@@ -202,20 +208,20 @@ def _fill_tensors(
         tensors = tensors_of(column, indices)
         tensors = [tensor.clone() for tensor in tensors] if shared else tensors
     for place, tensor in zip(places, tensors, strict=True):
-        found[place][field] = tensor
+        computed[place][field] = tensor
 
 
 def _full(scalars: Tensor, masks: Sequence[Tensor | None], field: str) -> Sequence[Tensor]:
     """Return the tensors that scalars stand for."""
-    given = [mask for mask in masks if mask is not None]
-    if len(given) < len(masks):
+    present = [mask for mask in masks if mask is not None]
+    if len(present) < len(masks):
         raise CodecError(f"{field} is stored as a multiple of an action mask, and there is no mask")
-    if not given:
+    if not present:
         return []
-    sizes = [mask.numel() for mask in given]
+    sizes = [mask.numel() for mask in present]
     # One by one to the dtype where they differ: ``torch.cat`` would promote all of them.
-    alike = len({mask.dtype for mask in given}) == 1
-    weights = torch.cat(given if alike else [mask.to(scalars.dtype) for mask in given])
+    alike = len({mask.dtype for mask in present}) == 1
+    weights = torch.cat(present if alike else [mask.to(scalars.dtype) for mask in present])
     return _products(scalars, weights.to(scalars.dtype), sizes).split_with_sizes(sizes)
 
 

@@ -153,7 +153,7 @@ def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> S
     try:
         schema = parquet.read_schema(path)
         read = _read_parts if "part" in schema.names else _read_columns
-        held, found = read(parquet, path, keys, families)
+        held, parts = read(parquet, path, keys, families)
     except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
         raise StoreError(
             f"that file cannot be read ({error}): put a sound copy in its place"
@@ -162,7 +162,7 @@ def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> S
         raise StoreError(
             f"that file does not hold {min(missing).hex()}: put the one that was written there back"
         )
-    return found
+    return parts
 
 
 def _read_parts(
@@ -171,11 +171,11 @@ def _read_parts(
     """Return which of ``keys`` a file holds, and their parts."""
     of_keys, of_families = ("segment", "in", list(keys)), ("family", "in", list(families))
     held = parquet.read_table(path, columns=["segment"], filters=[of_keys])["segment"]
-    found: SegmentParts = {}
+    parts: SegmentParts = {}
     for row in parquet.read_table(path, filters=[of_keys, of_families]).to_pylist():
         part = (row["part"], row["checksum"], row["data"])
-        found.setdefault((row["segment"], row["family"]), []).append(part)
-    return set(held.to_pylist()), found
+        parts.setdefault((row["segment"], row["family"]), []).append(part)
+    return set(held.to_pylist()), parts
 
 
 def _parquet() -> tuple[Any, Any]:

@@ -39,13 +39,13 @@ SECONDS = ("lease_ttl_s", "stalled_after_s")
 """Seconds that the pipeline reads; None counts as not given, or as never."""
 
 
-def require_values(experiment: str, given: Mapping[str, Any]) -> None:
-    """Return if the pipeline can do with the values of those keys of ``given`` that it reads.
+def require_values(experiment: str, config: Mapping[str, Any]) -> None:
+    """Return if the pipeline can do with the values of those keys of ``config`` that it reads.
 
     Raises:
         InvalidArgumentError: names the key, its value and what it must be.
     """
-    for key, value in given.items():
+    for key, value in config.items():
         least, must = LEAST.get(key), ""
         if value is None:
             continue
@@ -69,13 +69,13 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def require_known(experiment: str, given: Iterable[str], stored: Iterable[str]) -> None:
-    """Do nothing if every key of ``given`` is read by somebody, or ``stored`` already.
+def require_known(experiment: str, keys: Iterable[str], stored: Iterable[str]) -> None:
+    """Do nothing if every key of ``keys`` is read by somebody, or ``stored`` already.
 
     Raises:
         InvalidArgumentError: it is not; the message names the key that was probably meant.
     """
-    for key in sorted(set(given) - CONFIG_KEYS - set(stored)):
+    for key in sorted(set(keys) - CONFIG_KEYS - set(stored)):
         close = difflib.get_close_matches(key, CONFIG_KEYS, n=1)
         meant = f"did you mean {close[0]!r}?" if close else "nothing reads it."
         raise InvalidArgumentError(

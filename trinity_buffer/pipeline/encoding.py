@@ -32,14 +32,14 @@ from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.tensors import (
     DTYPE_NAMES,
     TORCH_DTYPES,
-    GivenTensors,
-    ReusedMemory,
+    BufferPool,
+    PresentTensors,
     Take,
     columns_of,
-    columns_of_given,
+    columns_of_present,
+    present_tensors,
     raw_tensor,
     tensor_of,
-    tensors_given,
     tensors_of,
 )
 from trinity_buffer.sampling import SEGMENTS, sampled
@@ -64,9 +64,9 @@ class Fields:
         columns = zip(*map(_every, experiences), strict=True) if experiences else [()] * len(_NAMES)
         self._of: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
         self._kinds: dict[str, frozenset[type]] = {}
-        self._tensors: dict[str, GivenTensors] = {}
+        self._tensors: dict[str, PresentTensors] = {}
         self._addresses: tuple[tuple[Any, ...], ...] | None = None
-        self._said: dict[str, list[Any]] = {}
+        self._from_info: dict[str, list[Any]] = {}
 
     def __len__(self) -> int:
         return len(self.experiences)
@@ -80,10 +80,10 @@ class Fields:
             self._kinds[name] = frozenset(map(type, self._of[name]))
         return self._kinds[name]
 
-    def tensors(self, name: str) -> GivenTensors:
+    def tensors(self, name: str) -> PresentTensors:
         """Return the tensors of a field that holds nothing else but None."""
         if name not in self._tensors:
-            self._tensors[name] = tensors_given(self._of[name])
+            self._tensors[name] = present_tensors(self._of[name])
         return self._tensors[name]
 
     @property
@@ -102,10 +102,10 @@ class Fields:
     @property
     def reasons(self) -> list[Any]:
         """Why each generation ended, as ``info`` says it, else ``truncate_status``."""
-        if "reasons" not in self._said:
+        if "reasons" not in self._from_info:
             pairs = zip(self._in_info("finish_reason"), self._of["truncate_status"], strict=True)
-            self._said["reasons"] = [said or status for said, status in pairs]
-        return self._said["reasons"]
+            self._from_info["reasons"] = [said or status for said, status in pairs]
+        return self._from_info["reasons"]
 
     @property
     def segments(self) -> list[Any]:
@@ -113,9 +113,9 @@ class Fields:
         return self._in_info(SEGMENTS)
 
     def _in_info(self, key: str) -> list[Any]:
-        if key not in self._said:
-            self._said[key] = [info.get(key) for info in self._of["info"]]
-        return self._said[key]
+        if key not in self._from_info:
+            self._from_info[key] = [info.get(key) for info in self._of["info"]]
+        return self._from_info[key]
 
 
 _KEY, _COUNT, _TEXT = frozenset({int, str}), frozenset({int}), frozenset({str})
@@ -154,7 +154,7 @@ TENSORS = [name for names in FAMILIES.values() for name in names if name not in 
 MODAL = "multi_modal_inputs."
 """What the names of their columns begin with."""
 
-_memory = ReusedMemory()
+_memory = BufferPool()
 os.register_at_fork(after_in_child=_memory.forget)
 
 
@@ -210,7 +210,7 @@ def encode_experiences(
             if field in OBJECTS:
                 packed |= _packed(contents, packer, field, fields[field])
             else:
-                every[field] = columns_of_given(field, fields.tensors(field), block.take)
+                every[field] = columns_of_present(field, fields.tensors(field), block.take)
                 columns += every[field]
         for column in columns:
             contents.add_column(column)
@@ -222,8 +222,8 @@ def encode_experiences(
 
 def _bytes_to_join(fields: Fields) -> int:
     """Return at most how many bytes the columns of tensors need."""
-    given = (name for name in TENSORS if not fields.kinds(name) <= _NONE)
-    return sum(fields.tensors(name).bytes_to_join for name in given)
+    present = (name for name in TENSORS if not fields.kinds(name) <= _NONE)
+    return sum(fields.tensors(name).bytes_to_join for name in present)
 
 
 def content_digest_of(experience: Experience) -> bytes:
@@ -276,7 +276,7 @@ def _meta(
     fields: Fields, columns: Mapping[str, Sequence[Column]], digests: list[bytes]
 ) -> dict[str, list[Any]]:
     experiences = fields.experiences
-    found: Iterable[Iterable[Any]] = (
+    values: Iterable[Iterable[Any]] = (
         *fields.addresses,
         fields["reward"],
         _plain_or(fields.versions, _COUNT | _NONE, "policy_version", experiences),
@@ -288,7 +288,7 @@ def _meta(
         _plain_or(fields.reasons, _TEXT | _NONE, "finish_reason", experiences),
         digests,
     )
-    return dict(zip(META, map(list, found), strict=True))
+    return dict(zip(META, map(list, values), strict=True))
 
 
 def _sampling(fields: Fields, meta: Mapping[str, list[Any]]) -> dict[int, list[Any]] | None:
@@ -297,22 +297,24 @@ def _sampling(fields: Fields, meta: Mapping[str, list[Any]]) -> dict[int, list[A
         return None
     sizes = zip(fields["info"], meta["prompt_length"], meta["length"], strict=True)
     every = ((slot, sampled(*row)) for slot, row in enumerate(sizes))
-    return {slot: [*map(list, said)] for slot, said in every if said} or None
+    return {slot: [*map(list, spans)] for slot, spans in every if spans} or None
 
 
 def _plain_or(
-    found: Sequence[Any], kinds: frozenset[type], attribute: str, experiences: Sequence[Experience]
+    values: Sequence[Any], kinds: frozenset[type], attribute: str, experiences: Sequence[Experience]
 ) -> Iterable[Any]:
-    """Return what was ``found`` if all of it is of these kinds, else the attribute of each."""
-    return found if kinds.issuperset(map(type, found)) else map(attrgetter(attribute), experiences)
+    """Return what was ``values`` if all of it is of these kinds, else the attribute of each."""
+    return (
+        values if kinds.issuperset(map(type, values)) else map(attrgetter(attribute), experiences)
+    )
 
 
 def _sizes(
     fields: Fields, columns: Mapping[str, Sequence[Column]], field: str, attribute: str
 ) -> Iterable[int]:
     """Return the ``attribute`` of each experience, from the sizes of ``field`` if all have it."""
-    found = columns.get(field, ())
-    if len(found) == 1 and found[0].rows is None and "dpo" not in fields["experience_type"]:
+    encoded = columns.get(field, ())
+    if len(encoded) == 1 and encoded[0].rows is None and "dpo" not in fields["experience_type"]:
         return fields.tensors(field).sizes
     return map(attrgetter(attribute), fields.experiences)
 
@@ -323,10 +325,10 @@ def _trained_tokens(fields: Fields, masks: Sequence[Column]) -> list[int]:
         elements, ends = column.elements, column.offsets.tolist()
         rows = range(len(counts)) if column.rows is None else column.rows.tolist()
         if np.count_nonzero(elements) == len(elements):  # single turns
-            found = [stop - start for start, stop in pairwise(ends)]
+            trained = [stop - start for start, stop in pairwise(ends)]
         else:
-            found = [int(np.count_nonzero(elements[a:b])) for a, b in pairwise(ends)]
-        for row, count in zip(rows, found, strict=True):
+            trained = [int(np.count_nonzero(elements[a:b])) for a, b in pairwise(ends)]
+        for row, count in zip(rows, trained, strict=True):
             counts[row] = count
     if "dpo" in fields["experience_type"]:
         for row, experience in enumerate(fields.experiences):
@@ -442,8 +444,8 @@ def _fill_fields(
             raise CodecError(
                 f"segment {family} has the objects {name!r}, which are none of its own"
             )
-        found = values.values(wanted, tensor_of)
-        _fill_objects(states, name, found, modal)
+        objects = values.values(wanted, tensor_of)
+        _fill_objects(states, name, objects, modal)
 
 
 def _fill_column(

@@ -24,7 +24,7 @@ from trinity_buffer.identity import problem_of_name
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.coordination.stall import Stall
-from trinity_buffer.pipeline.coordination.waiting import SpokenWait
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait
 from trinity_buffer.pipeline.handle import (
     Event,
     ExperimentHandle,
@@ -158,7 +158,7 @@ class Experiment(ExperimentHandle):
             RunStalledError: nothing has moved in it for ``stalled_after_s``.
         """
         database, stall = self.database, Stall(self.database, self.key)
-        wait = SpokenWait(database.changes, self._waiting_for_end, aloud=False, stall=stall)
+        wait = ReportedWait(database.changes, self._waiting_for_end, aloud=False, stall=stall)
         while True:
             state = await database.changes.state()
             if await self.is_finished():
@@ -235,8 +235,8 @@ class Experiment(ExperimentHandle):
         most, known = sizes().experiences_per_page, sorted(wanted.addresses or ())
         read, of = self.database.read, self.key
         for start in range(0, len(known), most):
-            some = tuple(known[start : start + most])
-            named = replace(wanted, addresses=some)
+            page = tuple(known[start : start + most])
+            named = replace(wanted, addresses=page)
             yield await read(writer_queries.experiences, of, named, after=-1, limit=most)
         after = -1
         while wanted.addresses is None:
@@ -253,7 +253,7 @@ class Experiment(ExperimentHandle):
         if name is None:
             raise InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
         consumers = await self.database.read(writer_queries.consumers, self.key)
-        names = [one.name for one in consumers.values() if one.kind == "strategy"]
+        names = [consumer.name for consumer in consumers.values() if consumer.kind == "strategy"]
         if name not in names:
             known = ", ".join(names) or "none"
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
@@ -262,23 +262,23 @@ class Experiment(ExperimentHandle):
     async def _rows_of_batch(self, batch: Key, task: Key | None) -> tuple[int, ...] | None:
         """Return the addresses of a batch's rows; None where they are so many that all are read."""
         most = sizes().rows_looked_up
-        found = await self.database.read(
+        addresses = await self.database.read(
             writer_queries.addresses_in_batch, self.key, batch, task, limit=most + 1
         )
-        return found if len(found) <= most else None
+        return addresses if len(addresses) <= most else None
 
     async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
         """Return the addresses of this experiment's rows in a step's manifest."""
 
-        def look(tx: Transaction) -> list[BatchLeased]:
-            found = trainer_queries.steps(tx, self.key, trainer, after=step - 1, limit=1)
-            here = [row.leased_at for row in found if row.step == step]
+        def load(tx: Transaction) -> list[BatchLeased]:
+            rows = trainer_queries.steps(tx, self.key, trainer, after=step - 1, limit=1)
+            here = [row.leased_at for row in rows if row.step == step]
             return list(leased_steps(tx, self.key, self.name, here).values())
 
-        found = await self.database.read(look)
-        if not found:
+        manifests = await self.database.read(load)
+        if not manifests:
             raise UnknownNameError(f"trainer {trainer!r} was never handed step {step}")
-        leased = found[0]
+        leased = manifests[0]
         sources = leased.source or [0] * len(leased.experiences)
         pairs = zip(leased.experiences, sources, strict=True)
         return tuple(sorted({address for address, source in pairs if source == 0}))
@@ -336,10 +336,10 @@ class Experiment(ExperimentHandle):
         Where several trainers publish, only that counts which the configuration names
         (``trainer``): explorers follow one model.
         """
-        found = await self.database.read(writer_queries.newest_policy, self.key, self._trainer)
-        if found is None:
+        newest = await self.database.read(writer_queries.newest_policy, self.key, self._trainer)
+        if newest is None:
             return None
-        version, uri, digest, position = found
+        version, uri, digest, position = newest
         path = found_again(uri, digest or None, self.database.folder)
         return PublishedPolicy(version, str(path) if digest else uri, digest, position)
 
@@ -350,10 +350,10 @@ class Experiment(ExperimentHandle):
 
     async def last_checkpoint(self, trainer: str = "trainer") -> str | None:
         """Return the checkpoint of the last committed step that has one, on the live line."""
-        found = await self.database.read(trainer_queries.last_checkpoint, self.key, trainer)
-        if found is None or found.checkpoint is None:
+        last = await self.database.read(trainer_queries.last_checkpoint, self.key, trainer)
+        if last is None or last.checkpoint is None:
             return None
-        return str(found_again(found.checkpoint, found.checkpoint_digest, self.database.folder))
+        return str(found_again(last.checkpoint, last.checkpoint_digest, self.database.folder))
 
     def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
         """Open the stream of gradient steps, an async context manager; see `StreamOptions`."""

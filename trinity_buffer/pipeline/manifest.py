@@ -77,10 +77,10 @@ class Manifest:
 
     def rows_by_rank(self) -> list[int]:
         """Return how many rows each rank is to take."""
-        found = [0] * self.world_size
+        numbers = [0] * self.world_size
         for plan in self.microbatches:
-            found[plan.rank] += plan.stop - plan.start
-        return found
+            numbers[plan.rank] += plan.stop - plan.start
+        return numbers
 
     def dealt(self, order: Sequence[int], microbatches: Sequence[MicroBatchPlan]) -> Manifest:
         """Return it with row ``order[i]`` as row ``i``, and no others, in these micro-batches."""
@@ -297,7 +297,7 @@ NAMED_MANIFESTS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class GoneThrough:
+class ManifestChain:
     """The manifests that weights went through, in order: the last ones, and the chain of the rest.
 
     It does not grow with the run, and is the same wherever the run was interrupted.
@@ -317,8 +317,8 @@ class GoneThrough:
         """The link of the chain after all of them."""
         return reduce(chain, self.last, self.before)
 
-    def after(self, *digests: bytes) -> GoneThrough:
+    def after(self, *digests: bytes) -> ManifestChain:
         """Return these manifests and then those of ``digests``."""
         last = (*self.last, *digests)
-        gone, kept = last[:-NAMED_MANIFESTS], last[-NAMED_MANIFESTS:]
-        return GoneThrough(self.length + len(digests), reduce(chain, gone, self.before), kept)
+        gone, named = last[:-NAMED_MANIFESTS], last[-NAMED_MANIFESTS:]
+        return ManifestChain(self.length + len(digests), reduce(chain, gone, self.before), named)

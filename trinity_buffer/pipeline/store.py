@@ -69,11 +69,11 @@ class Store:
         """
         if problem_of_text(name):
             require_name("an experiment's name", name)
-        key, found, names = await self.database.read(_find, name)
+        key, stored, names = await self.database.read(_find, name)
         if key is None:  # stores of an older day hold any text
             require_name("an experiment's name", name)
-        if key is not None and found is not None and (config is None or self.database.read_only):
-            return Experiment(self.database, self._group_commit, key, name, found[0])
+        if key is not None and stored is not None and (config is None or self.database.read_only):
+            return Experiment(self.database, self._group_commit, key, name, stored[0])
         if config is None or self.database.read_only:
             known = ", ".join(names) or "none"
             remedy = "" if self.database.read_only else "; pass config={} to create it"
@@ -83,8 +83,8 @@ class Store:
         wanted = as_json(f"the config of experiment {name!r}", dict(config))
         if schema is not None:
             wanted = {"schema": schema, **wanted}
-        key, stored = await self._create_or_change(name, wanted, actor)
-        return Experiment(self.database, self._group_commit, key, name, stored)
+        key, current = await self._create_or_change(name, wanted, actor)
+        return Experiment(self.database, self._group_commit, key, name, current)
 
     async def _create_or_change(
         self, name: str, wanted: dict[str, Any], actor: str
@@ -104,8 +104,8 @@ def _find(
 ) -> tuple[int | None, tuple[dict[str, Any], bool] | None, dict[str, int]]:
     """Return the key of an experiment, its configuration, and what there is if it is not there."""
     key = log.find_experiment(tx, name)
-    found = None if key is None else writer_queries.config_of(tx, key)
-    return key, found, log.experiment_names(tx) if key is None else {}
+    stored = None if key is None else writer_queries.config_of(tx, key)
+    return key, stored, log.experiment_names(tx) if key is None else {}
 
 
 def _create_or_change(
@@ -119,13 +119,13 @@ def _create_or_change(
     """Return the key of an experiment and its configuration, new or with what changed."""
     key = log.create_experiment(tx, name)
     lock_experiment(tx, key)
-    found = writer_queries.config_of(tx, key)
-    require_known(name, wanted, () if found is None else found[0])
-    if found is None:
+    stored = writer_queries.config_of(tx, key)
+    require_known(name, wanted, () if stored is None else stored[0])
+    if stored is None:
         require_values(name, wanted)
         log.append(tx, key, [created], actor=actor, now_us=now_us())
         return key, fresh
-    before = found[0]
+    before = stored[0]
     changes = {
         k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v
     }

@@ -61,7 +61,7 @@ class StepStream(Protocol):
         """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
         self._commit(step, Commit(checkpoint, policy, environment, metrics, skipped, digests))
 
-    def _commit(self, step: TrainStep, kept: Commit) -> None: ...
+    def _commit(self, step: TrainStep, commit: Commit) -> None: ...
 
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""
@@ -121,10 +121,10 @@ class SyncTrainStream(StepStream):
         return self._stream.incomplete_groups
 
     @override
-    def _commit(self, step: TrainStep, kept: Commit) -> None:
+    def _commit(self, step: TrainStep, commit: Commit) -> None:
         # Here, not in the thread of the event loop: each thread has its own number of threads.
-        environment = kept.environment or environment_of_run(self.device)
-        self._call(self._stream.record, step, replace(kept, environment=environment))
+        environment = commit.environment or environment_of_run(self.device)
+        self._call(self._stream.record, step, replace(commit, environment=environment))
 
     @override
     def fail(self, error: Exception) -> None:
@@ -167,8 +167,8 @@ class SyncTrainStream(StepStream):
     @property
     def rollouts_per_group(self) -> int | None:
         """Runs of a task, as the experiment is configured; None: it does not say."""
-        found: int | None = self._experiment.config.get("rollouts_per_group")
-        return found
+        runs: int | None = self._experiment.config.get("rollouts_per_group")
+        return runs
 
     def columns(self) -> frozenset[str] | None:
         """Return what the first stored experience has, None where there is none yet."""
@@ -203,12 +203,12 @@ async def _opened(
 ) -> AsyncIterator[tuple[TrainStream, Experiment]]:
     async with open_store(url, create=False) as store:
         try:
-            found = await store.experiment(experiment)
+            handle = await store.experiment(experiment)
         except UnknownExperimentError as error:
             error.add_note("start the explorer first, or wait until it has written")
             raise
-        async with found.train_stream(**options) as stream:
-            yield stream, found
+        async with handle.train_stream(**options) as stream:
+            yield stream, handle
 
 
 @takes(StreamOptions)
@@ -225,8 +225,8 @@ def open_train_stream(
         UnknownStoreError: there is no store at ``url``; none is made.
         UnknownExperimentError: it holds no experiment of this name.
     """
-    with in_portal(_opened(url, experiment, options)) as (portal, (stream, found)):
-        yield SyncTrainStream(portal, stream, found)
+    with in_portal(_opened(url, experiment, options)) as (portal, (stream, handle)):
+        yield SyncTrainStream(portal, stream, handle)
 
 
 @contextmanager

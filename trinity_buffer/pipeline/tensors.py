@@ -43,7 +43,7 @@ class Block:
         return self._bytes[begin:end]
 
 
-class ReusedMemory:
+class BufferPool:
     """A few blocks, of which one that nothing is left of is given out anew. Threads may share it.
 
     Python counts who looks at a bytearray, and does not resize it while somebody does. So nothing
@@ -56,25 +56,25 @@ class ReusedMemory:
     def forget(self) -> None:
         """Begin anew, in a forked child: there, nobody gives back a lock that a thread had."""
         self._lock = Lock()
-        self._kept: list[bytearray] = []
+        self._blocks: list[bytearray] = []
 
     def block(self, size: int) -> Block:
         """Return a block of at least ``size`` bytes, or of none where so much is not kept."""
         if not 0 < size <= sizes().bytes_per_block:
             return Block(bytearray())
         with self._lock:
-            for number, whole in enumerate(self._kept):
-                if not _is_looked_at(whole):
+            for number, whole in enumerate(self._blocks):
+                if not _in_use(whole):
                     if len(whole) < size:
-                        self._kept[number] = _room(size)
-                    return Block(self._kept[number])
-            made = _room(size)
-            if len(self._kept) < sizes().blocks_kept:
-                self._kept.append(made)
+                        self._blocks[number] = _allocate(size)
+                    return Block(self._blocks[number])
+            made = _allocate(size)
+            if len(self._blocks) < sizes().blocks_kept:
+                self._blocks.append(made)
             return Block(made)
 
 
-def _is_looked_at(whole: bytearray) -> bool:
+def _in_use(whole: bytearray) -> bool:
     try:
         whole.append(whole.pop())
     except BufferError:
@@ -82,7 +82,7 @@ def _is_looked_at(whole: bytearray) -> bool:
     return False
 
 
-def _room(size: int) -> bytearray:
+def _allocate(size: int) -> bytearray:
     return bytearray(1 << (size - 1).bit_length())
 
 
@@ -105,17 +105,17 @@ _size_of: Callable[[Tensor], int] = methodcaller("numel")
 
 
 @dataclass(frozen=True, slots=True)
-class GivenTensors:
+class PresentTensors:
     """The tensors of one field, those that are there, and what is asked of each.
 
     Attributes:
-        given: the tensors.
+        tensors: those that are not None.
         rows: which rows have one; None: all.
         kinds: of each its dtype, number of dimensions, device and layout.
         sizes: of each its number of elements.
     """
 
-    given: Sequence[Tensor]
+    tensors: Sequence[Tensor]
     rows: Sequence[int] | None
     kinds: Sequence[_Kind]
     sizes: Sequence[int]
@@ -127,36 +127,40 @@ class GivenTensors:
         width = max((dtype.itemsize for dtype, *_ in kinds), default=0)
         return width * sum(self.sizes) + ALIGNMENT * len(kinds)
 
-    def only(self, kind: _Kind) -> GivenTensors:
+    def only(self, kind: _Kind) -> PresentTensors:
         """Return those of one kind."""
         mine = [index for index, other in enumerate(self.kinds) if other == kind]
-        rows = range(len(self.given)) if self.rows is None else self.rows
-        return GivenTensors(
-            [self.given[index] for index in mine],
+        rows = range(len(self.tensors)) if self.rows is None else self.rows
+        return PresentTensors(
+            [self.tensors[index] for index in mine],
             [rows[index] for index in mine],
             [kind] * len(mine),
             [self.sizes[index] for index in mine],
         )
 
 
-def tensors_given(tensors: Sequence[Tensor | None]) -> GivenTensors:
+def present_tensors(tensors: Sequence[Tensor | None]) -> PresentTensors:
     """Return ``tensors``, by row, without those that are None."""
     if any(tensor is None for tensor in tensors):
         rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
-        given: list[Any] = [tensors[row] for row in rows]
-        return GivenTensors(given, rows, list(map(_kind_of, given)), list(map(_size_of, given)))
+        present: list[Any] = [tensors[row] for row in rows]
+        return PresentTensors(
+            present, rows, list(map(_kind_of, present)), list(map(_size_of, present))
+        )
     every: Any = tensors
-    return GivenTensors(every, None, list(map(_kind_of, every)), list(map(_size_of, every)))
+    return PresentTensors(every, None, list(map(_kind_of, every)), list(map(_size_of, every)))
 
 
 def columns_of(
     field: str, tensors: Sequence[Tensor | None], take: Take | None = None
 ) -> list[Column]:
-    """Return the columns of one field, ``tensors`` by row, as `columns_of_given` does."""
-    return columns_of_given(field, tensors_given(tensors), take)
+    """Return the columns of one field, ``tensors`` by row, as `columns_of_present` does."""
+    return columns_of_present(field, present_tensors(tensors), take)
 
 
-def columns_of_given(field: str, tensors: GivenTensors, take: Take | None = None) -> list[Column]:
+def columns_of_present(
+    field: str, tensors: PresentTensors, take: Take | None = None
+) -> list[Column]:
     """Return the columns of one field; none where there are no tensors.
 
     Rows of one dtype and number of dimensions share a column, made with a single ``torch.cat``.
@@ -177,26 +181,26 @@ def columns_of_given(field: str, tensors: GivenTensors, take: Take | None = None
     return [_column(field, tensors.only(kind), take) for kind in kinds]
 
 
-def _column(field: str, tensors: GivenTensors, take: Take | None) -> Column:
+def _column(field: str, tensors: PresentTensors, take: Take | None) -> Column:
     dtype, ndim, device, layout = tensors.kinds[0]
     if dtype not in DTYPE_NAMES or layout != torch.strided or device.type == "meta":
         raise InvalidArgumentError(
             f"{field} is {dtype}, {layout} on {device}: make it a dense tensor "
             f"of one of {', '.join(TORCH_DTYPES)}"
         )
-    given = tensors.given
+    flat = tensors.tensors
     if ndim == 1:
         shapes = np.array(tensors.sizes, np.int64)
     else:
-        shapes = np.array([tuple(tensor.shape) for tensor in given], np.int64)
-        given = [tensor.reshape(-1) for tensor in given]
+        shapes = np.array([tuple(tensor.shape) for tensor in flat], np.int64)
+        flat = [tensor.reshape(-1) for tensor in flat]
     copies = take is not None and device.type == "cpu"
     out = take(dtype.itemsize * sum(tensors.sizes)) if take is not None and copies else None
     return Column(
         field,
         DTYPE_NAMES[dtype],
-        shapes.reshape(len(given), ndim),
-        bytes_of(given, out),
+        shapes.reshape(len(flat), ndim),
+        bytes_of(flat, out),
         None if tensors.rows is None else np.array(tensors.rows, np.int64),
     )
 
@@ -208,18 +212,18 @@ def bytes_of(tensors: Sequence[Tensor], out: Bytes | None = None) -> Bytes:
         tensors = [_raw(tensor) for tensor in tensors]
     if out is None:
         flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-        found: Bytes = _raw(flat).cpu().numpy()
+        joined: Bytes = _raw(flat).cpu().numpy()
     elif len(tensors) == 1:  # torch would wake its threads for a single one
         np.copyto(out, _raw(tensors[0]).numpy())
-        found = out
+        joined = out
     else:
         with torch.no_grad():  # what has a gradient is copied to no other tensor
             torch.cat(list(tensors), out=torch.from_numpy(out).view(tensors[0].dtype))
-        found = out
+        joined = out
     # Bytes that are viewed as booleans may hold anything, and torch takes all but 0 for true.
-    if dtype == torch.bool and found.max(initial=0) > 1:
-        return np.minimum(found, np.uint8(1))
-    return found
+    if dtype == torch.bool and joined.max(initial=0) > 1:
+        return np.minimum(joined, np.uint8(1))
+    return joined
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -35,13 +35,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train.checkpoint import (
     may_remove,
-    read_gone_through,
     read_head,
+    read_manifest_chain,
     side_by_side,
-    write_gone_through,
+    write_manifest_chain,
     written,
 )
 from trinity_buffer.trainer.parallel import Processes, gather_texts, is_sharded
@@ -260,7 +260,7 @@ class TrainerState(Generic[AnyPolicy]):
     policy: AnyPolicy
     optimizer: torch.optim.Optimizer
     step: int
-    manifests: GoneThrough
+    manifests: ManifestChain
     critic: tuple[Critic, torch.optim.Optimizer] | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
     log_head: str = ""
@@ -341,7 +341,7 @@ def write_numbers(
         **more,
     }
     (folder / STATE_FILE).write_text(json.dumps(numbers))
-    write_gone_through(folder, state.manifests, state.log_head)
+    write_manifest_chain(folder, state.manifests, state.log_head)
 
 
 def random_of_ranks(state: TrainerState[Any]) -> dict[str, torch.Tensor]:
@@ -396,7 +396,7 @@ def load_checkpoint(
         try:
             state = json.loads((folder / STATE_FILE).read_text())
             tensors = stack.enter_context(opened(folder, OPTIMIZER))
-            manifests = read_gone_through(folder).after()
+            manifests = read_manifest_chain(folder).after()
             trains_critic = "critic_optimizer" in state
             of_critic = load_file(folder / CRITIC_OPTIMIZER_FILE) if trains_critic else {}
         except (OSError, ValueError, KeyError, SafetensorError) as error:

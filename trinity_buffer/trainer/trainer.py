@@ -29,7 +29,7 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.pipeline.history.replay import ReplayStream
-from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.train.measures import StepMeasures
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
@@ -411,7 +411,7 @@ class Trainer:
                 device=self._stream.device,
             )
         pair = None if critic is None else (critic, self._optimizer_of(critic, is_critic=True))
-        return TrainerState(policy, self._optimizer_of(policy), 0, GoneThrough(), pair)
+        return TrainerState(policy, self._optimizer_of(policy), 0, ManifestChain(), pair)
 
     def _optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
         if self._optimizer is not None and not is_critic:

@@ -57,7 +57,7 @@ from trinity_buffer.pipeline.coordination.waiting import (
     FAULTS,
     MAX_REJECTED_STEPS,
     RejectionWatch,
-    SpokenWait,
+    ReportedWait,
     one_line,
 )
 from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event, now_us
@@ -79,20 +79,20 @@ def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
     if at_fault or (reasons and not annotated):
         rejected = sum(reasons.values())
         of = counted(rejected + annotated, "experience")
-        told = ", ".join(f"{reason} {number}" for reason, number in reasons.items())
-        _logger.warning("strategy %r rejected %d of %s: %s", name, rejected, of, one_line(told))
+        counts = ", ".join(f"{reason} {number}" for reason, number in reasons.items())
+        _logger.warning("strategy %r rejected %d of %s: %s", name, rejected, of, one_line(counts))
 
 
 def say_late(name: str, eids: Sequence[EID]) -> None:
     """Say whose rows came after their groups were decided."""
-    told = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids[:ROWS_NAMED])
+    rows = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids[:ROWS_NAMED])
     more = f" and {len(eids) - ROWS_NAMED} more" if len(eids) > ROWS_NAMED else ""
     _logger.warning(
         "strategy %r rejects %s as late: %s%s came after the group was decided; write all rows of "
         "a run in one call",
         name,
         counted(len(eids), "experience"),
-        one_line(told),
+        one_line(rows),
         more,
     )
 
@@ -104,8 +104,8 @@ def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:
     _logger.warning("strategy %r ended and left %s: %s", name, left, one_line(why))
 
 
-def is_same_set(
-    recorded: Mapping[str, Any], given: Mapping[str, Any], strategy: AddStrategy
+def same_config(
+    recorded: Mapping[str, Any], wanted: Mapping[str, Any], strategy: AddStrategy
 ) -> bool:
     """Return whether two configurations mean the same; a default counts as if it were spelled out.
 
@@ -114,40 +114,40 @@ def is_same_set(
         given: with which ``strategy`` was made.
         strategy: that knows its defaults.
     """
-    if _paths(recorded) != _paths(given):
+    if _paths(recorded) != _paths(wanted):
         return False
-    return _filled(recorded, strategy) == _filled(given, strategy)
+    return _filled(recorded, strategy) == _filled(wanted, strategy)
 
 
-def told_apart(
-    recorded: Mapping[str, Any], given: Mapping[str, Any], strategy: AddStrategy
+def config_diff(
+    recorded: Mapping[str, Any], wanted: Mapping[str, Any], strategy: AddStrategy
 ) -> tuple[str, str]:
-    """Return what two configurations of sets have each that the other has not; as `is_same_set`."""
-    if _paths(recorded) != _paths(given):
-        before, after = ({"strategy": "+".join(_paths(one))} for one in (recorded, given))
+    """Return what two configurations of sets have each that the other has not; as `same_config`."""
+    if _paths(recorded) != _paths(wanted):
+        before, after = ({"strategy": "+".join(_paths(config))} for config in (recorded, wanted))
     else:
-        before, after = (_flat(_filled(one, strategy)) for one in (recorded, given))
-    told = (
+        before, after = (_flat(_filled(config, strategy)) for config in (recorded, wanted))
+    differences = (
         [
             f"{key}={value!r}"
-            for key, value in one.items()
+            for key, value in mine.items()
             if key not in other or other[key] != value
         ]
-        for one, other in ((before, after), (after, before))
+        for mine, other in ((before, after), (after, before))
     )
-    first, second = (", ".join(one) or "none of it" for one in told)
+    first, second = (", ".join(texts) or "none of it" for texts in differences)
     return first, second
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the filled configuration of a set with one key for each value."""
-    found = {key: value for key, value in config.items() if key not in ("args", "grouping")}
-    found |= config.get("grouping", {})
+    values = {key: value for key, value in config.items() if key not in ("args", "grouping")}
+    values |= config.get("grouping", {})
     names = config["strategy"]
     for name, args in zip(names, config["args"], strict=True):
         prefix = f"{name}." if len(names) > 1 else ""
-        found |= {f"{prefix}{key}": value for key, value in args.items()}
-    return found
+        values |= {f"{prefix}{key}": value for key, value in args.items()}
+    return values
 
 
 def _paths(config: Mapping[str, Any]) -> list[str]:
@@ -170,9 +170,9 @@ def with_over(
     """
     if isinstance(strategy, CompositeAddStrategy):
         return {
-            name: found
+            name: stage_args
             for name, stage, _ in strategy.stages
-            if (found := _with_over(args.get(name, {}), stage, _args_of(recorded, name)))
+            if (stage_args := _with_over(args.get(name, {}), stage, _args_of(recorded, name)))
         }
     return _with_over(args, strategy, None if recorded is None else recorded["args"])
 
@@ -180,8 +180,8 @@ def with_over(
 def _args_of(recorded: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
     if recorded is None or len(recorded["strategy"]) < 2:
         return None
-    found: Mapping[str, Any] = recorded["args"].get(name, {})
-    return found
+    args: Mapping[str, Any] = recorded["args"].get(name, {})
+    return args
 
 
 def _with_over(
@@ -200,23 +200,23 @@ def _filled(config: Mapping[str, Any], strategy: AddStrategy) -> dict[str, Any]:
     if len(config["strategy"]) > 1:
         assert isinstance(strategy, CompositeAddStrategy)  # made of as many
         listed = [(stage, args.get(name, {})) for name, stage, _ in strategy.stages]
-    filled = [_defaults(stage) | given for stage, given in listed]
+    filled = [_defaults(stage) | stage_args for stage, stage_args in listed]
     rules = asdict(GroupingRules()) | config.get("grouping", {})  # a set of before lacks new ones
     return {**config, "strategy": _paths(config), "args": filled, "grouping": rules}
 
 
 def _defaults(strategy: AddStrategy) -> dict[str, Any]:
     """Return the defaults of a strategy that an argument from a configuration can be equal to."""
-    found = {}
+    usable = {}
     defaults = type(strategy).default_args()
     if strategy.takes_over():  # what a set does that was made before one could say it
         defaults["over"] = "rows"
     for name, default in defaults.items():
         try:
-            found[name] = as_json(name, default)
+            usable[name] = as_json(name, default)
         except InvalidArgumentError:  # nothing that was recorded can be equal to it
             continue
-    return found
+    return usable
 
 
 REST_S = 0.25
@@ -233,7 +233,7 @@ SELDOM_S = 30.0
 """But so often at least."""
 
 
-class StandBy:
+class Standby:
     """Waits for the lease of a strategy; a run that ends with what is stored waits for no more.
 
     Args:
@@ -249,7 +249,7 @@ class StandBy:
         self._pause_s = STILL_S
         self._due = 0.0
 
-    async def rest(self, wait: SpokenWait, state: tuple[int, int]) -> None:
+    async def rest(self, wait: ReportedWait, state: tuple[int, int]) -> None:
         """Wait for a commit after ``state``, or a while."""
         await anyio.sleep(REST_S)  # without it, each commit of the one that decides would wake us
         await wait.changed(state, LOOKS_AFTER_S)
@@ -259,7 +259,7 @@ class StandBy:
 
         What is undecided is read only where the other seems to have come to it, or stands still.
         """
-        row, is_done = await self._experiment.database.read(self._look)
+        row, is_done = await self._experiment.database.read(self._load_state)
         if is_done:
             return True
         now = time.monotonic()
@@ -272,7 +272,7 @@ class StandBy:
         self._due = now + self._pause_s
         return not await self._reader.is_left(row, self._stored)
 
-    def _look(self, tx: Transaction) -> tuple[ConsumerRow, bool]:
+    def _load_state(self, tx: Transaction) -> tuple[ConsumerRow, bool]:
         """Return the state of the last commit, and whether all experiences are decided by it."""
         key, name = self._experiment.key, self._name
         if self._stored < 0:
@@ -312,7 +312,7 @@ class ConsumerReport:
     waiting_groups: int
 
 
-class _Look(NamedTuple):
+class _PageResult(NamedTuple):
     """What came of a look at the log.
 
     Attributes:
@@ -361,11 +361,11 @@ class StrategyConsumer:
         self._speaks = speaks
         self._staged = StagedWriter()
         self._listed = list_of(strategy)
-        self._given = dict(args or {})
+        self._args = dict(args or {})
         self._rewards = rewards
         self.name = name or "+".join(map(name_of, self._listed))
         self.rules = rules or GroupingRules.of(experiment.config)
-        self.strategy = self._made(self._given)
+        self.strategy = self._made(self._args)
         setup = self._configure(None)
         self._unit = setup.unit
         self._cache = EventCache(experiment.key, experiment.name)
@@ -391,7 +391,7 @@ class StrategyConsumer:
         """Return the strategy with these arguments."""
         if len(self._listed) == 1:
             return make_strategy(self._listed[0], self._staged, args)
-        return compose(self._staged, [strategy_class(one) for one in self._listed], args)
+        return compose(self._staged, [strategy_class(strategy) for strategy in self._listed], args)
 
     def _configure(self, recorded: Mapping[str, Any] | None) -> StrategySetup:
         """Make the strategy, with what counts once in its statistics.
@@ -399,11 +399,11 @@ class StrategyConsumer:
         Args:
             recorded: the configuration of the set, where it is there already.
         """
-        args = with_over(self._given, self.strategy, recorded)
+        args = with_over(self._args, self.strategy, recorded)
         self.strategy = self._made(args)
-        names = [name_of(one) for one in self._listed]
-        given = as_json(f"arguments of strategy {self.name!r}", args)
-        self.config = {"strategy": names, "args": given, "grouping": asdict(self.rules)}
+        names = [name_of(strategy) for strategy in self._listed]
+        recorded_args = as_json(f"arguments of strategy {self.name!r}", args)
+        self.config = {"strategy": names, "args": recorded_args, "grouping": asdict(self.rules)}
         if self._rewards is not None:
             self.config["rewards"] = self._rewards
         return StrategySetup(
@@ -417,7 +417,7 @@ class StrategyConsumer:
             ConflictingStrategyError: the set ``name`` has another configuration.
         """
         await self._register()
-        async with self._presence.kept(), self._lease.kept():
+        async with self._presence.heartbeats(), self._lease.kept():
             await self._decide_all(follow=follow)
         if self._speaks:
             await self._say_what_is_left()
@@ -429,10 +429,10 @@ class StrategyConsumer:
         stall = None  # a trainer that runs it beside its own work ends by itself
         if self._speaks:
             stall = Stall(self.experiment.database, self.experiment.key, self._presence)
-        wait = SpokenWait(
+        wait = ReportedWait(
             changes, self._waiting_for, self._presence, aloud=self._speaks, stall=stall
         )
-        other = StandBy(self.experiment, self.name, self._reader)
+        other = Standby(self.experiment, self.name, self._reader)
         while True:
             await self._presence.seen(at_once=follow)  # a trainer that follows waits for it
             state = await changes.state()
@@ -446,7 +446,7 @@ class StrategyConsumer:
                 self._presence.waiting_for = self._lease.told()
                 await other.rest(wait, state)
 
-    async def _decide_on(self, wait: SpokenWait, *, follow: bool) -> bool:
+    async def _decide_on(self, wait: ReportedWait, *, follow: bool) -> bool:
         """Go on from the last commit; return whether that came to an end, or another took over."""
         await self._start_over()
         ending = not follow
@@ -455,17 +455,17 @@ class StrategyConsumer:
             state = await self.experiment.database.changes.state()
             await self._deadlines.keep()
             try:
-                look = await self._advance(live=follow)
+                page = await self._advance(live=follow)
             except (CursorConflictError, LeaseLostError) as error:
                 self._lease.doubt(error)
                 break
-            if look.worked:
+            if page.worked:
                 wait.over()
                 continue
             self.has_read_all = True
             if ending and not self._reader.becomes_idle:
                 return True
-            ending = ending or look.finished  # what came before the end is read once more
+            ending = ending or page.finished  # what came before the end is read once more
             if not ending or self._reader.becomes_idle:
                 settle_imports()
                 await wait.changed(state, self._seconds_to_deadline())
@@ -507,23 +507,23 @@ class StrategyConsumer:
     def _report(self) -> ConsumerReport:
         return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
 
-    async def _advance(self, *, live: bool = False) -> _Look:
+    async def _advance(self, *, live: bool = False) -> _PageResult:
         """Read one page, decide what is ready; return what there was to do.
 
         Args:
             live: whether a trainer may be waiting for the first of it.
         """
         database = self.experiment.database
-        look = await database.session(lambda s: self._look(s, live=live))
-        for units in look.left:
+        page = await database.session(lambda s: self._read_page(s, live=live))
+        for units in page.left:
             await self._decide(units)
-        if look.late:
-            decision = await self._decider.by_experiences([], look.late)
-            rows = await database.session(lambda s: self._commit_late(s, decision, look.late))
-            say_late(self.name, [rows[address].eid for address in look.late])
-        return look
+        if page.late:
+            decision = await self._decider.by_experiences([], page.late)
+            rows = await database.session(lambda s: self._commit_late(s, decision, page.late))
+            say_late(self.name, [rows[address].eid for address in page.late])
+        return page
 
-    def _look(self, s: Session, *, live: bool) -> _Look:
+    def _read_page(self, s: Session, *, live: bool) -> _PageResult:
         """Read one page and decide the first that is ready, if its rewards tell all.
 
         On one trip: what follows a log seldom finds more than one group.
@@ -540,11 +540,11 @@ class StrategyConsumer:
             del left[0]
         worked = bool(read or units or late)
         finished = not worked and s.read(writer_queries.is_finished, self.experiment.key)
-        return _Look(worked, finished, left, late)
+        return _PageResult(worked, finished, left, late)
 
     def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:
         """Decide ``units`` if that needs none of their experiences; return whether it did not."""
-        loaded, scored, events = self._decider.split(s, units)
+        loaded, scored, events = self._decider.partition(s, units)
         if not loaded:
             self._commit(s, self._decider.by_rewards(s, scored, events), scored)
         return not loaded
@@ -553,7 +553,7 @@ class StrategyConsumer:
         """Decide ``units``, those first whose experiences have to be loaded."""
         database = self.experiment.database
         loaded, scored, events = await database.read_session(
-            lambda s: self._decider.split(s, units)
+            lambda s: self._decider.partition(s, units)
         )
         if loaded:
             decision = await self._decider.by_experiences(loaded, [])
@@ -591,13 +591,13 @@ class StrategyConsumer:
                 f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
                 "annotation set a name of its own with name="
             )
-        as_before = with_over(self._given, self.strategy, row.config)
-        if as_before != with_over(self._given, self.strategy, None):
+        as_before = with_over(self._args, self.strategy, row.config)
+        if as_before != with_over(self._args, self.strategy, None):
             _logger.warning("%s", one_line(_COUNTS_ROWS.format(self.name)))
             setup = self._configure(row.config)
             self._decider = Decider(self.experiment, setup, self._reader, self._cache)
-        if not is_same_set(row.config, self.config, self.strategy):
-            before, now = told_apart(row.config, self.config, self.strategy)
+        if not same_config(row.config, self.config, self.strategy):
+            before, now = config_diff(row.config, self.config, self.strategy)
             raise ConflictingStrategyError(
                 f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
                 f"with {before}, this is {now}: give the new one a name of its own with name= "
@@ -622,7 +622,7 @@ class StrategyConsumer:
         self._rejected += decision.rejected
         self._reasons.update(decision.reasons)
         if decision.annotated:
-            self._watch.kept()
+            self._watch.accepted()
         elif decision.rejected and units:
             groups = [group for unit in units for group in unit.groups if group.members]
             if groups:

@@ -35,9 +35,9 @@ from trinity_buffer.pipeline.annotate.grouping import (
     Unit,
     chunks,
     has_rows,
-    place_of,
+    sort_key,
 )
-from trinity_buffer.pipeline.annotate.reward_table import RowVerdicts, table_of, verdicts_of
+from trinity_buffer.pipeline.annotate.reward_table import ScoredRows, table_of, verdicts_of
 from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
 from trinity_buffer.pipeline.annotations import encode_annotations, encode_scores
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event, now_us
@@ -100,7 +100,7 @@ def _tid(group: Group) -> str:
 
 
 @dataclass(slots=True)
-class Verdicts:
+class DecisionBuilder:
     """Collects, over several units, what was given to a strategy and what came of it.
 
     Attributes:
@@ -108,7 +108,7 @@ class Verdicts:
         store: where what is annotated is put.
         reasons: address of an experience -> why it is rejected.
         planned: tid of a group -> whether it was planned.
-        given: addresses that the strategy saw, and the action mask of each.
+        masks: address of each experience that the strategy saw -> its action mask.
         metrics: what each of its calls returned.
     """
 
@@ -116,7 +116,7 @@ class Verdicts:
     store: SegmentStore
     reasons: dict[int, str] = field(default_factory=dict)
     planned: dict[str, bool] = field(default_factory=dict)
-    given: dict[int, Tensor | None] = field(default_factory=dict)
+    masks: dict[int, Tensor | None] = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def reject(self, addresses: Sequence[int], reason: str) -> None:
@@ -138,13 +138,13 @@ class Verdicts:
         written, staged.groups = staged.groups, []
         rejected, staged.rejections = staged.rejections, []
         self.reasons.update({self._address(e): reason for e, reason in rejected})
-        kept: dict[str, list[Experience]] = {}
-        for experience in (e for some in written for e in some):
+        groups: dict[str, list[Experience]] = {}
+        for experience in (e for written_at_once in written for e in written_at_once):
             # The advantages are read again beside the mask that is stored.
-            experience.action_mask = self.given[self._address(experience)]
-            kept.setdefault(experience.eid.tid, []).append(experience)  # a copy has another tid
-        addresses = {self._address(e) for group in kept.values() for e in group}
-        for address in self.given.keys() - addresses - self.reasons.keys():
+            experience.action_mask = self.masks[self._address(experience)]
+            groups.setdefault(experience.eid.tid, []).append(experience)  # a copy has another tid
+        addresses = {self._address(e) for group in groups.values() for e in group}
+        for address in self.masks.keys() - addresses - self.reasons.keys():
             self.reasons[address] = "filtered"
         contradictory = addresses & self.reasons.keys()
         if contradictory:
@@ -152,16 +152,16 @@ class Verdicts:
                 f"strategy {self.strategy!r} both wrote and rejected {len(contradictory)} "
                 "experiences of one unit"
             )
-        return kept
+        return groups
 
-    def require_fitting(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
+    def require_fitting(self, groups: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
         """Raise unless each experience is there once, as itself, with one number for each token.
 
         Raises:
             InvalidArgumentError: names the first that is not.
         """
-        self._require_own_addresses(kept, rows)
-        for experience in (e for group in kept.values() for e in group):
+        self._require_own_addresses(groups, rows)
+        for experience in (e for group in groups.values() for e in group):
             row = rows[self._address(experience)]
             tokens = row.length - row.prompt_length
             for name in ANNOTATED:
@@ -172,14 +172,14 @@ class Verdicts:
                         f"its response has {tokens} tokens, so give [{tokens}]"
                     )
 
-    def _require_own_addresses(self, kept: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
+    def _require_own_addresses(self, groups: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
         """Raise unless each experience has its own address, and each copy one that is nobody's.
 
         Raises:
             InvalidArgumentError: names the first that has not.
         """
         there = set[str]()
-        for experience in (e for group in kept.values() for e in group):
+        for experience in (e for group in groups.values() for e in group):
             own, uid = rows[self._address(experience)].eid, experience.eid.uid
             is_copy = original_uid(experience) == own.uid
             in_other = experience.eid.tid != own.tid and experience.eid.tid in self.planned
@@ -194,33 +194,35 @@ class Verdicts:
                 )
             there.add(uid)
 
-    def _leave_out_broken(self, kept: _Kept) -> _Kept:
+    def _leave_out_broken(self, groups: _Kept) -> _Kept:
         """Return what is finite; reject the others as ``invalid``, with all copies of theirs."""
-        if _all_finite([experience for group in kept.values() for experience in group]):
-            return kept
+        if _all_finite([experience for group in groups.values() for experience in group]):
+            return groups
         broken = {
             self._address(experience): invalid(*fields)
-            for group in kept.values()
+            for group in groups.values()
             for experience in group
             if (fields := _broken_fields(experience))
         }
         self.reasons.update(broken)
         left = {
             tid: [experience for experience in group if self._address(experience) not in broken]
-            for tid, group in kept.items()
+            for tid, group in groups.items()
         }
         return {tid: group for tid, group in left.items() if group}
 
     def _address(self, experience: Experience) -> int:
         address = experience.address
-        if address is None or address not in self.given:
+        if address is None or address not in self.masks:
             raise InvalidArgumentError(
                 f"strategy {self.strategy!r} wrote {experience.eid.uid}, which it was not given; a "
                 f"strategy may keep, copy or leave out experiences, not make them, and {_COPYING}"
             )
         return address
 
-    def decision(self, kept: _Kept, *, seen: int, calls: int, after: int | None = None) -> Decision:
+    def decision(
+        self, groups: _Kept, *, seen: int, calls: int, after: int | None = None
+    ) -> Decision:
         """Return what to commit. Encodes: call it off the event loop.
 
         Args:
@@ -230,46 +232,46 @@ class Verdicts:
             after: where the cursor must be for the commit to hold. For groups without rows: others
                 are decided once because each row can be taken once.
         """
-        kept = self._leave_out_broken(kept)
-        experiences = [experience for group in kept.values() for experience in group]
+        groups = self._leave_out_broken(groups)
+        experiences = [experience for group in groups.values() for experience in group]
         annotated = _Annotated(
-            [cast("int", one.address) for one in experiences],
-            [number for number, group in enumerate(kept.values()) for _ in group],
-            list(kept),
+            [cast("int", experience.address) for experience in experiences],
+            [number for number, group in enumerate(groups.values()) for _ in group],
+            list(groups),
         )
         blob = encode_annotations(experiences) if experiences else b""
         self.metrics = list(map(_finite, self.metrics))
         return self._decision(annotated, blob, seen=seen, calls=calls, after=after)
 
     def decision_by_rewards(
-        self, groups: Sequence[Group], found: RowVerdicts, *, seen: int, calls: int
+        self, groups: Sequence[Group], scored: ScoredRows, *, seen: int, calls: int
     ) -> Decision:
         """Return what to commit of groups that were decided by their rewards. Encodes.
 
         Args:
-            groups: in the order of their numbers in ``found``.
+            groups: in the order of their numbers in ``scored``.
             found: what becomes of their rows.
             seen, calls: as in `decision`.
         """
-        self.reasons |= found.reasons
-        self.metrics = found.metrics
-        numbers = {number: place for place, number in enumerate(dict.fromkeys(found.groups))}
+        self.reasons |= scored.reasons
+        self.metrics = scored.metrics
+        numbers = {number: place for place, number in enumerate(dict.fromkeys(scored.groups))}
         annotated = _Annotated(
-            found.addresses,
-            [numbers[number] for number in found.groups],
+            scored.addresses,
+            [numbers[number] for number in scored.groups],
             [_tid(groups[number]) for number in numbers],
         )
-        blob = encode_scores(found.scores, len(found.addresses)) if found.addresses else b""
+        blob = encode_scores(scored.scores, len(scored.addresses)) if scored.addresses else b""
         return self._decision(annotated, blob, seen=seen, calls=calls, after=None)
 
     def _decision(
-        self, kept: _Annotated, blob: bytes, *, seen: int, calls: int, after: int | None
+        self, rows: _Annotated, blob: bytes, *, seen: int, calls: int, after: int | None
     ) -> Decision:
         events: list[NewEvent] = []
-        rows: list[SegmentRow] = []
-        if kept.addresses:
+        segment_rows: list[SegmentRow] = []
+        if rows.addresses:
             key = new_key()
-            rows = self.store.put(key, {"annotation": blob})
+            segment_rows = self.store.put(key, {"annotation": blob})
             annotated = ExperiencesAnnotated(
                 consumer=self.strategy,
                 seen=seen,
@@ -278,17 +280,19 @@ class Verdicts:
                 segment=key,
                 families={"annotation": len(blob)},
                 digest=content_digest([blob]),
-                experiences=kept.addresses,
-                groups=kept.groups,
-                planned=[self.planned.get(tid, False) for tid in kept.tids],
+                experiences=rows.addresses,
+                groups=rows.groups,
+                planned=[self.planned.get(tid, False) for tid in rows.tids],
                 metrics=self.metrics,
             )
             events.append(new_event(annotated))
-        there = set(kept.tids)
+        there = set(rows.tids)
         left_out = sum(planned and tid not in there for tid, planned in self.planned.items())
         if self.reasons or left_out:
             addresses = sorted(self.reasons)
-            self.reasons = {address: self._said(self.reasons[address]) for address in addresses}
+            self.reasons = {
+                address: self._reason_text(self.reasons[address]) for address in addresses
+            }
             rejected = ExperiencesRejected(
                 consumer=self.strategy,
                 seen=seen,
@@ -301,9 +305,9 @@ class Verdicts:
             )
             events.append(new_event(rejected))
         reasons = Counter(self.reasons.values())
-        return Decision(events, rows, len(kept.addresses), len(self.reasons), reasons)
+        return Decision(events, segment_rows, len(rows.addresses), len(self.reasons), reasons)
 
-    def _said(self, reason: object) -> str:
+    def _reason_text(self, reason: object) -> str:
         """Return a reason as it is recorded."""
         if not isinstance(reason, str):
             raise InvalidArgumentError(
@@ -339,9 +343,9 @@ def _all_finite(experiences: Sequence[Experience]) -> bool:
 
 def _broken_fields(experience: Experience) -> list[str]:
     """Return what a strategy computed for an experience and is not finite."""
-    found = [(name, experience.__dict__.get(name)) for name in ANNOTATED]
+    computed = [(name, experience.__dict__.get(name)) for name in ANNOTATED]
     return [
-        name for name, value in found if value is not None and not value.float().isfinite().all()
+        name for name, value in computed if value is not None and not value.float().isfinite().all()
     ]
 
 
@@ -461,7 +465,7 @@ class Decider:
         """The column families that it reads of experiences; none where rewards are enough."""
         return () if self._scorer is not None else self._families
 
-    def split(
+    def partition(
         self, s: ReadSession, units: Sequence[ReadyUnit]
     ) -> tuple[list[ReadyUnit], list[ReadyUnit], Events]:
         """Return the units whose experiences have to be loaded, the others, and their events."""
@@ -477,7 +481,7 @@ class Decider:
 
     def by_rewards(self, s: ReadSession, units: Sequence[ReadyUnit], events: Events) -> Decision:
         """Return what the strategy says of ``units`` by their rewards, from ``events``."""
-        assert self._scorer is not None  # `split` has seen to that
+        assert self._scorer is not None  # `partition` has seen to that
         verdicts = self._no_verdicts()
         groups = [group for unit in units for group in self._whole_of(unit, verdicts)]
         assigned = self._assigned(s, [row for group in groups for row in group.members])
@@ -488,8 +492,8 @@ class Decider:
         def compute() -> Decision:
             table = table_of(groups, events, assigned)
             with noting(name, lambda: _first_of(groups, events)):
-                found = verdicts_of(table, len(groups), score, self._setup.strategy.over)
-            return verdicts.decision_by_rewards(groups, found, seen=seen, calls=calls)
+                scored_rows = verdicts_of(table, len(groups), score, self._setup.strategy.over)
+            return verdicts.decision_by_rewards(groups, scored_rows, seen=seen, calls=calls)
 
         return s.compute(compute)
 
@@ -500,46 +504,48 @@ class Decider:
         wanted = [row for unit in units for row in unit.addresses]
         database = self._experiment.database
         known = await database.read_session(lambda s: self._reader.rows(s, wanted))
-        for some in chunks(units, self._experiences_per_load):
-            given = [self._rows_of(unit, known, verdicts) for unit in some]
-            readable = await self._load_readable([row for rows in given for row in rows], verdicts)
+        for units_to_load in chunks(units, self._experiences_per_load):
+            unit_rows = [self._rows_of(unit, known, verdicts) for unit in units_to_load]
+            readable = await self._load_readable(
+                [row for rows in unit_rows for row in rows], verdicts
+            )
             loaded = {experience.address: experience for experience in readable}
-            for rows in given:
+            for rows in unit_rows:
                 addresses = [row.address for row in rows if row.address in loaded]
                 if not addresses:
                     continue
                 # Whatever the strategy does with its list, and with the fields of who is in it.
-                verdicts.given.update((a, loaded[a].__dict__.get("action_mask")) for a in addresses)
+                verdicts.masks.update((a, loaded[a].__dict__.get("action_mask")) for a in addresses)
                 with noting(setup.name, partial(_uid, loaded[addresses[0]])):
                     answer = await setup.strategy.add([loaded[a] for a in addresses], self.calls)
                     verdicts.metrics.append(metrics_of(answer))
                 self.calls += 1
-        kept = verdicts.taken_from(setup.staged)
-        verdicts.require_fitting(kept, known)
+        groups = verdicts.taken_from(setup.staged)
+        verdicts.require_fitting(groups, known)
         encode = partial(
             verdicts.decision,
-            kept,
+            groups,
             seen=self._reader.seen,
             calls=self.calls,
             after=None if all(map(has_rows, units)) else self._reader.cursor,
         )
         return await anyio.to_thread.run_sync(encode)
 
-    def _no_verdicts(self) -> Verdicts:
-        return Verdicts(self._setup.name, self._experiment.database.segments)
+    def _no_verdicts(self) -> DecisionBuilder:
+        return DecisionBuilder(self._setup.name, self._experiment.database.segments)
 
     async def _load_readable(
-        self, rows: Sequence[ExperienceRow], verdicts: Verdicts
+        self, rows: Sequence[ExperienceRow], verdicts: DecisionBuilder
     ) -> list[Experience]:
         """Return the experiences that can be read; others are ``deleted`` or ``damaged``."""
         if not rows:
             return []
         bad: dict[int | None, str] = {}
         try:
-            found = await self._load_experiences(rows)
-            bad = {e.address: "damaged" for e in found if e.damaged is not None}
+            experiences = await self._load_experiences(rows)
+            bad = {e.address: "damaged" for e in experiences if e.damaged is not None}
             if not bad:
-                return found
+                return experiences
         except ArchivedSegmentError:
             wanted = {row.segment: () for row in rows}
             reasons = await self._experiment.database.read_session(
@@ -559,13 +565,13 @@ class Decider:
         return await self._load_readable([r for r in rows if r.address not in gone], verdicts)
 
     def _rows_of(
-        self, unit: ReadyUnit, known: Mapping[int, ExperienceRow], verdicts: Verdicts
+        self, unit: ReadyUnit, known: Mapping[int, ExperienceRow], verdicts: DecisionBuilder
     ) -> list[ExperienceRow]:
         """Return what the strategy sees of ``unit``, in its order; the rest is rejected."""
         members = (row for group in self._whole_of(unit, verdicts) for row in group.members)
-        return sorted((known[address] for address in members), key=place_of)
+        return sorted((known[address] for address in members), key=sort_key)
 
-    def _whole_of(self, unit: ReadyUnit, verdicts: Verdicts) -> list[Group]:
+    def _whole_of(self, unit: ReadyUnit, verdicts: DecisionBuilder) -> list[Group]:
         """Return the groups of ``unit`` that the strategy sees; the others are rejected."""
         verdicts.concern(unit.groups)
         if self._setup.rules.incomplete == "keep":

@@ -73,7 +73,7 @@ class GroupingRules:
                 )
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], **given: Any) -> GroupingRules:
+    def of(cls, config: Mapping[str, Any], **overrides: Any) -> GroupingRules:
         """Return the rules that ``config`` of an experiment names, with ``given`` in their place.
 
         Raises:
@@ -81,10 +81,10 @@ class GroupingRules:
             InvalidArgumentError: an impossible rule.
         """
         configured = {name: config[name] for name in cls.__slots__ if name in config}
-        return cls(**{**configured, **given})
+        return cls(**{**configured, **overrides})
 
 
-class Stretch(NamedTuple):
+class RowRange(NamedTuple):
     """Neighbouring experiences of one event that belong to one group.
 
     Attributes:
@@ -100,34 +100,36 @@ class Stretch(NamedTuple):
     refused: bool
 
 
-def stretches_of(position: int, fact: ExperiencesRecorded) -> list[Stretch]:
+def ranges_of_event(position: int, fact: ExperiencesRecorded) -> list[RowRange]:
     """Return what an event recorded, group by group as far as its rows lie together."""
     columns, refused, start = fact.columns, fact.refused, first_address(position)
     left = [slot in refused for slot in range(len(columns))]
     keys = zip(columns.batch, columns.task, left, strict=True)
-    found, slot = [], 0
-    for (batch, task, is_refused), some in groupby(keys):
-        end = slot + sum(1 for _ in some)
+    ranges, slot = [], 0
+    for (batch, task, is_refused), rows in groupby(keys):
+        end = slot + sum(1 for _ in rows)
         addresses = range(start + slot, start + end)
-        found.append(Stretch((str(batch), str(task)), addresses, columns.run[slot:end], is_refused))
+        ranges.append(
+            RowRange((str(batch), str(task)), addresses, columns.run[slot:end], is_refused)
+        )
         slot = end
-    return found
+    return ranges
 
 
-def stretch_of_row(row: ExperienceRow) -> Stretch:
+def range_of_row(row: ExperienceRow) -> RowRange:
     """Return one experience, of which the projection tells."""
     key = (str(row.eid.batch), str(row.eid.task))
-    return Stretch(key, range(row.address, row.address + 1), (row.eid.run,), bool(row.refused))
+    return RowRange(key, range(row.address, row.address + 1), (row.eid.run,), bool(row.refused))
 
 
-def among(some: Stretch, wanted: set[int]) -> Iterator[Stretch]:
+def among(rows: RowRange, wanted: set[int]) -> Iterator[RowRange]:
     """Yield what of a stretch is among ``wanted``: mostly all of it."""
-    if wanted.issuperset(some.addresses):
-        yield some
+    if wanted.issuperset(rows.addresses):
+        yield rows
         return
-    for address, run in zip(some.addresses, some.runs, strict=True):
+    for address, run in zip(rows.addresses, rows.runs, strict=True):
         if address in wanted:
-            yield Stretch(some.key, range(address, address + 1), (run,), some.refused)
+            yield RowRange(rows.key, range(address, address + 1), (run,), rows.refused)
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ class Group:
     Attributes:
         members: addresses of its experiences, in the order in which they were read.
         runs: of which something is stored, refused or not.
-        given: of which there are members.
+        accepted: runs of which there are members.
     """
 
     key: GroupKey
@@ -145,7 +147,7 @@ class Group:
     rollouts: int | None
     members: list[int] = field(default_factory=list)
     runs: set[int] = field(default_factory=set)
-    given: set[int] = field(default_factory=set)
+    accepted: set[int] = field(default_factory=set)
     first_seen_us: int | None = None
     last_seen_us: int = 0
     decided: bool = False
@@ -158,7 +160,7 @@ class Group:
     @property
     def short(self) -> bool:
         """Whether a strategy gets fewer runs than there should be: they are lacking, or refused."""
-        return self.rollouts is not None and not self._has_all(self.given)
+        return self.rollouts is not None and not self._has_all(self.accepted)
 
     def _has_all(self, runs: set[int]) -> bool:
         """Return whether these are its runs; another than the planned ones is none of them."""
@@ -185,7 +187,7 @@ class ReadyUnit:
         return [address for group in self.groups for address in group.members]
 
 
-def place_of(row: ExperienceRow) -> tuple[object, ...]:
+def sort_key(row: ExperienceRow) -> tuple[object, ...]:
     """Return where a row stands among those that a strategy sees: by task, run, step, suffix."""
     eid = row.eid
     return (order_of(eid.batch), order_of(eid.task), eid.run, eid.step, eid.suffix)
@@ -203,8 +205,8 @@ class _Batch:
 class Grouping:
     """Collects rows into groups and says which are ready.
 
-    The owner asks `unknown` before it feeds a page, and answers with `know_batch` or
-    `know_decided` what the database knows of them.
+    The owner asks `unknown` before it feeds a page, and answers with `apply_plan` or
+    `mark_decided` what the database knows of them.
     """
 
     def __init__(self, unit: Unit, rules: GroupingRules) -> None:
@@ -234,9 +236,9 @@ class Grouping:
             if g.members and not g.decided
         )
 
-    def unknown(self, some: Iterable[Stretch]) -> set[GroupKey]:
-        """Return the groups of ``some`` that are not in memory: new ones, or decided long ago."""
-        return {key for key, *_ in some if not self.knows_group(key)}
+    def unknown(self, ranges: Iterable[RowRange]) -> set[GroupKey]:
+        """Return the groups of ``ranges`` that are not in memory: new ones, or decided long ago."""
+        return {key for key, *_ in ranges if not self.knows_group(key)}
 
     def knows_group(self, key: GroupKey) -> bool:
         """Return whether the group is in memory."""
@@ -251,7 +253,7 @@ class Grouping:
         """Return whether the batch is in memory."""
         return batch in self._batches
 
-    def know_batch(self, row: BatchRow, *, sealed: bool) -> None:
+    def apply_plan(self, row: BatchRow, *, sealed: bool) -> None:
         """Take in a plan (or a seal without one), if it is not known already."""
         key = str(row.batch)
         known = self._batches.get(key)
@@ -264,7 +266,7 @@ class Grouping:
             self._group(key, str(task)).planned = known.planned
         self._candidates.add(key)
 
-    def know_decided(self, keys: Iterable[GroupKey]) -> None:
+    def mark_decided(self, keys: Iterable[GroupKey]) -> None:
         """Mark groups as decided: what comes for them from now on is late.
 
         Where the unit is a batch, all of it was decided at once.
@@ -277,11 +279,11 @@ class Grouping:
                 for group in known.groups.values():
                     group.decided = True
 
-    def know_run(self, key: GroupKey, run: int) -> None:
+    def mark_run(self, key: GroupKey, run: int) -> None:
         """Mark a run as stored although its rows do not wait (they were refused at the door)."""
         self._group(*key).runs.add(run)
 
-    def know_settled(self, batches: Iterable[str]) -> None:
+    def mark_empty_groups(self, batches: Iterable[str]) -> None:
         """Mark as decided what is ready in ``batches`` and has no members.
 
         To be called when everything up to the cursor is known: the commit that moved it there said
@@ -298,18 +300,18 @@ class Grouping:
             for group in ready:
                 group.decided = True
 
-    def record(self, some: Stretch, at_us: int) -> None:
+    def record(self, rows: RowRange, at_us: int) -> None:
         """Take in experiences that were recorded at ``at_us``."""
-        batch, task = some.key
+        batch, task = rows.key
         group = self._group(batch, task)
         if group.decided:
-            if not some.refused:
-                self._late.extend(some.addresses)
+            if not rows.refused:
+                self._late.extend(rows.addresses)
             return
-        group.runs.update(some.runs)
-        if not some.refused:
-            group.members.extend(some.addresses)
-            group.given.update(some.runs)
+        group.runs.update(rows.runs)
+        if not rows.refused:
+            group.members.extend(rows.addresses)
+            group.accepted.update(rows.runs)
             group.first_seen_us = (
                 at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
             )
@@ -329,7 +331,7 @@ class Grouping:
             batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
         )
         if task not in known.groups:
-            # Planned are the tasks that the plan names; `know_batch` says so.
+            # Planned are the tasks that the plan names; `apply_plan` says so.
             made = Group((batch, task), planned=False, rollouts=known.rollouts)
             made.decided = known.decided
             known.groups[task] = made
@@ -423,16 +425,16 @@ def has_rows(unit: ReadyUnit) -> bool:
 
 def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
     """Return ``units`` in turn, together up to ``most`` experiences; a larger one stays alone."""
-    found: list[list[ReadyUnit]] = []
+    lists: list[list[ReadyUnit]] = []
     room = 0
     for unit in units:
         size = sum(len(group.members) for group in unit.groups)
-        if not found or size > room:
-            found.append([])
+        if not lists or size > room:
+            lists.append([])
             room = most
-        found[-1].append(unit)
+        lists[-1].append(unit)
         room -= size
-    return found
+    return lists
 
 
 SHORTEST_US = 10_000
@@ -490,8 +492,8 @@ class Deadlines:
         key, now = self._experiment.key, now_us()
         # What is planned from now on is due later.
         self._due_us = now + max(self._after_us, SHORTEST_US)
-        found = writer_queries.config_of(tx, key)
-        config = {} if found is None else found[0]
+        stored = writer_queries.config_of(tx, key)
+        config = {} if stored is None else stored[0]
         reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
         if reader is not None and reader.config.get("strategy") != self._name:
             return []

@@ -44,7 +44,7 @@ class RewardTable:
 
 
 @dataclass(frozen=True, slots=True)
-class RowVerdicts:
+class ScoredRows:
     """What became of the rows of a table.
 
     Attributes:
@@ -84,27 +84,27 @@ def table_of(
     rows = starts[event] + (addresses & (MAX_ROWS_PER_EVENT - 1))
 
     def column(name: str, dtype: Any) -> NDArray[Any]:
-        some: Iterable[Any] = chain.from_iterable(getattr(each, name) for each in columns)
-        found: NDArray[Any] = np.array(list(some), dtype)[rows]
-        return found
+        values: Iterable[Any] = chain.from_iterable(getattr(each, name) for each in columns)
+        array: NDArray[Any] = np.array(list(values), dtype)[rows]
+        return array
 
     # Within a group batch and task read alike: what is left is whether they are numbers.
     run = column("run", np.int64)
     by = [column("suffix", np.str_), column("step", np.int64), run]
     texts = [[isinstance(key, str) for key in column(name, object)] for name in ("task", "batch")]
     order = np.lexsort([*by, *map(np.array, texts), group])
-    found = addresses[order]
+    members = addresses[order]
     rewards = column("reward", np.float64)[order]
     if assigned is not None:
-        given = [assigned.get(address, np.nan) for address in found.tolist()]
-        rewards = np.array(given, np.float64)
+        values = [assigned.get(address, np.nan) for address in members.tolist()]
+        rewards = np.array(values, np.float64)
     tokens, trained = (column(n, np.int64)[order] for n in ("response_length", "trained_tokens"))
-    return RewardTable(found, group, rewards, run[order], tokens, trained)
+    return RewardTable(members, group, rewards, run[order], tokens, trained)
 
 
 def verdicts_of(
     table: RewardTable, num_groups: int, score: RewardScorer, over: Over = "rows"
-) -> RowVerdicts:
+) -> ScoredRows:
     """Return what ``score`` makes of all groups of a table: those of one size at a time.
 
     Rows without a finite reward are rejected as ``invalid`` before, rows without a finite score
@@ -118,33 +118,35 @@ def verdicts_of(
     sizes = np.bincount(table.group[at], minlength=num_groups)
     starts = np.cumsum(sizes) - sizes
     scores: Numbers | None = None
-    kept = usable.copy()
+    is_kept = usable.copy()
     why = np.full(len(usable), "filtered", object)
     metrics: list[dict[str, float]] = [{} for _ in range(num_groups)]
     # Not np.unique, whose first call imports numpy.ma: 8 ms of the first group.
     for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
         which = np.flatnonzero(sizes == size)
         rows = at[starts[which, np.newaxis] + np.arange(size)]
-        found = asked(score, rewards[rows], None if runs is None else _numbered(runs[rows]))
-        if found.scores is not None:
+        scored = asked(score, rewards[rows], None if runs is None else _numbered(runs[rows]))
+        if scored.scores is not None:
             scores = np.zeros(len(usable)) if scores is None else scores
-            scores[rows] = found.scores
-        if found.kept is not None:
-            kept[rows] = found.kept
-        if found.reasons is not None:
-            why[rows] = found.reasons
-        for number, said in zip(which.tolist(), _metrics_of(found, len(which)), strict=True):
-            metrics[number] = said
-    left = usable & ~kept
+            scores[rows] = scored.scores
+        if scored.kept is not None:
+            is_kept[rows] = scored.kept
+        if scored.reasons is not None:
+            why[rows] = scored.reasons
+        for number, group_metrics in zip(
+            which.tolist(), _metrics_of(scored, len(which)), strict=True
+        ):
+            metrics[number] = group_metrics
+    left = usable & ~is_kept
     reasons |= zip(table.addresses[left].tolist(), why[left].tolist(), strict=True)
     weights = None if scores is None else _weights(scores, table)
     if weights is not None:
-        broken = kept & ~np.isfinite(weights)
+        broken = is_kept & ~np.isfinite(weights)
         reasons |= dict.fromkeys(table.addresses[broken].tolist(), _NOT_FINITE)
-        kept &= ~broken
-        weights = weights[kept]
-    addresses, groups = table.addresses[kept].tolist(), table.group[kept].tolist()
-    return RowVerdicts(addresses, groups, weights, reasons, metrics)
+        is_kept &= ~broken
+        weights = weights[is_kept]
+    addresses, groups = table.addresses[is_kept].tolist(), table.group[is_kept].tolist()
+    return ScoredRows(addresses, groups, weights, reasons, metrics)
 
 
 def _runs_of(table: RewardTable) -> Integers | None:
@@ -155,9 +157,9 @@ def _runs_of(table: RewardTable) -> Integers | None:
     begins = np.diff(keys[order], prepend=-1) != 0
     if begins.all():
         return None
-    found = np.empty_like(keys)
-    found[order] = np.cumsum(begins) - 1
-    return found
+    numbers = np.empty_like(keys)
+    numbers[order] = np.cumsum(begins) - 1
+    return numbers
 
 
 def _shared(rewards: Numbers, runs: Integers) -> Numbers:
@@ -184,26 +186,29 @@ def _numbered(runs: Integers) -> Integers | None:
     first = np.full(runs.shape, size)
     np.minimum.at(first, (np.arange(len(runs))[:, np.newaxis], places), np.arange(size))
     rank = np.argsort(np.argsort(first, axis=1, kind="stable"), axis=1, kind="stable")
-    found: Integers = np.take_along_axis(rank, places, axis=1)
-    return found
+    numbers: Integers = np.take_along_axis(rank, places, axis=1)
+    return numbers
 
 
 def _weights(scores: Numbers, table: RewardTable) -> NDArray[np.float32]:
     """Return what each row's mask is multiplied by: of one that selects nothing a zero."""
     with np.errstate(over="ignore"):
-        found = scores.astype(np.float32)
-    nothing = (table.trained == 0) & np.isfinite(found)
-    found[nothing] = np.copysign(np.float32(0), found[nothing])
-    found[table.tokens == 0] = 0.0
-    return found
+        weights = scores.astype(np.float32)
+    nothing = (table.trained == 0) & np.isfinite(weights)
+    weights[nothing] = np.copysign(np.float32(0), weights[nothing])
+    weights[table.tokens == 0] = 0.0
+    return weights
 
 
-def _metrics_of(found: ScoredGroups, number: int) -> list[dict[str, float]]:
+def _metrics_of(scored: ScoredGroups, number: int) -> list[dict[str, float]]:
     """Return the metrics of each of so many groups, without what is not finite."""
-    columns = [np.asarray(values, np.float64) for values in found.metrics.values()]
+    columns = [np.asarray(values, np.float64) for values in scored.metrics.values()]
     finite = all(bool(np.isfinite(values).all()) for values in columns)
     rows = zip(*(values.tolist() for values in columns), strict=True) if columns else [()] * number
-    said = [dict(zip(found.metrics, row, strict=True)) for row in rows]
+    metrics = [dict(zip(scored.metrics, row, strict=True)) for row in rows]
     if finite:
-        return said
-    return [{name: v for name, v in one.items() if np.isfinite(v)} for one in said]
+        return metrics
+    return [
+        {name: v for name, v in group_metrics.items() if np.isfinite(v)}
+        for group_metrics in metrics
+    ]

@@ -55,10 +55,10 @@ async def assign_rewards(
             break
         after = rows[-1].address
         experiences = await load_experiences(experiment.database, cache, rows, families)
-        found = [(e, reward(e)) for e in experiences if e.damaged is None]
+        scored = [(e, reward(e)) for e in experiences if e.damaged is None]
         rewards = {
             cast("int", e.address): _checked(e, name, value)
-            for e, value in found
+            for e, value in scored
             if value is not None
         }
         pages.append(rewards)

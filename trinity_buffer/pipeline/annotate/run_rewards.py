@@ -23,9 +23,9 @@ def rewards_by_run(rewards: Floats, groups: Integers, runs: Integers, steps: Int
         steps: of each row within its run.
     """
     order, number, means = _of_runs(rewards, groups, runs, steps)
-    found = np.empty(len(order))
-    found[order] = means[number]
-    return found
+    rewards_of_rows = np.empty(len(order))
+    rewards_of_rows[order] = means[number]
+    return rewards_of_rows
 
 
 def mean_over_runs(

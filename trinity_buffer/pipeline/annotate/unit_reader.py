@@ -21,11 +21,11 @@ from trinity_buffer.pipeline.annotate.grouping import (
     GroupingRules,
     GroupKey,
     ReadyUnit,
-    Stretch,
+    RowRange,
     Unit,
     among,
-    stretch_of_row,
-    stretches_of,
+    range_of_row,
+    ranges_of_event,
 )
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, now_us
@@ -114,7 +114,7 @@ class UnitReader:
         after: int | None = -1
         while after is not None:
             after = await self._experiment.database.read_session(partial(self._load_page, after))
-        self._grouping.know_settled(self._grouping.batches)
+        self._grouping.mark_empty_groups(self._grouping.batches)
 
     async def is_left(self, row: ConsumerRow, up_to: int) -> bool:
         """Return whether something is ready and undecided that was recorded up to ``up_to``.
@@ -129,15 +129,15 @@ class UnitReader:
         end = first_address(up_to + 1)
         units = [unit.addresses for unit in self.take_ready()]
         late = [[address] for address in self.take_late()]
-        return any(all(address < end for address in some) for some in (*units, *late))
+        return any(all(address < end for address in addresses) for addresses in (*units, *late))
 
     def _load_page(self, after: int, s: ReadSession) -> int | None:
         """Feed a page of what waits to the grouping; return its last address, None at the end."""
         addresses, events = s.read(self._waiting_after, after)
         if not addresses:
             return None
-        (_, found), wanted = self._recorded(s, events), set(addresses)
-        parts = [(at, part) for at, each in found for part in among(each, wanted)]
+        (_, ranges), wanted = self._recorded(s, events), set(addresses)
+        parts = [(at, part) for at, each in ranges for part in among(each, wanted)]
         self._learn(s, self._grouping.unknown(part for _, part in parts), set())
         for at_us, part in parts:
             self._grouping.record(part, at_us)
@@ -153,15 +153,19 @@ class UnitReader:
 
     def _recorded(
         self, s: ReadSession, page: Sequence[StoredEvent]
-    ) -> tuple[list[Reads | None], list[tuple[int, Stretch]]]:
+    ) -> tuple[list[Reads | None], list[tuple[int, RowRange]]]:
         """Return what events say, None where that cannot be read; and when what was recorded."""
-        facts, found = s.compute(_read_page, self._experiment.name, page)
-        unreadable = [one.position for one, fact in zip(page, facts, strict=True) if fact is None]
+        facts, ranges = s.compute(_read_page, self._experiment.name, page)
+        unreadable = [
+            event.position for event, fact in zip(page, facts, strict=True) if fact is None
+        ]
         if unreadable:
             known = s.read(writer_queries.rows_of_events, self._experiment.key, unreadable)
-            found |= {at: list(map(stretch_of_row, rows)) for at, rows in known.items()}
-        some = [(one.recorded_at, each) for one in page for each in found.get(one.position, ())]
-        return facts, some
+            ranges |= {at: list(map(range_of_row, rows)) for at, rows in known.items()}
+        recorded = [
+            (event.recorded_at, each) for event in page for each in ranges.get(event.position, ())
+        ]
+        return facts, recorded
 
     def committed(self) -> None:
         """Note that what was read is in a commit of ours."""
@@ -172,7 +176,7 @@ class UnitReader:
         key = self._experiment.key
         limit = sizes().events_per_page
 
-        def look(tx: Transaction) -> tuple[int, list[StoredEvent]]:
+        def load(tx: Transaction) -> tuple[int, list[StoredEvent]]:
             head = log.head(tx, key)
             if head == self.seen:
                 return head, []
@@ -184,24 +188,24 @@ class UnitReader:
             self.unscored = self._scoring.first_beyond(tx, page, head)
             if self.unscored is None:
                 return head, page
-            return self.unscored - 1, [one for one in page if one.position < self.unscored]
+            return self.unscored - 1, [event for event in page if event.position < self.unscored]
 
-        head, page = s.read(look)
+        head, page = s.read(load)
         self.behind = len(page) == limit
         self._read_at = page[-1].recorded_at if self.behind else None
         if head == self.seen:
             return False
         seen = page[-1].position if len(page) == limit else head
-        facts, some = self._recorded(s, page)
-        news = [(one, fact) for one, fact in zip(page, facts, strict=True) if fact is not None]
+        facts, ranges = self._recorded(s, page)
+        news = [(event, fact) for event, fact in zip(page, facts, strict=True) if fact is not None]
         recorded = {
             stored.position: fact for stored, fact in news if isinstance(fact, ExperiencesRecorded)
         }
         self._cache.keep(recorded)
         sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
-        new = self._learn(s, self._grouping.unknown(each for _, each in some), sealed)
-        self._grouping.know_settled(new)
-        for at_us, each in some:
+        new = self._learn(s, self._grouping.unknown(each for _, each in ranges), sealed)
+        self._grouping.mark_empty_groups(new)
+        for at_us, each in ranges:
             self._grouping.record(each, at_us)
         for stored, fact in news:
             self._take_in_batch(stored, fact)
@@ -216,14 +220,14 @@ class UnitReader:
         Left out are also events whose segment has left the database; all, if one cannot be read.
         """
         try:
-            found = self._cache.events(s, positions)
+            events = self._cache.events(s, positions)
         except CodecVersionError:
             raise
         except CodecError:
             return {}
         facts = {
             at: fact
-            for at, fact in found.items()
+            for at, fact in events.items()
             if isinstance(fact, ExperiencesRecorded) and fact.scorable
         }
         gone = s.read(segments.archived_at, [fact.segment for fact in facts.values()])
@@ -236,8 +240,8 @@ class UnitReader:
         rows = s.compute(_rows_of, recorded, set(addresses))
         lacking = sorted(address for address in addresses if address not in rows)
         for start in range(0, len(lacking), sizes().rows_per_page):
-            some = lacking[start : start + sizes().rows_per_page]
-            page = s.read(writer_queries.experience_rows, self._experiment.key, some)
+            asked = lacking[start : start + sizes().rows_per_page]
+            page = s.read(writer_queries.experience_rows, self._experiment.key, asked)
             rows |= {row.address: row for row in page}
         return rows
 
@@ -246,7 +250,7 @@ class UnitReader:
             case BatchPlanned():
                 size, tasks = fact.rollouts_per_group, tuple(fact.tasks)
                 row = BatchRow(fact.batch, stored.actor, size, stored.position, None, None, tasks)
-                self._grouping.know_batch(row, sealed=False)
+                self._grouping.apply_plan(row, sealed=False)
             case BatchSealed():
                 self._grouping.seal(str(fact.batch))
             case ExperiencesRecorded():
@@ -267,7 +271,7 @@ class UnitReader:
             return new
         key = self._experiment.key
 
-        def look(
+        def load(
             tx: Transaction,
         ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
             known = writer_queries.batches(tx, key, names)
@@ -277,14 +281,14 @@ class UnitReader:
             decided = writer_queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
             return known, decided, writer_queries.refused_runs(tx, key, asked, cursor=self.seen)
 
-        known, decided, refused = s.read(look)
+        known, decided, refused = s.read(load)
         for batch in known.values():
-            self._grouping.know_batch(
+            self._grouping.apply_plan(
                 batch, sealed=batch.sealed_at is not None and batch.sealed_at <= self.seen
             )
-        self._grouping.know_decided(decided)
+        self._grouping.mark_decided(decided)
         for group, run in refused:
-            self._grouping.know_run(group, run)
+            self._grouping.mark_run(group, run)
         return new & set(self._grouping.batches)
 
 
@@ -303,12 +307,12 @@ class _Scoring:
     def first_beyond(self, tx: Transaction, page: Sequence[StoredEvent], head: int) -> int | None:
         """Return where the first event of ``page`` is whose experiences are not scored, or None."""
         recorded = kinds_of(ExperiencesRecorded)
-        places = [one.position for one in page if one.kind in recorded]
+        places = [event.position for event in page if event.kind in recorded]
         if places and places[-1] > self._seen:
-            self._look(tx, head)
+            self._read_on(tx, head)
         return next((place for place in places if place > self._seen), None)
 
-    def _look(self, tx: Transaction, head: int) -> None:
+    def _read_on(self, tx: Transaction, head: int) -> None:
         """Take in what was assigned up to ``head``."""
         kinds, limit = kinds_of(RewardsAssigned), sizes().tail_events
         while self._read < head:
@@ -325,12 +329,12 @@ class _Scoring:
 
 def _read_page(
     experiment: str, page: Sequence[StoredEvent]
-) -> tuple[list[Reads | None], dict[int, list[Stretch]]]:
+) -> tuple[list[Reads | None], dict[int, list[RowRange]]]:
     """Return what the events of a page say, and position -> what was recorded there."""
-    facts = [_fact_of(experiment, one) for one in page]
+    facts = [_fact_of(experiment, event) for event in page]
     recorded = {
-        one.position: stretches_of(one.position, fact)
-        for one, fact in zip(page, facts, strict=True)
+        event.position: ranges_of_event(event.position, fact)
+        for event, fact in zip(page, facts, strict=True)
         if isinstance(fact, ExperiencesRecorded)
     }
     return facts, recorded

@@ -14,9 +14,9 @@ from typing import Any
 
 from trinity_buffer.pipeline.coordination.presence import (
     AT_WORK,
+    describe_process,
     is_here,
     own_wait_of,
-    place_of,
     was_silent,
 )
 from trinity_buffer.store import counters, counts, heartbeats, writer_queries
@@ -45,7 +45,7 @@ class Lack:
     fewest: int | None
     most: int | None
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return it as people say it."""
         what = f"{counted(self.groups, 'group')} of batch {self.batch}"
         verb = "lacks" if self.groups == 1 else "lack"
@@ -97,10 +97,10 @@ def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
     lacks = lacks_of(tx, experiment, strategy)
     if number and at_work is None:
         nobody = f"no process annotates set {annotation_set!r}: {_unseen(number)}"
-        return f"{nobody}; {_told(around, lacks)}" if lacks else nobody
+        return f"{nobody}; {_describe(around, lacks)}" if lacks else nobody
     if number and at_work is not None and not lacks:
         still = f"{counted(number, 'experience')} to decide"
-        return f"strategy {annotation_set!r} ({place_of(at_work)}) has {still}"
+        return f"strategy {annotation_set!r} ({describe_process(at_work)}) has {still}"
     return of_strategy(tx, experiment, annotation_set)
 
 
@@ -121,7 +121,7 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
     strategy = around.consumers.get(name)
     lacks = lacks_of(tx, experiment, strategy, whole_batches=whole_batches)
     if lacks:
-        return _told(around, lacks)
+        return _describe(around, lacks)
     explorer = around.who("explorer")
     if explorer is None:
         return (
@@ -131,16 +131,16 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
     waits = f", which waits: {own_wait_of(explorer)}" if explorer.waiting_for else ""
     return (
         f"set {name!r} has all that is recorded; explorer {explorer.name!r} is there "
-        f"({place_of(explorer)}){waits}"
+        f"({describe_process(explorer)}){waits}"
     )
 
 
-def _told(around: Surroundings, lacks: Sequence[Lack]) -> str:
-    told = "; ".join(lack.told() for lack in lacks[:BATCHES_NAMED])
+def _describe(around: Surroundings, lacks: Sequence[Lack]) -> str:
+    text = "; ".join(lack.describe() for lack in lacks[:BATCHES_NAMED])
     more = len(lacks) - BATCHES_NAMED
     if more > 0:
-        told += f"; and groups of {more} more"
-    return f"{told}; {explorers_of(around, lacks)}"
+        text += f"; and groups of {more} more"
+    return f"{text}; {explorers_of(around, lacks)}"
 
 
 def left_of(tx: Transaction, experiment: int, annotation_set: str) -> str:
@@ -169,7 +169,7 @@ def _is_undecided(tx: Transaction, experiment: int, strategy: ConsumerRow | None
     return strategy is not None and bool(counts.open_groups(tx, experiment, strategy))
 
 
-def found_of(tx: Transaction, experiment: int, trainer: str) -> str:
+def outcome_of(tx: Transaction, experiment: int, trainer: str) -> str:
     """Return what became of the rows of a trainer's set, where none is left for it."""
     row = writer_queries.consumer_row(tx, experiment, trainer)
     if row is None:
@@ -180,18 +180,18 @@ def found_of(tx: Transaction, experiment: int, trainer: str) -> str:
     if not terms.rows:
         return f"set {terms.annotation_set!r} has no rows: nothing was annotated"
     rejected = sum(terms.rejected.values())
-    told = f"of {rows} {terms.committed} are in committed steps, up to step {row.committed_step}"
+    text = f"of {rows} {terms.committed} are in committed steps, up to step {row.committed_step}"
     if rejected:
-        told += f", and {rejected} were rejected ({', '.join(terms.rejected)})"
-    return told + (f", and {terms.ready} are ready" if terms.ready else "")
+        text += f", and {rejected} were rejected ({', '.join(terms.rejected)})"
+    return text + (f", and {terms.ready} are ready" if terms.ready else "")
 
 
 def explorers_of(around: Surroundings, lacks: Sequence[Lack]) -> str:
     """Return who would bring what is lacking."""
     actor = next((lack.actor for lack in lacks if lack.actor), None)
-    found = around.who("explorer", actor)
-    if found is not None:
-        return f"explorer {found.name!r} is there ({place_of(found)})"
+    explorer = around.who("explorer", actor)
+    if explorer is not None:
+        return f"explorer {explorer.name!r} is there ({describe_process(explorer)})"
     return "no process explores" + ("" if actor is None else f" as {actor!r}")
 
 
@@ -201,7 +201,7 @@ def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
     at_work, known = around.who("trainer", trainer), around.consumers.get(trainer)
     if at_work is None:
         return f"no process trains as {trainer!r}"
-    there = f"trainer {trainer!r} is there ({place_of(at_work)})"
+    there = f"trainer {trainer!r} is there ({describe_process(at_work)})"
     if at_work.waiting_for is None or known is None:
         return there
     return f"{there}, which waits: {own_wait_of(at_work)}"
@@ -237,7 +237,7 @@ def lacks_of(
     stored = {} if strategy is None else counts.open_groups(tx, experiment, strategy)
     planned = [batch.key for batch in counts.open_batches(tx, experiment)]
     rows = writer_queries.batches(tx, experiment, sorted({*stored, *planned}))
-    found = []
+    lacks = []
     for key in islice(dict.fromkeys((*planned, *stored)), counts.BATCHES_LOOKED_AT):
         row = rows.get(key)
         if row is not None and row.sealed_at is not None:
@@ -250,8 +250,8 @@ def lacks_of(
             at = None if row is None else row.planned_at
             lack = Lack(key, "" if row is None else row.actor, at, len(stored[key]), 0, 0)
         if lack is not None:
-            found.append(lack)
-    return found
+            lacks.append(lack)
+    return lacks
 
 
 def _unplanned(key: str, stored: dict[str, int], size: int | None) -> Lack | None:

@@ -34,7 +34,7 @@ from trinity_buffer.pipeline.coordination.presence import (
     this_host,
 )
 from trinity_buffer.pipeline.coordination.stall import Stall
-from trinity_buffer.pipeline.coordination.waiting import SpokenWait, one_line
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database
@@ -355,7 +355,7 @@ class TrainerLease(Lease):
             )
 
         stall = Stall(self._database, self._experiment)
-        wait_for_it = SpokenWait(self._database.changes, tell, stall=stall)
+        wait_for_it = ReportedWait(self._database.changes, tell, stall=stall)
         while True:
             state = await self._database.changes.state()
             held = await self.holder()

@@ -64,8 +64,8 @@ def lives(pid: int, start: str = "") -> bool:
         return False
     except PermissionError:  # somebody else's, and alive
         pass
-    state, found = _told_of(pid)
-    return state not in _ENDED and (not start or not found or start == found)
+    state, started = _told_of(pid)
+    return state not in _ENDED and (not start or not started or start == started)
 
 
 def is_paused(pid: int) -> bool:
@@ -136,7 +136,7 @@ class Presence:
         self.role, self.name = role, name
         self._started_at = 0
         self.waiting_for: str | None = None
-        self._told: str | None = None
+        self._reported: str | None = None
         self._next = time.monotonic() + FIRST_AFTER_S
 
     @property
@@ -161,7 +161,7 @@ class Presence:
     def first(self) -> PresenceRow:
         """Return what says at once that this process is there; the same again until it is gone."""
         self._started_at = self._started_at or now_us()
-        self._told, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
+        self._reported, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
         return self._row()
 
     def note(self, tx: Transaction) -> None:
@@ -181,7 +181,7 @@ class Presence:
                 await self.seen()
 
     @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def heartbeats(self) -> AsyncIterator[None]:
         """Keep saying it inside the context, and take it back at the end."""
         try:
             async with running(self.keep):
@@ -212,12 +212,12 @@ class Presence:
 
     def _news(self, *, at_once: bool = False) -> PresenceRow | None:
         """Return what is to be said now, and counts as said from here on; None if nothing is."""
-        due = time.monotonic() >= self._next or self.waiting_for != self._told
+        due = time.monotonic() >= self._next or self.waiting_for != self._reported
         first = at_once and not self._started_at
         if not (due or first) or self._database.read_only:
             return None
         self._started_at = self._started_at or now_us()
-        self._told, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
+        self._reported, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
         return self._row()
 
     def _row(self) -> PresenceRow:
@@ -303,7 +303,7 @@ def own_wait_of(row: PresenceRow) -> str:
     return (row.waiting_for or "").partition("; ")[0]
 
 
-def place_of(row: PresenceRow) -> str:
+def describe_process(row: PresenceRow) -> str:
     """Return where a process runs and when it was seen, as people say it."""
     ago = max(0.0, (now_us() - row.last_seen) / 1e6)
     return f"pid {row.pid} on host {leases.name_of(row.host)}, seen {ago:.0f} s ago"

@@ -78,7 +78,7 @@ class Stall:
             self._next = now + first_look_s
         if now < self._next:
             return self._next - now
-        seen = await self._database.read(self._look)
+        seen = await self._database.read(self._load)
         now = time.monotonic()
         self._since += max(0.0, now - self._next - LATE_S)
         if seen.at_work or seen.mark != self._mark:
@@ -94,14 +94,14 @@ class Stall:
         self._next = now + pause_s
         return pause_s
 
-    def _look(self, tx: Transaction) -> _Seen:
-        found = writer_queries.config_of(tx, self._experiment)
+    def _load(self, tx: Transaction) -> _Seen:
+        stored = writer_queries.config_of(tx, self._experiment)
         after_s: float | None = STALLED_AFTER_S
-        if found is not None:
-            after_s = found[0].get("stalled_after_s", STALLED_AFTER_S)
+        if stored is not None:
+            after_s = stored[0].get("stalled_after_s", STALLED_AFTER_S)
         rows = _others(tx, self._experiment, self._presence)
         names = [log.experiment_name(tx, self._experiment) + TURNS]  # a recorder's turns come there
-        if found is not None and isinstance(expert := found[0].get("expert_experiment"), str):
+        if stored is not None and isinstance(expert := stored[0].get("expert_experiment"), str):
             names.append(expert)
         beside = [log.find_experiment(tx, name) for name in names]
         keys = {self._experiment, *(key for key in beside if key is not None)}

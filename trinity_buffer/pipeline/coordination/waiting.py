@@ -33,26 +33,28 @@ def wait_report_s() -> float:
     Raises:
         InvalidArgumentError: the environment variable holds no positive number.
     """
-    said = os.environ.get(WAIT_REPORT)
+    setting = os.environ.get(WAIT_REPORT)
     try:
-        seconds = float(said) if said else WAIT_REPORT_S
+        seconds = float(setting) if setting else WAIT_REPORT_S
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise InvalidArgumentError(f"{WAIT_REPORT}={said!r}: it must be a positive number")
+        raise InvalidArgumentError(f"{WAIT_REPORT}={setting!r}: it must be a positive number")
     return seconds
 
 
-def one_line(said: str) -> str:
-    """Return ``said`` with everything spelled out that a terminal would obey.
+def one_line(text: str) -> str:
+    """Return ``text`` with everything spelled out that a terminal would obey.
 
     A log line goes to a terminal as it is; names, hosts and batches come out of the store, where
     whoever writes SQL can put anything.
     """
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in said)
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in text
+    )
 
 
-class SpokenWait:
+class ReportedWait:
     """Waits for commits to a store on behalf of somebody who needs more than any one commit.
 
     After 5 seconds, and every 30 seconds from then on, it says so in one line at WARNING, which
@@ -95,7 +97,7 @@ class SpokenWait:
         if self._presence is not None:
             self._presence.waiting_for = None
 
-    async def _told(self) -> str:
+    async def _describe(self) -> str:
         return one_line(await self._tell())
 
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
@@ -109,16 +111,16 @@ class SpokenWait:
         if self._due is None:
             self._due = time.monotonic() + wait_report_s()
         elif time.monotonic() >= self._due:
-            said = await self._told()
-            _logger.log(logging.WARNING if self._aloud else logging.DEBUG, "%s", said)
+            message = await self._describe()
+            _logger.log(logging.WARNING if self._aloud else logging.DEBUG, "%s", message)
             if self._presence is not None:
-                self._presence.waiting_for = said
+                self._presence.waiting_for = message
             self._due = time.monotonic() + REPEATED_AFTER * wait_report_s()
         left_s = max(0.0, self._due - time.monotonic())
         if self._stall is not None:
             if not self.is_waited_for():
                 self._stall.begin()
-            left_s = min(left_s, await self._stall.require_moving(self._told, wait_report_s()))
+            left_s = min(left_s, await self._stall.require_moving(self._describe, wait_report_s()))
         if self._presence is not None:
             await self._presence.seen()
             left_s = min(left_s, self._presence.due_s)
@@ -169,7 +171,7 @@ class RejectionWatch:
         self._first = ""
         self._warned = False
 
-    def kept(self) -> None:
+    def accepted(self) -> None:
         """Note that something was kept."""
         self._groups, self._reasons, self._first, self._warned = {}, set(), "", False
 
@@ -193,14 +195,14 @@ class RejectionWatch:
         number = sum(self._groups.values())
         if number // per_step < min(WARN_AFTER_STEPS, self._most):
             return
-        said = self._said(number if self._counts == "groups" else number // per_step)
+        message = self._describe(number if self._counts == "groups" else number // per_step)
         if faulty and self._groups.get(True, 0) // per_step >= self._most:
-            raise TrainingError(f"{said}; give the rows what is lacking, and start it again")
+            raise TrainingError(f"{message}; give the rows what is lacking, and start it again")
         if not self._warned:
             self._warned = True
-            _logger.warning("%s", one_line(said))
+            _logger.warning("%s", one_line(message))
 
-    def _said(self, number: int) -> str:
+    def _describe(self, number: int) -> str:
         return (
             f"{self._who} has rejected everything of {number} {self._counts} in a row as "
             f"{', '.join(sorted(self._reasons))} (first {self._first}); `trinity-buffer show "

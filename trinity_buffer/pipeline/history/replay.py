@@ -29,7 +29,7 @@ from trinity_buffer.pipeline.train.commit import Commit
 from trinity_buffer.pipeline.train.measures import StepMeasures
 from trinity_buffer.pipeline.train.moving import Mover
 from trinity_buffer.pipeline.train.options import Resume
-from trinity_buffer.pipeline.train.resume import dealt_to, leased_step
+from trinity_buffer.pipeline.train.resume import leased_step, repartitioned
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database
@@ -106,7 +106,7 @@ def _dealt(manifest: Manifest, rows: LoadedRows, world_size: int) -> tuple[Manif
     """Return a manifest and its rows as they are dealt to so many ranks."""
     if manifest.world_size == world_size:
         return manifest, rows
-    order, plans = dealt_to(world_size, manifest, rows)
+    order, plans = repartitioned(world_size, manifest, rows)
     return manifest.dealt(order, plans), rows.reordered(order)
 
 

@@ -52,10 +52,10 @@ class Block:
 
     def without(self, dropped: Array) -> list[Block]:
         """Return what is left of it without the rows of the step that are ``dropped``."""
-        kept = np.flatnonzero(~dropped[self.rows])
+        left = np.flatnonzero(~dropped[self.rows])
         parts = []
-        for a, z in stretches(kept):
-            first, last = int(kept[a]), int(kept[z - 1]) + 1
+        for a, z in contiguous_ranges(left):
+            first, last = int(left[a]), int(left[z - 1]) + 1
             ends = self.ends[first : last + 1]
             data = self.data[ends[0] : ends[-1]]
             rows = self.rows[first:last]
@@ -71,11 +71,11 @@ class Field:
 
     def values(self, rows: int) -> list[Value]:
         """Return the value of each of the ``rows`` rows, None where there is none."""
-        found: list[Value] = [None] * rows
+        values: list[Value] = [None] * rows
         for block in self.blocks:
             for row, value in zip(block.rows.tolist(), block.values(), strict=True):
-                found[row] = value
-        return found
+                values[row] = value
+        return values
 
     def present(self, rows: int) -> Array:
         """Return ``[rows]`` bool: which rows have one."""
@@ -88,15 +88,15 @@ class Field:
         """Return which of the ``rows`` rows have none."""
         if sum(len(block.rows) for block in self.blocks) == rows:  # none comes twice
             return []
-        found: list[int] = np.flatnonzero(~self.present(rows)).tolist()
-        return found
+        rows_without: list[int] = np.flatnonzero(~self.present(rows)).tolist()
+        return rows_without
 
     def sizes(self, rows: int) -> Array:
         """Return ``[rows]``: the number of elements of each row, 0 where it has none."""
-        found = np.zeros(rows, np.int64)
+        sizes = np.zeros(rows, np.int64)
         for block in self.blocks:
-            found[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
-        return found
+            sizes[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
+        return sizes
 
     def misfits(self, sizes: Array) -> list[int]:
         """Return which rows have another number of elements than ``sizes`` (``[rows]``) says."""
@@ -124,7 +124,7 @@ def field_of_values(values: Sequence[Array]) -> Field:
     return Field([Block(np.arange(len(values)), np.concatenate(values), ends, size=size)])
 
 
-def stretches(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
+def contiguous_ranges(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
     """Return (start, stop) of the stretches in which each number is one more than the last."""
     if not len(numbers):
         return []
@@ -132,7 +132,7 @@ def stretches(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise([0, *breaks.tolist(), len(numbers)]))
 
 
-class Stretch(NamedTuple):
+class SlotRange(NamedTuple):
     """Rows of a step that follow each other in one event: which rows, and where they are there."""
 
     rows: Array
@@ -140,19 +140,19 @@ class Stretch(NamedTuple):
     slots: range
 
 
-def stretches_of(addresses: Sequence[int]) -> list[Stretch]:
+def slot_ranges(addresses: Sequence[int]) -> list[SlotRange]:
     """Return the rows at these addresses, in the order of the addresses."""
-    given = np.array(addresses)
-    order = np.argsort(given, kind="stable")
-    ordered = given[order]
+    unordered = np.array(addresses)
+    order = np.argsort(unordered, kind="stable")
+    ordered = unordered[order]
     # Addresses of one event that follow each other are rows of its segment that do, too; those of
     # the next event are far away.
-    found = []
-    for a, z in stretches(ordered):
+    ranges = []
+    for a, z in contiguous_ranges(ordered):
         first = int(ordered[a])
         slots = range(slot_of(first), slot_of(first) + z - a)
-        found.append(Stretch(order[a:z], position_of(first), slots))
-    return found
+        ranges.append(SlotRange(order[a:z], position_of(first), slots))
+    return ranges
 
 
 def blocks_of(column: Column, rows: Array, slots: range) -> list[Block]:
@@ -193,5 +193,5 @@ def _numbers(column: Column, first: int, last: int) -> Array:
         return elements[first:last]
     width = elements.itemsize
     data = np.array(column.data[first * width : last * width])
-    found: Array = flat_tensor(replace(column, data=data)).float().numpy()
-    return found
+    numbers: Array = flat_tensor(replace(column, data=data)).float().numpy()
+    return numbers

@@ -23,10 +23,10 @@ from trinity_buffer.pipeline.load.blocks import (
     Array,
     Block,
     Field,
-    Stretch,
+    SlotRange,
     Value,
     blocks_of,
-    stretches_of,
+    slot_ranges,
 )
 from trinity_buffer.pipeline.load.events import EventCache, Facts, facts_of, no_facts
 from trinity_buffer.pipeline.load.experiences import load_experiences, unreadable_among
@@ -112,9 +112,9 @@ class _Segments:
     def use(self, key: bytes, rows: int) -> _Columns:
         """Return the columns of a segment of which so many ``rows`` are taken now."""
         self._known.move_to_end(key)
-        kept = self._known[key]
-        kept.left -= rows
-        return kept.columns
+        entry = self._known[key]
+        entry.left -= rows
+        return entry.columns
 
     def add(self, key: bytes, families: Mapping[str, Buffer]) -> None:
         columns: _Columns = {}
@@ -130,11 +130,11 @@ class _Segments:
 
         Their memory is what the next ones are read into: fresh memory costs more than reading.
         """
-        kept = 0
+        num_bytes = 0
         for key in reversed(list(self._known)):
-            kept += self._known[key].num_bytes
-            if self._known[key].left <= 0 or kept > sizes().bytes_kept:
-                kept -= self._known.pop(key).num_bytes
+            num_bytes += self._known[key].num_bytes
+            if self._known[key].left <= 0 or num_bytes > sizes().bytes_kept:
+                num_bytes -= self._known.pop(key).num_bytes
 
 
 class RowLoader:
@@ -160,11 +160,11 @@ class RowLoader:
         """
         if not manifest.groups:
             return LoadedRows(no_facts(), {}, [], {}, {})
-        found = self._load(s, manifest)
+        loaded = self._load(s, manifest)
         return replace(
-            found,
-            unrecorded=self._unrecorded(s, manifest, found),
-            unscorable=self._unscorable(s, manifest, found),
+            loaded,
+            unrecorded=self._unrecorded(s, manifest, loaded),
+            unscorable=self._unscorable(s, manifest, loaded),
         )
 
     def _unrecorded(
@@ -190,8 +190,8 @@ class RowLoader:
         self, s: ReadSession, manifest: Manifest, rows: LoadedRows
     ) -> Mapping[str, str]:
         """Return the first row of the policy's own that no trainer can score, and why."""
-        for place, said in enumerate(rows.facts.sampling if any(rows.facts.sampling) else ()):
-            options = [option for *_, option in said or () if option is not None]
+        for place, spans in enumerate(rows.facts.sampling if any(rows.facts.sampling) else ()):
+            options = [option for *_, option in spans or () if option is not None]
             if options and not (manifest.source and manifest.source[place]):
                 return {self.uids(s, manifest, [place])[0]: options[0]}
         return {}
@@ -204,29 +204,29 @@ class RowLoader:
             rows = manifest.rows_of(number)
             if rows:
                 loader = self if number == 0 else self._other(s, name)
-                found = loader.load_rows(
+                loaded = loader.load_rows(
                     s,
                     [manifest.experiences[row] for row in rows],
                     [manifest.annotations[row] for row in rows],
                 )
-                parts.append((rows, found))
+                parts.append((rows, loaded))
         return _merged(parts, len(manifest.experiences))
 
     def unreadable(self, s: ReadSession, manifest: Manifest) -> dict[int, str]:
         """Return the places of the rows that can never be read -> ``deleted`` or ``damaged``."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for number, name in enumerate(("", *manifest.sources)):
             places = manifest.rows_of(number) if manifest.source else [*range(len(manifest.groups))]
             if places:
                 loader = self if number == 0 else self._other(s, name)
-                found |= loader.unreadable_rows(s, manifest, places)
-        return found
+                reasons |= loader.unreadable_rows(s, manifest, places)
+        return reasons
 
     def unreadable_rows(
         self, s: ReadSession, manifest: Manifest, places: Sequence[int]
     ) -> dict[int, str]:
         """Return which of ``places``, all of this experiment, and why; see `unreadable`."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for addresses, families in (
             (manifest.experiences, FAMILIES),
             (manifest.annotations, ANNOTATION),
@@ -235,8 +235,8 @@ class RowLoader:
             events = self.events.events(s, set(at.values()))
             wanted = _families_of(events.values(), families)
             bad = unreadable_among(s, wanted, families)
-            found |= {p: bad[k] for p in places if (k := events[at[p]].segment) in bad}
-        return found
+            reasons |= {p: bad[k] for p in places if (k := events[at[p]].segment) in bad}
+        return reasons
 
     def lengths(self, s: ReadSession, manifest: Manifest) -> list[int]:
         """Return how many tokens each row of a manifest has, by the log alone; of a pair, one half.
@@ -262,12 +262,12 @@ class RowLoader:
 
     def uids(self, s: ReadSession, manifest: Manifest, places: Sequence[int]) -> list[str]:
         """Return the uids of the rows at ``places`` of a manifest."""
-        found = []
+        uids = []
         for place in places:
             source = manifest.source[place] if manifest.source else 0
             loader = self._other(s, manifest.sources[source - 1]) if source else self
-            found.append(loader.eid_of(s, manifest.experiences[place]).uid)
-        return found
+            uids.append(loader.eid_of(s, manifest.experiences[place]).uid)
+        return uids
 
     def key_of(self, s: ReadSession, source: str) -> int:
         """Return the key of another experiment that rows come from."""
@@ -288,8 +288,8 @@ class RowLoader:
         self, s: ReadSession, experiences: Sequence[int], annotated: Sequence[int]
     ) -> LoadedRows:
         """Return the columns of rows of this experiment, by their two addresses; see `load`."""
-        own, computed = stretches_of(experiences), stretches_of(annotated)
-        events = self.events.events(s, {some.position for some in (*own, *computed)})
+        own, computed = slot_ranges(experiences), slot_ranges(annotated)
+        events = self.events.events(s, {row_range.position for row_range in (*own, *computed)})
         facts = facts_of(experiences, events)
         keys = {event.segment for event in events.values() if event.segment}
         missing = [key for key in keys if key not in self._segments]
@@ -299,8 +299,8 @@ class RowLoader:
     def _gather(
         self,
         facts: Facts,
-        own: Sequence[Stretch],
-        computed: Sequence[Stretch],
+        own: Sequence[SlotRange],
+        computed: Sequence[SlotRange],
         events: Mapping[int, WithSegment],
         missing: Sequence[bytes],
         parts: SegmentParts,
@@ -322,27 +322,27 @@ class RowLoader:
 
     def _fields(
         self,
-        some: Sequence[Stretch],
+        ranges: Sequence[SlotRange],
         modal: Sequence[dict[str, Tensor]],
         events: Mapping[int, WithSegment],
     ) -> dict[str, Field]:
         """Return the columns of some rows; what is no vector is put into ``modal``."""
-        found: dict[str, Field] = {}
-        for rows, position, slots in some:
+        by_name: dict[str, Field] = {}
+        for rows, position, slots in ranges:
             key = events[position].segment
             segment = self._segments.use(key, len(rows)) if key else {}
             for name, column in ((n, c) for n, columns in segment.items() for c in columns):
                 if name.startswith(_MODAL):
                     _add_modal(modal, name.removeprefix(_MODAL), column, rows, slots)
                 elif column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
-                    field = found.setdefault(name, Field())
+                    field = by_name.setdefault(name, Field())
                     field.blocks += blocks_of(column, rows, slots)
-        return found
+        return by_name
 
 
 def _families_of(events: Iterable[WithSegment], families: Collection[str]) -> dict[bytes, set[str]]:
     """Return the key of each segment of ``events`` -> those of ``families`` that it has."""
-    return {one.segment: one.families.keys() & families for one in events if one.segment}
+    return {event.segment: event.families.keys() & families for event in events if event.segment}
 
 
 def _left(fields: Mapping[str, Field], name: str, computed: Field, rows: int) -> list[Block]:
@@ -374,8 +374,8 @@ def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> Lo
     """Return the rows of several experiments in the order of the manifest: (their places, they)."""
     places = {row: (part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows)}
     fields: dict[str, Field] = {}
-    for rows, found in parts:
-        for name, field in found.fields.items():
+    for rows, loaded in parts:
+        for name, field in loaded.fields.items():
             fields.setdefault(name, Field()).blocks += field.moved(rows).blocks
     order = [places[row] for row in range(total)]
     facts = no_facts()
@@ -404,8 +404,10 @@ async def experiences_of(experiment: ExperimentHandle, manifest: Manifest) -> li
     rows = await database.read(
         writer_queries.experience_rows, cache.experiment, sorted(set(manifest.experiences))
     )
-    found = await load_experiences(database, cache, rows, ALL_FAMILIES)
-    by_address = {row.address: one for row, one in zip(rows, found, strict=True)}
+    experiences = await load_experiences(database, cache, rows, ALL_FAMILIES)
+    by_address = {
+        row.address: experience for row, experience in zip(rows, experiences, strict=True)
+    }
     ordered = [by_address[address] for address in manifest.experiences]
     await database.read_session(lambda s: _annotate(s, cache, manifest.annotations, ordered))
     return ordered
@@ -422,11 +424,11 @@ def _annotate(
         if key:
             places.setdefault(key, []).append(place)
     blobs = blobs_of(read_segments(s, places, ("annotation",)).all_parts())
-    for key, some in places.items():
+    for key, rows in places.items():
         if key not in blobs:
             raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
-        slots = [slot_of(annotations[place]) for place in some]
-        masks = [ordered[place].action_mask for place in some]
+        slots = [slot_of(annotations[place]) for place in rows]
+        masks = [ordered[place].action_mask for place in rows]
         computed = decode_annotations(blobs[key]["annotation"], slots, masks)
-        for place, tensors in zip(some, computed, strict=True):
+        for place, tensors in zip(rows, computed, strict=True):
             vars(ordered[place]).update((n, t) for n, t in tensors.items() if t is not None)

@@ -15,7 +15,7 @@ from trinity_buffer.errors import CodecError
 from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import decoded
-from trinity_buffer.pipeline.load.blocks import stretches
+from trinity_buffer.pipeline.load.blocks import contiguous_ranges
 from trinity_buffer.store import log
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import position_of, slot_of
@@ -40,7 +40,7 @@ class Facts:
 
     def reordered(self, order: Sequence[int]) -> Facts:
         """Return them with row ``order[i]`` as row ``i``."""
-        columns = (getattr(self, one.name) for one in fields(self))
+        columns = (getattr(self, column.name) for column in fields(self))
         return Facts(*([column[row] for row in order] for column in columns))
 
     def append(self, other: Facts, first: int, stop: int) -> None:
@@ -62,23 +62,23 @@ def no_facts() -> Facts:
 
 def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> Facts:
     """Return what ``events`` know of the experiences at these addresses, in their order."""
-    found = no_facts()
-    for a, z in stretches(experiences):
+    facts = no_facts()
+    for a, z in contiguous_ranges(experiences):
         first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
         assert isinstance(event, ExperiencesRecorded)  # where the experiences are of
         chosen, columns = slice(first, first + z - a), event.columns
-        found.rewards.extend(columns.reward[chosen])
-        found.policy_versions.extend(columns.policy_version[chosen])
-        found.prompt_lengths.extend(columns.prompt_length[chosen])
-        found.lengths.extend(columns.length[chosen])
-        found.trained_tokens.extend(columns.trained_tokens[chosen])
-        said = event.sampling
-        found.sampling.extend(
-            map(said.get, range(first, first + z - a)) if said else [None] * (z - a)
+        facts.rewards.extend(columns.reward[chosen])
+        facts.policy_versions.extend(columns.policy_version[chosen])
+        facts.prompt_lengths.extend(columns.prompt_length[chosen])
+        facts.lengths.extend(columns.length[chosen])
+        facts.trained_tokens.extend(columns.trained_tokens[chosen])
+        spans = event.sampling
+        facts.sampling.extend(
+            map(spans.get, range(first, first + z - a)) if spans else [None] * (z - a)
         )
-        found.runs.extend(columns.run[chosen])
-        found.steps.extend(columns.step[chosen])
-    return found
+        facts.runs.extend(columns.run[chosen])
+        facts.steps.extend(columns.step[chosen])
+    return facts
 
 
 class EventCache:
@@ -113,12 +113,12 @@ class EventCache:
                     "run `verify`"
                 )
             self._add(s.compute(self._read, stored))
-        found = {}
+        events = {}
         for position in positions:
-            found[position] = self._known[position]
+            events[position] = self._known[position]
             self._known.move_to_end(position)
         self._shrink(len(positions))
-        return found
+        return events
 
     def held(self, positions: Collection[int]) -> dict[int, WithSegment]:
         """Return those events at ``positions`` that are in memory."""

@@ -33,17 +33,17 @@ def unreadable_among(
         wanted: key -> those of ``families`` that it must have, if that is known.
         families: which are read.
     """
-    found = read_segments(s, wanted, families)
-    deleted = {key: "deleted" for key, absence in found.absent.items() if absence.deleted}
-    readable = {} if deleted else {k: v for k, v in wanted.items() if k not in found.absent}
-    return deleted or dict.fromkeys(s.compute(_damaged, found.parts, readable), "damaged")
+    stored = read_segments(s, wanted, families)
+    deleted = {key: "deleted" for key, absence in stored.absent.items() if absence.deleted}
+    readable = {} if deleted else {k: v for k, v in wanted.items() if k not in stored.absent}
+    return deleted or dict.fromkeys(s.compute(_damaged, stored.parts, readable), "damaged")
 
 
 def _damaged(parts: SegmentParts, wanted: Mapping[bytes, Collection[str]]) -> list[bytes]:
     """Return the keys of segments that are not there, or not whole."""
     by_key: dict[bytes, SegmentParts] = {key: {} for key in wanted}
-    for (key, family), some in parts.items():
-        by_key[key][key, family] = some
+    for (key, family), parts_of_blob in parts.items():
+        by_key[key][key, family] = parts_of_blob
     return [key for key, families in wanted.items() if not _whole(key, by_key[key], families)]
 
 
@@ -70,16 +70,16 @@ async def load_experiences(
         CodecVersionError: bytes of a newer version.
     """
 
-    def load(s: ReadSession, some: Sequence[ExperienceRow]) -> list[Experience]:
+    def load(s: ReadSession, asked: Sequence[ExperienceRow]) -> list[Experience]:
         try:
-            return experiences_in(s, cache, some, families)
+            return experiences_in(s, cache, asked, families)
         except CodecVersionError:
             raise
         except (CodecError, DamagedSegmentError) as error:
-            if len(some) == 1:
-                return [_damaged_experience(some[0], error)]
-        middle = len(some) // 2  # the few that are damaged are found in a few steps
-        return load(s, some[:middle]) + load(s, some[middle:])
+            if len(asked) == 1:
+                return [_damaged_experience(asked[0], error)]
+        middle = len(asked) // 2  # the few that are damaged are found in a few steps
+        return load(s, asked[:middle]) + load(s, asked[middle:])
 
     return await database.read_session(lambda s: load(s, rows))
 
@@ -92,9 +92,9 @@ def experiences_in(
     Raises:
         CodecError, DamagedSegmentError: something cannot.
     """
-    found = read_segments(s, (row.segment for row in rows), families)
+    stored = read_segments(s, (row.segment for row in rows), families)
     events = cache.events(s, {position_of(row.address) for row in rows})
-    return s.compute(_decoded, rows, events, found, families)
+    return s.compute(_decoded, rows, events, stored, families)
 
 
 def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
@@ -122,26 +122,28 @@ def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
 def _decoded(
     rows: Sequence[ExperienceRow],
     events: Mapping[int, WithSegment],
-    found: StoredSegments,
+    stored: StoredSegments,
     families: Sequence[str],
 ) -> list[Experience]:
     """Return the experiences of ``rows``, whose events and segments are given."""
-    blobs = blobs_of(found.parts)
+    blobs = blobs_of(stored.parts)
     by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
     for row in rows:
         by_event.setdefault(position_of(row.address), []).append(row)
     made: dict[int, Experience] = {}
-    for position, some in by_event.items():
-        buffers = blobs.get(some[0].segment, {})
-        slots = [slot_of(row.address) for row in some]
+    for position, rows_of_event in by_event.items():
+        buffers = blobs.get(rows_of_event[0].segment, {})
+        slots = [slot_of(row.address) for row in rows_of_event]
         event = events[position]
         assert isinstance(event, ExperiencesRecorded)  # where the rows are of
-        absence = found.absent.get(some[0].segment)
+        absence = stored.absent.get(rows_of_event[0].segment)
         if absence is None and any(f in event.families and f not in buffers for f in families):
-            raise DamagedSegmentError(f"segment {some[0].segment.hex()} is missing: run `verify`")
+            raise DamagedSegmentError(
+                f"segment {rows_of_event[0].segment.hex()} is missing: run `verify`"
+            )
         held = [f for f in families if absence is None or f not in event.families]
         decoded_rows = decode_experiences(buffers, vars(event.columns), slots, loaded=held)
-        for row, experience in zip(some, decoded_rows, strict=True):
+        for row, experience in zip(rows_of_event, decoded_rows, strict=True):
             experience.address = row.address
             experience.archived = None if absence is None else absence.why
             made[row.address] = experience

@@ -51,46 +51,46 @@ class StoredSegments:
 
 def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]) -> StoredSegments:
     """Return the parts of some segments; those that were archived come from their archive."""
-    found: SegmentParts = {}
+    parts: SegmentParts = {}
     absent: dict[bytes, Absence] = {}
     wanted = list(dict.fromkeys(keys)) if families else []
     size = sizes().segments_per_load
     for start in range(0, len(wanted), size):
-        some = wanted[start : start + size]
-        found |= s.segments(some, families)
-    there = {key for key, _ in found}
+        asked = wanted[start : start + size]
+        parts |= s.segments(asked, families)
+    there = {key for key, _ in parts}
     if gone := [key for key in wanted if key not in there]:
         fetched = _fetched(s, gone, families)
-        found |= fetched.parts
+        parts |= fetched.parts
         absent |= fetched.absent
-    return StoredSegments(found, absent)
+    return StoredSegments(parts, absent)
 
 
 def _fetched(s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> StoredSegments:
     """Return what the archives hold of segments of which the database holds nothing."""
     left = s.read(segments.archived_at, keys)
-    found: SegmentParts = {}
+    parts: SegmentParts = {}
     absent: dict[bytes, Absence] = {}
     by_event: dict[tuple[int, str | None], list[bytes]] = {}
     for key, event in left.items():
         by_event.setdefault(event, []).append(key)
-    for (position, uri), some in by_event.items():
+    for (position, uri), lacking in by_event.items():
         if uri is None:
             why = (
                 f"the tensors were deleted for good by the event at position {position} "
                 "(SegmentsArchived): only a backup that is older has them"
             )
-            absent |= dict.fromkeys(some, Absence(why, deleted=True))
+            absent |= dict.fromkeys(lacking, Absence(why, deleted=True))
             continue
         try:
-            found |= s.compute(read_archive, uri, some, families)
+            parts |= s.compute(read_archive, uri, lacking, families)
         except StoreError as error:
             why = (
                 f"the tensors were archived to {uri} by the event at position {position} "
                 f"(SegmentsArchived), and {error}"
             )
-            absent |= dict.fromkeys(some, Absence(why, deleted=False))
-    return StoredSegments(found, absent)
+            absent |= dict.fromkeys(lacking, Absence(why, deleted=False))
+    return StoredSegments(parts, absent)
 
 
 def blobs_of(parts: SegmentParts) -> dict[bytes, dict[str, Buffer]]:
@@ -99,7 +99,7 @@ def blobs_of(parts: SegmentParts) -> dict[bytes, dict[str, Buffer]]:
     Raises:
         DamagedSegmentError: a checksum does not hold.
     """
-    found: dict[bytes, dict[str, Buffer]] = {}
-    for (key, family), some in parts.items():
-        found.setdefault(key, {})[family] = segments.blob_of(key, family, some)
-    return found
+    blobs: dict[bytes, dict[str, Buffer]] = {}
+    for (key, family), pieces in parts.items():
+        blobs.setdefault(key, {})[family] = segments.blob_of(key, family, pieces)
+    return blobs

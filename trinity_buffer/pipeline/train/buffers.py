@@ -97,11 +97,11 @@ class Places:
         return known[1]
 
     def _rectangle(self, rows: Array) -> Rectangle | None:
-        some = np.stack((self.begins, self.prompts, self.lengths, self.extents))[:, rows]
-        first, prompt, length, extent = some[:, 0].tolist()
+        bounds = np.stack((self.begins, self.prompts, self.lengths, self.extents))[:, rows]
+        first, prompt, length, extent = bounds[:, 0].tolist()
         distance = extent
         if len(rows) > 1:
-            steps = some[:, 1:] - some[:, :-1]
+            steps = bounds[:, 1:] - bounds[:, :-1]
             distance = int(steps[0, 0])
             if distance < extent or (steps != [[distance], [0], [0], [0]]).any():
                 return None
@@ -144,11 +144,11 @@ def put_rows(
         weights: a column, the mask that scaled values are multiples of; None: all are trained.
         after_prompt: whether they are of the responses.
     """
-    found = [_rectangle_of(block, places, after_prompt=after_prompt) for block in blocks]
-    whole = None not in found and sum(len(block.rows) for block in blocks) == places.number
+    rectangles = [_rectangle_of(block, places, after_prompt=after_prompt) for block in blocks]
+    whole = None not in rectangles and sum(len(block.rows) for block in blocks) == places.number
     if not whole:
         column.fill(0)
-    for where in found:
+    for where in rectangles:
         if where is None:
             _put_each(column, blocks.popleft(), places, weights, after_prompt=after_prompt)
         else:
@@ -232,7 +232,9 @@ class Arena:
     def __init__(self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]]) -> None:
         self._dtypes = iter(dtypes)
         self._size = size
-        self._memory = memory.take(sum(aligned(size * np.dtype(one).itemsize) for one in dtypes))
+        self._memory = memory.take(
+            sum(aligned(size * np.dtype(dtype).itemsize) for dtype in dtypes)
+        )
         self._used = 0
 
     def column(self) -> Array:

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.manifest import FIRST_LINK, GoneThrough
+from trinity_buffer.pipeline.manifest import FIRST_LINK, ManifestChain
 
 PIECE_BYTES = 64 * 1024 * 1024
 """The largest file that is hashed whole in version 2. Part of the format: another number would make
@@ -142,7 +142,7 @@ def _chunks(file: Path, begin: int, length: int) -> Iterator[memoryview]:
 
 
 MANIFESTS_FILE = "manifests.json"
-"""In the folder of a checkpoint: the manifests that its weights went through, as `GoneThrough`."""
+"""In the folder of a checkpoint: which manifests its weights went through (`ManifestChain`)."""
 
 
 def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
@@ -285,26 +285,26 @@ def require_digest(checkpoint: Path, digest: str) -> None:
     Raises:
         CheckpointError: it is missing, or its content is another.
     """
-    found = digest_of(checkpoint, like=digest)
-    if found != digest:
+    actual = digest_of(checkpoint, like=digest)
+    if actual != digest:
         raise CheckpointError(
-            f"checkpoint {checkpoint} is not the one that was committed (sha256 {found[:12]}…, "
+            f"checkpoint {checkpoint} is not the one that was committed (sha256 {actual[:12]}…, "
             f"recorded {digest[:12]}…): restore it, or resume from an older step with resume_from="
         )
 
 
-def read_gone_through(folder: Path) -> GoneThrough:
+def read_manifest_chain(folder: Path) -> ManifestChain:
     """Return the manifests that the weights in ``folder`` went through.
 
     Raises:
         CheckpointError: there are none in this folder.
     """
     try:
-        said = json.loads((folder / MANIFESTS_FILE).read_text())
-        last = tuple(bytes.fromhex(digest) for digest in said["manifests"])
-        if "before" not in said:  # then they are all there, as old versions wrote them
-            return GoneThrough(len(last), FIRST_LINK, last)
-        return GoneThrough(int(said["length"]), bytes.fromhex(said["before"]), last)
+        content = json.loads((folder / MANIFESTS_FILE).read_text())
+        last = tuple(bytes.fromhex(digest) for digest in content["manifests"])
+        if "before" not in content:  # then they are all there, as old versions wrote them
+            return ManifestChain(len(last), FIRST_LINK, last)
+        return ManifestChain(int(content["length"]), bytes.fromhex(content["before"]), last)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         within = max(folder.glob(f"step-*/{MANIFESTS_FILE}"), default=None)
         meant = "" if within is None else f" (did you mean {within.parent}?)"
@@ -313,16 +313,16 @@ def read_gone_through(folder: Path) -> GoneThrough:
         ) from error
 
 
-def write_gone_through(folder: Path, manifests: GoneThrough, log_head: str) -> None:
-    """Write what `read_gone_through` and `read_head` read."""
-    said = {
+def write_manifest_chain(folder: Path, manifests: ManifestChain, log_head: str) -> None:
+    """Write what `read_manifest_chain` and `read_head` read."""
+    content = {
         "manifests": [digest.hex() for digest in manifests.last],
         "before": manifests.before.hex(),
         "length": manifests.length,
         "chain": manifests.link.hex(),
         "log_head": log_head,
     }
-    (folder / MANIFESTS_FILE).write_text(json.dumps(said))
+    (folder / MANIFESTS_FILE).write_text(json.dumps(content))
 
 
 def read_head(folder: Path) -> bytes:
@@ -340,9 +340,9 @@ def _content(checkpoint: Path) -> tuple[list[Path], list[Path]]:
     if not checkpoint.is_dir():
         files.append(checkpoint)
     else:
-        for folder, names, found in os.walk(checkpoint, followlinks=True, onerror=_raised):
+        for folder, names, file_names in os.walk(checkpoint, followlinks=True, onerror=_raised):
             folders.append(Path(folder))
-            files += [Path(folder, name) for name in found]
+            files += [Path(folder, name) for name in file_names]
             for name in names:
                 _refuse_circle(Path(folder, name))
     for file in files:
@@ -384,7 +384,7 @@ def found_again(path: str, digest: str | None, beside: Path | None) -> Path:
         return recorded
     parts = recorded.parts[1:]
     moved = (beside.joinpath(*parts[start:]) for start in range(len(parts)))
-    return next((one for one in moved if one.exists()), recorded)
+    return next((path for path in moved if path.exists()), recorded)
 
 
 def _fsync(path: Path) -> None:

@@ -41,7 +41,7 @@ from trinity_buffer.pipeline.train.buffers import (
     put_rows,
     put_text,
 )
-from trinity_buffer.pipeline.train.microbatch import LateTensors, MicroBatch
+from trinity_buffer.pipeline.train.microbatch import LazyTensors, MicroBatch
 from trinity_buffer.pipeline.train.moving import Column, Mover
 
 REWARDS = "token_level_rewards"
@@ -72,7 +72,7 @@ class RowColumns:
     recorded: Array | None = None
 
 
-class Making(NamedTuple):
+class ColumnRecipe(NamedTuple):
     """How a column is made, once.
 
     Attributes:
@@ -85,7 +85,7 @@ class Making(NamedTuple):
     fill: Callable[[Array], Iterator[None]]
 
 
-class LateColumns:
+class LazyColumns:
     """Columns that are made when somebody first looks at one of them: of the same stored bytes.
 
     After each block these are let go of, so that never both are there whole.
@@ -95,9 +95,9 @@ class LateColumns:
         ways: how each is made; let go of then, and with it what it is made of.
     """
 
-    def __init__(self, size: int, ways: Mapping[str, Making]) -> None:
+    def __init__(self, size: int, ways: Mapping[str, ColumnRecipe]) -> None:
         self._size = size
-        self._ways: Mapping[str, Making] | None = ways
+        self._ways: Mapping[str, ColumnRecipe] | None = ways
         self._made: dict[str, Array] = {}
         self._lock = Lock()  # threads of a trainer may look at the same time
 
@@ -120,16 +120,16 @@ class LateColumns:
             )
         return self._made[name]
 
-    def _room(self, how: Making) -> Array:
+    def _room(self, how: ColumnRecipe) -> Array:
         size = self._size * np.dtype(how.dtype).itemsize
         large = size > sizes().bytes_read_at_once
         return np.frombuffer(mapped(size) if large else bytearray(size), how.dtype)
 
 
-class LateColumn(NamedTuple):
+class LazyColumn(NamedTuple):
     """A column that is made when somebody first looks at a part of it."""
 
-    of: LateColumns
+    of: LazyColumns
     name: str
 
     def part(self, elements: slice) -> Array:
@@ -139,41 +139,41 @@ class LateColumn(NamedTuple):
 
 def columns_of_step(
     columns: RowColumns, places: Places, memory: StepMemory
-) -> Mapping[str, Array | LateColumn]:
+) -> Mapping[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or to be made."""
     ways = _ways(columns, places, partial(_weights, columns.masks.blocks, places))
     width = sum(np.dtype(how.dtype).itemsize for how in ways.values())
     if places.size * width > sizes().bytes_made_ahead:
-        ids = LateColumns(places.size, {n: ways[n] for n in WITH_IDS if n in ways})
+        ids = LazyColumns(places.size, {n: ways[n] for n in WITH_IDS if n in ways})
         return {
-            name: LateColumn(ids, name) if name in WITH_IDS else _late(places, name, how)
+            name: LazyColumn(ids, name) if name in WITH_IDS else _late(places, name, how)
             for name, how in ways.items()
         }
     return _made_ahead(columns, places, memory, ways)
 
 
-def _late(places: Places, name: str, how: Making) -> LateColumn:
-    return LateColumn(LateColumns(places.size, {name: how}), name)
+def _late(places: Places, name: str, how: ColumnRecipe) -> LazyColumn:
+    return LazyColumn(LazyColumns(places.size, {name: how}), name)
 
 
-def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, Making]:
+def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, ColumnRecipe]:
     """Return how each column is made."""
     tokens, masks = deque(columns.tokens.blocks), deque(columns.masks.blocks)
     ids = partial(put_rows, blocks=tokens, places=places, after_prompt=False)
-    found = {
-        "input_ids": Making(np.int64, ids),
-        "position_ids": Making(np.int64, partial(put_positions, places=places)),
-        "attention_mask": Making(np.bool_, partial(put_text, places=places)),
-        "action_mask": Making(np.bool_, partial(put_rows, blocks=masks, places=places)),
+    recipes = {
+        "input_ids": ColumnRecipe(np.int64, ids),
+        "position_ids": ColumnRecipe(np.int64, partial(put_positions, places=places)),
+        "attention_mask": ColumnRecipe(np.bool_, partial(put_text, places=places)),
+        "action_mask": ColumnRecipe(np.bool_, partial(put_rows, blocks=masks, places=places)),
     }
     if places.padded:
-        del found["position_ids"]  # those of the longest row are those of all
-    for name, some in columns.responses.items():
-        fill = partial(_put_response, blocks=deque(some.blocks), places=places, weights=weights)
+        del recipes["position_ids"]  # those of the longest row are those of all
+    for name, field in columns.responses.items():
+        fill = partial(_put_response, blocks=deque(field.blocks), places=places, weights=weights)
         if name == REWARDS:
             fill = partial(fill, last=_rewards_of_whole(columns))
-        found[name] = Making(np.float32, fill)
-    return found
+        recipes[name] = ColumnRecipe(np.float32, fill)
+    return recipes
 
 
 def _put_response(
@@ -201,9 +201,9 @@ def _put_response(
 
 def _rewards_of_whole(columns: RowColumns) -> Array:
     """Return ``[rows]``: the reward of each row that has none for each token; NaN for none."""
-    found = np.array(columns.rewards, np.float64)  # None becomes NaN, which no reward is
-    found[columns.responses[REWARDS].present(len(found))] = np.nan
-    return found
+    rewards = np.array(columns.rewards, np.float64)  # None becomes NaN, which no reward is
+    rewards[columns.responses[REWARDS].present(len(rewards))] = np.nan
+    return rewards
 
 
 def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) -> Array | None:
@@ -221,9 +221,9 @@ def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) 
         dtype: type[np.generic] = np.bool_
     else:
         dtype = np.float32
-    found = np.empty(places.size, dtype)
-    _done(put_rows(found, deque(masks), places))
-    return found
+    weights = np.empty(places.size, dtype)
+    _done(put_rows(weights, deque(masks), places))
+    return weights
 
 
 def _done(blocks: Iterator[object]) -> None:
@@ -232,8 +232,8 @@ def _done(blocks: Iterator[object]) -> None:
 
 
 def _made_ahead(
-    columns: RowColumns, places: Places, memory: StepMemory, ways: Mapping[str, Making]
-) -> dict[str, Array | LateColumn]:
+    columns: RowColumns, places: Places, memory: StepMemory, ways: Mapping[str, ColumnRecipe]
+) -> dict[str, Array | LazyColumn]:
     """Return the columns of a step of usual size, most of them made."""
     late = _waiting(columns, places)
     arena = Arena(memory, places.size, [how.dtype for n, how in ways.items() if n not in late])
@@ -244,8 +244,8 @@ def _made_ahead(
     for name, how in _ways(columns, places, lambda: weights).items():
         if name in made and name != "action_mask":
             _done(how.fill(made[name]))
-    kept = _kept(columns, late, places, weights)
-    return {n: made[n] if n in made else _late(places, n, kept[n]) for n in ways}
+    recipes = _detached(columns, late, places, weights)
+    return {n: made[n] if n in made else _late(places, n, recipes[n]) for n in ways}
 
 
 def _waiting(columns: RowColumns, places: Places) -> set[str]:
@@ -255,31 +255,31 @@ def _waiting(columns: RowColumns, places: Places) -> set[str]:
     but a number of each row, and the mask, has to be kept for them.
     """
     by_mask = all(block.data.dtype == np.bool_ for block in columns.masks.blocks)
-    found = {
+    names = {
         name
-        for name, some in columns.responses.items()
-        if not some.blocks
-        or (name == "returns" and by_mask and all(block.scaled for block in some.blocks))
+        for name, field in columns.responses.items()
+        if not field.blocks
+        or (name == "returns" and by_mask and all(block.scaled for block in field.blocks))
     }
-    return found if places.padded else found | {"attention_mask"}
+    return names if places.padded else names | {"attention_mask"}
 
 
-def _kept(
+def _detached(
     columns: RowColumns, late: Collection[str], places: Places, weights: Array | None
-) -> dict[str, Making]:
+) -> dict[str, ColumnRecipe]:
     """Return how columns are made later without the bytes that were stored.
 
     The mask that they are multiples of is that of now, whatever becomes of its memory.
     """
-    responses = {n: _copied(some) for n, some in columns.responses.items() if n in late}
-    scaled = any(some.blocks for some in responses.values())
+    responses = {n: _copied(field) for n, field in columns.responses.items() if n in late}
+    scaled = any(field.blocks for field in responses.values())
     mask = PackedMask.of(weights) if scaled and weights is not None else None
     bare = replace(columns, tokens=Field(), masks=Field(), responses=responses)
     return _ways(bare, places, lambda: None if mask is None else mask.unpacked())
 
 
-def _copied(some: Field) -> Field:
-    return Field([replace(block, data=block.data.copy()) for block in some.blocks])
+def _copied(field: Field) -> Field:
+    return Field([replace(block, data=block.data.copy()) for block in field.blocks])
 
 
 T = TypeVar("T")
@@ -326,10 +326,10 @@ def collate_step(
     mover = mover or Mover("cpu")
     batches = []
     for plan, part in zip(plans, places.parts, strict=True):
-        some = {name: _part(column, part) for name, column in flat.items()}
+        parts = {name: _part(column, part) for name, column in flat.items()}
         if places.padded:
-            some["position_ids"] = mover.positions(part.shape)
-        tensors = mover.columns(some | _per_row(manifest, plan, size, columns.recorded, runs))
+            parts["position_ids"] = mover.positions(part.shape)
+        tensors = mover.columns(parts | _per_row(manifest, plan, size, columns.recorded, runs))
         if not places.padded:
             tensors |= _boundaries(columns.lengths[part.rows], mover)
         if "rollout_logprob" in tensors:
@@ -340,7 +340,7 @@ def collate_step(
         mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
         batches.append(
             MicroBatch(
-                LateTensors(tensors), mine, modal, versions, rows.unrecorded, rows.unscorable
+                LazyTensors(tensors), mine, modal, versions, rows.unrecorded, rows.unscorable
             )
         )
     return batches
@@ -354,8 +354,8 @@ def _temperature(manifest: Manifest, rows: LoadedRows, places: Places) -> dict[s
     expert = manifest.source or [0] * len(rows.facts)
     hot = [
         (row, begin, end, temperature)
-        for row, said in enumerate(rows.facts.sampling)
-        for begin, end, temperature, _ in (() if expert[row] else said or ())
+        for row, spans in enumerate(rows.facts.sampling)
+        for begin, end, temperature, _ in (() if expert[row] else spans or ())
         if temperature != 1
     ]
     if not hot:
@@ -397,18 +397,18 @@ def _per_row(
     chosen = slice(plan.start, plan.stop)
     slots = np.arange(plan.start, plan.stop, dtype=np.int32).repeat(size)
     groups = np.array(manifest.groups[chosen], np.int32).repeat(size)
-    found: dict[str, Column] = {
+    columns: dict[str, Column] = {
         "sample_index": slots,
         "group_index": groups,
         "step": np.full(len(slots), manifest.step, np.int32),
     }
     if manifest.sources:
-        found["expert_mask"] = np.array(_each(manifest.source[chosen], size)) > 0
+        columns["expert_mask"] = np.array(_each(manifest.source[chosen], size)) > 0
     if recorded is not None:
-        found["logprob_mask"] = recorded[chosen]
+        columns["logprob_mask"] = recorded[chosen]
     if runs is not None:
-        found["run_index"] = runs[chosen].repeat(size)
-    return found
+        columns["run_index"] = runs[chosen].repeat(size)
+    return columns
 
 
 def run_numbers(manifest: Manifest, rows: LoadedRows) -> Array:
@@ -416,9 +416,9 @@ def run_numbers(manifest: Manifest, rows: LoadedRows) -> Array:
     groups = np.array(manifest.groups, np.int64)
     keys = (groups << 32) + np.array(rows.facts.runs, np.int64)
     order = np.argsort(keys, kind="stable")
-    found = np.empty(len(keys), np.int32)
-    found[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
-    return found
+    numbers = np.empty(len(keys), np.int32)
+    numbers[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
+    return numbers
 
 
 def rewards_of(manifest: Manifest, rows: LoadedRows) -> Sequence[float | None]:
@@ -453,7 +453,7 @@ def mean_reward(manifest: Manifest, rows: LoadedRows) -> float | None:
                 rewards[row] = of_tokens.sum()
     own = np.flatnonzero(np.array(manifest.source or [0] * len(facts)) == 0)
     columns = (manifest.groups, facts.runs, facts.steps)
-    return mean_over_runs(rewards[own], *(np.array(one, np.int64)[own] for one in columns))
+    return mean_over_runs(rewards[own], *(np.array(column, np.int64)[own] for column in columns))
 
 
 def known_versions(manifest: Manifest, rows: LoadedRows) -> list[int]:
@@ -499,9 +499,9 @@ def _totals(groups: Sequence[int], tokens: Sequence[int]) -> Totals:
     )
 
 
-def _part(column: Array | LateColumn, part: Part) -> Column:
+def _part(column: Array | LazyColumn, part: Part) -> Column:
     """Return what a column is in one micro-batch, or what makes that."""
-    if isinstance(column, LateColumn):
+    if isinstance(column, LazyColumn):
         return lambda: column.part(part.elements).reshape(part.shape)
     return column[part.elements].reshape(part.shape)
 
@@ -539,7 +539,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
         )
     tokens = rows.field("tokens")
     prompts = np.array(rows.facts.prompt_lengths)
-    found = RowColumns(
+    row_columns = RowColumns(
         tokens,
         tokens.sizes(number),
         prompts,
@@ -549,7 +549,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
         rows.facts.trained_tokens,
         recorded if (recorded.any() or is_of_experts) and not recorded.all() else None,
     )
-    return found, 1
+    return row_columns, 1
 
 
 def _halves(rows: LoadedRows) -> RowColumns:
@@ -584,14 +584,14 @@ def _places(columns: RowColumns, plans: Sequence[MicroBatchPlan], *, padded: boo
     size, parts = 0, list[Part]()
     for plan in plans:
         rows = slice(plan.start, plan.stop)
-        number, some = plan.stop - plan.start, lengths[rows]
+        number, own_lengths = plan.stop - plan.start, lengths[rows]
         if padded:
             shape: tuple[int, ...] = (number, plan.width)
             begins[rows] = size + np.arange(number) * plan.width
             extents[rows] = plan.width
         else:
-            shape = (int(some.sum()),)
-            begins[rows] = size + np.cumsum(some) - some
+            shape = (int(own_lengths.sum()),)
+            begins[rows] = size + np.cumsum(own_lengths) - own_lengths
         parts.append(Part(rows, slice(size, size + math.prod(shape)), shape))
         size = parts[-1].elements.stop
     return Places(begins, columns.prompt_lengths, lengths, extents, parts, padded)

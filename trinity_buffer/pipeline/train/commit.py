@@ -145,26 +145,26 @@ class LastCommits:
         self._saved_at = 0  # the last step with a checkpoint
         self._warned = self._warned_of_path = False
 
-    def require_same(self, step: int, kept: Commit) -> None:
+    def require_same(self, step: int, commit: Commit) -> None:
         """Return if a commit of ``step``, which is committed, names nothing that was not recorded.
 
         Raises:
             InvalidArgumentError: its checkpoint or policy would be dropped in silence.
         """
-        new = _named_by(kept)
+        new = _named_by(commit)
         if new == (None, None) or self._unknown is None or step <= self._unknown:
             return  # an earlier stream committed it, or this one long ago: nobody remembers as what
         recorded = self._named.get(step, (None, None))
-        for what, given, known in zip(("checkpoint", "policy"), new, recorded, strict=True):
-            if given is not None and given != known:
+        for what, path, known in zip(("checkpoint", "policy"), new, recorded, strict=True):
+            if path is not None and path != known:
                 how = f"with {known}" if known is not None else f"without a {what}"
                 raise InvalidArgumentError(
-                    f"commit of step {step} with {what} {given}: the step is committed already, "
+                    f"commit of step {step} with {what} {path}: the step is committed already, "
                     f"{how}. A commit covers all steps up to its own, once and for all: make it "
                     "when what it names is written"
                 )
 
-    def add(self, steps: Sequence[int], kept: Commit) -> None:
+    def add(self, steps: Sequence[int], commit: Commit) -> None:
         """Note a commit; warn, once, of the first that names no checkpoint after one that did.
 
         And of the first that names the checkpoint of an earlier step.
@@ -172,12 +172,12 @@ class LastCommits:
         if self._unknown is None:
             self._unknown = steps[0] - 1
         step = steps[-1]
-        self._warn_of_same_path(step, _named_by(kept)[0])
-        self._named[step] = _named_by(kept)
+        self._warn_of_same_path(step, _named_by(commit)[0])
+        self._named[step] = _named_by(commit)
         if len(self._named) > COMMITS_KEPT:
             self._unknown = min(self._named)
             del self._named[self._unknown]
-        if kept.checkpoint is not None:
+        if commit.checkpoint is not None:
             self._saved_at = step
         elif self._saved_at and not self._warned:
             self._warned = True
@@ -205,9 +205,9 @@ class LastCommits:
             )
 
 
-def _named_by(kept: Commit) -> tuple[Path | None, Path | None]:
-    given = (kept.checkpoint, kept.published)
-    first, second = (None if path is None else Path(path).absolute() for path in given)
+def _named_by(commit: Commit) -> tuple[Path | None, Path | None]:
+    named = (commit.checkpoint, commit.published)
+    first, second = (None if path is None else Path(path).absolute() for path in named)
     return first, second
 
 
@@ -240,7 +240,7 @@ class CommitRecords(NamedTuple):
 
 async def commit_records(
     commit: StepsCommitted,
-    kept: Commit,
+    request: Commit,
     store: SegmentStore,
     measured: Sequence[StepMeasures] = (),
 ) -> CommitRecords:
@@ -257,18 +257,20 @@ async def commit_records(
         CheckpointError: no file at ``checkpoint`` or ``policy``.
     """
     path = content = None
-    known = dict(kept.digests or {})  # what lies in both is read once
-    if kept.checkpoint is not None:
-        path, content = await anyio.to_thread.run_sync(_make_durable, kept.checkpoint, known)
+    known = dict(request.digests or {})  # what lies in both is read once
+    if request.checkpoint is not None:
+        path, content = await anyio.to_thread.run_sync(_make_durable, request.checkpoint, known)
     events = [new_event(replace(commit, checkpoint=path, checkpoint_digest=content))]
-    if kept.published is not None:
-        uri, digest = await anyio.to_thread.run_sync(_make_durable, kept.published, known)
+    if request.published is not None:
+        uri, digest = await anyio.to_thread.run_sync(_make_durable, request.published, known)
         published = PolicyPublished(number=commit.steps[-1], uri=uri, digest=digest)
         events.append(new_event(published))
     if not measured:
         return CommitRecords(events, [])
-    told, rows = await anyio.to_thread.run_sync(measured_events, commit.consumer, measured, store)
-    return CommitRecords(events + told, rows)
+    measured_at, rows = await anyio.to_thread.run_sync(
+        measured_events, commit.consumer, measured, store
+    )
+    return CommitRecords(events + measured_at, rows)
 
 
 def _make_durable(path: str | Path, known: dict[Path, str]) -> tuple[str, str]:

@@ -101,14 +101,14 @@ class FollowingRank:
                 await self._ranks.wait_for_news(state)
 
     async def commit(
-        self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, kept: Commit
+        self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, request: Commit
     ) -> None:
         """Tell rank 0 that this rank went through ``steps``; rank 0 commits them.
 
-        What is ``kept`` is rank 0's affair.
+        The ``request`` is rank 0's to carry out.
 
         Raises:
             LeaseLostError: the ranks assembled anew without this one.
         """
-        del kept
+        del request
         await self._ranks.part_done(step.step, delivered.rows(steps))

@@ -19,7 +19,7 @@ from trinity_buffer.pipeline.coordination.diagnosis import counted, is_being_dec
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.presence import Work
 from trinity_buffer.pipeline.coordination.stall import Stall
-from trinity_buffer.pipeline.coordination.waiting import SpokenWait, one_line, wait_report_s
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line, wait_report_s
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
@@ -36,7 +36,7 @@ from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.pipeline.train.ranks import RankSession
 from trinity_buffer.pipeline.train.resume import (
-    Dealer,
+    Repartitioner,
     has_set,
     last_commit,
     register,
@@ -134,7 +134,7 @@ class LeadingRank:
             self.resume = await last_commit(self._experiment, row.name, done[-1], chain)
             self._say_without_checkpoint(self.resume)
         dropped = await rows_to_drop(self._experiment, self._expert, self._options)
-        dealer = Dealer(self._experiment, self._lease, self._loader, self._options, dropped)
+        dealer = Repartitioner(self._experiment, self._lease, self._loader, self._options, dropped)
         self._recorded = deque(await dealer.dealt(leased))
         self._next_step = row.leased_step + 1
         await self._database.read(self._sampler.start, dropped)
@@ -200,7 +200,7 @@ class LeadingRank:
         """Make the next step, and more if they are asked for; return False if there is none."""
         presence = self._lease.presence
         stall = Stall(self._database, self._experiment.key, presence)
-        wait = SpokenWait(self._database.changes, self._waiting_for, presence, stall=stall)
+        wait = ReportedWait(self._database.changes, self._waiting_for, presence, stall=stall)
         wait.is_waited_for = self.queue.is_waited_for
         while True:
             await self._lease.presence.seen()
@@ -323,7 +323,7 @@ class LeadingRank:
         """Say what is left, if anything, and why, at the end of a stream of ``served`` steps."""
         left = await self._database.read(self._sampler.left)
         if not (left or served):
-            left = await self._database.read(self._sampler.found)
+            left = await self._database.read(self._sampler.outcome)
         if left:
             steps = f"after {counted(served, 'step')}" if served else "without a step"
             _logger.warning(
@@ -333,7 +333,7 @@ class LeadingRank:
     # -- committing
 
     async def commit(
-        self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, kept: Commit
+        self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, request: Commit
     ) -> None:
         """Record, in one transaction, that ``steps``, the last one ``step``, were trained.
 
@@ -352,19 +352,19 @@ class LeadingRank:
             chain=step.chain,
             checkpoint=None,
             checkpoint_digest=None,
-            metrics=finite(kept.metrics or {}),
-            environment=dict(kept.environment or environment_of_run(self._options.device)),
-            **skips(kept.skipped or {}),
+            metrics=finite(request.metrics or {}),
+            environment=dict(request.environment or environment_of_run(self._options.device)),
+            **skips(request.skipped or {}),
         )
         measured = delivered.measured(steps)
-        records = await commit_records(commit, kept, self._database.segments, measured)
+        records = await commit_records(commit, request, self._database.segments, measured)
         reached("before-commit")
         await self._append_commit(records, steps)
         reached("after-commit")
-        if kept.published is not None and not self._passed_over:
+        if request.published is not None and not self._passed_over:
             key, read = self._experiment.key, writer_queries.newest_policy
             newest = await self._database.read(read, key, self._followed)
-            self._say_if_passed_over(kept.published, newest[1] if newest else "")
+            self._say_if_passed_over(request.published, newest[1] if newest else "")
 
     def _say_if_passed_over(self, published: str | Path, newest: str) -> None:
         """Say once that explorers load the weights of another trainer, those at ``newest``."""

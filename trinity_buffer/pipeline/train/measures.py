@@ -45,17 +45,19 @@ def measured_events(
     """
     events: list[NewEvent] = []
     rows: list[SegmentRow] = []
-    for one in measures:
-        key, families = new_key(), _families(one)
+    for step_measures in measures:
+        key, families = new_key(), _families(step_measures)
         rows += store.put(key, families)
         measured = StepMeasured(
             consumer=consumer,
-            step=one.step,
+            step=step_measures.step,
             segment=key,
             families={family: len(blob) for family, blob in families.items()},
             digest=content_digest(list(families.values())),
-            rows=_count(one),
-            metrics={name: value for name, value in one.metrics.items() if math.isfinite(value)},
+            rows=_count(step_measures),
+            metrics={
+                name: value for name, value in step_measures.metrics.items() if math.isfinite(value)
+            },
         )
         events.append(new_event(measured))
     return events, rows
@@ -68,11 +70,13 @@ def _count(measures: StepMeasures) -> int:
 def _families(measures: StepMeasures) -> dict[str, bytes]:
     count = _count(measures)
     columns = [_column(name, values) for name, values in measures.rows.items()]
-    found = {MEASURED_ROWS: encode_segment(columns, {}, count)}
+    families = {MEASURED_ROWS: encode_segment(columns, {}, count)}
     if measures.tokens:
-        some = [c for name, values in measures.tokens.items() for c in columns_of(name, values)]
-        found[MEASURED_TOKENS] = encode_segment(some, {}, count)
-    return found
+        token_columns = [
+            c for name, values in measures.tokens.items() for c in columns_of(name, values)
+        ]
+        families[MEASURED_TOKENS] = encode_segment(token_columns, {}, count)
+    return families
 
 
 def _column(name: str, values: Numbers) -> Column:

@@ -14,7 +14,7 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import TrainingError
 
 
-class Late:
+class Lazy:
     """A value that is made when somebody first looks at it.
 
     Args:
@@ -40,7 +40,7 @@ class Late:
         return self._made[0]
 
 
-class LateTensors(MutableMapping[str, Any]):
+class LazyTensors(MutableMapping[str, Any]):
     """Tensors by name, some of which are made when they are first looked at.
 
     Args:
@@ -55,7 +55,7 @@ class LateTensors(MutableMapping[str, Any]):
     @override
     def __getitem__(self, name: str) -> Any:
         value = self._held[name]
-        if isinstance(value, Late):
+        if isinstance(value, Lazy):
             value = self._held[name] = value.value
         return value
 
@@ -82,7 +82,7 @@ class LateTensors(MutableMapping[str, Any]):
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy hold tensors alone: what makes them may hold all of the step."""
-        return LateTensors, (dict(self),)
+        return LazyTensors, (dict(self),)
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from trinity_buffer.pipeline.load.blocks import Array
 from trinity_buffer.pipeline.train.buffers import StepMemory, aligned
-from trinity_buffer.pipeline.train.microbatch import Late, LateTensors
+from trinity_buffer.pipeline.train.microbatch import Lazy, LazyTensors
 
-Column: TypeAlias = "Array | Callable[[], Array] | Late"
+Column: TypeAlias = "Array | Callable[[], Array] | Lazy"
 """A column, what makes it when it is first looked at, or one that lies on the device already."""
 
 
@@ -67,8 +67,8 @@ class CudaTransfers:
 
     def pinned(self, size: int) -> Array:
         """Return pinned memory."""
-        found: Array = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
-        return found
+        memory: Array = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+        return memory
 
     def send(self, source: Array) -> tuple[Tensor, Event]:
         """Copy into memory of the stream, so that nothing that is computed is waited for."""
@@ -120,10 +120,10 @@ class Mover:
     @cached_property
     def device(self) -> torch.device:
         """Where the columns are put, by its number."""
-        found = torch.device(self._named)
-        if found.type == "cuda" and found.index is None:
+        device = torch.device(self._named)
+        if device.type == "cuda" and device.index is None:
             return torch.device("cuda", torch.cuda.current_device())
-        return found
+        return device
 
     @cached_property
     def _transfers(self) -> Transfers | None:
@@ -136,24 +136,24 @@ class Mover:
 
     def columns(self, columns: Mapping[str, Column]) -> dict[str, Any]:
         """Return the columns of a micro-batch as tensors, or what makes each of them."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         ahead: dict[str, Array] = {}
         for name, column in columns.items():
-            if isinstance(column, Late):
-                found[name] = column
+            if isinstance(column, Lazy):
+                tensors[name] = column
             elif not isinstance(column, np.ndarray):
-                found[name] = Late(partial(self._made, name, column))
+                tensors[name] = Lazy(partial(self._made, name, column))
             elif self._is_here:
-                found[name] = torch.from_numpy(column)
+                tensors[name] = torch.from_numpy(column)
             else:
-                found[name] = Late(partial(self._moved, name, torch.from_numpy(column)))
+                tensors[name] = Lazy(partial(self._moved, name, torch.from_numpy(column)))
                 if name in self._looked_at:
                     ahead[name] = column
         if ahead and self._transfers is not None:
             sent = self._send({name: torch.from_numpy(column) for name, column in ahead.items()})
             for name in ahead:
-                found[name] = Late(partial(self._received, name, sent))
-        return found
+                tensors[name] = Lazy(partial(self._received, name, sent))
+        return tensors
 
     def now(self, column: Array) -> Tensor:
         """Return a column that is on the device, for whatever is asked of it next."""
@@ -161,20 +161,20 @@ class Mover:
         if self._is_here or self._transfers is None:
             return there.to(self.device)
         sent = self._send({"": there})
-        found = self._received("", sent)
+        tensor = self._received("", sent)
         sent.done.synchronize()  # whatever the stream that asks
-        return found
+        return tensor
 
     def inputs(self, tensors: Mapping[str, Tensor]) -> Any:
         """Return tensors of a row that are no columns, such as pixels, by name."""
         if self._is_here:
             return dict(tensors)
-        late = {n: Late(partial(self._sent_and_received, value)) for n, value in tensors.items()}
-        return LateTensors(late)
+        late = {n: Lazy(partial(self._sent_and_received, value)) for n, value in tensors.items()}
+        return LazyTensors(late)
 
-    def positions(self, shape: tuple[int, ...]) -> Late:
+    def positions(self, shape: tuple[int, ...]) -> Lazy:
         """Return the places ``0, 1, …`` in each row, made on the device."""
-        return Late(lambda: torch.arange(shape[1], device=self.device).expand(shape))
+        return Lazy(lambda: torch.arange(shape[1], device=self.device).expand(shape))
 
     def _made(self, name: str, make: Callable[[], Array]) -> Tensor:
         """Return a column that is made now; `torch.compile` does not look into its making."""
@@ -215,8 +215,8 @@ class Mover:
             there, done = self._transfers.send(source)
             # It is looked at as long as it is read, so that the memory is not given out again.
             self._under_way.append((done, source))
-        found = {name: _place(there, begins[name], column) for name, column in columns.items()}
-        return _Sent(found, there, done)
+        placed = {name: _place(there, begins[name], column) for name, column in columns.items()}
+        return _Sent(placed, there, done)
 
 
 _SMALL = 64 * 1024
@@ -230,6 +230,6 @@ def _place(whole: Tensor, begin: int, column: Tensor) -> Tensor:
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that `torch.compile` does not look into."""
     if "torch._dynamo" in sys.modules:  # else nothing is compiled; to import it takes a second
-        found: Callable[..., Any] = torch.compiler.disable(function)
-        return found
+        untraced: Callable[..., Any] = torch.compiler.disable(function)
+        return untraced
     return function

@@ -131,7 +131,7 @@ class StreamOptions:
         self.sampling()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], **given: Any) -> StreamOptions:
+    def of(cls, config: Mapping[str, Any], **overrides: Any) -> StreamOptions:
         """Return the options ``given``, and for the others what ``config`` of an experiment says.
 
         Raises:
@@ -139,7 +139,7 @@ class StreamOptions:
             UnknownNameError, InvalidArgumentError: an impossible option.
         """
         configured = {name: config[name] for name in CONFIGURED if name in config}
-        return cls(**{**configured, **given})
+        return cls(**{**configured, **overrides})
 
     @property
     def annotation_set(self) -> str:
@@ -154,11 +154,11 @@ class StreamOptions:
             InvalidArgumentError: an impossible ratio or staleness.
         """
         kind: Any = SAMPLE_STRATEGY.get(self.sample_strategy)
-        given = {
+        args = {
             "max_staleness": self.max_staleness,
             "expert_data_ratio": self.expert_data_ratio,
         }
-        made: SampleStrategy = kind(**{k: v for k, v in given.items() if v is not None})
+        made: SampleStrategy = kind(**{k: v for k, v in args.items() if v is not None})
         return made
 
 

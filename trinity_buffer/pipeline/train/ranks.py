@@ -20,10 +20,9 @@ from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.events import RankJoined, RanksAssembled, StepPartDone, StreamEnded, kinds_of
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
-from trinity_buffer.pipeline.coordination.presence import Presence, has_ended
-from trinity_buffer.pipeline.coordination.presence import place_of as seen_at
+from trinity_buffer.pipeline.coordination.presence import Presence, describe_process, has_ended
 from trinity_buffer.pipeline.coordination.stall import Stall
-from trinity_buffer.pipeline.coordination.waiting import SpokenWait
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import heartbeats, leases, log
@@ -92,7 +91,7 @@ class RankSession:
         if self.presence is not None:
             stall = Stall(self._database, experiment.key, self.presence)
         changes = self._database.changes
-        self.wait = SpokenWait(changes, self._waiting_for, self.presence, stall=stall)
+        self.wait = ReportedWait(changes, self._waiting_for, self.presence, stall=stall)
 
     async def _waiting_for(self) -> str:
         return f"rank {self._rank} of trainer {self._name!r} waits for {self._lacking}"
@@ -174,12 +173,12 @@ class RankSession:
         Raises:
             LeaseLostError: the process of one is certainly gone.
         """
-        everybody = await self._database.read(heartbeats.processes, self._experiment.key)
-        told = []
+        processes = await self._database.read(heartbeats.processes, self._experiment.key)
+        late = []
         for rank in ranks:
             who = (f"rank {rank}", self._name)
-            lives = [row for row in everybody if (row.role, row.name) == who]
-            place = seen_at(lives[0]) if lives else "which is not there"
+            lives = [row for row in processes if (row.role, row.name) == who]
+            place = describe_process(lives[0]) if lives else "which is not there"
             if lives and all(map(has_ended, lives)):
                 await self._read()  # it may have done its part just before
                 if self._parts.get(rank, 0) < step:
@@ -187,8 +186,8 @@ class RankSession:
                         f"rank {rank} of trainer {self._name!r} ({place}) is gone: start all ranks "
                         "again; they resume from the last commit"
                     )
-            told.append(f"rank {rank} ({place})")
-        return " and ".join(told)
+            late.append(f"rank {rank} ({place})")
+        return " and ".join(late)
 
     async def end(self, last_step: int) -> None:
         """Tell the other ranks that there are no steps after ``last_step``."""

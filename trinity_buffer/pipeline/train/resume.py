@@ -47,7 +47,7 @@ from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.presence import Presence
 from trinity_buffer.pipeline.coordination.stall import Stall
-from trinity_buffer.pipeline.coordination.waiting import SpokenWait, one_line
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.manifest import Manifest, MicroBatchPlan, plan_microbatches, plans_of
@@ -147,8 +147,8 @@ async def require_checkpoint_of(
         path = _path_of(wanted, database.folder)
         if path.exists():
             recorded = wanted.checkpoint_digest
-            found = await anyio.to_thread.run_sync(partial(digest_of, path, like=recorded))
-            if recorded in (None, found):
+            actual = await anyio.to_thread.run_sync(partial(digest_of, path, like=recorded))
+            if recorded in (None, actual):
                 return
             lacks += "whose content is another now (restore it)"
         else:
@@ -264,7 +264,7 @@ async def wait_for_set(
 
     changes = experiment.database.changes
     stall = Stall(experiment.database, experiment.key, presence)
-    wait = SpokenWait(changes, tell, presence, stall=stall)
+    wait = ReportedWait(changes, tell, presence, stall=stall)
     while True:
         state = await changes.state()
         finished = await experiment.is_finished()
@@ -376,8 +376,8 @@ def _named(s: ReadSession, loader: RowLoader, manifest: Manifest, lost: Mapping[
     return ", ".join(uids) + (" ..." if len(lost) > NAMED_ROWS else "")
 
 
-def dealt_to(
-    world_size: int, first: Manifest, rows: LoadedRows, kept: Sequence[int] | None = None
+def repartitioned(
+    world_size: int, first: Manifest, rows: LoadedRows, readable: Sequence[int] | None = None
 ) -> tuple[list[int], list[MicroBatchPlan]]:
     """Return an order of the rows of a manifest, and micro-batches over it for so many ranks.
 
@@ -388,9 +388,9 @@ def dealt_to(
         world_size: how many ranks there are.
         first: the manifest.
         rows: the columns of the rows that are kept.
-        kept: places of these rows in the manifest, in order; None: all.
+        readable: places of these rows in the manifest, in order; None: all.
     """
-    places = [*range(len(first.groups))] if kept is None else [*kept]
+    places = [*range(len(first.groups))] if readable is None else [*readable]
     if first.world_size == world_size and len(places) == len(first.groups):
         return places, [*first.microbatches]
     left = first.dealt(places, first.microbatches)
@@ -416,13 +416,13 @@ def _largest(first: Manifest, lengths: Mapping[int, int], *, pairs: bool) -> int
     """
     padded, largest = first.layout == "padded", 1
     for plan in first.microbatches:
-        kept = [lengths[row] for row in range(plan.start, plan.stop) if row in lengths]
-        height = len(kept) * (2 if pairs else 1)
-        largest = max(largest, height * max(kept, default=0) if padded else sum(kept))
+        own_lengths = [lengths[row] for row in range(plan.start, plan.stop) if row in lengths]
+        height = len(own_lengths) * (2 if pairs else 1)
+        largest = max(largest, height * max(own_lengths, default=0) if padded else sum(own_lengths))
     return largest
 
 
-class Dealer:
+class Repartitioner:
     """Deals the steps that a trainer has not committed to the ranks that are there now.
 
     Args:
@@ -467,21 +467,21 @@ class Dealer:
 
     def _deal(self, s: Session, steps: Sequence[StepRow]) -> None:
         for row in steps:
-            found = leased_step(s, self._experiment, row)
-            unwanted = self._unwanted(s, found)
-            if unwanted or self._drops or found.manifest.world_size != self._world_size:
-                self._deal_anew(s, found, unwanted)
+            leased = leased_step(s, self._experiment, row)
+            unwanted = self._unwanted(s, leased)
+            if unwanted or self._drops or leased.manifest.world_size != self._world_size:
+                self._deal_anew(s, leased, unwanted)
 
-    def _unwanted(self, s: ReadSession, found: LeasedStep) -> dict[int, str]:
+    def _unwanted(self, s: ReadSession, leased: LeasedStep) -> dict[int, str]:
         """Return the rows of a step that this stream does not train: place in it first -> why."""
-        manifest = found.manifest
+        manifest = leased.manifest
         names = ("", *manifest.sources)
         source = manifest.source or (0,) * len(manifest.groups)
         unwanted = dict.fromkeys(self._too_long(s, manifest, source), OVERSIZE)
         for place, (of, address) in enumerate(zip(source, manifest.experiences, strict=True)):
             if address in self._dropped.get(names[of], ()):
                 unwanted[place] = DROPPED
-        return {found.order[place]: why for place, why in unwanted.items()}
+        return {leased.order[place]: why for place, why in unwanted.items()}
 
     def _too_long(self, s: ReadSession, manifest: Manifest, source: Sequence[int]) -> list[int]:
         """Return the places of the rows that `StepSampler` would reject as too long."""
@@ -498,45 +498,52 @@ class Dealer:
         long = (place for place, length in enumerate(lengths) if length > self._max_tokens)
         return [place for place in long if not source[place]]
 
-    def _deal_anew(self, s: Session, found: LeasedStep, unwanted: Mapping[int, str]) -> None:
+    def _deal_anew(self, s: Session, leased: LeasedStep, unwanted: Mapping[int, str]) -> None:
         """Record how a step is served from here on, if that is new."""
-        kept, rows, lost = self._readable(s, found, unwanted)
-        if not lost and found.manifest.world_size == self._world_size:
+        places, rows, lost = self._readable(s, leased, unwanted)
+        if not lost and leased.manifest.world_size == self._world_size:
             return
-        order, plans = s.compute(dealt_to, self._world_size, found.first, rows, kept)
-        dealt = self._dealt(found, order, plans, sorted(lost))
-        rejected = [*self._rejections(s, found.first, lost)]
+        order, plans = s.compute(repartitioned, self._world_size, leased.first, rows, places)
+        dealt = self._dealt(leased, order, plans, sorted(lost))
+        rejected = [*self._rejections(s, leased.first, lost)]
         s.write(self._record, dealt, rejected)
         if lost:
-            why, which = sorted(set(lost.values())), _named(s, self._loader, found.first, lost)
-            told = (counted(len(lost), "row"), found.first.step, ", ".join(why), one_line(which))
-            _logger.warning("trainer %r drops %s of step %d (%s): %s", self._lease.consumer, *told)
+            why, which = sorted(set(lost.values())), _named(s, self._loader, leased.first, lost)
+            details = (
+                counted(len(lost), "row"),
+                leased.first.step,
+                ", ".join(why),
+                one_line(which),
+            )
+            _logger.warning(
+                "trainer %r drops %s of step %d (%s): %s", self._lease.consumer, *details
+            )
 
     def _readable(
-        self, s: ReadSession, found: LeasedStep, unwanted: Mapping[int, str]
+        self, s: ReadSession, leased: LeasedStep, unwanted: Mapping[int, str]
     ) -> tuple[list[int], LoadedRows, dict[int, str]]:
         """Return the rows of a step that can be read, and those that it loses here.
 
         By their places in its first manifest: those that stay, in order; their columns; place ->
         why of the others, the ``unwanted`` ones among them.
         """
-        kept, lost = sorted(found.order), dict[int, str]()
+        places, lost = sorted(leased.order), dict[int, str]()
         lost |= unwanted
-        kept = [place for place in kept if place not in lost]
+        places = [place for place in places if place not in lost]
         while True:
-            manifest = found.first.dealt(kept, found.first.microbatches)
+            manifest = leased.first.dealt(places, leased.first.microbatches)
             try:
                 rows = self._loader.load(s, manifest)
                 gone = self._without_reward(manifest, rows) if lost else {}
                 if not gone:
-                    return kept, rows, lost
+                    return places, rows, lost
             except UNREADABLE as error:
                 gone = self._loader.unreadable(s, manifest)
                 if not (self._drops and gone):
                     name = self._lease.consumer
                     raise _refusal(s, self._loader, manifest, name, gone, error) from error
-            lost |= {kept[place]: why for place, why in gone.items()}
-            kept = [place for place in kept if place not in lost]
+            lost |= {places[place]: why for place, why in gone.items()}
+            places = [place for place in places if place not in lost]
 
     def _without_reward(self, manifest: Manifest, rows: LoadedRows) -> dict[int, str]:
         """Return the rows whose reward was that of the last row of their run, which is lost."""
@@ -548,19 +555,19 @@ class Dealer:
 
     def _dealt(
         self,
-        found: LeasedStep,
+        leased: LeasedStep,
         order: list[int],
         plans: Sequence[MicroBatchPlan],
         lost: Sequence[int],
     ) -> StepDealt:
-        first, manifest = found.first, found.first.dealt(order, plans)
+        first, manifest = leased.first, leased.first.dealt(order, plans)
         names = ("", *first.sources)
         sources = [names[first.source[place]] for place in lost] if first.source else []
         return StepDealt(
             consumer=self._lease.consumer,
             token=self._lease.token,
             step=first.step,
-            leased_at=found.leased_at,
+            leased_at=leased.leased_at,
             world_size=self._world_size,
             order=order,
             microbatches=[[m.start, m.stop, m.width, m.rank] for m in plans],

@@ -29,7 +29,7 @@ from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
-from trinity_buffer.pipeline.load.blocks import stretches
+from trinity_buffer.pipeline.load.blocks import contiguous_ranges
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.events import EventCache, Facts, facts_of
 from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches
@@ -67,15 +67,15 @@ class ReadyGroup(NamedTuple):
         """Which experiment it is of."""
         return self.key[0]
 
-    def only(self, kept: Sequence[bool]) -> ReadyGroup:
-        """Return it with those of its rows that are ``kept``, one entry per row."""
+    def only(self, stays: Sequence[bool]) -> ReadyGroup:
+        """Return it with those of its rows that are ``stays``, one entry per row."""
         return ReadyGroup(
             self.key,
             self.planned,
-            list(compress(self.annotations, kept)),
-            list(compress(self.experiences, kept)),
-            list(compress(self.lengths, kept)),
-            list(compress(self.policy_versions, kept)),
+            list(compress(self.annotations, stays)),
+            list(compress(self.experiences, stays)),
+            list(compress(self.lengths, stays)),
+            list(compress(self.policy_versions, stays)),
         )
 
 
@@ -142,11 +142,11 @@ class ReadyGroups:
             return False
         events = self._rows.events(s, positions)
         annotated = [
-            one for one in map(events.get, positions) if isinstance(one, ExperiencesAnnotated)
+            event for event in map(events.get, positions) if isinstance(event, ExperiencesAnnotated)
         ]
-        experiences = [at for one in annotated for at in one.experiences]
+        experiences = [at for event in annotated for at in event.experiences]
         recorded = self._rows.events(
-            s, {position_of(experiences[a]) for a, _ in stretches(experiences)}
+            s, {position_of(experiences[a]) for a, _ in contiguous_ranges(experiences)}
         )
         facts = facts_of(experiences, recorded)
         num_before = 0
@@ -198,14 +198,14 @@ class ReadyGroups:
         breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
         for begin, end in pairwise([0, *breaks.tolist(), len(event.groups)]):
             number = event.groups[begin]
-            told = slice(num_before + begin, num_before + end)
+            rows = slice(num_before + begin, num_before + end)
             group = ReadyGroup(
                 (self._source, position, number),
                 event.planned[number],
                 range(first + begin, first + end),
                 event.experiences[begin:end],
-                facts.lengths[told],
-                facts.policy_versions[told],
+                facts.lengths[rows],
+                facts.policy_versions[rows],
             )
             if first + begin < self._start or spent:
                 group = self._unspent(group, spent)
@@ -292,9 +292,9 @@ class StepSampler:
         """Return what of the set nobody has decided, and why; "" if nothing."""
         return diagnosis.left_of(tx, self._experiments[0].key, self._set)
 
-    def found(self, tx: Transaction) -> str:
+    def outcome(self, tx: Transaction) -> str:
         """Return what became of the rows of the set, where none is left."""
-        return diagnosis.found_of(tx, self._experiments[0].key, self._options.consumer)
+        return diagnosis.outcome_of(tx, self._experiments[0].key, self._options.consumer)
 
     @property
     def lacks_expert(self) -> bool:
@@ -334,9 +334,9 @@ class StepSampler:
             TrainingError: no row could be trained, of too many steps in a row.
         """
         while (groups := self._groups(s, step, partial_ok=partial_ok)) is not None:
-            found = self._trainable(s, step, groups)
-            if found is not None:
-                return found
+            rows = self._trainable(s, step, groups)
+            if rows is not None:
+                return rows
         return None
 
     def _groups(self, s: Session, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
@@ -382,19 +382,19 @@ class StepSampler:
         def stays(group: ReadyGroup) -> list[bool]:
             return [at not in self._dropped[group.source] for at in group.experiences]
 
-        kept, dropped = _parted(taken, stays)
-        self._reject(s, dropped, DROPPED, kept)
-        return kept
+        left, dropped = _parted(taken, stays)
+        self._reject(s, dropped, DROPPED, left)
+        return left
 
     def _without_oversize(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
         limit = self._options.max_tokens
         if limit is None or all(max(group.lengths) <= limit for group in taken):
             return taken
-        kept, large = _parted(taken, lambda group: [size <= limit for size in group.lengths])
-        self._reject(s, large, OVERSIZE, kept)
-        if not kept:
+        left, large = _parted(taken, lambda group: [size <= limit for size in group.lengths])
+        self._reject(s, large, OVERSIZE, left)
+        if not left:
             self._say(s, large, OVERSIZE)
-        return kept
+        return left
 
     def _say(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
         """Tell the watch of groups of which nothing is left."""
@@ -422,7 +422,7 @@ class StepSampler:
                 if not unfit:
                     raise
             if rows is not None and not unfit:
-                self._watch.kept()
+                self._watch.accepted()
                 return self._of_pairs(manifest, rows, taken) if self._pairs else (manifest, rows)
             taken = self._left_of(s, taken, unfit)
             reasons.update(unfit.values())
@@ -506,7 +506,7 @@ class StepSampler:
             rows = list(chain.from_iterable(group.annotations for group in groups))
             if not rows:
                 continue
-            whole = [one for one in groups if one.planned and one.key not in trained]
+            whole = [group for group in groups if group.planned and group.key not in trained]
             rejected = ExperiencesRejected(
                 consumer=reader.rejecting,
                 by="trainer",
@@ -523,12 +523,14 @@ def _parted(
     groups: Sequence[ReadyGroup], fits: Callable[[ReadyGroup], Sequence[bool]]
 ) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
     """Return the groups with the rows that fit, and with the others; without those of no rows."""
-    kept, gone = [], []
+    fitting, gone = [], []
     for group in groups:
         which = fits(group)
-        kept.append(group.only(which))
-        gone.append(group.only([not one for one in which]))
-    return [one for one in kept if one.annotations], [one for one in gone if one.annotations]
+        fitting.append(group.only(which))
+        gone.append(group.only([not fits for fits in which]))
+    return [group for group in fitting if group.annotations], [
+        one for one in gone if one.annotations
+    ]
 
 
 def _planned(

@@ -159,14 +159,14 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     Raises:
         InvalidArgumentError: one has another shape than the tokens.
     """
-    found = [name for name, value in after.items() if before.get(name) is not value]
-    for name in found:
+    names = [name for name, value in after.items() if before.get(name) is not value]
+    for name in names:
         if after[name].shape != after["input_ids"].shape:
             raise InvalidArgumentError(
                 f"{name} has the shape {tuple(after[name].shape)}; what is computed over a step "
                 f"has one value per token, {tuple(after['input_ids'].shape)}"
             )
-    return found
+    return names
 
 
 def _recount(
@@ -177,16 +177,16 @@ def _recount(
     expert = batch.get("expert_mask", torch.zeros_like(groups, dtype=torch.bool))
     mask = batch["action_mask"]
     old = microbatches[0].layout
-    found = []
+    denominators = []
     for before, rows in ((old.total, None), (old.usual, ~expert), (old.expert, expert)):
         mine = Totals.count(mask, cu_seqlens=boundaries, group_index=groups, rows=rows)
         counts = torch.tensor([mine.tokens, mine.active_sequences or 0], dtype=torch.float64)
         tokens, active = (counts if reduce is None else reduce(counts)).tolist()
         # Rows and groups are what they were.
-        found.append(replace(before, tokens=int(tokens), active_sequences=int(active)))
+        denominators.append(replace(before, tokens=int(tokens), active_sequences=int(active)))
     for microbatch in microbatches:
         microbatch.layout = replace(
-            microbatch.layout, total=found[0], usual=found[1], expert=found[2]
+            microbatch.layout, total=denominators[0], usual=denominators[1], expert=denominators[2]
         )
 
 
@@ -214,7 +214,7 @@ class _Zeros:
     annotation_set: str
     has_told: bool = False
 
-    def told(self) -> None:
+    def warn(self) -> None:
         """Warn of them, once."""
         if not self.has_told:
             self.has_told = True
@@ -259,7 +259,7 @@ class StepMaker:
 
     def collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
         """Return the micro-batches of this rank."""
-        found = collate_step(
+        microbatches = collate_step(
             manifest,
             rows,
             rank=self._options.rank,
@@ -269,9 +269,9 @@ class StepMaker:
         )
         asked = self._options.needs or self._options.annotation_set == RECORDED
         if not asked and len(rows.lacking("advantages")) == len(manifest.annotations):
-            for microbatch in found:
-                microbatch.read_zeros = self._zeros.told
-        return found
+            for microbatch in microbatches:
+                microbatch.read_zeros = self._zeros.warn
+        return microbatches
 
     async def leased(self, row: StepRow) -> TrainStep:
         """Return a step that was leased before, as the log has it.
@@ -281,10 +281,10 @@ class StepMaker:
         """
 
         def load(s: ReadSession) -> TrainStep:
-            found = leased_step(s, self._experiment, row)
-            rows = load_leased(s, self._loader, found.manifest, self._options.consumer)
-            microbatches = s.compute(self.collate, found.manifest, rows)
-            step = self.step(found.manifest, rows, microbatches, found.log_head)
+            leased = leased_step(s, self._experiment, row)
+            rows = load_leased(s, self._loader, leased.manifest, self._options.consumer)
+            microbatches = s.compute(self.collate, leased.manifest, rows)
+            step = self.step(leased.manifest, rows, microbatches, leased.log_head)
             return replace(step, recorded=True)
 
         return await self._experiment.database.read_session(load)

@@ -57,7 +57,7 @@ class Rank(Protocol):
         """Put steps into the queue until there are no more."""
 
     async def commit(
-        self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, kept: Commit
+        self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, request: Commit
     ) -> None:
         """Record that ``steps``, the last one ``step``, were trained."""
 
@@ -157,21 +157,21 @@ class TrainStream:
             InvalidArgumentError: a step up to ``step`` was not delivered by this stream, or it is
                 committed already, with another checkpoint or policy.
         """
-        kept = Commit(checkpoint, policy, environment, metrics, skipped, digests)
-        await self.record(step, kept)
+        request = Commit(checkpoint, policy, environment, metrics, skipped, digests)
+        await self.record(step, request)
 
-    async def record(self, step: TrainStep, kept: Commit) -> None:
+    async def record(self, step: TrainStep, request: Commit) -> None:
         """Do what `commit` says, one call after the other."""
         if not isinstance(step, TrainStep):
             raise InvalidArgumentError(f"commit() takes a step of the stream, not {step!r:.60}")
         async with self._committing:
             if step.step <= self._rank.committed:
-                self._commits.require_same(step.step, kept)
+                self._commits.require_same(step.step, request)
                 return
             steps = self._delivered.up_to(step, self._rank.committed)
-            await self._rank.commit(step, steps, self._delivered, kept)
+            await self._rank.commit(step, steps, self._delivered, request)
             self._rank.committed = step.step
-            self._commits.add(steps, kept)
+            self._commits.add(steps, request)
             self._delivered.forget(steps)
 
     async def leads(self) -> bool:
@@ -225,7 +225,7 @@ async def open_async_train_stream(
     if chosen.rank:
         following = FollowingRank(experiment, chosen, loader)
         async with (
-            following.presence.kept(),
+            following.presence.heartbeats(),
             _served(experiment, chosen, following, loader) as stream,
         ):
             yield stream
@@ -282,12 +282,12 @@ async def _expert_of(
 
     def find(tx: Transaction) -> tuple[int | None, Any, dict[str, int]]:
         key = log.find_experiment(tx, name)
-        found = None if key is None else writer_queries.config_of(tx, key)
-        return key, found, log.experiment_names(tx)
+        stored = None if key is None else writer_queries.config_of(tx, key)
+        return key, stored, log.experiment_names(tx)
 
-    key, found, known = await experiment.database.read(find)
-    if key is None or found is None:
+    key, stored, known = await experiment.database.read(find)
+    if key is None or stored is None:
         raise UnknownExperimentError(
             f"expert_experiment={name!r} is not in this store; it holds {', '.join(known)}"
         )
-    return ExperimentHandle(experiment.database, key, name, found[0])
+    return ExperimentHandle(experiment.database, key, name, stored[0])

@@ -17,7 +17,7 @@ import numpy as np
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.manifest import GoneThrough
+from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
 from trinity_buffer.pipeline.verify.addresses import Names, unpacked
@@ -127,7 +127,7 @@ class Chain:
     """
 
     checkpoint: Path
-    manifests: GoneThrough
+    manifests: ManifestChain
     digest: str
     head: bytes
     _of_version: dict[int, str] = field(default_factory=dict, compare=False)
@@ -175,7 +175,7 @@ def read_chain(checkpoint: Path) -> Chain:
     Raises:
         CheckpointError: it carries none, or is missing.
     """
-    manifests = checkpoints.read_gone_through(checkpoint)
+    manifests = checkpoints.read_manifest_chain(checkpoint)
     digest, head = checkpoints.digest_of(checkpoint), checkpoints.read_head(checkpoint)
     return Chain(checkpoint.absolute(), manifests, digest, head)
 

@@ -78,7 +78,7 @@ class WriteCall:
         schema: str,
         on_invalid: OnInvalid,
     ) -> None:
-        self.given = _listed(experiences)
+        self.experiences = _listed(experiences)
         self._experiment = experiment
         self._actor = actor
         self._schema = schema
@@ -94,7 +94,7 @@ class WriteCall:
     @property
     def rows(self) -> int:
         """How many experiences are left to be written."""
-        return len(self.given if self._pending is None else self._pending)
+        return len(self.experiences if self._pending is None else self._pending)
 
     @property
     def joins(self) -> tuple[int, str, str] | None:
@@ -110,11 +110,11 @@ class WriteCall:
             InvalidArgumentError: a value that cannot be stored.
         """
         if self._pending is None:
-            self._parts = _sound_parts(self.given, self._schema)
+            self._parts = _sound_parts(self.experiences, self._schema)
             self._invalid = self._check() if self._parts is None else {}
-            self._pending = _distinct(self.given) if self._parts is None else self.given
+            self._pending = _distinct(self.experiences) if self._parts is None else self.experiences
         if self._parts is None:
-            self._parts = [_encoded(some) for some in _events_of(self._pending)]
+            self._parts = [_encoded(event_rows) for event_rows in _events_of(self._pending)]
         self._written = self._parts
         self._digests = _digests_of(self._parts)
         return self._as_write(self._pending, self._parts)
@@ -125,23 +125,23 @@ class WriteCall:
         Or may be wrong: then each is to be prepared by itself, which finds out. Computes.
         """
         calls = [self, *others]
-        together = [experience for call in calls for experience in call.given]
+        together = [experience for call in calls for experience in call.experiences]
         parts = _sound_parts(together, self._schema)
         if parts is None:
             return None
         digests = iter(_digests_of(parts))
         for call in calls:
-            call.found_sound(list(islice(digests, len(call.given))), parts)
+            call.mark_valid(list(islice(digests, len(call.experiences))), parts)
         return self._as_write(together, parts)
 
-    def found_sound(self, digests: list[bytes], parts: Sequence[_Part]) -> None:
+    def mark_valid(self, digests: list[bytes], parts: Sequence[_Part]) -> None:
         """Take note that all of it is valid, and there once.
 
         Args:
             digests: of its content.
             parts: what it is written in, together with other calls.
         """
-        self._pending = self.given
+        self._pending = self.experiences
         self._written = parts
         self._digests = digests
 
@@ -158,18 +158,18 @@ class WriteCall:
             stored = outcome.known.items()
             self._known |= {_as_stored(eid): digest for eid, (_, digest) in stored}
 
-    def doubt(self) -> str | None:
+    def suspicious_values(self) -> str | None:
         """Return what is right by its form and yet most likely a mistake, as people say it.
 
         Of all that is written with this call, so that one look tells of every call of an event.
         """
         for part in self._written:
             for column in part.encoded.columns.get("logprobs", ()):
-                found = first_above_zero(column)
-                if found is not None:
+                highest = first_above_zero(column)
+                if highest is not None:
                     return (
-                        f"experience {part.experiences[found[0]].eid.uid}: logprobs up to "
-                        f"{found[1]:.3g}: natural logarithms of probabilities are at most 0"
+                        f"experience {part.experiences[highest[0]].eid.uid}: logprobs up to "
+                        f"{highest[1]:.3g}: natural logarithms of probabilities are at most 0"
                     )
         return None
 
@@ -178,7 +178,7 @@ class WriteCall:
         written = self._pending or []
         refuses = self._late or self._invalid
         rejected = sum(self._refusal(e.eid) is not None for e in written) if refuses else 0
-        uids = tuple(experience.eid.uid for experience in self.given)
+        uids = tuple(experience.eid.uid for experience in self.experiences)
         return WriteReceipt(
             place.position,
             len(written),
@@ -191,11 +191,11 @@ class WriteCall:
 
     def _digests_of_given(self) -> tuple[bytes, ...]:
         pending = self._pending or []
-        if len(pending) == len(self.given):
+        if len(pending) == len(self.experiences):
             return tuple(self._digests)
         keys = [_as_stored(experience.eid) for experience in pending]
         known = self._known | dict(zip(keys, self._digests, strict=False))
-        return tuple(known[_as_stored(experience.eid)] for experience in self.given)
+        return tuple(known[_as_stored(experience.eid)] for experience in self.experiences)
 
     def _as_write(self, experiences: Sequence[Experience], parts: Sequence[_Part]) -> PreparedWrite:
         return PreparedWrite(
@@ -209,16 +209,16 @@ class WriteCall:
 
     def _check(self) -> dict[EID, str]:
         """Return what is invalid, and why it will be refused."""
-        found: dict[EID, str] = {}
-        for row, experience in enumerate(self.given):
+        reasons: dict[EID, str] = {}
+        for row, experience in enumerate(self.experiences):
             try:
                 validate(experience, self._schema)
             except InvalidExperienceError as error:
                 if self._on_invalid == "raise":
                     raise
-                found[experience.eid] = invalid(error.field)
-                self.given[row] = _storable(experience, str(error))
-        return found
+                reasons[experience.eid] = invalid(error.field)
+                self.experiences[row] = _storable(experience, str(error))
+        return reasons
 
     def _refusal(self, eid: EID) -> str | None:
         return "late" if str(eid.batch) in self._late else self._invalid.get(eid)
@@ -243,16 +243,18 @@ def _listed(experiences: object) -> list[Experience]:
     """Return ``experiences`` as a list, if they are some."""
     if isinstance(experiences, Experience) or not isinstance(experiences, Iterable):
         raise InvalidArgumentError(f"write() takes a list of experiences, not {experiences!r:.60}")
-    given = list(experiences)
-    for row, one in enumerate(given if set(map(type, given)) - {Experience} else ()):
-        if not isinstance(one, Experience):
-            raise InvalidArgumentError(f"write() takes experiences, item {row} is {one!r:.60}")
-    return given
+    listed = list(experiences)
+    for row, experience in enumerate(listed if set(map(type, listed)) - {Experience} else ()):
+        if not isinstance(experience, Experience):
+            raise InvalidArgumentError(
+                f"write() takes experiences, item {row} is {experience!r:.60}"
+            )
+    return listed
 
 
 def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] | None:
     """Return ``experiences`` encoded, or None if one may be invalid, or is there twice."""
-    every = [Fields(some) for some in _events_of(experiences)]
+    every = [Fields(event_rows) for event_rows in _events_of(experiences)]
     if not all(forms_pass(fields, schema) for fields in every):
         return None
     if len(set().union(*map(addresses, every))) < len(experiences):

@@ -25,7 +25,7 @@ from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.pipeline.encoding import Fields
-from trinity_buffer.pipeline.tensors import DTYPE_NAMES, GivenTensors, raw_tensor
+from trinity_buffer.pipeline.tensors import DTYPE_NAMES, PresentTensors, raw_tensor
 from trinity_buffer.sampling import SEGMENTS, problem_of_segments
 
 MAX_BYTES = 64 << 20
@@ -452,7 +452,10 @@ def numbers_pass(columns: Mapping[str, Sequence[Column]], sizes: Iterable[int]) 
         all(map(_none_is_negative, columns.get("tokens", ())))
         and all(map(_all_are_0_or_1, columns.get("action_mask", ())))
         and all(
-            map(_all_are_finite, [one for field in PER_TOKEN for one in columns.get(field, ())])
+            map(
+                _all_are_finite,
+                [column for field in PER_TOKEN for column in columns.get(field, ())],
+            )
         )
     )
 
@@ -492,7 +495,7 @@ def _sizes(fields: Fields, name: str, dtypes: Collection[torch.dtype]) -> Sequen
     return _sizes_of(fields.tensors(name), dtypes)
 
 
-def _sizes_of(tensors: GivenTensors, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
+def _sizes_of(tensors: PresentTensors, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
     for dtype, ndim, device, layout in set(tensors.kinds):
         if dtype not in dtypes or ndim != 1 or layout != torch.strided or device.type == "meta":
             return None

@@ -104,13 +104,13 @@ class _Group:
         Computes: not on the event loop.
         """
         self.prepared = True
-        for some in _partners(self.entries):
-            first, *others = [entry.call for entry in some]
+        for entries in _partners(self.entries):
+            first, *others = [entry.call for entry in entries]
             joined = first.join(others) if others else None
             if joined is not None:
-                self.writes.append((joined, some))
+                self.writes.append((joined, entries))
                 continue
-            for entry in some:
+            for entry in entries:
                 try:
                     self.writes.append((entry.call.prepare(), [entry]))
                 except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
@@ -134,17 +134,17 @@ class _Group:
 
 def _partners(entries: Sequence[_Entry]) -> list[list[_Entry]]:
     """Return ``entries`` in lists of those that may be one event."""
-    found: list[list[_Entry]] = []
+    lists: list[list[_Entry]] = []
     open_lists: dict[Hashable, tuple[list[_Entry], int]] = {}
     for entry in entries:
         key = entry.call.joins
-        some, rows = open_lists.get(key, ([], 0))
-        if key is None or not some or rows + entry.call.rows > sizes().rows_per_event:
-            some, rows = [], 0
-            found.append(some)
-        some.append(entry)
-        open_lists[key] = some, rows + entry.call.rows
-    return found
+        together, rows = open_lists.get(key, ([], 0))
+        if key is None or not together or rows + entry.call.rows > sizes().rows_per_event:
+            together, rows = [], 0
+            lists.append(together)
+        together.append(entry)
+        open_lists[key] = together, rows + entry.call.rows
+    return lists
 
 
 def _answer(entries: Sequence[_Entry]) -> None:
@@ -182,11 +182,11 @@ class GroupCommit:
 
     def presence_of(self, experiment: int, actor: str) -> Presence:
         """Return the presence of an explorer, one for all its writers; its writes renew it."""
-        found = self._presences.get((experiment, actor))
-        if found is None:
-            found = Presence(self._database, experiment, "explorer", actor)
-            self._presences[experiment, actor] = found
-        return found
+        presence = self._presences.get((experiment, actor))
+        if presence is None:
+            presence = Presence(self._database, experiment, "explorer", actor)
+            self._presences[experiment, actor] = presence
+        return presence
 
     async def submit(self, call: Call) -> Outcome:
         """Return once the rows of ``call`` are durable, or say why none of them was written.
@@ -225,7 +225,7 @@ class GroupCommit:
                 _answer(group.entries)
         finally:
             self._committer = None
-            late = [some.entries for some in (group, self._ahead) if some is not None]
+            late = [cut.entries for cut in (group, self._ahead) if cut is not None]
             for entry in chain(*late, self._waiting):  # none is left, unless the loop is ending
                 if not entry.answered.is_set():
                     entry.error = StoreError(f"{self._database.name} was closed during a write")
@@ -331,16 +331,16 @@ def record(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
         TakenKeyError: something is stored already, or a batch is sealed.
     """
     places: dict[int, Place] = {}
-    writes.sort(key=lambda one: one.experiment)  # locks, always in one order
-    for experiment, same in groupby(writes, key=lambda one: one.experiment):
-        some = list(same)
+    writes.sort(key=lambda write: write.experiment)  # locks, always in one order
+    for experiment, same in groupby(writes, key=lambda write: write.experiment):
+        own = list(same)
         lock_experiment(tx, experiment)
-        last = log.end_if_open(tx, experiment, _open_batches(some))
+        last = log.end_if_open(tx, experiment, _open_batches(own))
         if last is None:
-            raise _SomebodyIsLateError
-        said = [(write.actor, event) for write in some for event in write.events]
-        new = iter(log.append_of_actors(tx, experiment, said, now_us=now_us(), last=last))
-        places |= {id(write): max(islice(new, len(write.events))) for write in some}
+            raise _BatchSealedError
+        events = [(write.actor, event) for write in own for event in write.events]
+        new = iter(log.append_of_actors(tx, experiment, events, now_us=now_us(), last=last))
+        places |= {id(write): max(islice(new, len(write.events))) for write in own}
     return places
 
 
@@ -358,5 +358,5 @@ def _open_batches(writes: Sequence[PreparedWrite]) -> list[str]:
     return sorted(frozenset[str]().union(*(write.open_batches for write in writes)))
 
 
-class _SomebodyIsLateError(TakenKeyError):
+class _BatchSealedError(TakenKeyError):
     """Rolls the transaction back; the calls are then looked at one by one."""

@@ -19,13 +19,13 @@ from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.pipeline.coordination import diagnosis
-from trinity_buffer.pipeline.coordination.presence import Presence, place_of
+from trinity_buffer.pipeline.coordination.presence import Presence, describe_process
 from trinity_buffer.pipeline.coordination.stall import Stall
 from trinity_buffer.pipeline.coordination.waiting import (
     FAULTS,
     MAX_REJECTED_STEPS,
     WARN_AFTER_STEPS,
-    SpokenWait,
+    ReportedWait,
     one_line,
 )
 from trinity_buffer.pipeline.handle import decoded, new_event, now_us
@@ -147,7 +147,7 @@ class Answer(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class AdmissionCheck:
     """The answer of one look, and what it was decided by.
 
     Attributes:
@@ -158,17 +158,17 @@ class Look:
     answer: Answer
     rules: Admission = _NO_RULES
     backlog: trainer_queries.Backlog = _NO_BACKLOG
-    in_vain: bool = False
+    all_rejected: bool = False
     abandoned: int = 0
 
-    def told(self, policy_version: int | None) -> str:
+    def describe(self, policy_version: int | None) -> str:
         """Return what there is too much of, as people say it."""
         gone = f", beside {self.abandoned} that lack runs of an actor that is gone"
-        return self._told(policy_version) + (gone if self.abandoned else "")
+        return self._describe_backlog(policy_version) + (gone if self.abandoned else "")
 
-    def _told(self, policy_version: int | None) -> str:
+    def _describe_backlog(self, policy_version: int | None) -> str:
         rules, backlog = self.rules, self.backlog
-        if self.in_vain:
+        if self.all_rejected:
             return (
                 "every row of the last steps was rejected for a fault (`trinity-buffer stats` "
                 "names the reason), and one step more is on its way"
@@ -195,15 +195,15 @@ class UnpublishedWatch:
 
     def __init__(self, actor: str) -> None:
         self._actor = actor
-        self._told = False
+        self._warned = False
 
-    def look(self, look: Look, policy_version: int | None) -> None:
+    def warn_if_unpublished(self, check: AdmissionCheck, policy_version: int | None) -> None:
         """Say so if it is the case, and was not said."""
-        rules, backlog = look.rules, look.backlog
+        rules, backlog = check.rules, check.backlog
         concerned = policy_version is not None or rules.max_staleness is not None
-        if self._told or not concerned or not is_unpublished(rules, backlog):
+        if self._warned or not concerned or not is_unpublished(rules, backlog):
             return
-        self._told = True
+        self._warned = True
         what = f"explorer {self._actor!r}: {unpublished(rules, backlog)}: {PUBLISHING}"
         _logger.warning("%s", one_line(what))
 
@@ -247,41 +247,43 @@ async def plan(
     database.require_writable()  # who may not plan need not wait for it
     event = new_event(wanted)
 
-    def append(tx: Transaction, own: int | None) -> Look:
+    def append(tx: Transaction, own: int | None) -> AdmissionCheck:
         # Asked again under the lock: two explorers must not both take the last place.
         lock_experiment(tx, experiment)
-        found = _look(tx, experiment, actor, wanted, own)
-        if found.answer is Answer.PLAN:
+        check = _check_admission(tx, experiment, actor, wanted, own)
+        if check.answer is Answer.PLAN:
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
             # With the plan: bounds count no batch of an explorer that is not there.
             heartbeats.record(tx, experiment, presence.first())
-        return found
+        return check
 
     async def tell() -> str:
-        who = await database.read(diagnosis.of_admission, experiment, look.rules.trainer)
-        return f"explorer {actor!r} waits to plan batch {batch!r}: {look.told(own)}; {who}"
+        who = await database.read(diagnosis.of_admission, experiment, check.rules.trainer)
+        return f"explorer {actor!r} waits to plan batch {batch!r}: {check.describe(own)}; {who}"
 
     stall = Stall(database, experiment, presence)
-    wait = SpokenWait(database.changes, tell, presence, stall=stall)
+    wait = ReportedWait(database.changes, tell, presence, stall=stall)
     while True:
         state = await database.changes.state()
         own = policy_version() if callable(policy_version) else policy_version
-        look = await database.read(_look, experiment, actor, wanted, own)
-        watch.look(look, own)
-        if look.answer is Answer.PLAN:
+        check = await database.read(_check_admission, experiment, actor, wanted, own)
+        watch.warn_if_unpublished(check, own)
+        if check.answer is Answer.PLAN:
             reached("before-plan")
-            look = await database.write(append, own)
-            if look.answer is Answer.PLAN:
+            check = await database.write(append, own)
+            if check.answer is Answer.PLAN:
                 reached("after-plan")
-        if look.answer is not Answer.WAIT:
+        if check.answer is not Answer.WAIT:
             wait.over()
             await presence.seen(at_once=True)
-            return look.answer is not Answer.FINISHED
-        _require_fresh(batch, policy_version, look)
+            return check.answer is not Answer.FINISHED
+        _require_fresh(batch, policy_version, check)
         await wait.changed(state)
 
 
-def _require_fresh(batch: Key, version: int | Callable[[], int] | None, look: Look) -> None:
+def _require_fresh(
+    batch: Key, version: int | Callable[[], int] | None, check: AdmissionCheck
+) -> None:
     """Return if weights that are loaded anew, or may be admitted some day as they are.
 
     Raises:
@@ -289,11 +291,11 @@ def _require_fresh(batch: Key, version: int | Callable[[], int] | None, look: Lo
     """
     if version is None or callable(version):
         return
-    if not look.rules.admits_some_day(look.backlog, version):
-        newest = look.backlog.published
+    if not check.rules.admits_some_day(check.backlog, version):
+        newest = check.backlog.published
         raise InvalidArgumentError(
             f"batch {batch!r}: policy_version={version} is {newest - version} behind the published "
-            f"{newest}, and max_staleness={look.rules.max_staleness}, so that it can never be "
+            f"{newest}, and max_staleness={check.rules.max_staleness}, so that it can never be "
             f"planned: load the weights of version {newest} (`await experiment.newest_policy()` "
             "says where they are), or pass a function that returns the version which is loaded"
         )
@@ -303,28 +305,28 @@ MAX_ROLLOUTS = 1 << 20
 """Rollouts of one task in one batch."""
 
 
-def _look(
+def _check_admission(
     tx: Transaction,
     experiment: int,
     actor: str,
     wanted: BatchPlanned,
     version: int | None,
-) -> Look:
+) -> AdmissionCheck:
     """Return whether it may be planned now."""
     existing = writer_queries.batch_row(tx, experiment, wanted.batch)
     if existing is not None:
         _require_same_plan(tx, experiment, existing, wanted)
         _require_own(existing, actor)
-        return Look(Answer.PLANNED)
+        return AdmissionCheck(Answer.PLANNED)
     if writer_queries.count_in_batch(tx, experiment, wanted.batch):
         raise ConflictingPlanError(
             f"batch {wanted.batch!r} holds experiences that nobody planned; "
             "plan a batch before writing to it"
         )
-    found = writer_queries.config_of(tx, experiment)
-    config, finished = found if found is not None else ({}, False)
+    stored = writer_queries.config_of(tx, experiment)
+    config, finished = stored if stored is not None else ({}, False)
     if finished:
-        return Look(Answer.FINISHED)
+        return AdmissionCheck(Answer.FINISHED)
     rules = Admission.of(config)
     backlog = trainer_queries.backlog(tx, experiment, rules.trainer)
     admitted, abandoned = rules.admits(backlog, version), 0
@@ -332,9 +334,9 @@ def _look(
         abandoned = diagnosis.abandoned_groups(tx, experiment)
         backlog = backlog.without(abandoned)
         admitted = rules.admits(backlog, version)
-    in_vain = admitted and _is_in_vain(tx, experiment, config, backlog)
-    answer = Answer.PLAN if admitted and not in_vain else Answer.WAIT
-    return Look(answer, rules, backlog, in_vain, abandoned)
+    all_rejected = admitted and _is_in_vain(tx, experiment, config, backlog)
+    answer = Answer.PLAN if admitted and not all_rejected else Answer.WAIT
+    return AdmissionCheck(answer, rules, backlog, all_rejected, abandoned)
 
 
 def _is_in_vain(
@@ -434,11 +436,11 @@ def _check_batch(batch: object) -> None:
 async def missing(database: Database, experiment: int, batch: Key) -> list[tuple[Key, int]]:
     """Return the planned (task, run) pairs that are not stored, in the order of the plan."""
 
-    def look(tx: Transaction) -> tuple[store_rows.BatchRow | None, set[tuple[str, int]]]:
+    def load(tx: Transaction) -> tuple[store_rows.BatchRow | None, set[tuple[str, int]]]:
         planned = writer_queries.batch_row(tx, experiment, batch)
         return planned, writer_queries.runs_of(tx, experiment, batch)
 
-    planned, stored = await database.read(look)
+    planned, stored = await database.read(load)
     if planned is None or planned.rollouts_per_group is None:
         raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
     pairs = [(task, run) for task in planned.tasks for run in range(planned.rollouts_per_group)]
@@ -500,7 +502,7 @@ async def wait_for_heirs(database: Database, experiment: int, presence: Presence
     """Return once what an explorer had left is sealed, or nobody is there who took it over."""
     actor = presence.name
 
-    def look(tx: Transaction) -> tuple[list[PresenceRow], list[str]]:
+    def load(tx: Transaction) -> tuple[list[PresenceRow], list[str]]:
         here = heartbeats.processes(tx, experiment)
         _, left = writer_queries.batches_of_actor(tx, experiment, actor)
         return heirs_of(presence, here), left
@@ -508,14 +510,16 @@ async def wait_for_heirs(database: Database, experiment: int, presence: Presence
     async def tell() -> str:
         return (
             f"explorer {actor!r} waits for batch {open_ones[0]!r}, which another process took over "
-            f"({place_of(heirs[0])})"
+            f"({describe_process(heirs[0])})"
         )
 
-    wait = SpokenWait(database.changes, tell, presence, stall=Stall(database, experiment, presence))
+    wait = ReportedWait(
+        database.changes, tell, presence, stall=Stall(database, experiment, presence)
+    )
     left: list[str] | None = None
     while True:
         state = await database.changes.state()
-        heirs, open_ones = await database.read(look)
+        heirs, open_ones = await database.read(load)
         left = open_ones if left is None else [batch for batch in left if batch in open_ones]
         if not (heirs and left):
             wait.over()

@@ -15,7 +15,12 @@ from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, freeze
-from trinity_buffer.pipeline.coordination.presence import SEEN_EVERY_S, Presence, Work, place_of
+from trinity_buffer.pipeline.coordination.presence import (
+    SEEN_EVERY_S,
+    Presence,
+    Work,
+    describe_process,
+)
 from trinity_buffer.pipeline.coordination.waiting import one_line, wait_report_s
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall
@@ -28,7 +33,7 @@ from trinity_buffer.writer import BufferWriter, WriteReceipt
 
 _logger = logging.getLogger(__name__)
 
-DOUBTED_CALLS = 16
+CHECKED_CALLS = 16
 """The first calls of a writer, in which mistakes show that all of its calls make."""
 
 
@@ -55,7 +60,7 @@ class SQLWriter(BufferWriter):
         self._schema = schema
         self._on_invalid = on_invalid
         self._users = 0
-        self._to_doubt = DOUBTED_CALLS
+        self._calls_to_check = CHECKED_CALLS
         self.actor = actor
         self._presence = group_commit.presence_of(experiment, actor)
         self._unpublished = planning.UnpublishedWatch(actor)
@@ -85,18 +90,18 @@ class SQLWriter(BufferWriter):
                 break
             call.learn(outcome)
             place = place._replace(position=0)
-        self._say_doubts(call)
-        freeze(experience.eid for experience in call.given)
+        self._warn_of_suspicious_values(call)
+        freeze(experience.eid for experience in call.experiences)
         return call.receipt(place)
 
-    def _say_doubts(self, call: WriteCall) -> None:
-        if not self._to_doubt:
+    def _warn_of_suspicious_values(self, call: WriteCall) -> None:
+        if not self._calls_to_check:
             return
-        self._to_doubt -= 1
-        doubt = call.doubt()
-        if doubt is not None:
-            self._to_doubt = 0
-            _logger.warning("%s", one_line(doubt))
+        self._calls_to_check -= 1
+        warning = call.suspicious_values()
+        if warning is not None:
+            self._calls_to_check = 0
+            _logger.warning("%s", one_line(warning))
 
     @override
     async def plan(
@@ -231,7 +236,8 @@ class SQLWriter(BufferWriter):
                 _logger.warning(
                     "%s",
                     one_line(
-                        f"another process explores as {self.actor!r} too ({place_of(row)}): give "
+                        f"another process explores as {self.actor!r} too "
+                        f"({describe_process(row)}): give "
                         "each process an actor name of its own"
                     ),
                 )
@@ -241,7 +247,7 @@ class SQLWriter(BufferWriter):
     async def stay_present(self) -> None:
         """Say until cancelled that this explorer is there, and then take it back."""
         try:
-            async with self._presence.kept():
+            async with self._presence.heartbeats():
                 while True:
                     await anyio.sleep(SEEN_EVERY_S)
                     for presence in self._taken_over.values():
@@ -251,9 +257,9 @@ class SQLWriter(BufferWriter):
             for presence in self._taken_over.values():
                 await presence.gone()
 
-    async def waits_for(self, said: str) -> None:
+    async def waits_for(self, reason: str) -> None:
         """Tell others what this explorer waits for, until `waits_no_more`."""
-        self._presence.waiting_for = said
+        self._presence.waiting_for = reason
         with suppress(StoreError):  # whoever writes hears of it
             await self._presence.seen()
 
