@@ -60,7 +60,7 @@ def test_the_roles_of_an_algorithm_make_and_train_its_data(name: str, tmp_path: 
     ("words", "said"),
     [
         (("--algorithm", "grop"), "did you mean 'grpo'?"),
-        (("--algorithm", "grpo", "--set", "algorithm=opmd"), "say one of the two"),
+        (("--algorithm", "grpo", "--set", "algorithm=opmd"), "give one of the two"),
         (("--algorithm", "sft", "--task", "guess"), "task 'guess' has no solutions"),
         (("--algorithm", "jsd", "--set", "task.name=guess"), "task 'guess' has no solutions"),
         (("--set", "loss.name=topr", "--set", "loss.args.clip_range=1"), "policy_loss_fn 'topr'"),

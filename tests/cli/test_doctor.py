@@ -69,7 +69,7 @@ def test_a_run_whose_processes_are_gone_says_who_would_move_it(
     assert "start trainer 'trainer' again (`trinity-buffer train --follow`)" in handed["remedy"]
     assert found["no process trains as 'trainer': 4 rows of set 'grpo' ready"]["since"] > 1.7e9
     told = cli("doctor", "--store", store_url)
-    assert "nobody is there" in told.out
+    assert "no process is running" in told.out
     assert "stuck: experiment sort: 1 group of batch b1 lacks 3 runs, no seal, since 20" in told.out
 
 

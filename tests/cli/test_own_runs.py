@@ -396,5 +396,5 @@ def test_killed_and_started_again_it_ends_at_the_same_bits(own: Path) -> None:
 def test_a_demo_of_answers_that_nobody_knows_is_refused(cli: Cli, tmp_path: Path) -> None:
     ended = cli("demo", "--model", "hf", "--algorithm", "sft", "--store", tmp_path / "x.db")
     assert ended.code == 2
-    assert "needs somebody who knows the answers" in ended.err
+    assert "needs the answers of the tasks" in ended.err
     assert not list(tmp_path.iterdir())

@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("demo", "--chaos-every", "2"),
         "--chaos-every 2 needs --chaos",
     ),
-    "two seeds": (("demo", "--seed", "1", "--set", "seed=2"), "--seed 1, and seed=2: say one of"),
+    "two seeds": (("demo", "--seed", "1", "--set", "seed=2"), "--seed 1, and seed=2: give one of"),
     "digits for a model that has a game": (
         ("demo", "--model", "hf", "--digits", "2"),
         "--digits 2: --model hf has a task of its own",

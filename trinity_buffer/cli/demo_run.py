@@ -82,7 +82,7 @@ def demo_config(
         table = values.get(section) if section else values
         other = table.get(last, value) if isinstance(table, dict) else value
         if other != value:
-            raise InvalidArgumentError(f"{option}, and {key}={other}: say one of the two")
+            raise InvalidArgumentError(f"{option}, and {key}={other}: give one of the two")
     algorithm = options.get("algorithm", values.get("algorithm"))
     if algorithm is not None and not isinstance(algorithm, str):
         raise InvalidArgumentError(f"algorithm={algorithm}: must be the name of one")
@@ -134,8 +134,8 @@ def needs_of_run(config: RunConfig) -> Needs:
     needs = needs_of(algorithm_of(config), config.groups_per_step)
     if needs.solutions and config.rollout is not None:
         raise InvalidArgumentError(
-            f"algorithm {config.algorithm!r} needs somebody who knows the answers, and "
-            f"{config.rollout!r} makes rollouts alone: choose another one, such as grpo"
+            f"algorithm {config.algorithm!r} needs the answers of the tasks, and "
+            f"{config.rollout!r} only makes rollouts: choose another one, such as grpo"
         )
     if needs.solutions:
         require_solutions(task_of(config))
@@ -161,29 +161,8 @@ def expert_of(config: RunConfig) -> RunConfig:
     return resolved(base | {"seed": config.seed, "max_waiting_groups": None})
 
 
-@dataclass(frozen=True, slots=True)
-class DemoPaths:
-    """Where a demo keeps its files: each beside the store, and named after it."""
-
-    store: str
-    base: Path
-
-    def of(self, source: str) -> DemoPaths:
-        """Return the paths of the demo's teacher, or of its expert."""
-        return DemoPaths(self.store, self.base.with_name(f"{self.base.name}-{source}"))
-
-    def file(self, suffix: str) -> Path:
-        """Return the file or folder with this suffix."""
-        return self.base.with_suffix(suffix)
-
-    @property
-    def acknowledgements(self) -> Path:
-        """Folder of the explorers' receipts."""
-        return self.file(".acks")
-
-
-def demo_paths(store: str | None, name: str) -> DemoPaths:
-    """Return where the demo ``name`` keeps its files.
+def demo_place(store: str | None, name: str) -> tuple[str, Path]:
+    """Return the store of the demo ``name``, and the path that its other files are named after.
 
     Raises:
         InvalidArgumentError: a name that a file cannot have.
@@ -192,9 +171,9 @@ def demo_paths(store: str | None, name: str) -> DemoPaths:
         raise InvalidArgumentError(f"--name {name!r}: must be a text without '/'")
     base = Path("runs") / name
     if store is None:
-        return DemoPaths(f"sqlite:///{base}.db", base)
+        return f"sqlite:///{base}.db", base
     plain = store.removeprefix("sqlite:///")
-    return DemoPaths(store, base if "://" in plain else Path(plain).expanduser().with_suffix(""))
+    return store, base if "://" in plain else Path(plain).expanduser().with_suffix("")
 
 
 @dataclass(slots=True)
@@ -202,13 +181,15 @@ class Demo:
     """One demo, from opening the store to the last line.
 
     Attributes:
+        base: what its files are named after: logs, checkpoints, receipts, model, picture.
         explorers: number of explorer processes.
         chaos_every_s: kill a random process about so often; None: never.
         limit_s: stop after so long, whatever was reached.
         brief: suggest no commands at the end.
     """
 
-    paths: DemoPaths
+    store: str
+    base: Path
     experiment: str
     config: RunConfig
     explorers: int = 2
@@ -239,10 +220,11 @@ class Demo:
     async def run_in_loop(self) -> int:
         """Run to the end, in the running event loop; return the exit code."""
         begin = time.monotonic()
-        make_folder_of(self.paths.store)
-        async with open_store(self.paths.store) as store:
+        make_folder_of(self.store)
+        async with open_store(self.store) as store:
+            # After the store, because opening it may be refused.
             for suffix in (".logs", ".checkpoints", ".acks"):
-                make_folder(self.paths.file(suffix))  # after the store: opening it may be refused
+                make_folder(self.base.with_suffix(suffix))
             if self.experiment not in await store.experiments():
                 code = await self._teach(store)
                 if code is not None:
@@ -250,9 +232,8 @@ class Demo:
                 await self._ask_expert(store)
             experiment = await self._experiment(store)
             numbers, failed = self._numbers, None
-            supervisor = Supervisor(
-                self._commands(), self.paths.file(".logs"), self.chaos_every_s, self.config.seed
-            )
+            logs = self.base.with_suffix(".logs")
+            supervisor = Supervisor(self._commands(), logs, self.chaos_every_s, self.config.seed)
             self._supervisors.append(supervisor)
             if not await experiment.is_finished():
                 supervisor.start()
@@ -285,8 +266,8 @@ class Demo:
             or not await (await store.experiment(name)).is_finished()
         ):
             self._say(f"first its teacher learns from solutions: experiment {name}")
-            paths, config = self.paths.of("teacher"), teacher_of(self.config)
-            teacher = replace(self, paths=paths, experiment=name, config=config, explorers=1)
+            base, config = self.base.with_name(f"{self.base.name}-teacher"), teacher_of(self.config)
+            teacher = replace(self, base=base, experiment=name, config=config, explorers=1)
             code = await replace(teacher, brief=True, _numbers=RunNumbers()).run_in_loop()
             if code or not await (await store.experiment(name)).is_finished():
                 return code
@@ -305,12 +286,12 @@ class Demo:
         if not batches or self.config.expert_experiment is not None:
             return
         # All of them before the run begins: its trainer never waits for the expert.
-        receipts = make_folder(self.paths.of("expert").acknowledgements) / "expert.ack"
+        receipts = make_folder(self._expert_receipts) / "expert.ack"
         solutions = batches * config.groups_per_batch
         self._say(f"first its expert records {solutions} solutions: experiment {self._expert}")
         await store.experiment(self._expert, config=recorded(config))
         await explore(
-            self.paths.store,
+            self.store,
             self._expert,
             actor="expert",
             acknowledgements=receipts,
@@ -327,7 +308,7 @@ class Demo:
             kept = "" if wanted == self.config else ", with the configuration that it began with"
             self._say(f"{self._shown} is there already: this resumes it{kept}")
             return experiment
-        model = self.paths.file(".model")
+        model = self.base.with_suffix(".model")
         if self.config.model == str(model.resolve()) and not model.exists():
             model.parent.mkdir(parents=True, exist_ok=True)
             await anyio.to_thread.run_sync(lambda: make_tiny_model(model, seed=self.config.seed))
@@ -347,9 +328,13 @@ class Demo:
         return f"{self.experiment}-expert"
 
     @property
+    def _expert_receipts(self) -> Path:
+        return self.base.with_name(f"{self.base.name}-expert").with_suffix(".acks")
+
+    @property
     def _shown(self) -> str:
         """The store without its password."""
-        return named(self.paths.store) if "://" in self.paths.store else self.paths.store
+        return named(self.store) if "://" in self.store else self.store
 
     @property
     def _where(self) -> str:
@@ -357,15 +342,15 @@ class Demo:
         return f"--store {self._shown} --experiment {self.experiment}"
 
     def _commands(self) -> dict[str, list[str]]:
-        common = ("--store", self.paths.store, "--experiment", self.experiment)
-        receipts = ("--acknowledge", str(self.paths.acknowledgements))
+        common = ("--store", self.store, "--experiment", self.experiment)
+        receipts = ("--acknowledge", str(self.base.with_suffix(".acks")))
         commands = {
             f"explorer-{number}": command_of("explore", *common, "--actor", f"e{number}", *receipts)
             for number in range(self.explorers)
         }
         if strategies_of(algorithm_of(self.config))[0]:
             commands["strategy"] = command_of("annotate", *common, "--follow")
-        checkpoints = str(self.paths.file(".checkpoints"))
+        checkpoints = str(self.base.with_suffix(".checkpoints"))
         commands["trainer"] = command_of("train", *common, "--follow", "--checkpoints", checkpoints)
         return commands
 
@@ -430,7 +415,7 @@ class Demo:
         with progress() as report_progress:
             report = await verify(
                 experiment,
-                acknowledged=self.paths.acknowledgements,
+                acknowledged=self.base.with_suffix(".acks"),
                 checkpoint=checkpoint,
                 progress=report_progress,
             )
@@ -454,7 +439,7 @@ class Demo:
         if self.config.expert_experiment != self._expert:
             return True
         expert = await store.experiment(self._expert)
-        report = await verify(expert, acknowledged=self.paths.of("expert").acknowledgements)
+        report = await verify(expert, acknowledged=self._expert_receipts)
         self._say(
             f"expert: {report.experiences} solutions, "
             f"lost {report.lost}, duplicated {report.duplicated}"
@@ -484,13 +469,13 @@ class Demo:
             + f", {seconds:.0f} s"
             + (f", {supervisor.kills} processes killed" if supervisor.kills else "")
         )
-        picture = str(self.paths.file(".png"))
+        picture = str(self.base.with_suffix(".png"))
         if numbers.rewards and view.save_curve(picture, numbers, self.experiment):
             self._say(f"curve: {picture}")
         wrong = "; ".join(map(str, report.problems[:3]))
         verdict = "everything holds" if complete else "what was stored holds, but the run failed"
         self._say(f"verify: {verdict if report.ok else f'FAILED: {wrong}'}")
-        self._say(f"store: {self._shown}   logs: {self.paths.file('.logs')}")
+        self._say(f"store: {self._shown}   logs: {self.base.with_suffix('.logs')}")
         if self.brief:
             return
         self._say("try next:")

@@ -210,7 +210,7 @@ def doctor(
         rows = [(h.experiment, h.role, h.name, h.place, h.waiting_for) for h in examination.here]
         out.print(table("who is there", columns, rows))
     else:
-        out.print("nobody is there")
+        out.print("no process is running")
     for one in examination.stuck:
         where = f"experiment {one.experiment}: " if one.experiment else ""
         since = "" if one.since is None else f", since {time_of(one.since)} UTC"

@@ -91,12 +91,13 @@ def demo(
         raise InvalidArgumentError(f"--chaos-every {chaos_every:g} needs --chaos")
     store = store or store_of_file(config)
     name = named_experiment(name, config) or ("demo-hf" if model else "demo")
-    paths = demo_run.demo_paths(store, name)
+    url, base = demo_run.demo_place(store, name)
     given = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
     options = {key: value for key, value in given.items() if value is not None}
-    own_model = paths.file(".model") if model else None
+    own_model = base.with_suffix(".model") if model else None
     run = demo_run.Demo(
-        paths,
+        url,
+        base,
         name,
         demo_run.demo_config(options, own_model, config, overrides or []),
         explorers=explorers,

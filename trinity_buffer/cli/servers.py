@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
@@ -61,12 +62,24 @@ def listening(host: str, port: int) -> socket.socket:
     return door
 
 
+async def _serve(
+    uvicorn: Any, app: Any, address: tuple[str, int], line: Callable[[str], str], **options: Any
+) -> None:
+    """Serve ``app`` until Ctrl-C; print a line with its URL once it listens."""
+    config = uvicorn.Config(app, *address, log_level="warning", access_log=False, **options)
+    door = listening(*address)
+    gc.collect()
+    gc.freeze()  # else a collection scans all imported modules: 0.2 s without an answer
+    typer.echo(escaped(line(f"http://{address[0]}:{door.getsockname()[1]}")))
+    await uvicorn.Server(config).serve([door])
+
+
 def _require_token(token: str | None, host: str, risk: str) -> None:
     """Raise InvalidArgumentError unless there is a token where other machines can connect."""
     if token is None and host not in LOCAL:
         raise InvalidArgumentError(f"--host {host} lets others {risk}")
     if token == "":
-        raise InvalidArgumentError("--token is empty: anybody could bring it")
+        raise InvalidArgumentError("--token is empty: any client would pass")
 
 
 def _require_known(option: str, value: str | None, known: tuple[str, ...]) -> None:
@@ -100,18 +113,14 @@ def serve(
     async def main() -> None:
         async with open_store(url, read_only=True) as opened:  # before anything listens
             shown = opened.url
-        config = uvicorn.Config(
+        await _serve(
+            uvicorn,
             inspector(url, token=token),
-            host,
-            port,
-            log_level="warning",
-            access_log=False,
+            (host, port),
+            lambda at: f"shows {shown}: {at}/",
             lifespan="on",
             timeout_graceful_shutdown=GOODBYE_S,
         )
-        door = listening(host, port)
-        typer.echo(escaped(f"shows {shown}: http://{host}:{door.getsockname()[1]}/"))
-        await uvicorn.Server(config).serve([door])
 
     run(main)
 
@@ -276,10 +285,9 @@ async def _record(
     async with Server(upstream[0], api_key=upstream[1]) as behind, open_store(url) as store:
         recording = await Recording.begin(store, name, actor=actor, config=rules)
         recorder = Recorder(behind, recording, RecorderSettings(**settings))
-        config = uvicorn.Config(recorder.app(), *address, log_level="warning", access_log=False)
-        door = listening(*address)
-        gc.collect()
-        gc.freeze()  # else a collection scans all imported modules: 0.2 s without an answer
-        at = f"http://{address[0]}:{door.getsockname()[1]}/v1"
-        typer.echo(escaped(f"records what {behind.root} answers into {name}: {at}"))
-        await uvicorn.Server(config).serve([door])
+        await _serve(
+            uvicorn,
+            recorder.app(),
+            address,
+            lambda at: f"records what {behind.root} answers into {name}: {at}/v1",
+        )

@@ -98,7 +98,7 @@ def _print_many(experiments: Sequence[ExperimentOverview]) -> None:
         steps = max((trainer.committed for trainer in one.trainers), default=0)
         numbers = f"{one.experiences:>12} {steps:>10}  {time_of(one.last_at)}"
         lines.append(f"{name:<{width}}  {state:<8} {numbers}")
-    lines.append(f"\n{len(names)} experiments; --experiment NAME says all of one, --json of each")
+    lines.append(f"\n{len(names)} experiments; --experiment NAME shows one in full, --json each")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -254,7 +254,7 @@ class _Block(nn.Module):
 class TransformerPolicy(nn.Module):
     """A causal transformer over tokens, for padded rows and for packed sequences.
 
-    Padded rows are right-padded: what follows a token never changes what is said of it, so no
+    Padded rows are right-padded: what follows a token never changes its score, so no
     attention mask is needed. Weights depend on ``config`` and ``seed`` alone, and making a policy
     leaves torch's global random state as it was.
 
@@ -461,7 +461,7 @@ class TransformerCritic(TransformerPolicy):
     def values(
         self, input_ids: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
-        """Return the value of the state in which each token was said, the shape of ``input_ids``.
+        """Return the value of the state in which each token was chosen, the shape of ``input_ids``.
 
         Arguments as of `forward`.
         """

@@ -42,7 +42,7 @@ class DemoRecipe:
         warmup_steps: steps over which it rises from 0, linearly; then it falls until ``max_steps``.
         lowest_rate: fraction of ``learning_rate`` at which it ends.
         weight_decay: of AdamW.
-        entropy_coef: weight of the entropy bonus, per token; None: what the algorithm says.
+        entropy_coef: weight of the entropy bonus, per token; None: the algorithm's.
         loss_args: of the policy loss.
         algorithm_args: of `trinity_buffer.algorithm.build`.
         max_steps: gradient steps after which ``threshold`` has been reached in every trial.
@@ -171,7 +171,7 @@ RECIPES: dict[str, DemoRecipe] = {
 """By the algorithm's registered name; one that is not here is tried with a plain `DemoRecipe`."""
 
 ALGORITHM_OF_TASK = {"sort": "grpo", "guess": "multi_step_grpo"}
-"""What a task is learnt with where nobody names an algorithm."""
+"""The usual algorithm of a task."""
 
 
 def recipe_for(algorithm: str, task: Task) -> DemoRecipe:

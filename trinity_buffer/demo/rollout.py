@@ -95,7 +95,7 @@ def rollout(
     logprobs = [turn.logprobs for turns in played for turn in turns]
     if logprobs and not bool(torch.cat(logprobs).isfinite().all()):
         raise NonFiniteError(
-            f"policy version {policy_version} says log-probabilities that are NaN or infinite: its "
+            f"policy version {policy_version} has log-probabilities that are NaN or infinite: its "
             "weights are too large; lower optimizer.learning_rate, and go on from an older step "
             "with `train --resume-from`"
         )
@@ -132,7 +132,7 @@ def _play(
     problems: Sequence[Problem],
     numbers: NDArray[np.float64] | None,
 ) -> list[list[_Turn]]:
-    """Return the turns of one run per problem; without ``numbers`` the likeliest token is said."""
+    """Return the turns of one run per problem; without ``numbers`` decoding is greedy."""
     played: list[list[_Turn]] = [[] for _ in problems]
     contexts = {run: problem.prompt for run, problem in enumerate(problems)}
     for turn in range(task.turns):

@@ -1,6 +1,6 @@
 """The demo's tasks: problems, and the judge of answers.
 
-A run of a task is a conversation in tokens. The prompt opens it; in every turn the policy says
+A run of a task is a conversation in tokens. The prompt opens it; in every turn the policy adds
 ``response_length`` tokens, the task judges them and either ends the run or replies.
 
 Random numbers depend on their key alone: not on the order of draws, nor on what else is drawn.
@@ -56,7 +56,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the task says of one turn.
+    """The judgement of one turn.
 
     Attributes:
         reward: of the run, 0 ... 1, if it ends here; 0 while it goes on.
@@ -110,7 +110,7 @@ class SortDigits:
     def judge(self, problem: Problem, response: Sequence[int], turn: int) -> Verdict:
         """Return the fraction of right positions; all of them are a solution."""
         del turn  # there is only one
-        right = sum(said == meant for said, meant in zip(response, problem.answer, strict=True))
+        right = sum(a == b for a, b in zip(response, problem.answer, strict=True))
         return Verdict(reward=right / self.digits, solved=right == self.digits)
 
     def text(self, tokens: Sequence[int]) -> str:
