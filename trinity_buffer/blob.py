@@ -39,16 +39,16 @@ class Blob:
         """Return the same bytes in blobs of ``size`` bytes, the last one perhaps smaller."""
         if len(self) <= size:
             return [self]
-        found, some, room = list[Blob](), list[Buffer](), size
+        blobs, pieces, room = list[Blob](), list[Buffer](), size
         for piece in self.pieces:
             view = memoryview(piece)
             while view:
-                some.append(view[:room])
-                view, room = view[room:], room - len(some[-1])
+                pieces.append(view[:room])
+                view, room = view[room:], room - len(pieces[-1])
                 if not room:
-                    found.append(Blob(some))
-                    some, room = [], size
-        return [*found, Blob(some)] if some else found
+                    blobs.append(Blob(pieces))
+                    pieces, room = [], size
+        return [*blobs, Blob(pieces)] if pieces else blobs
 
 
 def few_pieces(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
@@ -77,13 +77,13 @@ def mapped(size: int) -> memoryview:
         MemoryError: there is none, or there are too many mappings.
     """
     try:
-        found = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size} bytes: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them; they halve the time of the first touch
-            found.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(found)[:size]
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:size]
 
 
 def writable(blob: Buffer) -> Buffer:

@@ -282,8 +282,8 @@ T = TypeVar("T")
 def _dataclass_body(fact: object) -> dict[str, Any]:
     """Return ``fact`` as the mapping that is encoded, in the order of its fields."""
     plan = _plans(type(fact))
-    said = ((name, getattr(fact, attribute), default) for attribute, name, default, _ in plan)
-    return {name: _plain(value) for name, value, default in said if not _left_out(value, default)}
+    items = ((name, getattr(fact, attribute), default) for attribute, name, default, _ in plan)
+    return {name: _plain(value) for name, value, default in items if not _left_out(value, default)}
 
 
 def _plain(value: Any) -> Any:
@@ -367,14 +367,14 @@ def _checked(kind: str, name: str, value: Any, form: _Form) -> Any:
 
 def _columns(kind: str, value: Mapping[str, Any]) -> ExperienceColumns:
     """Return the columns of an event. Those that are not known are passed over."""
-    found = {}
+    columns = {}
     for attribute, name, _, form in _plans(ExperienceColumns):
         if name not in value:
             raise CodecError(f"the body of an event {kind} is damaged: it has no column {name!r}")
-        found[attribute] = _checked(kind, name, value[name], form)
-    if len(set(map(len, found.values()))) > 1:
+        columns[attribute] = _checked(kind, name, value[name], form)
+    if len(set(map(len, columns.values()))) > 1:
         raise CodecError(f"the body of an event {kind} is damaged: its columns differ in length")
-    return ExperienceColumns(**found)
+    return ExperienceColumns(**columns)
 
 
 def _plans(kind: type[Any]) -> tuple[_Plan, ...]:
@@ -728,8 +728,8 @@ UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def version_of(kind: str) -> int:
     """Return the version of bodies of ``kind`` that is written today; 1 for an unknown kind."""
-    found = KINDS.get(kind)
-    return 1 if found is None else found.version
+    cls = KINDS.get(kind)
+    return 1 if cls is None else cls.version
 
 
 def kind_of(fact: Fact) -> str:
@@ -753,5 +753,5 @@ def fact_of(kind: str, body: Mapping[str, Any]) -> Fact:
     Raises:
         CodecError: the body lacks a field of its kind, or has one of another type.
     """
-    found = KINDS.get(kind)
-    return UnknownEvent(kind=kind, body=body) if found is None else _read_body(found, body)
+    cls = KINDS.get(kind)
+    return UnknownEvent(kind=kind, body=body) if cls is None else _read_body(cls, body)

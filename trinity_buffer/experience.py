@@ -303,8 +303,10 @@ class Experience:
     def policy_version(self) -> int | None:
         """Version of the weights that generated it: ``info["model_version"]``."""
         info = self.__dict__.get("info")
-        found = self.__dict__.get("_policy_version") if info is None else info.get("model_version")
-        return None if found is None else int(found)
+        version = (
+            self.__dict__.get("_policy_version") if info is None else info.get("model_version")
+        )
+        return None if version is None else int(version)
 
     @policy_version.setter
     def policy_version(self, version: int | None) -> None:
@@ -314,10 +316,10 @@ class Experience:
     def finish_reason(self) -> str | None:
         """Why generation ended: ``info["finish_reason"]``, else ``truncate_status``."""
         if "info" not in self.__dict__:
-            found = self.__dict__.get("_finish_reason")
+            reason = self.__dict__.get("_finish_reason")
         else:
-            found = self.info.get("finish_reason") or self.truncate_status
-        return None if found is None else str(found)
+            reason = self.info.get("finish_reason") or self.truncate_status
+        return None if reason is None else str(reason)
 
     def own_numbers(self) -> None:
         """Put what a strategy computed (advantages, returns) into memory that nobody else has."""

@@ -163,8 +163,8 @@ def problem_of_name(name: object) -> str | None:
     problem = problem_of_text(name)
     if problem is not None or not isinstance(name, str):
         return problem
-    found = _CONTROLS.search(name)
-    return None if found is None else f"is {name!r}: control characters have no place in a name"
+    control = _CONTROLS.search(name)
+    return None if control is None else f"is {name!r}: control characters have no place in a name"
 
 
 def problem_of_text(text: object) -> str | None:

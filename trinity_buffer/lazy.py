@@ -99,10 +99,10 @@ def importing(package: str, remedy: str) -> Iterator[None]:
 def _lacking(package: str, remedy: str, error: ImportError) -> str:
     """Return what to install, and why the release that is there will not do."""
     tested = TESTED.get(package, "")
-    told = f"this needs {package}{tested}"
+    message = f"this needs {package}{tested}"
     if tested:
         try:
-            told += f", and {package} {metadata.version(package)} is installed"
+            message += f", and {package} {metadata.version(package)} is installed"
         except metadata.PackageNotFoundError:
-            told += ", the releases that were tested"
-    return f"{told}: pip install '{remedy}' ({error})"
+            message += ", the releases that were tested"
+    return f"{message}: pip install '{remedy}' ({error})"

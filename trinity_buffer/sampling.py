@@ -66,17 +66,19 @@ def not_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def problem_of_segments(segments: object, prompt_length: int, length: int) -> str | None:
     """Describe the fault of an experience's ``info["sampling_segments"]``; None: it has none."""
-    if not isinstance(segments, Sequence) or not all(isinstance(one, dict) for one in segments):
+    if not isinstance(segments, Sequence) or not all(
+        isinstance(segment, dict) for segment in segments
+    ):
         return f"is {segments!r:.80}: make it a list of mappings, such as {{'temperature': 0.7}}"
     last = prompt_length
-    for one in segments:
-        begin, end = one.get("begin", prompt_length), one.get("end", length)
+    for segment in segments:
+        begin, end = segment.get("begin", prompt_length), segment.get("end", length)
         if type(begin) is not int or type(end) is not int or not last <= begin <= end <= length:
             return (
                 f"has the tokens {begin!r:.40} to {end!r:.40}: each begin and end must lie in the "
                 f"response ({prompt_length} to {length}), behind the segment before"
             )
-        heat = one.get("temperature", 1.0)
+        heat = segment.get("temperature", 1.0)
         if not isinstance(heat, int | float) or not 0 <= heat < math.inf:
             return f"has the temperature {heat!r:.40}: it must be a number, 0 or more"
         last = end
@@ -93,14 +95,14 @@ def sampled(info: Mapping[str, Any], prompt_length: int, length: int) -> list[Sa
     segments = info.get(SEGMENTS)
     if not segments or problem_of_segments(segments, prompt_length, length) is not None:
         return None
-    found = []
-    for one in segments:
-        bent = not_neutral({key: value for key, value in one.items() if key not in _NO_OPTIONS})
-        begin, end = one.get("begin", prompt_length), one.get("end", length)
+    sampling = []
+    for segment in segments:
+        bent = not_neutral({key: value for key, value in segment.items() if key not in _NO_OPTIONS})
+        begin, end = segment.get("begin", prompt_length), segment.get("end", length)
         if bent and begin < end:
-            mode = one.get(MODE, info.get(MODE))
-            found.append(Sampled(begin, end, *_scored(bent, mode)))
-    return found or None
+            mode = segment.get(MODE, info.get(MODE))
+            sampling.append(Sampled(begin, end, *_scored(bent, mode)))
+    return sampling or None
 
 
 def _scored(bent: Mapping[str, Any], mode: object) -> tuple[float, str | None]:

@@ -32,20 +32,20 @@ def is_own(cls: object) -> bool:
 
 def look_in(folder: str | Path | None = None) -> str:
     """Let modules in a folder be imported, by default in the current one; return its path."""
-    found = str(Path(folder or ".").resolve())
-    if found not in sys.path:
-        sys.path.insert(0, found)
-    return found
+    path = str(Path(folder or ".").resolve())
+    if path not in sys.path:
+        sys.path.insert(0, path)
+    return path
 
 
 def failed(what: str, error: BaseException, parts: Iterable[object] = ()) -> TrainingError:
     """Return an error that says what failed, how, and in which line of whose file."""
-    said = f"{what} failed: {said_by(error)}"
+    message = f"{what} failed: {said_by(error)}"
     line = own_line(error, parts)
-    told = TrainingError(said if line is None else f"{said} ({line})")
+    failure = TrainingError(message if line is None else f"{message} ({line})")
     for note in getattr(error, "__notes__", ()):
-        told.add_note(note)
-    return told
+        failure.add_note(note)
+    return failure
 
 
 def said_by(error: BaseException) -> str:

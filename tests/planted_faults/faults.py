@@ -41,8 +41,8 @@ FAULTS = [
     Fault(
         "compaction asks of a segment for its first row alone",
         "store/retention.py",
-        "left[place] <= one.last",
-        "left[place] <= one.first",
+        "left[place] <= segment.last",
+        "left[place] <= segment.first",
         "tests/pipeline/test_sizes.py::test_what_may_leave_does_not_depend_on_the_page",
     ),
     Fault(
@@ -638,7 +638,7 @@ FAULTS = [
     Fault(
         "verify takes two rows of one key for the same",
         "store/refold.py",
-        "    return all(map(_same, one, other))",
+        "    return all(map(_same, row, other))",
         "    return True",
         "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
     ),

@@ -48,15 +48,15 @@ class Column:
         """Number of elements of each row, ``[n]``."""
         if self.shapes.shape[1] == 1:
             return self.shapes[:, 0]
-        found: Integers = self.shapes.prod(axis=1, dtype=np.int64)
-        return found
+        sizes: Integers = self.shapes.prod(axis=1, dtype=np.int64)
+        return sizes
 
     @property
     def offsets(self) -> Integers:
         """Where each row begins, in elements, and where the last one ends: ``[n + 1]``."""
-        found = np.zeros(len(self.shapes) + 1, np.int64)
-        np.cumsum(self.sizes, out=found[1:])
-        return found
+        offsets = np.zeros(len(self.shapes) + 1, np.int64)
+        np.cumsum(self.sizes, out=offsets[1:])
+        return offsets
 
     @property
     def elements(self) -> npt.NDArray[Any]:

@@ -65,7 +65,9 @@ class Contents:
         if field == _NOT_CONTENT:
             return
         name = self.packer.pack(field, field)
-        names = [name] * len(pieces) if all(pieces) else [name if one else b"" for one in pieces]
+        names = (
+            [name] * len(pieces) if all(pieces) else [name if piece else b"" for piece in pieces]
+        )
         self._heads += [names, pieces]
 
     def add_packed(self, field: str, pieces: Sequence[bytes]) -> None:
@@ -113,10 +115,10 @@ class Contents:
 
 def _spread(pieces: Sequence[Buffer], rows: Sequence[int], number: int) -> list[Any]:
     """Return one piece for each of ``number`` rows: empty for those that are not in ``rows``."""
-    found: list[Buffer] = [b""] * number
+    spread: list[Buffer] = [b""] * number
     for row, piece in zip(rows, pieces, strict=True):
-        found[row] = piece
-    return found
+        spread[row] = piece
+    return spread
 
 
 def digests_of_segments(

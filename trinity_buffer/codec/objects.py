@@ -172,8 +172,8 @@ class ObjectPacker:
             items = self._plain_list(list(value), place, depth - 1)
             return msgpack.ExtType(_TUPLE, _packed(items))
         if "numpy" in sys.modules and _arrays().is_array(value):  # who has one has loaded NumPy
-            code, said = _arrays().said(value, _name(place))
-            return msgpack.ExtType(code, _packed(said))
+            code, packed = _arrays().said(value, _name(place))
+            return msgpack.ExtType(code, _packed(packed))
         tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
         if tensor is not None:
             if len(tensor.shape) > (most := _arrays().MAX_DIMENSIONS):
@@ -219,14 +219,14 @@ def _are_flat_in_order(values: Sequence[Any]) -> bool:
     if not _DICT.issuperset(map(type, values)):
         return False
     keys = set(map(tuple, values))
-    return all(_TEXT.issuperset(map(type, some)) and _is_sorted(some) for some in keys) and (
+    return all(_TEXT.issuperset(map(type, texts)) and _is_sorted(texts) for texts in keys) and (
         _DIRECT.issuperset(map(type, chain.from_iterable(map(dict.values, values))))
     )
 
 
 def _is_sorted(texts: Iterable[str]) -> bool:
-    given = list(texts)
-    return given == sorted(given)
+    listed = list(texts)
+    return listed == sorted(listed)
 
 
 def _packed(value: object) -> bytes:

@@ -261,10 +261,10 @@ def _integers(value: object, name: str) -> Integers:
 
 
 def _shapes(value: object, count: int, ndim: int, name: str) -> Integers:
-    found = _integers(value, name)
-    if len(found) != count * ndim:
-        raise _damaged(f"column {name!r} has {len(found)} sizes for {count} x {ndim}")
-    return found.reshape(count, ndim)
+    sizes = _integers(value, name)
+    if len(sizes) != count * ndim:
+        raise _damaged(f"column {name!r} has {len(sizes)} sizes for {count} x {ndim}")
+    return sizes.reshape(count, ndim)
 
 
 def _ascending(rows: Integers, limit: int) -> bool:
@@ -287,10 +287,10 @@ def _check_size(column: Column, count: int) -> None:
 
 
 def _disjoint(columns: Sequence[Column]) -> bool:
-    given = [column.rows for column in columns if column.rows is not None]
-    if len(given) < len(columns):
+    row_sets = [column.rows for column in columns if column.rows is not None]
+    if len(row_sets) < len(columns):
         return False
-    rows = np.sort(np.concatenate(given))
+    rows = np.sort(np.concatenate(row_sets))
     return bool((rows[1:] != rows[:-1]).all())
 
 

@@ -134,14 +134,14 @@ class StoreFiles:
             StoreReplacedError: one was removed or replaced.
         """
         for path, known in self._known:
-            found = _identity(path)
-            if known is None and found is not None:
+            identity = _identity(path)
+            if known is None and identity is not None:
                 raise StoreReplacedError(
                     f"somebody writes to the store ({path} has come), which was opened to be read "
                     "as it lay: open it again"
                 )
-            if found != known:
-                what = "removed" if found is None else "replaced by another file"
+            if identity != known:
+                what = "removed" if identity is None else "replaced by another file"
                 raise StoreReplacedError(
                     f"{path} was {what} while this process had it open: what it writes now is lost "
                     "when it ends. Nothing of this call is acknowledged; end every process that "
@@ -151,10 +151,10 @@ class StoreFiles:
 
 def _identity(path: str) -> _Identity:
     try:
-        found = os.stat(path)  # noqa: PTH116 - after every commit: a third of the time
+        status = os.stat(path)  # noqa: PTH116 - after every commit: a third of the time
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 POOLED = (

@@ -57,8 +57,8 @@ def arguments_of(url: URL) -> dict[str, Any]:
     query = {"ssl" if key == "sslmode" else key: value for key, value in url.query.items()}
     query.pop("reconnect_s", None)
     dialect = dialect_module("postgresql").asyncpg.dialect()
-    found: dict[str, Any] = dialect.create_connect_args(url.set(query=query))[1]
-    return found
+    arguments: dict[str, Any] = dialect.create_connect_args(url.set(query=query))[1]
+    return arguments
 
 
 async def connect(*, host: Any = None, port: Any = None, **arguments: Any) -> Any:
@@ -82,8 +82,8 @@ async def connect(*, host: Any = None, port: Any = None, **arguments: Any) -> An
         except (OSError, asyncpg.PostgresError, asyncpg.InternalClientError) as error:
             if not passes_by(error):
                 raise
-            said = str(error) or "it does not answer"
-            failures.append(f"{place[0]}: {said}" if several else said)
+            cause = str(error) or "it does not answer"
+            failures.append(f"{place[0]}: {cause}" if several else cause)
             continue
         _keep_alive(connection)
         return connection
@@ -107,13 +107,13 @@ async def close(connection: Any) -> None:
 
 def _keep_alive(connection: Any) -> None:
     """Let the kernel look whether the peer of an idle or waiting connection is still there."""
-    found = connection._transport.get_extra_info("socket")  # noqa: SLF001 - asyncpg offers no other way
-    if found is None or found.family not in (socket.AF_INET, socket.AF_INET6):
+    peer = connection._transport.get_extra_info("socket")  # noqa: SLF001 - asyncpg offers no other way
+    if peer is None or peer.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _ALIVE.items():
         if hasattr(socket, name):  # not on every system
-            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Outage:

@@ -74,8 +74,8 @@ def planned_by(actor: str) -> str:
 
 def key_of(state: str) -> str:
     """Return what stands for a state in the index, which takes no long texts on PostgreSQL."""
-    said = state.encode(errors="surrogatepass")
-    return state if len(said) <= _MAX_KEY_BYTES else sha256(said).hexdigest()
+    encoded = state.encode(errors="surrogatepass")
+    return state if len(encoded) <= _MAX_KEY_BYTES else sha256(encoded).hexdigest()
 
 
 _MAX_KEY_BYTES = 200
@@ -88,12 +88,12 @@ def reasons(numbers: Numbers, consumer: str) -> dict[str, int]:
         numbers: of an experiment.
         consumer: its name; "" for what was refused at the door.
     """
-    found = {
+    numbers_by_reason = {
         state.removeprefix(_REJECTED): number
         for (name, state), number in numbers.items()
         if name == consumer and state.startswith(_REJECTED)
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(numbers_by_reason.items()))
 
 
 def kinds(numbers: Numbers) -> dict[str, int]:
@@ -103,10 +103,10 @@ def kinds(numbers: Numbers) -> dict[str, int]:
 
 def of_events(events: Sequence[PlacedFact]) -> Numbers:
     """Return what events add."""
-    numbers: Counter[tuple[str, str]] = Counter(("", one.kind) for one in events)
+    numbers: Counter[tuple[str, str]] = Counter(("", placed.kind) for placed in events)
     versions: set[int] = set()
-    for one in events:
-        match one.fact:
+    for placed in events:
+        match placed.fact:
             case ExperiencesRecorded() as fact:
                 numbers["", RECORDED] += len(fact.columns)
                 numbers.update(("", rejected_for(reason)) for reason in fact.refused.values())
@@ -117,7 +117,7 @@ def of_events(events: Sequence[PlacedFact]) -> Numbers:
             case ExperiencesRejected() as fact:
                 numbers.update((fact.consumer, rejected_for(reason)) for reason in fact.reasons)
             case BatchPlanned() as fact:
-                numbers["", planned_by(one.actor)] += 1
+                numbers["", planned_by(placed.actor)] += 1
                 numbers["", PLANNED_GROUPS] += len(fact.tasks)
                 numbers["", PLANNED_ROLLOUTS] += len(fact.tasks) * fact.rollouts_per_group
             case BatchSealed():
@@ -141,8 +141,8 @@ def _add(dialect: str) -> Prepared:
     columns = [column.name for column in counter.c]
     each = rows_given(dialect, (Text(), Text(), Text(), BigInteger()))
     # A condition, or SQLite reads ON CONFLICT as that of a join.
-    some = select(bindparam("of", type_=Integer()), *each).where(each[-1].is_not(None))
-    made: Any = dialect_module(dialect).insert(counter).from_select(columns, some)
+    added = select(bindparam("of", type_=Integer()), *each).where(each[-1].is_not(None))
+    made: Any = dialect_module(dialect).insert(counter).from_select(columns, added)
     number, more = counter.c.number, made.excluded.number
     new: ColumnElement[int] = case(
         (counter.c.state == LOWEST_VERSION, case((more < number, more), else_=number)),
@@ -194,11 +194,11 @@ _ONE = Prepared(
 
 def all_numbers(tx: Transaction) -> dict[int, Numbers]:
     """Return experiment -> its counters, of all that have any."""
-    found: dict[int, Numbers] = {}
+    counters: dict[int, Numbers] = {}
     columns = (counter.c.experiment, counter.c.consumer, counter.c.state, counter.c.number)
     for of, name, state, number in tx.execute(select(*columns)).all():
-        found.setdefault(int(of), {})[name, state] = int(number)
-    return found
+        counters.setdefault(int(of), {})[name, state] = int(number)
+    return counters
 
 
 def count_stored(tx: Transaction, experiment: int, key: str) -> int:
@@ -227,21 +227,21 @@ def count_late(
     Returns:
         How many these are.
     """
-    some = sorted(set(runs))
-    if not some:
+    late_runs = sorted(set(runs))
+    if not late_runs:
         return 0
-    named = given(tx, sorted({key for key, _, _ in some}))
+    named = given(tx, sorted({key for key, _, _ in late_runs}))
     stored = partial(_stored_of(tx.dialect.name).value, tx, of=experiment, keys=named)
     before, late = stored(), _late(tx.dialect.name)
-    late.change(tx, of=experiment, first=first, keys=named, **given_rows(tx, some))
+    late.change(tx, of=experiment, first=first, keys=named, **given_rows(tx, late_runs))
     return int(stored() or 0) - int(before or 0)
 
 
 @by_dialect
 def _stored_of(dialect: str) -> Prepared:
-    some = among_given(dialect, batch.c.batch, "keys")
+    wanted = among_given(dialect, batch.c.batch, "keys")
     total = func.sum(batch.c.stored_rollouts, type_=Integer)
-    return Prepared(select(total).where(batch.c.experiment == bindparam("of"), some))
+    return Prepared(select(total).where(batch.c.experiment == bindparam("of"), wanted))
 
 
 @by_dialect
@@ -260,8 +260,8 @@ def _late(dialect: str) -> Prepared:
         key == batch.c.batch, run < batch.c.rollouts_per_group, planned, ~before
     )
     more = new.correlate(batch).scalar_subquery()
-    some = among_given(dialect, batch.c.batch, "keys")
-    late = update(batch).where(batch.c.experiment == of, batch.c.sealed_at.is_not(None), some)
+    wanted = among_given(dialect, batch.c.batch, "keys")
+    late = update(batch).where(batch.c.experiment == of, batch.c.sealed_at.is_not(None), wanted)
     return Prepared(late.values(stored_rollouts=batch.c.stored_rollouts + more))
 
 

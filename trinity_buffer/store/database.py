@@ -219,10 +219,10 @@ class Database:
         """Do nothing if the schema is the one of this version: somebody may have migrated it."""
         if self._any_revision:
             return
-        ((found,),) = tx.rows("PRAGMA schema_version", ())  # counts changes
-        if found != self._schema:
+        ((version,),) = tx.rows("PRAGMA schema_version", ())  # counts changes
+        if version != self._schema:
             schema.inspect(tx, self.name)
-            self._schema = found
+            self._schema = version
 
     async def open(
         self, stack: AsyncExitStack, *, any_revision: bool = False, create: bool = True

@@ -104,7 +104,7 @@ HANDED_OUT = Prepared(
 def _done() -> Prepared:
     """Return what commits all steps that are not, up to the last; it names the checkpoint."""
     live = select(consumer.c.committed_step).where(*OF_CONSUMER).scalar_subquery()
-    said: dict[str, Any] = {
+    columns: dict[str, Any] = {
         name: case((step.c.step == bindparam("last"), bindparam(name, type_=column.type)))
         for name, column in (
             ("checkpoint", step.c.checkpoint),
@@ -113,9 +113,11 @@ def _done() -> Prepared:
         )
     }
     text_of_rows = bindparam("rows_by_rank", type_=Text())
-    said["rows_by_rank"] = case((step.c.step == bindparam("last"), text_of_rows))
-    some = (*_OF_STEP, step.c.step > live, step.c.step <= bindparam("last"))
-    return Prepared(update(step).where(*some).values(committed_at=bindparam("position"), **said))
+    columns["rows_by_rank"] = case((step.c.step == bindparam("last"), text_of_rows))
+    open_steps = (*_OF_STEP, step.c.step > live, step.c.step <= bindparam("last"))
+    return Prepared(
+        update(step).where(*open_steps).values(committed_at=bindparam("position"), **columns)
+    )
 
 
 DONE = _done()
@@ -205,9 +207,9 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
 
 
 def _configured(tx: Transaction, experiment: int, position: int, config: Config) -> None:
-    said = {"position": position, "config": config, "finished": False}
-    statement = upsert(tx, configuration).values(experiment=experiment, **said)
-    tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=said))
+    values = {"position": position, "config": config, "finished": False}
+    statement = upsert(tx, configuration).values(experiment=experiment, **values)
+    tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=values))
 
 
 def _finished(tx: Transaction, experiment: int) -> None:
@@ -262,23 +264,23 @@ def _seal(dialect: str) -> Prepared:
 
 
 def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> int:
-    facts = [one.fact for one in placed if isinstance(one.fact, ExperiencesRecorded)]
+    facts = [event.fact for event in placed if isinstance(event.fact, ExperiencesRecorded)]
     made = []
-    for one, fact in zip(placed, facts, strict=True):
-        made += rows.experience_rows(experiment, one.position, fact)
+    for event, fact in zip(placed, facts, strict=True):
+        made += rows.experience_rows(experiment, event.position, fact)
     tx.add(experience, made)
     stored = 0
-    for one, fact in zip(placed, facts, strict=True):
+    for event, fact in zip(placed, facts, strict=True):
         columns = fact.columns
         late = [(str(columns.batch[n]), str(columns.task[n]), columns.run[n]) for n in fact.refused]
-        stored += counters.count_late(tx, experiment, late, first_address(one.position))
+        stored += counters.count_late(tx, experiment, late, first_address(event.position))
     return stored
 
 
 def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:
-    said = {"name": fact.consumer, "kind": fact.kind, "config": fact.config}
+    named = {"name": fact.consumer, "kind": fact.kind, "config": fact.config}
     numbers = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")
-    tx.execute(insert(consumer), {"experiment": experiment, **said, **dict.fromkeys(numbers, 0)})
+    tx.execute(insert(consumer), {"experiment": experiment, **named, **dict.fromkeys(numbers, 0)})
 
 
 def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
@@ -321,8 +323,8 @@ _UNSEEN = Prepared(
 @by_dialect
 def _taken(dialect: str) -> Prepared:
     mine = (waiting.c.experiment == bindparam("of"), waiting.c.consumer == bindparam("by"))
-    some = among_given(dialect, waiting.c.address, "addresses")
-    return Prepared(delete(waiting).where(*mine, some).returning(waiting.c.address))
+    taken = among_given(dialect, waiting.c.address, "addresses")
+    return Prepared(delete(waiting).where(*mine, taken).returning(waiting.c.address))
 
 
 def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]) -> None:
@@ -390,19 +392,19 @@ _DROP = delete(delivery).where(*(column == bindparam(f"{column.name}_") for colu
 
 
 def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:
-    last, said = fact.steps[-1], rows.commit_columns(fact)
-    said["rows_by_rank"] = canonical(said["rows_by_rank"])
+    last, columns = fact.steps[-1], rows.commit_columns(fact)
+    columns["rows_by_rank"] = canonical(columns["rows_by_rank"])
     mine = {"of": experiment, "by": fact.consumer, "last": last}
-    DONE.change(tx, **mine, position=position, **said)
+    DONE.change(tx, **mine, position=position, **columns)
     COMMITTED.change(tx, **mine, fence=fact.token)
 
 
 def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
-    name, kept = fact.consumer, fact.step
-    mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > kept)
+    name, last = fact.consumer, fact.step
+    mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > last)
     tx.execute(update(step).where(*mine).values(rows.NOT_COMMITTED))
     live = (consumer.c.experiment == experiment, consumer.c.name == name)
-    tx.execute(update(consumer).where(*live).values(committed_step=kept))
+    tx.execute(update(consumer).where(*live).values(committed_step=last))
 
 
 def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPublished) -> None:

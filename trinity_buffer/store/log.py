@@ -84,14 +84,14 @@ def append(
     last: Place | None = None,
 ) -> list[Place]:
     """Append ``events`` in order, fold them, and return their places. Never commits."""
-    said = [(actor, new) for new in events]
-    return append_of_actors(tx, experiment_id, said, now_us=now_us, last=last)
+    by_actor = [(actor, new) for new in events]
+    return append_of_actors(tx, experiment_id, by_actor, now_us=now_us, last=last)
 
 
 def append_of_actors(
     tx: Transaction,
     experiment_id: int,
-    said: Sequence[tuple[str, NewEvent]],
+    events: Sequence[tuple[str, NewEvent]],
     *,
     now_us: int,
     last: Place | None = None,
@@ -104,12 +104,12 @@ def append_of_actors(
     Raises:
         InvalidArgumentError: an actor whose name is none.
     """
-    for actor in {actor for actor, _ in said}:
+    for actor in {actor for actor, _ in events}:
         require_name("an actor's name", actor)
     lock_experiment(tx, experiment_id)
     last = last or end(tx, experiment_id)
     places, facts, rows = [], [], []
-    for actor, new in said:
+    for actor, new in events:
         event_says = (last.position + 1, new.kind, actor, now_us, new.encoded)
         last = Place(event_says[0], head_of(last.head, *event_says))
         places.append(last)
@@ -132,8 +132,8 @@ def end(tx: Transaction, experiment_id: int) -> Place:
 
 def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bool:
     """Return whether the log has the event of this head at this position."""
-    found = read_at(tx, experiment_id, [position])
-    return bool(found) and found[0].head == head
+    stored = read_at(tx, experiment_id, [position])
+    return bool(stored) and stored[0].head == head
 
 
 def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
@@ -208,8 +208,8 @@ def _stored(row: Sequence[Any]) -> StoredEvent:
     if tuple(map(type, row)) in _SOUND:
         return StoredEvent(*row)
     values: list[Any] = [
-        one if isinstance(one, kind) or (kind is bytes and one is None) else empty
-        for one, (kind, empty) in zip(row, _TYPES, strict=True)
+        value if isinstance(value, kind) or (kind is bytes and value is None) else empty
+        for value, (kind, empty) in zip(row, _TYPES, strict=True)
     ]
     return StoredEvent(*values)
 
@@ -247,16 +247,16 @@ def _after(dialect: str, kinds: tuple[str, ...] | None, bounded: bool) -> Prepar
     span = [event.c.position > bindparam("after")]
     if bounded:
         span.append(event.c.position <= bindparam("last"))
-    some = _STORED.where(*span).order_by(event.c.position).limit(bindparam("most"))
+    page = _STORED.where(*span).order_by(event.c.position).limit(bindparam("most"))
     if kinds is None:
-        return Prepared(some)
+        return Prepared(page)
     if not 0 < len(kinds) <= FEW_KINDS or not FREQUENT.isdisjoint(kinds):
-        return Prepared(some.where(or_(false(), *(event.c.kind == kind for kind in kinds))))
+        return Prepared(page.where(or_(false(), *(event.c.kind == kind for kind in kinds))))
     rare = select(event.c.position).where(event.c.experiment == bindparam("of"), *span)
     rare = rare.where(text(NOT_FREQUENT)).order_by(event.c.position).limit(bindparam("most"))
     each = [select(rare.where(event.c.kind == kind).subquery()) for kind in kinds]
-    found = union_all(*each).subquery()
-    first = select(found.c.position).order_by(found.c.position).limit(bindparam("most"))
+    positions = union_all(*each).subquery()
+    first = select(positions.c.position).order_by(positions.c.position).limit(bindparam("most"))
     # Of a subquery PostgreSQL may make a join with every event; of an array it looks up each.
     each_of_them = (
         event.c.position.in_(first)
@@ -280,8 +280,8 @@ def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> li
 
 @by_dialect
 def _at(dialect: str) -> Prepared:
-    some = _STORED.where(among_given(dialect, event.c.position, "positions"))
-    return Prepared(some.order_by(event.c.position))
+    events = _STORED.where(among_given(dialect, event.c.position, "positions"))
+    return Prepared(events.order_by(event.c.position))
 
 
 def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> dict[int, int]:
@@ -294,10 +294,8 @@ def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -
 
 def find_experiment(tx: Transaction, name: str) -> int | None:
     """Return the id of the experiment, or None."""
-    found = tx.execute(
-        select(experiment.c.id).where(experiment.c.name == name)
-    ).scalar_one_or_none()
-    return None if found is None else int(found)
+    key = tx.execute(select(experiment.c.id).where(experiment.c.name == name)).scalar_one_or_none()
+    return None if key is None else int(key)
 
 
 def experiment_name(tx: Transaction, experiment_id: int) -> str:

@@ -25,10 +25,10 @@ def folder() -> Path:
 
 def config(connection: Connection | None = None) -> Config:
     """Return alembic's configuration, for a connection with an open transaction."""
-    found = Config()
-    found.set_main_option("script_location", str(folder()).replace("%", "%%"))
-    found.attributes["connection"] = connection
-    return found
+    settings = Config()
+    settings.set_main_option("script_location", str(folder()).replace("%", "%%"))
+    settings.attributes["connection"] = connection
+    return settings
 
 
 def revisions() -> list[str]:
@@ -44,9 +44,9 @@ def current(tx: Transaction, name: str) -> str:
         UnknownStoreError: it holds no store, or none that names one revision.
         SchemaTooNewError: a revision that this version does not know.
     """
-    found = set(inspect_engine(tx.connection).get_table_names())
-    if not {"alembic_version", "event"} <= found:
-        what = "is empty" if not found else "holds other tables"
+    names = set(inspect_engine(tx.connection).get_table_names())
+    if not {"alembic_version", "event"} <= names:
+        what = "is empty" if not names else "holds other tables"
         raise UnknownStoreError(f"{name} is not a Trinity Buffer store: it {what}")
     revision = schema.revision_of(tx, name)
     if revision not in schema.KNOWN_REVISIONS:

@@ -170,9 +170,9 @@ class PostgresChanges(Changes):
                 try:
                     self._connection = await self._listening()
                 except errors() as error:
-                    said = str(error) or "it does not answer"
+                    cause = str(error) or "it does not answer"
                     kind = StoreUnavailableError if passes_by(error) else StoreError
-                    raise kind(f"{self._name}: cannot listen for changes: {said}") from error
+                    raise kind(f"{self._name}: cannot listen for changes: {cause}") from error
                 # what came before the connection stood was not heard: read once more
                 self._others += 1
 

@@ -158,9 +158,9 @@ class PostgresTransaction(Transaction):
             self._statements_left -= 1
         self._started()
         if self._changes:
-            some, self._changes = list(self._changes.values()), {}
-            sql = _together(tuple(sql for sql, _ in some))
-            values = [value for _, own in some for value in own]
+            changes, self._changes = list(self._changes.values()), {}
+            sql = _together(tuple(sql for sql, _ in changes))
+            values = [value for _, own in changes for value in own]
             self._ask(lambda pg: pg.fetch(sql, *values))
 
     def _started(self) -> None:
@@ -215,11 +215,11 @@ def _together(statements: tuple[str, ...]) -> str:
     numbered, before = [], 0
     for sql in statements:
         places = {int(number) for number in _PLACE.findall(sql)}
-        numbered.append(_PLACE.sub(lambda found: f"${int(found[1]) + before}", sql))  # noqa: B023 - used at once
+        numbered.append(_PLACE.sub(lambda place: f"${int(place[1]) + before}", sql))  # noqa: B023 - used at once
         before += max(places, default=0)
-    *some, last = numbered
-    named = ", ".join(f"change{number} AS ({sql})" for number, sql in enumerate(some))
-    return f"WITH {named} {last}" if some else last
+    *before_last, last = numbered
+    named = ", ".join(f"change{number} AS ({sql})" for number, sql in enumerate(before_last))
+    return f"WITH {named} {last}" if before_last else last
 
 
 _PLACE = re.compile(r"\$(\d+)")
@@ -337,10 +337,10 @@ class Server:
 
     def _suitable(self, name: str) -> tuple[str, float]:
         """Return the server's version, and for how many seconds it lets anybody wait for a lock."""
-        with self._engine.connect() as one, self._engine.connect() as other:
-            for connection in (one, other):  # whose transactions keep what a pooler lends
+        with self._engine.connect() as first, self._engine.connect() as other:
+            for connection in (first, other):  # whose transactions keep what a pooler lends
                 connection.execution_options(isolation_level="READ COMMITTED")
-            about: Any = one.exec_driver_sql(_ABOUT).one()
+            about: Any = first.exec_driver_sql(_ABOUT).one()
             version, encoding, lock_ms = str(about[0]), str(about[1]), float(about[2])
             if encoding != "UTF8":
                 raise UnsafeStoreError(
@@ -348,8 +348,8 @@ class Server:
                     "a database with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
                 )
             mark = uuid4().hex
-            one.exec_driver_sql(_SET_MARK, (mark,))
-            one.commit()
+            first.exec_driver_sql(_SET_MARK, (mark,))
+            first.commit()
             # A pooler of transactions gives the other connection, sooner or later, the server's
             # session of the first one; or the first gets another while the other keeps that.
             pooled = False
@@ -357,7 +357,7 @@ class Server:
                 other.rollback()
                 pooled = pooled or other.exec_driver_sql(_GET_MARK).scalar() == mark
             # Not asked where it is known: of one server connection, the other has it.
-            if pooled or one.exec_driver_sql(_GET_MARK).scalar() != mark:
+            if pooled or first.exec_driver_sql(_GET_MARK).scalar() != mark:
                 raise UnsafeStoreError(f"{name} {POOLED}")
         return version, lock_ms / 1000
 

@@ -135,9 +135,9 @@ def _shown(value: Any) -> str:
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(value: Any, other: Any) -> bool:
     # SQLite stores NaN as NULL, PostgreSQL as it is.
-    return bool(one == other) or (_is_nothing(one) and _is_nothing(other))
+    return bool(value == other) or (_is_nothing(value) and _is_nothing(other))
 
 
 def _is_nothing(value: Any) -> bool:
@@ -146,16 +146,16 @@ def _is_nothing(value: Any) -> bool:
 
 def spans(tx: Transaction, experiment: int) -> list[Span]:
     """Return the unlimited spans that together are all projections."""
-    found = []
+    parts = []
     for name, table in _TABLES.items():
         if name not in _OWNER:
-            found.append(Span(name))
+            parts.append(Span(name))
             continue
         names = [_OWNER[name]] + ["source"] * (table is delivery)
-        query = select(*(table.c[one] for one in names)).where(table.c.experiment == experiment)
+        query = select(*(table.c[owner] for owner in names)).where(table.c.experiment == experiment)
         owners = [tuple(row) for row in tx.execute(query.distinct()).all()]
-        found += [Span(name, one, source=(*of, None)[0]) for one, *of in sorted(owners)]
-    return found
+        parts += [Span(name, owner, source=(*of, None)[0]) for owner, *of in sorted(owners)]
+    return parts
 
 
 def next_limit(folded: Transaction, experiment: int, span: Span) -> int | None:
@@ -165,8 +165,8 @@ def next_limit(folded: Transaction, experiment: int, span: Span) -> int | None:
         return None
     query = _where(select(_TABLES[span.table].c[number]), experiment, span)
     query = query.order_by(_TABLES[span.table].c[number]).offset(sizes().rows_per_span - 1).limit(1)
-    found = folded.execute(query).scalar_one_or_none()
-    return None if found is None else int(found)
+    limit = folded.execute(query).scalar_one_or_none()
+    return None if limit is None else int(limit)
 
 
 def _where(statement: Any, experiment: int, span: Span, of: FromClause | None = None) -> Any:
@@ -190,9 +190,9 @@ def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
     query = _where(select(*_raw(table)), experiment, span)
     if number is not None:
         query = query.order_by(table.c[number])
-    found = [tuple(row) for row in tx.execute(query).all()]
+    rows = [tuple(row) for row in tx.execute(query).all()]
     # Texts are sorted here: a PostgreSQL may have a collation of its own.
-    return found if number is not None else sorted(found, key=_key_getter(table))
+    return rows if number is not None else sorted(rows, key=_key_getter(table))
 
 
 def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int, bool]:
@@ -238,19 +238,19 @@ def differences(span: Span, live: Sequence[Row], folded: Sequence[Row]) -> list[
     ]
 
 
-def same_row(one: Row | None, other: Row | None) -> bool:
+def same_row(row: Row | None, other: Row | None) -> bool:
     """Return whether two rows hold the same, or neither is there."""
-    if one is None or other is None:
-        return one is other
-    return all(map(_same, one, other))
+    if row is None or other is None:
+        return row is other
+    return all(map(_same, row, other))
 
 
 def _difference(table: Table, live: Row | None, folded: Row | None) -> Difference:
     names = [column.name for column in table.c]
-    found = [None if row is None else dict(zip(names, row, strict=True)) for row in (live, folded)]
-    some = found[0] or found[1] or {}
-    key = {c.name: some[c.name] for c in table.primary_key if c.name != "experiment"}
-    return Difference(table.name, key, *found)
+    rows = [None if row is None else dict(zip(names, row, strict=True)) for row in (live, folded)]
+    present = rows[0] or rows[1] or {}
+    key = {c.name: present[c.name] for c in table.primary_key if c.name != "experiment"}
+    return Difference(table.name, key, *rows)
 
 
 def mend(tx: Transaction, wrong: Iterable[Difference]) -> int:
@@ -273,23 +273,23 @@ def mend(tx: Transaction, wrong: Iterable[Difference]) -> int:
 
 def _typed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as SQLAlchemy wants it, from one as the driver gave it."""
-    found = dict(row)
+    typed = dict(row)
     for column in table.c:
-        value = found[column.name]
+        value = typed[column.name]
         if isinstance(column.type, Boolean) and value is not None:
-            found[column.name] = bool(value)
+            typed[column.name] = bool(value)
         elif isinstance(column.type, CanonicalJSON) and value is not None:
-            found[column.name] = json.loads(value)
-    return found
+            typed[column.name] = json.loads(value)
+    return typed
 
 
 def counts(tx: Transaction, experiment: int) -> dict[str, int]:
     """Return how many rows each projection has."""
-    found = {}
+    numbers = {}
     for name, table in _TABLES.items():
         query = select(func.count()).select_from(table).where(table.c.experiment == experiment)
-        found[name] = int(tx.execute(query).scalar_one())
-    return found
+        numbers[name] = int(tx.execute(query).scalar_one())
+    return numbers
 
 
 def _raw(table: Table) -> list[Any]:

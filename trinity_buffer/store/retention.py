@@ -92,10 +92,10 @@ def archives(tx: Transaction, experiment: int) -> dict[str, list[bytes]]:
     query = select(archived.c.uri, archived.c.segment).where(
         archived.c.experiment == experiment, archived.c.uri.is_not(None)
     )
-    found: dict[str, list[bytes]] = {}
+    segments: dict[str, list[bytes]] = {}
     for uri, segment in tx.execute(query.order_by(archived.c.position, archived.c.segment)):
-        found.setdefault(uri, []).append(bytes(segment))
-    return found
+        segments.setdefault(uri, []).append(bytes(segment))
+    return segments
 
 
 def _next_event(heads: CTE) -> Any:
@@ -140,14 +140,14 @@ def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]
         .join(experiments, experiments.c.id == consumer.c.experiment)
         .where(consumer.c.kind == "trainer", own | mixes)
     )
-    found = []
+    needs = []
     for where, of, trainer, config, committed, source in tx.execute(query).all():
         mine = int(where) == experiment
         rejecting = trainer if mine else guest_name(of, trainer)
         reader = Reader(int(where), trainer, "" if mine else source, rejecting)
         annotation_set = config["strategy"] if mine else EXPERTS_SET
-        found.append(Need(reader, annotation_set, int(committed) - keep_steps))
-    return found
+        needs.append(Need(reader, annotation_set, int(committed) - keep_steps))
+    return needs
 
 
 def finished(
@@ -170,12 +170,12 @@ def finished(
         mine = _done_by(tx, experiment, need, after, last)
         done = mine if number == 0 else done & mine
     left = sorted(needed - done)
-    return [one for one in held if not _any_between(left, one)] if needs else []
+    return [segment for segment in held if not _any_between(left, segment)] if needs else []
 
 
-def _any_between(left: Sequence[int], one: Held) -> bool:
-    place = bisect_left(left, one.first)
-    return place < len(left) and left[place] <= one.last
+def _any_between(left: Sequence[int], segment: Held) -> bool:
+    place = bisect_left(left, segment.first)
+    return place < len(left) and left[place] <= segment.last
 
 
 def _done_by(tx: Transaction, experiment: int, need: Need, after: int, last: int) -> set[int]:

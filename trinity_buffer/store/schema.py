@@ -78,18 +78,18 @@ def guards(dialect: str) -> list[Guard]:
     A segment may be deleted once an ``archived`` row names it: that row comes with the
     ``SegmentsArchived`` event, in the same transaction. SQLite has no TRUNCATE.
     """
-    found = [
+    triggers = [
         _forbids(table, operation)
         for table in ("experiment", "event")
         for operation in ("UPDATE", "DELETE")
     ]
-    found.append(_forbids("segment", "UPDATE"))
-    found.append(_forbids("segment", "DELETE", _ARCHIVE_FIRST, _NOT_ARCHIVED))
+    triggers.append(_forbids("segment", "UPDATE"))
+    triggers.append(_forbids("segment", "DELETE", _ARCHIVE_FIRST, _NOT_ARCHIVED))
     # A process of an older version, which opened the store before it was migrated, ends here.
-    found.append(Guard("event_needs_head", "event", "INSERT", _NEWER_SCHEMA, "NEW.head IS NULL"))
+    triggers.append(Guard("event_needs_head", "event", "INSERT", _NEWER_SCHEMA, "NEW.head IS NULL"))
     if dialect == "postgresql":
-        found += [_forbids(table, "TRUNCATE") for table in ("experiment", "event", "segment")]
-    return found
+        triggers += [_forbids(table, "TRUNCATE") for table in ("experiment", "event", "segment")]
+    return triggers
 
 
 def _besides_tables(dialect: str) -> list[str]:
@@ -97,10 +97,10 @@ def _besides_tables(dialect: str) -> list[str]:
 
     PostgreSQL tries to compress every blob otherwise: 1.5 times the time of a write.
     """
-    found = [statement for guard in guards(dialect) for statement in guard.statements(dialect)]
+    statements = [statement for guard in guards(dialect) for statement in guard.statements(dialect)]
     external = "ALTER TABLE segment ALTER COLUMN data SET STORAGE EXTERNAL"
-    found += [external] if dialect == "postgresql" else []
-    return found + [view_created(name) for name in VIEWS]
+    statements += [external] if dialect == "postgresql" else []
+    return statements + [view_created(name) for name in VIEWS]
 
 
 _UID = "e.batch, e.task, e.run, e.step, e.suffix"
@@ -171,14 +171,14 @@ def inspect(tx: Transaction, name: str) -> bool:
         SchemaOutdatedError: it holds a store of an older version.
         SchemaTooNewError: it holds a store of a newer version.
     """
-    found = set(inspect_engine(tx.connection).get_table_names())
-    if not found:
+    names = set(inspect_engine(tx.connection).get_table_names())
+    if not names:
         _require_no_other(tx, name)
         return False
-    if "alembic_version" not in found or "event" not in found:
-        some = ", ".join(sorted(found)[:3])
+    if "alembic_version" not in names or "event" not in names:
+        examples = ", ".join(sorted(names)[:3])
         raise UnknownStoreError(
-            f"{name} is not a Trinity Buffer store: it holds other tables ({some})"
+            f"{name} is not a Trinity Buffer store: it holds other tables ({examples})"
         )
     revision = revision_of(tx, name)
     if revision == tables.SCHEMA_REVISION:
@@ -226,14 +226,14 @@ def revision_of(tx: Transaction, name: str) -> str:
     Raises:
         UnknownStoreError: the store says none, or several.
     """
-    found = [str(row[0]) for row in tx.rows("SELECT version_num FROM alembic_version", ())]
-    if len(found) != 1:
-        said = ", ".join(sorted(found)) or "none"
+    revisions = [str(row[0]) for row in tx.rows("SELECT version_num FROM alembic_version", ())]
+    if len(revisions) != 1:
+        named = ", ".join(sorted(revisions)) or "none"
         raise UnknownStoreError(
-            f"{name} is damaged: its table alembic_version names {said}, where it must name one "
+            f"{name} is damaged: its table alembic_version names {named}, where it must name one "
             "schema: put a copy back"
         )
-    return found[0]
+    return revisions[0]
 
 
 def create(tx: Transaction, name: str) -> None:
@@ -260,8 +260,8 @@ def unsound(tx: Transaction) -> list[str]:
         return [*_other_words(tx), *_foreign(tx, _FOREIGN_ON_SQLITE)]
     other = list(_other_tables(tx))
     views = () if other else _lacking_views(tx)  # which cannot be planned on other tables
-    found = [*other, *_lacking_guards(tx), *_lacking_indexes(tx), *views]
-    return [*found, *_foreign(tx, _FOREIGN_ON_POSTGRESQL)]
+    problems = [*other, *_lacking_guards(tx), *_lacking_indexes(tx), *views]
+    return [*problems, *_foreign(tx, _FOREIGN_ON_POSTGRESQL)]
 
 
 _FOREIGN_ON_SQLITE = "SELECT 'trigger', name, tbl_name FROM sqlite_master WHERE type = 'trigger'"
@@ -292,12 +292,12 @@ _VIEW_GONE = "view {name} is gone or another: who asks it in SQL is told somethi
 def _other_words(tx: Transaction) -> Iterator[str]:
     """Yield what SQLite, which keeps every statement as it was given, has in other words."""
     rows = tx.rows("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL", ())
-    found: dict[str, str] = {str(name): str(sql) for name, sql in rows}
+    statements: dict[str, str] = {str(name): str(sql) for name, sql in rows}
     for name, statement, gone in _made_with(tx):
-        if name not in found:
+        if name not in statements:
             yield gone
-        elif clauses_of(found[name]) != clauses_of(statement):
-            yield f"{gone}; what stands there: {found[name]}"
+        elif clauses_of(statements[name]) != clauses_of(statement):
+            yield f"{gone}; what stands there: {statements[name]}"
 
 
 def _made_with(tx: Transaction) -> Iterator[tuple[str, str, str]]:
@@ -364,10 +364,10 @@ _TRIGGERS = (
 
 
 def _lacking_guards(tx: Transaction) -> Iterator[str]:
-    found = {name: (made, body) for name, made, body in tx.rows(_TRIGGERS, ())}
+    triggers = {name: (made, body) for name, made, body in tx.rows(_TRIGGERS, ())}
     for guard in guards("postgresql"):
         function, made = guard.statements("postgresql")
-        there, body = found.get(guard.name, ("", ""))
+        there, body = triggers.get(guard.name, ("", ""))
         if not there:
             yield _GUARD_GONE.format(guard=guard)
         elif body != function.split("$$")[1] or _plain(there, guard) != _plain(made, guard):
@@ -382,7 +382,7 @@ def _plain(made: str, guard: Guard) -> str:
 
 def _lacking_indexes(tx: Transaction) -> Iterator[str]:
     known = inspect_engine(tx.connection).get_multi_indexes(filter_names=list(metadata.tables))
-    found = {
+    stored = {
         index["name"]: (index["column_names"], bool(index["unique"]), _is_partial(index))
         for indexes in known.values()
         for index in indexes
@@ -391,7 +391,7 @@ def _lacking_indexes(tx: Transaction) -> Iterator[str]:
         for index in table.indexes:
             partial = index.dialect_options["sqlite"]["where"] is not None
             wanted = ([column.name for column in index.columns], bool(index.unique), partial)
-            if found.get(str(index.name)) != wanted:
+            if stored.get(str(index.name)) != wanted:
                 yield _INDEX_GONE.format(index=index)
 
 
@@ -401,9 +401,9 @@ def _is_partial(index: Any) -> bool:
 
 def _lacking_views(tx: Transaction) -> Iterator[str]:
     """Yield views that are gone, or that the server plans in another way than our words."""
-    found = inspect_engine(tx.connection).get_view_names()
+    names = inspect_engine(tx.connection).get_view_names()
     for name, words in sorted(VIEWS.items()):
-        if name not in found or _plan(tx, name) != _plan(tx, f"({words})"):
+        if name not in names or _plan(tx, name) != _plan(tx, f"({words})"):
             yield _VIEW_GONE.format(name=name)
 
 

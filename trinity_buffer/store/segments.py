@@ -139,12 +139,12 @@ def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> Se
         return {}
     values: dict[str, object] = {f"key{number}": key for number, key in enumerate(keys)}
     values |= {f"family{number}": family for number, family in enumerate(families)}
-    found: SegmentParts = {}
+    parts: SegmentParts = {}
     values["long"] = sizes().bytes_read_at_once
     rows = _parts_of(tx.dialect.name, len(keys), len(families)).rows(tx, **values)
     for key, family, part, recorded, data in tx.with_blobs(segment, rows):
-        found.setdefault((key, family), []).append((part, recorded, data))
-    return found
+        parts.setdefault((key, family), []).append((part, recorded, data))
+    return parts
 
 
 @lru_cache(maxsize=128)

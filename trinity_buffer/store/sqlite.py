@@ -224,8 +224,8 @@ class OpenFile:
             self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise UnknownStoreError(f"{path} cannot be opened: {error.strerror}") from error
-        found = os.fstat(self.file)
-        self.inode = (found.st_dev, found.st_ino)
+        status = os.fstat(self.file)
+        self.inode = (status.st_dev, status.st_ino)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -245,20 +245,20 @@ class OpenFile:
 @contextmanager
 def open_here(path: Path) -> Iterator[OpenFile]:
     """Keep whoever is forked meanwhile from opening the file at ``path``."""
-    one = OpenFile(path)
-    _open.add(one)
+    file = OpenFile(path)
+    _open.add(file)
     try:
-        yield one
+        yield file
     finally:
-        if one in _open:  # not in a forked child
-            _open.remove(one)
-            os.close(one.file)
+        if file in _open:  # not in a forked child
+            _open.remove(file)
+            os.close(file.file)
 
 
 def _note_inherited() -> None:
-    _inherited.update(dict.fromkeys((one.inode for one in _open), os.getppid()))
-    for one in _open:  # or its lock would last as long as this process
-        os.close(one.file)
+    _inherited.update(dict.fromkeys((file.inode for file in _open), os.getppid()))
+    for file in _open:  # or its lock would last as long as this process
+        os.close(file.file)
     _open.clear()
 
 

@@ -64,8 +64,8 @@ class SQLiteTransaction(Transaction):
     @override
     def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Execute a statement as the driver takes it; return all rows that it gives."""
-        found: list[tuple[Any, ...]] = self._driver.execute(sql, values).fetchall()
-        return found
+        rows: list[tuple[Any, ...]] = self._driver.execute(sql, values).fetchall()
+        return rows
 
     @override
     def change(self, table: str, sql: str, values: Sequence[Any]) -> None:
@@ -83,8 +83,8 @@ class SQLiteTransaction(Transaction):
         size = sizes().rows_per_statement
         whole = len(rows) - len(rows) % size
         for start in range(0, whole, size):
-            some = chain.from_iterable(rows[start : start + size])
-            self._driver.execute(_insert(table, size), tuple(some))
+            values = chain.from_iterable(rows[start : start + size])
+            self._driver.execute(_insert(table, size), tuple(values))
         if whole < len(rows):
             self._driver.executemany(_insert(table, 1), rows[whole:])
 
@@ -115,12 +115,12 @@ class SQLiteTransaction(Transaction):
 
     def _long_blob(self, table: Table, row: int, size: int) -> Buffer:
         """Return the last column of a row, read piece by piece into memory of its own."""
-        found, step = mapped(size), sizes().bytes_read_at_once
+        memory, step = mapped(size), sizes().bytes_read_at_once
         place = (table.name, list(table.columns)[-1].name, row)
         with closing(open_blob(self._driver, *place, read_only=True)) as stored:
             for start in range(0, size, step):
-                found[start : start + step] = stored.read(min(step, size - start))
-        return found
+                memory[start : start + step] = stored.read(min(step, size - start))
+        return memory
 
     @override
     def announce(self) -> None:
@@ -181,8 +181,8 @@ def _engine() -> Engine:
 @cache
 def _insert(table: Table, rows: int) -> str:
     """Return the statement for so many rows, whose places are all positional."""
-    one = str(insert(table).compile(dialect=sqlite.dialect()))
-    head, values, row = one.partition("VALUES ")
+    statement = str(insert(table).compile(dialect=sqlite.dialect()))
+    head, values, row = statement.partition("VALUES ")
     return head + values + ", ".join([row] * rows)
 
 

@@ -65,15 +65,15 @@ def annotated_positions(
     tx: Transaction, experiment: int, *, annotation_set: str, start: int, limit: int
 ) -> list[int]:
     """Return the positions of the events that hold the next ``limit`` rows from ``start`` on."""
-    found = _POSITIONS.rows(tx, of=experiment, by=annotation_set, start=start, most=limit)
-    return [position for (position,) in found]
+    rows = _POSITIONS.rows(tx, of=experiment, by=annotation_set, start=start, most=limit)
+    return [position for (position,) in rows]
 
 
 def spent_rows(
     tx: Transaction, experiment: int, *, trainer: Reader, start: int, end: int
 ) -> set[int]:
     """Return the addresses from ``start`` to below ``end`` that ``trainer`` holds or rejected."""
-    found = _SPENT.rows(
+    rows = _SPENT.rows(
         tx,
         of=experiment,
         holder=trainer.experiment,
@@ -83,16 +83,16 @@ def spent_rows(
         start=start,
         end=end,
     )
-    return {address for (address,) in found}
+    return {address for (address,) in rows}
 
 
 def _positions() -> Prepared:
-    some = select((annotation.c.address // MAX_ROWS_PER_EVENT).label("position")).where(
+    following = select((annotation.c.address // MAX_ROWS_PER_EVENT).label("position")).where(
         annotation.c.experiment == bindparam("of"),
         annotation.c.consumer == bindparam("by"),
         annotation.c.address >= bindparam("start"),
     )
-    page = some.order_by(annotation.c.address).limit(bindparam("most")).subquery()
+    page = following.order_by(annotation.c.address).limit(bindparam("most")).subquery()
     return Prepared(select(page.c.position).distinct().order_by(page.c.position))
 
 
@@ -131,8 +131,8 @@ def steps(
 
 def step_at(tx: Transaction, experiment: int, name: str, number: int) -> StepRow | None:
     """Return one step of a trainer, or None."""
-    found = steps(tx, experiment, name, after=number - 1, limit=1)
-    return found[0] if found and found[0].step == number else None
+    rows = steps(tx, experiment, name, after=number - 1, limit=1)
+    return rows[0] if rows and rows[0].step == number else None
 
 
 def steps_without_heads(tx: Transaction, experiment: int, name: str) -> int:
@@ -157,9 +157,9 @@ def step_with_rows(tx: Transaction, experiment: int, name: str, number: int) -> 
         return 0
     of = (step.c.experiment == experiment, step.c.consumer == name)
     query = select(step.c.step).where(*of, step.c.rows > 0).order_by(step.c.step)
-    found = tx.execute(query.offset(number - 1).limit(1)).scalar()
-    if found is not None:
-        return int(found)
+    stored = tx.execute(query.offset(number - 1).limit(1)).scalar()
+    if stored is not None:
+        return int(stored)
     empty = select(func.count()).select_from(step).where(*of, step.c.rows == 0)
     return number + int(tx.execute(empty).scalar_one())
 
@@ -232,8 +232,8 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     row = consumer_row(tx, experiment, trainer)
     delivered = committed = 0
     if row is None:  # what every set leaves out, none will hand to a trainer to come
-        sets = [one for one in consumers(tx, experiment).values() if one.kind == "strategy"]
-        rejected = min((one.rejected_groups for one in sets), default=0)
+        sets = [each for each in consumers(tx, experiment).values() if each.kind == "strategy"]
+        rejected = min((each.rejected_groups for each in sets), default=0)
     else:
         strategy = consumer_row(tx, experiment, str(row.config.get("strategy", "")))
         rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
@@ -283,9 +283,9 @@ def rejects_all(
             name,
             faults=faults,
             rows=rows,
-            after=int(tx.execute(kept.limit(1)).scalar() or 0),
+            after=int(tx.execute(last.limit(1)).scalar() or 0),
         )
-        for name, kept in last_kept.items()
+        for name, last in last_kept.items()
     )
 
 
@@ -300,12 +300,15 @@ def _faulty(
         .limit(rows)
         .subquery()
     )
-    found = (
+    number = (
         select(func.count())
         .select_from(newest)
-        .where(newest.c.position > after, or_(*(newest.c.reason.startswith(one) for one in faults)))
+        .where(
+            newest.c.position > after,
+            or_(*(newest.c.reason.startswith(reason) for reason in faults)),
+        )
     )
-    return int(tx.execute(found).scalar_one()) >= rows
+    return int(tx.execute(number).scalar_one()) >= rows
 
 
 def first_undelivered(tx: Transaction, trainer: Reader) -> int:
@@ -319,17 +322,17 @@ def first_undelivered(tx: Transaction, trainer: Reader) -> int:
 
 
 def weights_after(
-    tx: Transaction, experiment: int, trainer: str, found: StepRow
+    tx: Transaction, experiment: int, trainer: str, leased: StepRow
 ) -> tuple[str, str] | None:
     """Return digest and place of the policy that was published after a step of ``trainer``.
 
     The first one since its commit: mostly that of the same transaction. Else the last before. Those
     of other trainers are passed over. None: none was.
     """
-    committed = found.committed_at or found.leased_at
+    committed = leased.committed_at or leased.leased_at
     of_step = (
         policy.c.experiment == experiment,
-        policy.c.version == found.step,
+        policy.c.version == leased.step,
         of_no_other_trainer(literal(trainer)),
     )
     query = select(policy.c.digest, policy.c.uri).where(*of_step)

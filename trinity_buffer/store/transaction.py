@@ -227,13 +227,13 @@ def by_dialect(make: Callable[[str, *Given], Prepared]) -> Callable[[str, *Given
 
     The arguments are hashable.
     """
-    kept: dict[tuple[Any, ...], Prepared] = {}
+    statements: dict[tuple[Any, ...], Prepared] = {}
 
     def made(dialect: str, *args: *Given) -> Prepared:
-        found = kept.get((dialect, *args))
-        if found is None:
-            found = kept[dialect, *args] = make(dialect, *args)
-        return found
+        statement = statements.get((dialect, *args))
+        if statement is None:
+            statement = statements[dialect, *args] = make(dialect, *args)
+        return statement
 
     return made
 

@@ -25,12 +25,12 @@ def parse_url(url: StoreURL) -> URL:
     Raises:
         InvalidArgumentError: neither sqlite nor postgresql.
     """
-    said = fspath(url)
+    address = fspath(url)
     try:
         parsed = (
-            make_url(_with_hosts_apart(said))
-            if "://" in said
-            else URL.create("sqlite", database=said)
+            make_url(_with_hosts_apart(address))
+            if "://" in address
+            else URL.create("sqlite", database=address)
         )
     except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
         raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
@@ -43,7 +43,7 @@ def parse_url(url: StoreURL) -> URL:
         path = str(Path(parsed.database or "").expanduser())
         return parsed.set(drivername="sqlite", database=path)
     if backend == "postgresql":
-        if said.partition("://")[2].count("@") > 1:  # or the rest of a password would be shown
+        if address.partition("://")[2].count("@") > 1:  # or the rest of a password would be shown
             raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
         query = {"sslmode" if key == "ssl" else key: value for key, value in parsed.query.items()}
         for key in query.keys() - _POSTGRESQL_QUERY:
@@ -63,14 +63,14 @@ _SEVERAL_HOSTS = re.compile(
 )
 
 
-def _with_hosts_apart(said: str) -> str:
+def _with_hosts_apart(address: str) -> str:
     """Return a URL in which several hosts, ``a:1,b:2``, stand behind the ``?``, one by one."""
-    found = _SEVERAL_HOSTS.fullmatch(said)
-    if found is None:
-        return said
-    hosts = [host if ":" in host else f"{host}:5432" for host in found["hosts"].split(",")]
-    query = "&".join([*(f"host={host}" for host in hosts), *filter(None, [found["query"]])])
-    return f"{found['before']}{found['path'] or '/'}?{query}"
+    match = _SEVERAL_HOSTS.fullmatch(address)
+    if match is None:
+        return address
+    hosts = [host if ":" in host else f"{host}:5432" for host in match["hosts"].split(",")]
+    query = "&".join([*(f"host={host}" for host in hosts), *filter(None, [match["query"]])])
+    return f"{match['before']}{match['path'] or '/'}?{query}"
 
 
 def _require_values(url: URL) -> None:
@@ -94,16 +94,16 @@ def reconnect_s_of(url: URL) -> float:
     Raises:
         InvalidArgumentError: the URL says something else than a number of seconds.
     """
-    said = str(url.query.get("reconnect_s", RECONNECT_S))
+    text = str(url.query.get("reconnect_s", RECONNECT_S))
     try:
-        found = float(said)
+        seconds = float(text)
     except ValueError:
-        found = -1.0
-    if not 0 <= found < math.inf:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
         raise InvalidArgumentError(
-            f"the store's URL has reconnect_s={said}: it must be a number of seconds, 0 or more"
+            f"the store's URL has reconnect_s={text}: it must be a number of seconds, 0 or more"
         )
-    return found
+    return seconds
 
 
 def with_primary(url: URL) -> URL:
@@ -127,7 +127,7 @@ def nothing_at(path: Path, *, read_only: bool = True) -> UnknownStoreError:
         path: of a file that is not there.
         read_only: False for a trainer, which comes after an explorer.
     """
-    near = sorted(one.name for one in path.parent.glob("*.db"))
+    near = sorted(file.name for file in path.parent.glob("*.db"))
     meant = difflib.get_close_matches(path.name, near, n=1)
     there = "" if read_only else _WRITE_FIRST
     if meant:

@@ -52,12 +52,14 @@ class LogState:
     def told(self) -> str:
         """Return what keeps it so long, as people say it."""
         size, limit = self.size_bytes >> 20, self.limit_bytes >> 20
-        said = f"the write-ahead log has {size} MiB where {limit} are usual: "
+        message = f"the write-ahead log has {size} MiB where {limit} are usual: "
         if self.readers:
             who = ", ".join(map(str, self.readers))
-            return f"{said}a reader holds an old state open (pid {who}); end its read transaction"
+            return (
+                f"{message}a reader holds an old state open (pid {who}); end its read transaction"
+            )
         return (
-            f"{said}no other process that is seen here holds an old state open; a reader of "
+            f"{message}no other process that is seen here holds an old state open; a reader of "
             "another container may, or writers leave it no pause in which to begin anew"
         )
 
@@ -96,14 +98,14 @@ def _read_locks(shared: Path, locks: Path = Path("/proc/locks")) -> set[tuple[in
         inode, lines = shared.stat().st_ino, locks.read_text().splitlines()
     except OSError:
         return set()
-    found = set()
+    locked = set()
     for line in lines:
         fields = line.split()  # 1: POSIX ADVISORY READ pid major:minor:inode start end
         if len(fields) == 8 and fields[5].rpartition(":")[2] == str(inode):
             pid, start = int(fields[4]), int(fields[6])
             if start in _READ_LOCKS and pid > 0 and pid != os.getpid():
-                found.add((pid, start))
-    return found
+                locked.add((pid, start))
+    return locked
 
 
 LOOKS, LOOK_AGAIN_S = 4, 0.02

@@ -142,10 +142,10 @@ def _last(file: int, end: int = 0) -> int:
     while last + 1 != end:
         size = end and end - last - 1  # 0: however far
         answer = fcntl(file, F_GETLK, flock(F_WRLCK, last + 1, size))
-        found = dict(zip(_FIELDS, _FLOCK.unpack(answer), strict=True))
-        if found["type"] == F_UNLCK:
+        lock = dict(zip(_FIELDS, _FLOCK.unpack(answer), strict=True))
+        if lock["type"] == F_UNLCK:
             break
-        last = found["start"] + found["len"] - 1
+        last = lock["start"] + lock["len"] - 1
     return last
 
 

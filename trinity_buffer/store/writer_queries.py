@@ -74,15 +74,15 @@ _FINISHED = Prepared(select(configuration.c.finished).where(_OF_CONFIG))
 def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[EID, tuple[int, bytes]]:
     """Return (address, content digest) of those of ``eids`` that are stored."""
     wanted = {(str(e.batch), str(e.task), e.run, e.step, e.suffix): e for e in eids}
-    found: dict[EID, tuple[int, bytes]] = {}
+    rows_by_eid: dict[EID, tuple[int, bytes]] = {}
     statement = _of_tasks(tx.dialect.name, "stored")
-    for some, tasks in _by_batch(key[:2] for key in wanted):
-        rows = statement.rows(tx, of=experiment, batch=some, tasks=given(tx, tasks))
+    for batch_key, tasks in _by_batch(key[:2] for key in wanted):
+        rows = statement.rows(tx, of=experiment, batch=batch_key, tasks=given(tx, tasks))
         for address, digest, *key in rows:
-            eid = wanted.get((some, *key))
+            eid = wanted.get((batch_key, *key))
             if eid is not None:
-                found[eid] = (int(address), bytes(digest))
-    return found
+                rows_by_eid[eid] = (int(address), bytes(digest))
+    return rows_by_eid
 
 
 def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]]:
@@ -90,7 +90,7 @@ def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str
     tasks: dict[str, dict[str, None]] = {}
     for batch_key, task in groups:
         tasks.setdefault(batch_key, {})[task] = None
-    return [(batch_key, list(some)) for batch_key, some in tasks.items()]
+    return [(batch_key, list(names)) for batch_key, names in tasks.items()]
 
 
 @by_dialect
@@ -105,8 +105,8 @@ def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Pr
         "decided": (experience.c.task,),
         "refused": (experience.c.task, experience.c.run),
     }
-    some = among_given(dialect, experience.c.task, "tasks")
-    query = select(*columns[what]).where(*of_batch(dialect, some))
+    wanted = among_given(dialect, experience.c.task, "tasks")
+    query = select(*columns[what]).where(*of_batch(dialect, wanted))
     if what == "stored":
         return Prepared(query)
     query = query.where(experience.c.address < bindparam("end"))
@@ -165,19 +165,25 @@ def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
 
 def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
     """Return those of the batches ``keys`` that were planned or sealed."""
-    some, dialect = given(tx, keys), tx.dialect.name
-    found = _batches(dialect).rows(tx, of=experiment, batches=some)
+    wanted, dialect = given(tx, keys), tx.dialect.name
+    rows = _batches(dialect).rows(tx, of=experiment, batches=wanted)
     tasks: dict[str, list[Key]] = {}
-    if found:
+    if rows:
         # Sorted here: asked to, SQLite walks through all plans of the run in their order.
-        plans = _tasks(dialect).rows(tx, of=experiment, batches=some)
+        plans = _tasks(dialect).rows(tx, of=experiment, batches=wanted)
         for _, key, task, is_int in sorted(plans):
             tasks.setdefault(key, []).append(typed(task, is_int=is_int))
     return {
         key: BatchRow(
-            typed(key, is_int=is_int), actor, size, planned, sealed, told, tuple(tasks.get(key, ()))
+            typed(key, is_int=is_int),
+            actor,
+            size,
+            planned,
+            sealed,
+            expected,
+            tuple(tasks.get(key, ())),
         )
-        for key, is_int, actor, size, planned, sealed, told in found
+        for key, is_int, actor, size, planned, sealed, expected in rows
     }
 
 
@@ -338,15 +344,15 @@ def rows_of_events(
     tx: Transaction, experiment: int, positions: Sequence[int]
 ) -> dict[int, list[ExperienceRow]]:
     """Return position -> the experiences that the event there recorded, of those that did."""
-    found: dict[int, list[ExperienceRow]] = {}
+    rows_by_position: dict[int, list[ExperienceRow]] = {}
     for position in positions:
         inside = experience.c.address.between(
             first_address(position), first_address(position + 1) - 1
         )
         query = select(*EXPERIENCE_COLUMNS).where(experience.c.experiment == experiment, inside)
         rows = tx.execute(query.order_by(experience.c.address)).all()
-        found[position] = [experience_row(row) for row in rows]
-    return found
+        rows_by_position[position] = [experience_row(row) for row in rows]
+    return rows_by_position
 
 
 def decided_groups(
@@ -361,8 +367,8 @@ def decided_groups(
     statement, end = _of_tasks(tx.dialect.name, "decided"), first_address(cursor + 1)
     decided: set[tuple[str, str]] = set()
     for key, tasks in _by_batch(groups):
-        some = given(tx, tasks)
-        rows = statement.rows(tx, of=experiment, by=name, batch=key, tasks=some, end=end)
+        wanted = given(tx, tasks)
+        rows = statement.rows(tx, of=experiment, by=name, batch=key, tasks=wanted, end=end)
         decided.update((key, task) for (task,) in rows)
     return decided
 
@@ -421,11 +427,11 @@ def refused_runs(
 ) -> set[tuple[tuple[str, str], int]]:
     """Return (group, run) of the experiences up to ``cursor`` that were refused at the door."""
     statement, end = _of_tasks(tx.dialect.name, "refused"), first_address(cursor + 1)
-    found: set[tuple[tuple[str, str], int]] = set()
+    runs: set[tuple[tuple[str, str], int]] = set()
     for key, tasks in _by_batch(groups):
         rows = statement.rows(tx, of=experiment, batch=key, tasks=given(tx, tasks), end=end)
-        found.update(((key, task), int(run)) for task, run in rows)
-    return found
+        runs.update(((key, task), int(run)) for task, run in rows)
+    return runs
 
 
 State = Literal["unseen", "waiting", "annotated", "rejected"]
