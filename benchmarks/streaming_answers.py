@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.tables import annotation, event, experience, segment
-from trinity_buffer.store.transaction import Transaction, among
+from trinity_buffer.store.transaction import Transaction, in_list
 
 NOBODY_SAID = "zzqq"
 FIRST_S, SHARE = 1.0, 0.3
@@ -49,7 +49,7 @@ def _texts(tx: Transaction) -> int:
 
 
 def _annotations(tx: Transaction) -> None:
-    tx.rows(str(sa.select(annotation)), ())
+    tx.fetch_all(str(sa.select(annotation)), ())
     for (data,) in tx.execute(sa.select(segment.c.data).where(segment.c.family == "annotation")):
         decode_segment(data)
 
@@ -62,7 +62,7 @@ def _steps(tx: Transaction) -> None:
         facts: list[Any] = [decode_fact(kind, body) for kind, body in stored]
         leased = [at for fact in facts for at in getattr(fact, "experiences", ())]
         for start in range(0, len(leased), AT_ONCE):
-            wanted = among(tx, experience.c.address, leased[start : start + AT_ONCE])
+            wanted = in_list(tx, experience.c.address, leased[start : start + AT_ONCE])
             columns = (experience.c.address, experience.c.reward, experience.c.policy_version)
             tx.execute(sa.select(*columns).where(wanted)).all()
 

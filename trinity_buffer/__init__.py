@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.lazy import names_on_use, renamed
+from trinity_buffer.lazy import lazy_exports, renamed
 
 if TYPE_CHECKING:
     from trinity_buffer.errors import TrinityBufferError
@@ -105,7 +105,7 @@ _HOMES = {
 }
 
 
-__getattr__, __dir__ = names_on_use(__name__, _HOMES)
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # No folder of this name: a script in this package's folder would import it as `inspect`.
 inspect = renamed("trinity_buffer.inspect", "trinity_buffer.inspector")

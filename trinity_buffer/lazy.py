@@ -18,7 +18,7 @@ from typing_extensions import override
 from trinity_buffer.errors import InvalidArgumentError
 
 
-def names_on_use(
+def lazy_exports(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package.
@@ -28,14 +28,14 @@ def names_on_use(
         homes: public name -> the module that defines it.
     """
 
-    def found(name: str) -> Any:
+    def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return found, lambda: sorted({*vars(sys.modules[package]), *homes})
+    return load, lambda: sorted({*vars(sys.modules[package]), *homes})
 
 
 def renamed(old: str, new: str) -> ModuleType:

@@ -306,7 +306,7 @@ async def record(experiment: Experiment, experiences: list[Experience]) -> None:
     )
 
     def append(tx: Transaction) -> None:
-        store.take_in(tx, store.put(key, encoded.families))
+        store.attach(tx, store.put(key, encoded.families))
         log.append(tx, experiment.key, [new_event(fact)], actor="old", now_us=now_us())
 
     await experiment.database.write(append)

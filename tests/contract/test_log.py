@@ -170,7 +170,7 @@ async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url:
 
         def append(tx: Transaction) -> None:
             blobs = experiment.database.segments
-            blobs.take_in(tx, blobs.put(segments.new_key(), {"light": b"early"}))
+            blobs.attach(tx, blobs.put(segments.new_key(), {"light": b"early"}))
             log.append(tx, experiment.key, [event], actor="slow", now_us=now_us())
             dawdle(tx)
 

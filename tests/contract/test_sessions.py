@@ -177,7 +177,7 @@ async def test_any_number_of_rows_is_added_each_once(
     given = [(1, "s", address) for address in range(number)]
     async with opened(store_url) as experiment:
         database = experiment.database
-        await database.write(lambda tx: tx.add(waiting, given))
+        await database.write(lambda tx: tx.insert_many(waiting, given))
         found = await database.read(lambda tx: list(map(tuple, tx.execute(select(waiting)))))
     assert sorted(found) == given
 
@@ -189,5 +189,5 @@ async def test_rows_of_which_one_is_taken_are_not_added_at_all(store_url: str, n
     async with opened(store_url) as experiment:
         database = experiment.database
         with pytest.raises(TakenKeyError, match=r"(?i)unique|duplicate"):
-            await database.write(lambda tx: tx.add(waiting, twice))
+            await database.write(lambda tx: tx.insert_many(waiting, twice))
         assert await database.read(lambda tx: tx.execute(count).scalar_one()) == 0

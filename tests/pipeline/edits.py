@@ -90,7 +90,7 @@ def repeated(kind: str) -> Edit:
     def edit(tx: Transaction) -> None:
         last, row = log.end(tx, 1), rows_of(tx, kind)[0]
         said = (last.position + 1, kind, row.actor, row.recorded_at, row.body)
-        tx.add(event, [(1, *said, log.head_of(last.head, *said))])
+        tx.insert_many(event, [(1, *said, log.head_of(last.head, *said))])
 
     return edit
 
@@ -137,7 +137,7 @@ def segment_gone(family: str) -> Edit:
 
 def segment_added(tx: Transaction) -> None:
     store = segments.TableSegments()
-    store.take_in(tx, store.put(segments.new_key(), {"light": b"what is this?"}))
+    store.attach(tx, store.put(segments.new_key(), {"light": b"what is this?"}))
 
 
 def sql(statement: str) -> Edit:

@@ -48,7 +48,7 @@ def _switch(tx: Transaction, table: str, trigger: str, *, on: bool) -> None:
         tx.execute(text(f"ALTER TABLE {table} {'ENABLE' if on else 'DISABLE'} TRIGGER {trigger}"))
     elif on:
         (guard,) = (one for one in guards("sqlite") if one.name == trigger)
-        tx.rows(guard.statements("sqlite")[0], ())
+        tx.fetch_all(guard.statements("sqlite")[0], ())
     else:
         tx.execute(text(f"DROP TRIGGER {trigger}"))
 
@@ -83,7 +83,7 @@ async def append_unfolded(url: str, kind: str, body: dict[str, Any]) -> int:
     def append(tx: Transaction) -> int:
         last = log.end(tx, 1)
         said = (last.position + 1, kind, "saboteur", now_us(), encoded)
-        tx.add(event, [(1, *said, log.head_of(last.head, *said))])
+        tx.insert_many(event, [(1, *said, log.head_of(last.head, *said))])
         return last.position + 1
 
     return await unguarded(url, append)

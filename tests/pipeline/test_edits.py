@@ -86,7 +86,7 @@ async def edited(url: str, name: str) -> None:
         EDITS[name](tx)
         chain_anew(tx)
         for guard in () if structural else guards("sqlite"):
-            tx.rows(guard.statements("sqlite")[0], ())
+            tx.fetch_all(guard.statements("sqlite")[0], ())
 
     async with open_for_migration(url) as database:
         if structural:

@@ -8,22 +8,22 @@ import pytest
 
 from tests.contract.making import assert_conserved, group, opened
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.store.sqlite_seats import Seats
+from trinity_buffer.store.sqlite_seats import ConnectionPool
 
 
 async def test_a_group_is_read_and_decided_on_one_trip(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trips, usual = [], Seats.trip
+    trips, usual = [], ConnectionPool.run_in_thread
 
-    async def noted(self: Seats, work: Any, *, writes: bool) -> Any:
+    async def noted(self: ConnectionPool, work: Any, *, writes: bool) -> Any:
         trips.append(writes)
         return await usual(self, work, writes=writes)
 
     async with opened(sqlite_url, rollouts_per_group=2) as experiment:
         await run_strategy(experiment, "grpo")
         await experiment.writer("e0").write(group(runs=2))
-        monkeypatch.setattr(Seats, "trip", noted)
+        monkeypatch.setattr(ConnectionPool, "run_in_thread", noted)
         report = await run_strategy(experiment, "grpo")
         monkeypatch.undo()
         assert report.annotated == 2

@@ -209,7 +209,7 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
             (experiment, at, new.kind, who, now_us, new.encoded, bytes(32))
             for at, who, new in placed
         ]
-        tx.add(tables.event, rows)
+        tx.insert_many(tables.event, rows)
         facts = [PlacedFact(at, who, new.fact) for at, who, new in placed]
         fold.fold_all(tx, experiment, facts)
         tx.announce()

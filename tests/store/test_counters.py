@@ -61,23 +61,25 @@ STORED = (
 
 
 def in_plain_sql(tx: Transaction) -> counters.Numbers:
-    rows = [row for query in PLAIN for row in tx.rows(query, ())]
+    rows = [row for query in PLAIN for row in tx.fetch_all(query, ())]
     return {(name, state): int(number) for name, state, number in rows}
 
 
 def stored_in_plain_sql(tx: Transaction) -> list[tuple[str, int, int]]:
-    return sorted((key, int(groups), int(stored)) for key, groups, stored in tx.rows(STORED, ()))
+    return sorted(
+        (key, int(groups), int(stored)) for key, groups, stored in tx.fetch_all(STORED, ())
+    )
 
 
 def stored(tx: Transaction) -> list[tuple[str, int, int]]:
     query = "SELECT batch, planned_groups, stored_rollouts FROM batch WHERE sealed_at IS NOT NULL"
     return sorted(
-        (key, int(groups or 0), int(number)) for key, groups, number in tx.rows(query, ())
+        (key, int(groups or 0), int(number)) for key, groups, number in tx.fetch_all(query, ())
     )
 
 
 def handed_out(tx: Transaction) -> list[tuple[str, int, int]]:
-    return sorted(tx.rows("SELECT consumer, step, own_rows_so_far FROM step", ()))
+    return sorted(tx.fetch_all("SELECT consumer, step, own_rows_so_far FROM step", ()))
 
 
 def handed_out_in_plain_sql(tx: Transaction) -> list[tuple[str, int, int]]:
@@ -85,7 +87,7 @@ def handed_out_in_plain_sql(tx: Transaction) -> list[tuple[str, int, int]]:
         "SELECT consumer, step, (SELECT count(*) FROM delivery d WHERE d.consumer = s.consumer "
         "AND d.source = '' AND d.step <= s.step) FROM step s"
     )
-    return sorted(tx.rows(query, ()))
+    return sorted(tx.fetch_all(query, ()))
 
 
 async def require_plain(experiment: Experiment) -> None:

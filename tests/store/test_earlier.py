@@ -184,9 +184,9 @@ async def test_a_connection_that_was_lost_does_not_answer_for_now(
     async with open_store(postgres_store_url) as store:
         experiment = await store.experiment(sample.name)
         async with as_of(experiment, 3) as source:
-            ((pid,),) = await source.read(lambda tx: tx.rows("SELECT pg_backend_pid()", ()))
+            ((pid,),) = await source.read(lambda tx: tx.fetch_all("SELECT pg_backend_pid()", ()))
             await experiment.database.read(
-                lambda tx: tx.rows("SELECT pg_terminate_backend($1)", (pid,))
+                lambda tx: tx.fetch_all("SELECT pg_terminate_backend($1)", (pid,))
             )
             for _ in range(3):
                 with pytest.raises(StoreError, match="connection"):

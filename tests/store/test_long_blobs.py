@@ -32,7 +32,7 @@ async def test_blobs_of_any_size_and_in_any_pieces_come_back(store_url: str) -> 
             f"f{size}": [whole[: size // 3], memoryview(whole)[size // 3 : size]] for size in SIZES
         }
         rows = store.put(key, {family: Blob(pieces) for family, pieces in given.items()})
-        await experiment.database.write(lambda tx: store.take_in(tx, rows))
+        await experiment.database.write(lambda tx: store.attach(tx, rows))
         found = await experiment.database.read_session(lambda s: store.get(s, [key], list(given)))
     blobs = {family: segments.blob_of(key, family, found[key, family]) for family in given}
     assert blobs == {family: b"".join(pieces) for family, pieces in given.items()}
@@ -46,7 +46,7 @@ async def test_blobs_that_are_read_in_pieces_are_those_that_are_read_whole(
         database, key = experiment.database, segments.new_key()
         given = {f"f{size}": (bytes(range(251)) * 200)[:size] for size in (0, 1, 7, 8, 40_000)}
         rows = database.segments.put(key, given)
-        await database.write(lambda tx: database.segments.take_in(tx, rows))
+        await database.write(lambda tx: database.segments.attach(tx, rows))
         resize(bytes_read_at_once=at_once)
         read = database.segments.get
         found = await database.read_session(lambda s: read(s, [key], list(given)))
@@ -95,7 +95,7 @@ async def test_nothing_of_a_long_blob_stays_where_the_transaction_fails(sqlite_u
         rows = database.segments.put(key, {"light": bytes(2 * FILLED_BYTES)})
 
         def fail(tx: Transaction) -> None:
-            database.segments.take_in(tx, rows)
+            database.segments.attach(tx, rows)
             raise StoreError("after it was filled")
 
         with pytest.raises(StoreError, match="after it was filled"):

@@ -97,7 +97,7 @@ async def test_without_statistics_no_question_compares_every_row_with_every_othe
     """Told by how many rows the nodes of a plan go through that was made while there were none."""
     async with open_store(unanalyzed) as store:
         experiment = await store.experiment("run", config={"rollouts_per_group": RUNS})
-        async with store.database.apart() as apart:
+        async with store.database.dedicated_connection() as apart:
             asked = await apart.change(_prepared)
             await _fill(experiment)
             worked = await apart.change(_worked, asked)
@@ -120,7 +120,7 @@ def _prepared(tx: Transaction) -> dict[str, list[str]]:
         with driver.query_logger(lambda one: asked.append((one.query, one.args))):
             question(tx)
             assert tx.connection is not None  # and what was kept to be sent together
-        tx.rows("SELECT 1", ())  # the driver tells of a statement a moment later
+        tx.fetch_all("SELECT 1", ())  # the driver tells of a statement a moment later
         found[name] = []
         for statement, given in dict.fromkeys((sql, _literals(some)) for sql, some in asked):
             key = f"asked_{sum(map(len, found.values()))}"

@@ -130,9 +130,9 @@ async def test_a_server_too_finds_it_by_key(postgres_url: str, name: str) -> Non
         with driver.query_logger(lambda one: asked.append((one.query, one.args))):
             ASKED_FOR_EACH_BATCH[name](tx)
             assert tx.connection is not None  # and what was kept to be sent together
-        tx.rows("SELECT 1", ())  # the driver tells of a statement a moment later
+        tx.fetch_all("SELECT 1", ())  # the driver tells of a statement a moment later
         for statement, given in list(asked):
-            plan = tx.rows(f"EXPLAIN {statement}", given)
+            plan = tx.fetch_all(f"EXPLAIN {statement}", given)
             plans.append("\n".join(line for (line,) in plan))
 
     async with open_store(postgres_url) as store:

@@ -40,7 +40,7 @@ class FolderSegments(SegmentStore):
         return made
 
     @override
-    def take_in(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
+    def attach(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
         assert all(self.path_of(*row[:4]).exists() for row in rows)
         self.taken_in |= {row.key for row in rows}
 

@@ -67,7 +67,7 @@ async def test_a_commit_waits_for_the_disk_whatever_the_default_is(
     postgres_server.execute(f"ALTER {where} SET synchronous_commit = '{said}'")
     try:
         async with open_store(postgres_server.url(own)) as store:
-            rows = await store.database.read(lambda tx: tx.rows("SHOW synchronous_commit", ()))
+            rows = await store.database.read(lambda tx: tx.fetch_all("SHOW synchronous_commit", ()))
             assert rows == [(used,)]
     finally:
         postgres_server.execute("ALTER ROLE postgres RESET synchronous_commit")
@@ -147,7 +147,9 @@ async def test_a_lock_timeout_that_somebody_has_chosen_stays(
 ) -> None:
     postgres_server.execute(f"ALTER DATABASE {own} SET lock_timeout = '2min'")
     async with open_store(postgres_server.url(own)) as store:
-        assert await store.database.read(lambda tx: tx.rows("SHOW lock_timeout", ())) == [("2min",)]
+        assert await store.database.read(lambda tx: tx.fetch_all("SHOW lock_timeout", ())) == [
+            ("2min",)
+        ]
 
 
 async def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,7 @@ async def test_no_more_connections_are_opened_than_were_promised(
         if inside >= 3:
             (full if inside == 3 else one_too_many).set()
         await_only(done.wait())
-        return len(tx.rows("SELECT 1", ()))
+        return len(tx.fetch_all("SELECT 1", ()))
 
     async with open_store(postgres_url) as store, anyio.create_task_group() as tasks:
         for _ in range(4):

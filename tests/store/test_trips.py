@@ -148,8 +148,8 @@ async def test_a_function_of_one_statement_needs_no_transaction_around_it(
 
         @one_statement
         def two(tx: Transaction) -> None:
-            tx.rows("SELECT 1", ())
-            tx.rows("SELECT 2", ())
+            tx.fetch_all("SELECT 1", ())
+            tx.fetch_all("SELECT 2", ())
 
         with pytest.raises(RuntimeError, match="of one statement has executed another"):
             await database.read(two)
@@ -183,7 +183,7 @@ async def test_changes_of_one_row_are_made_in_order(store_url: str) -> None:
 
         def change(tx: Transaction) -> None:
             for _ in range(3):
-                more.change(tx, of=experiment.key, by="t")
+                more.execute_later(tx, of=experiment.key, by="t")
 
         await experiment.database.write(change)
         (row,) = await rows(experiment.database, consumer)
@@ -193,9 +193,9 @@ async def test_changes_of_one_row_are_made_in_order(store_url: str) -> None:
 async def test_what_was_kept_and_cannot_be_is_told_by_the_commit(store_url: str) -> None:
     async with opened(store_url) as experiment:
         taken = (experiment.key, 1, 7, "weights", "")
-        await experiment.database.write(lambda tx: tx.add(policy, [taken]))
+        await experiment.database.write(lambda tx: tx.insert_many(policy, [taken]))
         with pytest.raises(TakenKeyError):
-            await experiment.database.write(lambda tx: tx.add(policy, [taken]))
+            await experiment.database.write(lambda tx: tx.insert_many(policy, [taken]))
         assert len(await rows(experiment.database, policy)) == 1
 
 
@@ -209,12 +209,12 @@ async def test_a_connection_that_is_lost_is_told_of_once_at_most(
     async with opened(f"{postgres_store_url}&reconnect_s=0") as experiment:
         database = experiment.database
         with pytest.raises(StoreUnavailableError):
-            await database.write(lambda tx: tx.rows(end_all.replace("<>", "="), ()))
+            await database.write(lambda tx: tx.fetch_all(end_all.replace("<>", "="), ()))
         await experiment.writer("e0").write(group(task=0))
         postgres_server.execute(end_all, database=make_url(postgres_store_url).database or "")
         for _ in range(10):  # the end of an idle connection is heard
             await anyio.lowlevel.checkpoint()
-        await database.write(lambda tx: tx.rows("SELECT 1", ()))
+        await database.write(lambda tx: tx.fetch_all("SELECT 1", ()))
         await experiment.writer("e0").write(group(task=1))
         assert (await verify(experiment)).experiences == 8
 
@@ -232,13 +232,13 @@ async def test_on_a_connection_that_is_ended_and_not_yet_closed_nothing_is_asked
             await anyio.lowlevel.checkpoint()
 
     def go_on(tx: Transaction) -> None:
-        (own,) = tx.rows("SELECT pg_backend_pid()", ())
+        (own,) = tx.fetch_all("SELECT pg_backend_pid()", ())
         if refused.is_set():  # it is run once more, over another one
             return
         counted.refused = refused
         postgres_server.execute(f"SELECT pg_terminate_backend({own[0]}, 10000)")
         await_only(hear())
-        tx.rows("SELECT 1", ())
+        tx.fetch_all("SELECT 1", ())
 
     async with opened(url) as experiment:
         await experiment.database.write(go_on)

@@ -124,9 +124,9 @@ def test_who_reads_only_for_a_moment_is_not_told_of_as_a_reader(
     monkeypatch.setattr(wal, "_read_locks", lambda _: looks.pop(0) if looks else set())
     held = wal.log_state(tmp_path / "a.db")
     assert held.readers == (11,)
-    assert "a reader holds an old state open (pid 11)" in held.told()
+    assert "a reader holds an old state open (pid 11)" in held.message()
     assert held.remedy == "end the process that reads"
     free = wal.log_state(tmp_path / "a.db")
     assert free.readers == ()
-    assert "no other process that is seen here holds an old state open" in free.told()
+    assert "no other process that is seen here holds an old state open" in free.message()
     assert free.remedy.startswith("look again when the writers pause")

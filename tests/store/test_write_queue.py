@@ -18,21 +18,21 @@ import pytest
 
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import write_queue
-from trinity_buffer.store.write_queue import Turns
+from trinity_buffer.store.write_queue import WriterQueue
 
 LIMIT_S = 30.0
 
 OTHER = """\
 import os, sys
 from pathlib import Path
-from trinity_buffer.store import turns
-turns.PATIENCE_S = 60.0
-mine = turns.Turns(Path(sys.argv[1]))
+from trinity_buffer.store import write_queue
+write_queue.PATIENCE_S = 60.0
+mine = write_queue.WriterQueue(Path(sys.argv[1]))
 for line in sys.stdin:
     if line == "take\\n":
-        mine.take()
+        mine.acquire()
     elif line == "give back\\n":
-        mine.give_back()
+        mine.release()
     elif line == "fork\\n" and os.fork() == 0:
         os.close(1)
         sys.stdin.read()
@@ -118,16 +118,16 @@ def others(store: Path, number: int) -> Iterator[list[Other]]:
 
 
 @pytest.fixture
-def mine(store: Path) -> Iterator[Turns]:
+def mine(store: Path) -> Iterator[WriterQueue]:
     """The turns of this process."""
-    own = Turns(store)
+    own = WriterQueue(store)
     yield own
     own.close()
 
 
-def taken(mine: Turns) -> Thread:
+def taken(mine: WriterQueue) -> Thread:
     """Return a thread that takes a turn, and waits for it by now."""
-    thread = Thread(target=mine.take, daemon=True)
+    thread = Thread(target=mine.acquire, daemon=True)
     thread.start()
     until(lambda: waits(os.getpid()))
     return thread
@@ -178,7 +178,7 @@ def test_a_turn_is_not_taken_from_who_is_slow_to_wake(store: Path) -> None:
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_the_turn_of_a_process_that_is_killed_is_over(
-    store: Path, mine: Turns, forks: bool, monkeypatch: pytest.MonkeyPatch
+    store: Path, mine: WriterQueue, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_queue, "PATIENCE_S", LIMIT_S)
     with others(store, 1) as (other,):
@@ -192,15 +192,15 @@ def test_the_turn_of_a_process_that_is_killed_is_over(
 
 
 def test_who_got_no_turn_in_time_goes_ahead_and_gives_back_what_comes_late(
-    store: Path, mine: Turns, monkeypatch: pytest.MonkeyPatch
+    store: Path, mine: WriterQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_queue, "PATIENCE_S", 0.01)
     with others(store, 2) as (stopped, third):
         stopped.do("take")
         stopped.stop()
         for _ in range(3):
-            mine.take()
-            mine.give_back()
+            mine.acquire()
+            mine.release()
         assert waits(os.getpid())  # one thread, however often
         stopped.process.send_signal(signal.SIGCONT)
         stopped.do("give back")
@@ -208,7 +208,7 @@ def test_who_got_no_turn_in_time_goes_ahead_and_gives_back_what_comes_late(
 
 
 def test_who_is_stopped_in_the_line_costs_the_others_their_patience_once(
-    store: Path, mine: Turns, monkeypatch: pytest.MonkeyPatch
+    store: Path, mine: WriterQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_queue, "PATIENCE_S", 0.01)
     with others(store, 2) as (first, stopped):
@@ -216,17 +216,17 @@ def test_who_is_stopped_in_the_line_costs_the_others_their_patience_once(
         stopped.wait_in_line()
         stopped.stop()
         first.do("give back")
-        mine.take()
-        mine.give_back()
+        mine.acquire()
+        mine.release()
         monkeypatch.setattr(write_queue, "PATIENCE_S", LIMIT_S)
-        again = Thread(target=mine.take, daemon=True)
+        again = Thread(target=mine.acquire, daemon=True)
         again.start()
         again.join(LIMIT_S / 2)
         assert not again.is_alive()
 
 
 def test_without_a_thread_to_wait_in_one_goes_ahead(
-    store: Path, mine: Turns, monkeypatch: pytest.MonkeyPatch
+    store: Path, mine: WriterQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_many(thread: Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -235,12 +235,12 @@ def test_without_a_thread_to_wait_in_one_goes_ahead(
         other.do("take")
         with monkeypatch.context() as context:
             context.setattr(Thread, "start", too_many)
-            mine.take()
-        mine.give_back()
+            mine.acquire()
+        mine.release()
         other.do("give back")
-        mine.take()
+        mine.acquire()
         other.wait_in_line()
-        mine.give_back()
+        mine.release()
         assert other.done() == "take"
 
 
@@ -250,8 +250,8 @@ def test_what_is_closed_while_it_waits_lets_the_others_pass(
     monkeypatch.setattr(write_queue, "PATIENCE_S", 0.01)
     with others(store, 2) as (first, second):
         first.do("take")
-        own = Turns(store)
-        own.take()
+        own = WriterQueue(store)
+        own.acquire()
         own.close()
         first.do("give back")
         second.do("take")
@@ -264,25 +264,27 @@ def test_what_is_closed_closes_its_file_once_and_takes_no_turn_any_more(
     monkeypatch.setattr(write_queue, "PATIENCE_S", 0.01)
     with others(store, 1) as (other,):
         other.do("take")
-        own = Turns(store)
-        own.take()
+        own = WriterQueue(store)
+        own.acquire()
         own.close()
         other.do("give back")
         until(lambda: not waits(os.getpid()))
         with store.open("wb") as somebody_elses:
             own.close()
             os.fstat(somebody_elses.fileno())
-        own.take()
+        own.acquire()
         other.do("take")
 
 
-def test_a_turn_is_given_back_whoever_takes_another_meanwhile(store: Path, mine: Turns) -> None:
+def test_a_turn_is_given_back_whoever_takes_another_meanwhile(
+    store: Path, mine: WriterQueue
+) -> None:
     with others(store, 2) as (other, later):
-        mine.take()
+        mine.acquire()
         other.wait_in_line()
-        mine.take()  # the caller of the first write was cancelled, and the write goes on
-        mine.give_back()
-        mine.give_back()
+        mine.acquire()  # the caller of the first write was cancelled, and the write goes on
+        mine.release()
+        mine.release()
         assert other.done() == "take"
         other.do("give back")
         later.begin("take")
@@ -291,9 +293,9 @@ def test_a_turn_is_given_back_whoever_takes_another_meanwhile(store: Path, mine:
 
 
 def test_without_a_log_nobody_waits(tmp_path: Path) -> None:
-    own = Turns(tmp_path / "run.db")
-    own.take()
-    own.give_back()
+    own = WriterQueue(tmp_path / "run.db")
+    own.acquire()
+    own.release()
     own.close()
     own.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.lazy import names_on_use
+from trinity_buffer.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trinity_buffer.codec.arrays import DTYPES
@@ -69,4 +69,4 @@ _HOMES = {
     "segment_blob": "trinity_buffer.codec.segments",
 }
 
-__getattr__, __dir__ = names_on_use(__name__, _HOMES)
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -65,7 +65,7 @@ def is_array(value: object) -> TypeGuard[np.generic | np.ndarray[Any, Any]]:
     return isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _KINDS
 
 
-def said(value: np.generic | np.ndarray[Any, Any], name: str) -> tuple[int, list[object]]:
+def packed_form(value: np.generic | np.ndarray[Any, Any], name: str) -> tuple[int, list[object]]:
     """Return the code of its extension, and dtype, shape and bytes.
 
     Raises:

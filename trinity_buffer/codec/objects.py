@@ -172,7 +172,7 @@ class ObjectPacker:
             items = self._plain_list(list(value), place, depth - 1)
             return msgpack.ExtType(_TUPLE, _packed(items))
         if "numpy" in sys.modules and _arrays().is_array(value):  # who has one has loaded NumPy
-            code, packed = _arrays().said(value, _name(place))
+            code, packed = _arrays().packed_form(value, _name(place))
             return msgpack.ExtType(code, _packed(packed))
         tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
         if tensor is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_buffer.lazy import names_on_use
+from trinity_buffer.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trinity_buffer.inspector.compare import Differing as Differing
@@ -80,4 +80,4 @@ _NAMES = {
 _HOMES = {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names}
 __all__ = [*_HOMES]
 
-__getattr__, __dir__ = names_on_use(__name__, _HOMES)
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -86,7 +86,7 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
     if database.dialect == "sqlite":
         state = await database.compute(log_state, database.path)
         if state.has_grown:
-            stuck.append(Stuck("", state.told(), None, state.remedy))
+            stuck.append(Stuck("", state.message(), None, state.remedy))
     names = await store.experiments()
     opened = [await store.experiment(name) for name in names]
     experts = {entry.config.get("expert_experiment") for entry in opened}

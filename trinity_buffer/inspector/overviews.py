@@ -115,7 +115,7 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
     if database.dialect == "sqlite":
         state = await database.compute(log_state, database.path)
         size += state.size_bytes
-        growth = state.told() if state.has_grown else None
+        growth = state.message() if state.has_grown else None
     version = f"{'SQLite' if database.dialect == 'sqlite' else 'PostgreSQL'} {database.version}"
     return Overview(store.url, version, size, parts, experiments, growth)
 

@@ -14,7 +14,7 @@ from trinity_buffer.pipeline.handle import Event, decoded, leased_steps
 from trinity_buffer.pipeline.history.as_of import open_as_of
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import log
-from trinity_buffer.store.database import Apart, Database
+from trinity_buffer.store.database import Database, DedicatedConnection
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -34,7 +34,7 @@ class Source:
     key: int
     name: str
     position: int | None = None
-    _earlier: Apart | None = field(default=None, repr=False)
+    _earlier: DedicatedConnection | None = field(default=None, repr=False)
 
     async def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs

@@ -37,13 +37,13 @@ from trinity_buffer.store.tables import batch, counter, experience, plan
 from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
-    among_given,
+    bind_list,
+    bind_rows,
     by_dialect,
     dialect_module,
-    given,
-    given_rows,
     has_row,
-    rows_given,
+    in_bound_list,
+    values_table,
 )
 
 Numbers = dict[tuple[str, str], int]
@@ -133,13 +133,13 @@ def add(tx: Transaction, experiment: int, numbers: Numbers) -> None:
     """Add to the counters of an experiment."""
     if numbers:
         rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
-        _add(tx.dialect.name).change(tx, of=experiment, **given_rows(tx, rows))
+        _add(tx.dialect.name).execute_later(tx, of=experiment, **bind_rows(tx, rows))
 
 
 @by_dialect
 def _add(dialect: str) -> Prepared:
     columns = [column.name for column in counter.c]
-    each = rows_given(dialect, (Text(), Text(), Text(), BigInteger()))
+    each = values_table(dialect, (Text(), Text(), Text(), BigInteger()))
     # A condition, or SQLite reads ON CONFLICT as that of a join.
     added = select(bindparam("of", type_=Integer()), *each).where(each[-1].is_not(None))
     made: Any = dialect_module(dialect).insert(counter).from_select(columns, added)
@@ -155,7 +155,9 @@ def _add(dialect: str) -> Prepared:
 
 def numbers_of(tx: Transaction, experiment: int) -> Numbers:
     """Return the counters of one experiment."""
-    return {(name, state): int(number) for name, state, number in _NUMBERS.rows(tx, of=experiment)}
+    return {
+        (name, state): int(number) for name, state, number in _NUMBERS.fetch_all(tx, of=experiment)
+    }
 
 
 _NUMBERS = Prepared(
@@ -167,7 +169,7 @@ _NUMBERS = Prepared(
 
 def counted_of(tx: Transaction, experiment: int, consumer: str) -> Numbers:
     """Return the counters of one consumer, "" for those of the experiment itself."""
-    rows = _OF_ONE.rows(tx, of=experiment, by=consumer)
+    rows = _OF_ONE.fetch_all(tx, of=experiment, by=consumer)
     return {(consumer, state): int(number) for state, number in rows}
 
 
@@ -230,23 +232,23 @@ def count_late(
     late_runs = sorted(set(runs))
     if not late_runs:
         return 0
-    named = given(tx, sorted({key for key, _, _ in late_runs}))
+    named = bind_list(tx, sorted({key for key, _, _ in late_runs}))
     stored = partial(_stored_of(tx.dialect.name).value, tx, of=experiment, keys=named)
     before, late = stored(), _late(tx.dialect.name)
-    late.change(tx, of=experiment, first=first, keys=named, **given_rows(tx, late_runs))
+    late.execute_later(tx, of=experiment, first=first, keys=named, **bind_rows(tx, late_runs))
     return int(stored() or 0) - int(before or 0)
 
 
 @by_dialect
 def _stored_of(dialect: str) -> Prepared:
-    wanted = among_given(dialect, batch.c.batch, "keys")
+    wanted = in_bound_list(dialect, batch.c.batch, "keys")
     total = func.sum(batch.c.stored_rollouts, type_=Integer)
     return Prepared(select(total).where(batch.c.experiment == bindparam("of"), wanted))
 
 
 @by_dialect
 def _late(dialect: str) -> Prepared:
-    key, task, run = rows_given(dialect, (Text(), Text(), BigInteger()))
+    key, task, run = values_table(dialect, (Text(), Text(), BigInteger()))
     of = bindparam("of", type_=Integer())
     planned = has_row(plan.c.experiment == of, plan.c.batch == key, plan.c.task == task)
     before = has_row(
@@ -260,7 +262,7 @@ def _late(dialect: str) -> Prepared:
         key == batch.c.batch, run < batch.c.rollouts_per_group, planned, ~before
     )
     more = new.correlate(batch).scalar_subquery()
-    wanted = among_given(dialect, batch.c.batch, "keys")
+    wanted = in_bound_list(dialect, batch.c.batch, "keys")
     late = update(batch).where(batch.c.experiment == of, batch.c.sealed_at.is_not(None), wanted)
     return Prepared(late.values(stored_rollouts=batch.c.stored_rollouts + more))
 

@@ -30,7 +30,7 @@ from trinity_buffer.store.tables import (
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction, among, has_row
+from trinity_buffer.store.transaction import Prepared, Transaction, has_row, in_list
 from trinity_buffer.store.writer_queries import is_open, waiting_addresses
 
 
@@ -159,7 +159,7 @@ def of_trainer(
     Rows above the last one that was handed out are ready.
     """
     of, mine = str(row.config.get("strategy", "")), {"of": experiment, "by": row.name}
-    so_far = _SO_FAR.rows(tx, **mine, leased=row.leased_step, committed=row.committed_step)
+    so_far = _SO_FAR.fetch_all(tx, **mine, leased=row.leased_step, committed=row.committed_step)
     handed = {number: (groups, own) for number, groups, own in so_far}
     groups_delivered, delivered = handed.get(row.leased_step, (0, 0))
     groups_committed, committed = handed.get(row.committed_step, (0, 0))
@@ -261,7 +261,7 @@ def recount_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> Train
 
 def recount_plans(tx: Transaction, experiment: int) -> PlanCounts:
     """Count planned rollouts, and those of them that are stored."""
-    ((planned, stored),) = _PLANS.rows(tx, of=experiment)
+    ((planned, stored),) = _PLANS.fetch_all(tx, of=experiment)
     return PlanCounts(int(planned or 0), int(stored or 0))
 
 
@@ -352,7 +352,7 @@ def open_groups(
     behind = experience.c.address >= first_address(strategy.cursor + 1)
     runs_of: dict[str, dict[str, set[int]]] = {}
     for condition in (
-        (among(tx, experience.c.address, seen),),
+        (in_list(tx, experience.c.address, seen),),
         (behind, experience.c.refused.is_(None)),
     ):
         query = select(experience.c.batch, experience.c.task, experience.c.run)

@@ -21,7 +21,7 @@ from trinity_buffer.store.notify import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Server
 from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
-from trinity_buffer.store.sqlite_seats import Seats, SQLiteTransaction
+from trinity_buffer.store.sqlite_seats import ConnectionPool, SQLiteTransaction
 from trinity_buffer.store.transaction import ReadSession, SegmentParts, Session, Transaction
 from trinity_buffer.store.url import (
     StoreURL,
@@ -32,7 +32,7 @@ from trinity_buffer.store.url import (
     with_primary,
 )
 from trinity_buffer.store.wal import Checkpointer
-from trinity_buffer.store.write_queue import Turns
+from trinity_buffer.store.write_queue import WriterQueue
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Database:
         self._outage = Outage(self.name)
         self._computing = anyio.CapacityLimiter(COMPUTED_AT_ONCE)
         self._checkpointer = None if read_only else self._new_checkpointer()
-        self._connections: Seats | Server
+        self._connections: ConnectionPool | Server
         self._changes: Changes
         self._owner: Owner
         self._any_revision = False
@@ -190,19 +190,19 @@ class Database:
         self._owner.require()
         if isinstance(self._connections, Server):
             return await greenlet_spawn(work, _ServerSession(self))
-        session = _SeatSession(self)
+        session = _ThreadSession(self)
         try:
-            return await self._connections.trip(partial(session.run, work), writes=writes)
+            return await self._connections.run_in_thread(partial(session.run, work), writes=writes)
         finally:
             if session.wrote:
                 self._noticed()
 
     @asynccontextmanager
-    async def apart(self) -> AsyncIterator[Apart]:
+    async def dedicated_connection(self) -> AsyncIterator[DedicatedConnection]:
         """Open one more connection, for tables and views that are temporary."""
         self._owner.require()
-        async with self._connections.apart() as connections:
-            yield Apart(self, connections)
+        async with self._connections.dedicated_connection() as connections:
+            yield DedicatedConnection(self, connections)
 
     async def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(...)``, computed in a thread."""
@@ -219,7 +219,7 @@ class Database:
         """Do nothing if the schema is the one of this version: somebody may have migrated it."""
         if self._any_revision:
             return
-        ((version,),) = tx.rows("PRAGMA schema_version", ())  # counts changes
+        ((version,),) = tx.fetch_all("PRAGMA schema_version", ())  # counts changes
         if version != self._schema:
             schema.inspect(tx, self.name)
             self._schema = version
@@ -259,13 +259,15 @@ class Database:
                 await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
             here = stack.enter_context(sqlite.open_here(self.path))
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
-        self._connections = Seats(self._connect, files, self._require_schema, Turns(self.path))
+        self._connections = ConnectionPool(
+            self._connect, files, self._require_schema, WriterQueue(self.path)
+        )
         stack.push_async_callback(self._close)
         with foreign_errors(self.name):
             self._changes = SQLiteChanges(self.path, self._owner, files, still=self._still)
         stack.push_async_callback(self._changes.close)
         await self.read(_first_look)
-        stack.enter_context(here.kept())
+        stack.enter_context(here.keep_log())
         files.note()
 
     async def _open_server(self, stack: AsyncExitStack) -> None:
@@ -300,7 +302,7 @@ class _Connections(Protocol):
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T: ...
 
 
-class Apart:
+class DedicatedConnection:
     """A connection with tables and views of its own, which hide those of the same names."""
 
     def __init__(self, database: Database, connections: _Connections) -> None:
@@ -329,10 +331,10 @@ class Apart:
 
 def _first_look(tx: Transaction) -> None:
     """Read something: only then does SQLite open the log."""
-    tx.rows("SELECT count(*) FROM sqlite_master", ())
+    tx.fetch_all("SELECT count(*) FROM sqlite_master", ())
 
 
-class _SeatSession:
+class _ThreadSession:
     """A session in the thread of a SQLite connection, where everything is a plain call."""
 
     def __init__(self, database: Database) -> None:

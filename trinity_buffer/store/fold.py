@@ -65,10 +65,10 @@ from trinity_buffer.store.tables import (
 from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
-    among_given,
+    bind_list,
     by_dialect,
     dialect_module,
-    given,
+    in_bound_list,
     upsert,
 )
 
@@ -223,9 +223,9 @@ def _planned(
 ) -> None:
     key, size, groups = fact.batch, fact.rollouts_per_group, len(fact.tasks)
     named = (experiment, str(key), isinstance(key, int), actor)
-    tx.add(batch, [(*named, size, position, None, None, groups, None)])
+    tx.insert_many(batch, [(*named, size, position, None, None, groups, None)])
     first = int(_LAST_ORDINAL.value(tx, of=experiment)) + 1
-    tx.add(plan, rows.plan_rows(experiment, fact, first))
+    tx.insert_many(plan, rows.plan_rows(experiment, fact, first))
 
 
 _LAST_ORDINAL = Prepared(
@@ -235,7 +235,7 @@ _LAST_ORDINAL = Prepared(
 
 def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> int:
     key = str(fact.batch)
-    _seal(tx.dialect.name).change(
+    _seal(tx.dialect.name).execute_later(
         tx,
         of=experiment,
         key=key,
@@ -268,7 +268,7 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
     made = []
     for event, fact in zip(placed, facts, strict=True):
         made += rows.experience_rows(experiment, event.position, fact)
-    tx.add(experience, made)
+    tx.insert_many(experience, made)
     stored = 0
     for event, fact in zip(placed, facts, strict=True):
         columns = fact.columns
@@ -289,7 +289,7 @@ def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
     if seen is None or calls_then is None:
         raise ValueError(f"strategy {name!r} does not say what it has seen")
     mine = {"of": experiment, "by": name}
-    ((cursor, calls),) = _CURSOR.rows(tx, **mine)
+    ((cursor, calls),) = _CURSOR.fetch_all(tx, **mine)
     if fact.after not in (None, cursor):
         raise CursorConflictError(
             f"strategy {name!r}: another process of the same name went on from position "
@@ -297,8 +297,8 @@ def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
         )
     if seen > cursor:
         end = first_address(seen + 1)
-        _UNSEEN.rows(tx, **mine, start=first_address(cursor + 1), end=end)
-    _SEE.change(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
+        _UNSEEN.fetch_all(tx, **mine, start=first_address(cursor + 1), end=end)
+    _SEE.execute_later(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
 
 
 _CURSOR = Prepared(select(consumer.c.cursor, consumer.c.calls).where(*OF_CONSUMER))
@@ -323,7 +323,7 @@ _UNSEEN = Prepared(
 @by_dialect
 def _taken(dialect: str) -> Prepared:
     mine = (waiting.c.experiment == bindparam("of"), waiting.c.consumer == bindparam("by"))
-    taken = among_given(dialect, waiting.c.address, "addresses")
+    taken = in_bound_list(dialect, waiting.c.address, "addresses")
     return Prepared(delete(waiting).where(*mine, taken).returning(waiting.c.address))
 
 
@@ -332,7 +332,7 @@ def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]
     if not addresses:
         return
     mine = {"of": experiment, "by": name}
-    gone = _taken(tx.dialect.name).rows(tx, **mine, addresses=given(tx, addresses))
+    gone = _taken(tx.dialect.name).fetch_all(tx, **mine, addresses=bind_list(tx, addresses))
     if len(gone) != len(addresses):
         raise CursorConflictError(
             f"strategy {name!r}: {len(addresses) - len(gone)} of {len(addresses)} experiences "
@@ -343,22 +343,22 @@ def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]
 def _annotated(tx: Transaction, experiment: int, position: int, fact: ExperiencesAnnotated) -> None:
     _see(tx, experiment, fact)
     decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
-    tx.add(annotation, rows.annotation_rows(experiment, position, fact))
+    tx.insert_many(annotation, rows.annotation_rows(experiment, position, fact))
 
 
 def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
     if fact.by == "strategy":
         _see(tx, experiment, fact)
         decide(tx, experiment, fact.consumer, fact.experiences)
-    tx.add(rejection, rows.rejection_rows(experiment, position, fact))
+    tx.insert_many(rejection, rows.rejection_rows(experiment, position, fact))
     if fact.planned_groups:
-        _LEFT_OUT.change(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
+        _LEFT_OUT.execute_later(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
 
 
 def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
     name, number = fact.consumer, fact.step
-    tx.add(delivery, rows.delivery_rows(experiment, fact))
-    STEP.change(
+    tx.insert_many(delivery, rows.delivery_rows(experiment, fact))
+    STEP.execute_later(
         tx,
         of=experiment,
         by=name,
@@ -371,7 +371,7 @@ def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) 
         own=rows.own_rows(fact),
         digest=fact.digest,
     )
-    HANDED_OUT.change(tx, of=experiment, by=name, number=number, fence=fact.token)
+    HANDED_OUT.execute_later(tx, of=experiment, by=name, number=number, fence=fact.token)
 
 
 def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> None:
@@ -395,8 +395,8 @@ def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommi
     last, columns = fact.steps[-1], rows.commit_columns(fact)
     columns["rows_by_rank"] = canonical(columns["rows_by_rank"])
     mine = {"of": experiment, "by": fact.consumer, "last": last}
-    DONE.change(tx, **mine, position=position, **columns)
-    COMMITTED.change(tx, **mine, fence=fact.token)
+    DONE.execute_later(tx, **mine, position=position, **columns)
+    COMMITTED.execute_later(tx, **mine, fence=fact.token)
 
 
 def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
@@ -408,7 +408,7 @@ def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
 
 
 def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPublished) -> None:
-    tx.add(policy, [(experiment, position, fact.number, fact.uri, fact.digest)])
+    tx.insert_many(policy, [(experiment, position, fact.number, fact.uri, fact.digest)])
 
 
 def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
@@ -426,7 +426,7 @@ def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
 
 
 def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArchived) -> None:
-    tx.add(archived, [(experiment, key, position, fact.uri) for key in fact.segments])
+    tx.insert_many(archived, [(experiment, key, position, fact.uri) for key in fact.segments])
 
 
 def _restored(tx: Transaction, experiment: int, fact: SegmentsRestored) -> None:

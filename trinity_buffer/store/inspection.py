@@ -23,7 +23,7 @@ from trinity_buffer.store.tables import (
     waiting,
 )
 from trinity_buffer.store.trainer_queries import guest_name
-from trinity_buffer.store.transaction import Prepared, Transaction, among, has_row
+from trinity_buffer.store.transaction import Prepared, Transaction, has_row, in_list
 
 
 def position_before(
@@ -46,7 +46,7 @@ def known_policy_versions(
     query = select(experience.c.address, experience.c.policy_version).where(
         experience.c.experiment == experiment,
         experience.c.policy_version.is_not(None),
-        among(tx, experience.c.address, addresses),
+        in_list(tx, experience.c.address, addresses),
     )
     return {int(address): int(version) for address, version in tx.execute(query).all()}
 
@@ -119,7 +119,7 @@ def members(
         tasks_of.setdefault(batch_key, []).append(task)
     rows: list[ExperienceRow] = []
     for batch_key, tasks in tasks_of.items():
-        in_batch = writer_queries.of_batch(tx.dialect.name, among(tx, experience.c.task, tasks))
+        in_batch = writer_queries.of_batch(tx.dialect.name, in_list(tx, experience.c.task, tasks))
         query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(*in_batch)
         records = tx.execute(query, {"of": experiment, "batch": batch_key}).all()
         rows += [experience_row(row) for row in records]
@@ -146,7 +146,7 @@ def annotation_rows(
     """Return (set, address of the experience, address of the annotation), sorted."""
     # Only what its index holds, and sorted here: else SQLite walks through every annotation.
     query = select(annotation.c.consumer, annotation.c.experience, annotation.c.address).where(
-        annotation.c.experiment == experiment, among(tx, annotation.c.experience, addresses)
+        annotation.c.experiment == experiment, in_list(tx, annotation.c.experience, addresses)
     )
     rows = [(name, int(of), int(address)) for name, of, address in tx.execute(query).all()]
     return sorted(rows, key=lambda row: (row[0], row[2]))
@@ -167,9 +167,9 @@ def deliveries(
     """
     query = select(delivery.c.consumer, delivery.c.address, delivery.c.step).where(
         delivery.c.experiment == experiment,
-        among(tx, delivery.c.consumer, trainers),
+        in_list(tx, delivery.c.consumer, trainers),
         delivery.c.source == source,
-        among(tx, delivery.c.address, addresses),
+        in_list(tx, delivery.c.address, addresses),
     )
     query = query.order_by(delivery.c.consumer, delivery.c.step)
     return [(name, int(address), int(step)) for name, address, step in tx.execute(query).all()]
@@ -241,8 +241,8 @@ def rejections(
     """Return which of ``addresses`` these consumers rejected."""
     query = select(*_REJECTED).where(
         rejection.c.experiment == experiment,
-        among(tx, rejection.c.consumer, consumers),
-        among(tx, rejection.c.address, addresses),
+        in_list(tx, rejection.c.consumer, consumers),
+        in_list(tx, rejection.c.address, addresses),
     )
     query = query.order_by(rejection.c.consumer, rejection.c.address)
     return [RejectedRow(*row) for row in tx.execute(query).all()]
@@ -254,8 +254,8 @@ def still_waiting(
     """Return (set, address) of the experiences that ``strategies`` have read and not decided."""
     query = select(waiting.c.consumer, waiting.c.address).where(
         waiting.c.experiment == experiment,
-        among(tx, waiting.c.consumer, strategies),
-        among(tx, waiting.c.address, addresses),
+        in_list(tx, waiting.c.consumer, strategies),
+        in_list(tx, waiting.c.address, addresses),
     )
     return {(name, int(address)) for name, address in tx.execute(query).all()}
 
@@ -336,7 +336,7 @@ def leases(tx: Transaction, experiment: int) -> list[LeaseRow]:
 def actors(tx: Transaction, experiment: int, positions: Sequence[int]) -> dict[int, str]:
     """Return position -> who recorded the event."""
     query = select(event.c.position, event.c.actor).where(
-        event.c.experiment == experiment, among(tx, event.c.position, positions)
+        event.c.experiment == experiment, in_list(tx, event.c.position, positions)
     )
     return {int(row.position): row.actor for row in tx.execute(query).all()}
 
@@ -347,7 +347,7 @@ def annotated_experiences(
     """Return address of annotation -> address of experience."""
     query = select(annotation.c.address, annotation.c.experience).where(
         annotation.c.experiment == experiment,
-        among(tx, annotation.c.consumer, sets),
-        among(tx, annotation.c.address, addresses),
+        in_list(tx, annotation.c.consumer, sets),
+        in_list(tx, annotation.c.address, addresses),
     )
     return {int(row.address): int(row.experience) for row in tx.execute(query).all()}

@@ -22,10 +22,10 @@ from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, batch, event, ex
 from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
-    among,
-    among_given,
+    bind_list,
     by_dialect,
-    given,
+    in_bound_list,
+    in_list,
     lock_experiment,
     one_statement,
     upsert,
@@ -116,7 +116,7 @@ def append_of_actors(
         rows.append((experiment_id, *event_says, last.head))
         facts.append(PlacedFact(last.position, actor, new.fact))
     tx.appended[experiment_id] = last
-    tx.add(event, rows)
+    tx.insert_many(event, rows)
     fold.fold_all(tx, experiment_id, facts)
     tx.announce()
     return places
@@ -124,7 +124,7 @@ def append_of_actors(
 
 def end(tx: Transaction, experiment_id: int) -> Place:
     """Return where the log ends; before its first event, what its chain begins with."""
-    rows = _END.rows(tx, of=experiment_id)
+    rows = _END.fetch_all(tx, of=experiment_id)
     for row in rows:
         tx.saw(experiment_id, *row)
     return place(*rows[0]) if rows else _beginning(tx, experiment_id)
@@ -139,7 +139,7 @@ def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bo
 def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
     """Return `end`, or None if one of ``batches`` is sealed: on one trip to a server."""
     query = _end_if_open(tx.dialect.name)
-    rows = query.rows(tx, of=experiment_id, batches=given(tx, batches))
+    rows = query.fetch_all(tx, of=experiment_id, batches=bind_list(tx, batches))
     if not rows:
         return _beginning(tx, experiment_id)
     ((position, known, is_sealed),) = rows
@@ -180,7 +180,7 @@ _END = Prepared(LAST)
 def _end_if_open(dialect: str) -> Prepared:
     sealed = exists().where(
         batch.c.experiment == bindparam("of"),
-        among_given(dialect, batch.c.batch, "batches"),
+        in_bound_list(dialect, batch.c.batch, "batches"),
         batch.c.sealed_at.is_not(None),
     )
     return Prepared(LAST.add_columns(sealed))
@@ -188,7 +188,7 @@ def _end_if_open(dialect: str) -> Prepared:
 
 def head(tx: Transaction, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
-    rows = _END.rows(tx, of=experiment_id)
+    rows = _END.fetch_all(tx, of=experiment_id)
     for row in rows:
         tx.saw(experiment_id, *row)
     return int(rows[0][0]) if rows else 0
@@ -226,7 +226,7 @@ def read_after(
     """Return up to ``limit`` events above ``after`` (and at most at ``up_to``), in order."""
     wanted = None if kinds is None else tuple(kinds)
     query = _after(tx.dialect.name, wanted, up_to is not None)
-    rows = query.rows(tx, of=experiment_id, after=after, most=limit, last=up_to)
+    rows = query.fetch_all(tx, of=experiment_id, after=after, most=limit, last=up_to)
     return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
@@ -274,20 +274,20 @@ FEW_KINDS = 6
 def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
     query = _at(tx.dialect.name)
-    rows = query.rows(tx, of=experiment_id, positions=given(tx, positions))
+    rows = query.fetch_all(tx, of=experiment_id, positions=bind_list(tx, positions))
     return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
 @by_dialect
 def _at(dialect: str) -> Prepared:
-    events = _STORED.where(among_given(dialect, event.c.position, "positions"))
+    events = _STORED.where(in_bound_list(dialect, event.c.position, "positions"))
     return Prepared(events.order_by(event.c.position))
 
 
 def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> dict[int, int]:
     """Return position -> when its event was recorded, in microseconds since 1970."""
     query = select(event.c.position, event.c.recorded_at).where(
-        event.c.experiment == experiment_id, among(tx, event.c.position, positions)
+        event.c.experiment == experiment_id, in_list(tx, event.c.position, positions)
     )
     return {int(position): int(at) for position, at in tx.execute(query).all()}
 

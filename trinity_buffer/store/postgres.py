@@ -69,13 +69,13 @@ class PostgresTransaction(Transaction):
         return super().connection
 
     @override
-    def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Execute a statement as the driver takes it; return all rows that it gives."""
         self._catch_up()
         return list(map(tuple, self._ask(lambda pg: pg.fetch(sql, *values))))
 
     @override
-    def change(self, table: str, sql: str, values: Sequence[Any]) -> None:
+    def execute_later(self, table: str, sql: str, values: Sequence[Any]) -> None:
         """Keep a statement that changes ``table`` until others can go with it.
 
         Those that are sent as one see the same rows: each table is changed by one of them.
@@ -85,10 +85,10 @@ class PostgresTransaction(Transaction):
         self._changes[table] = (sql, values)
 
     @override
-    def add(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
         if len(rows) == 1:
-            self.change(table.name, _insert(table), rows[0])
+            self.execute_later(table.name, _insert(table), rows[0])
         elif rows:
             if not self._changes.keys().isdisjoint((table.name,)):
                 self._catch_up()
@@ -312,14 +312,14 @@ class Server:
                 self._ends[experiment] = place
 
     @asynccontextmanager
-    async def apart(self) -> AsyncIterator[_Connected]:
+    async def dedicated_connection(self) -> AsyncIterator[_Connected]:
         """Open one more connection: what is temporary there, nobody else sees."""
         # Not one of the pool: it may have prepared statements on tables that views hide here.
-        one = _Connected(self._new_engine())
+        connected = _Connected(self._new_engine())
         try:
-            yield one
+            yield connected
         finally:
-            await one.close()
+            await connected.close()
 
     async def require_suitable(self, name: str) -> str:
         """Return the server's version.
@@ -508,7 +508,7 @@ _GET_MARK = "SELECT current_setting('trinity_buffer.session', true)"
 
 def others(tx: Transaction) -> list[str]:
     """Return who else has this database open: processes of ours, and of versions without a name."""
-    rows = tx.rows(_OTHERS, ())
+    rows = tx.fetch_all(_OTHERS, ())
     return sorted({str(row[0]) or "a process of an older version" for row in rows} - {APPLICATION})
 
 

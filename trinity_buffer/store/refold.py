@@ -399,7 +399,7 @@ def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]
 def _create(tx: Transaction) -> None:
     tables.metadata.create_all(tx.connection, tables=list(tables.PROJECTIONS))
     for index in _NEEDLESS:
-        tx.rows(f"DROP INDEX {index}", ())
+        tx.fetch_all(f"DROP INDEX {index}", ())
 
 
 # What no fold asks for, and every fold would keep up to date.
@@ -420,19 +420,21 @@ def _connected(path: Path, live: Path | None) -> Any:
 def make_temporary_tables(tx: Transaction) -> None:
     """Make empty projections that hide the live ones, on a connection of `Database.apart`."""
     if tx.dialect.name == "sqlite":
-        tx.rows("PRAGMA query_only=OFF", ())  # the file itself is open read-only, or is ours
-        tx.rows("PRAGMA temp_store=FILE", ())  # projections of a long run would fill the memory
-        tx.rows("PRAGMA temp.cache_size=-32768", ())
+        tx.fetch_all("PRAGMA query_only=OFF", ())  # the file itself is open read-only, or is ours
+        tx.fetch_all(
+            "PRAGMA temp_store=FILE", ()
+        )  # projections of a long run would fill the memory
+        tx.fetch_all("PRAGMA temp.cache_size=-32768", ())
     else:
         # Whatever the path was: what is temporary must come first, or the fold would write into
         # the live tables.
-        ((live,),) = tx.rows(_SCHEMA, ())
-        tx.rows("SELECT set_config('search_path', $1, false)", (f"pg_temp, {live}",))
+        ((live,),) = tx.fetch_all(_SCHEMA, ())
+        tx.fetch_all("SELECT set_config('search_path', $1, false)", (f"pg_temp, {live}",))
     for table in tables.PROJECTIONS:
         made = str(CreateTable(table).compile(dialect=tx.dialect))
-        tx.rows(made.replace("CREATE TABLE", "CREATE TEMPORARY TABLE", 1), ())
+        tx.fetch_all(made.replace("CREATE TABLE", "CREATE TEMPORARY TABLE", 1), ())
         for index in table.indexes:
-            tx.rows(str(CreateIndex(index).compile(dialect=tx.dialect)), ())
+            tx.fetch_all(str(CreateIndex(index).compile(dialect=tx.dialect)), ())
 
 
 _SCHEMA = (

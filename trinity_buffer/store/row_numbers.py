@@ -13,7 +13,13 @@ from sqlalchemy import BigInteger, ColumnElement, bindparam, case, func, literal
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
 from trinity_buffer.store.tables import annotation, experience, rejection, waiting
-from trinity_buffer.store.transaction import Prepared, Transaction, among_given, by_dialect, given
+from trinity_buffer.store.transaction import (
+    Prepared,
+    Transaction,
+    bind_list,
+    by_dialect,
+    in_bound_list,
+)
 
 Integers = npt.NDArray[np.int64]
 
@@ -55,8 +61,8 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
     """
     size, numbers = sizes().rows_per_page, [np.zeros(0, NUMBERS)]
     for start in range(0, len(wanted), size):  # more objects at once, and Python sweeps all it has
-        page_wanted = given(tx, wanted[start : start + size])
-        rows = _numbers(tx.dialect.name).rows(tx, of=experiment, wanted=page_wanted)
+        page_wanted = bind_list(tx, wanted[start : start + size])
+        rows = _numbers(tx.dialect.name).fetch_all(tx, of=experiment, wanted=page_wanted)
         page = np.zeros(len(rows), NUMBERS)
         for name, values in zip(NUMBERS.names or (), zip(*rows, strict=True), strict=False):
             page[name] = values
@@ -70,14 +76,14 @@ def _numbers(dialect: str) -> Prepared:
     version = func.coalesce(experience.c.policy_version, literal(NO_VERSION, BigInteger))
     query = select(*columns, version, experience.c.reward).where(
         experience.c.experiment == bindparam("of"),
-        among_given(dialect, experience.c.address, "wanted"),
+        in_bound_list(dialect, experience.c.address, "wanted"),
     )
     return Prepared(query.order_by(experience.c.address))
 
 
 def addresses(tx: Transaction, experiment: int, *, after: int, limit: int) -> Integers:
     """Return addresses of experiences that were not refused, above ``after``, in order."""
-    rows = _ADDRESSES.rows(tx, of=experiment, after=after, most=limit)
+    rows = _ADDRESSES.fetch_all(tx, of=experiment, after=after, most=limit)
     return np.array([address for (address,) in rows], np.int64)
 
 
@@ -99,7 +105,7 @@ def decisions(
     """Return what one set, or each of two, made of ``wanted``: some addresses in order."""
     span: dict[str, Any] = {"of": experiment, "first": int(wanted[0]), "last": int(wanted[-1])}
     # Both sets in one walk through the index of annotations by experience.
-    noted = _NOTES.rows(tx, **span, name=sets[0].name, other=sets[-1].name)
+    noted = _NOTES.fetch_all(tx, **span, name=sets[0].name, other=sets[-1].name)
     notes = np.zeros((len(wanted), 2), np.int64)
     _put(notes, wanted, noted)
     decided = []
@@ -108,8 +114,12 @@ def decisions(
         states = np.full(len(wanted), "waiting", object)
         # Later states overwrite earlier ones; the order is that of the decisions.
         states[wanted >= first_address(chosen.cursor + 1)] = "unseen"
-        _put(states, wanted, [(at, "waiting") for (at,) in _WAITING.rows(tx, **mine)])
-        _put(states, wanted, [(at, f"rejected: {why}") for at, why in _REJECTED.rows(tx, **mine)])
+        _put(states, wanted, [(at, "waiting") for (at,) in _WAITING.fetch_all(tx, **mine)])
+        _put(
+            states,
+            wanted,
+            [(at, f"rejected: {why}") for at, why in _REJECTED.fetch_all(tx, **mine)],
+        )
         states[own > 0] = "annotated"
         decided.append(Decisions(states, own))
     return decided

@@ -212,7 +212,7 @@ def _require_no_other(tx: Transaction, name: str) -> None:
     """
     if tx.dialect.name != "postgresql":
         return
-    for where, role, own in tx.rows(_OTHER_STORE, ()):
+    for where, role, own in tx.fetch_all(_OTHER_STORE, ()):
         raise UnknownStoreError(
             f"{name} holds a store in the schema {where!r}, where the role {role!r} does not look: "
             f'ALTER ROLE "{role}" SET search_path = "{where}", or "{own}" if it is to have a '
@@ -226,7 +226,7 @@ def revision_of(tx: Transaction, name: str) -> str:
     Raises:
         UnknownStoreError: the store says none, or several.
     """
-    revisions = [str(row[0]) for row in tx.rows("SELECT version_num FROM alembic_version", ())]
+    revisions = [str(row[0]) for row in tx.fetch_all("SELECT version_num FROM alembic_version", ())]
     if len(revisions) != 1:
         named = ", ".join(sorted(revisions)) or "none"
         raise UnknownStoreError(
@@ -278,7 +278,7 @@ _FOREIGN_ON_POSTGRESQL = (
 def _foreign(tx: Transaction, query: str) -> Iterator[str]:
     """Yield what stands on our tables and is not ours: it may swallow or change what is written."""
     ours = {guard.name for guard in guards(tx.dialect.name)}
-    for kind, name, table in tx.rows(query, ()):
+    for kind, name, table in tx.fetch_all(query, ()):
         if table in metadata.tables and name not in ours:
             what = f"{kind} {name}".strip()
             yield f"{what} on {table} is none of ours: writes may be changed or lost, drop it"
@@ -291,7 +291,7 @@ _VIEW_GONE = "view {name} is gone or another: who asks it in SQL is told somethi
 
 def _other_words(tx: Transaction) -> Iterator[str]:
     """Yield what SQLite, which keeps every statement as it was given, has in other words."""
-    rows = tx.rows("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL", ())
+    rows = tx.fetch_all("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL", ())
     statements: dict[str, str] = {str(name): str(sql) for name, sql in rows}
     for name, statement, gone in _made_with(tx):
         if name not in statements:
@@ -364,7 +364,7 @@ _TRIGGERS = (
 
 
 def _lacking_guards(tx: Transaction) -> Iterator[str]:
-    triggers = {name: (made, body) for name, made, body in tx.rows(_TRIGGERS, ())}
+    triggers = {name: (made, body) for name, made, body in tx.fetch_all(_TRIGGERS, ())}
     for guard in guards("postgresql"):
         function, made = guard.statements("postgresql")
         there, body = triggers.get(guard.name, ("", ""))
@@ -408,7 +408,7 @@ def _lacking_views(tx: Transaction) -> Iterator[str]:
 
 
 def _plan(tx: Transaction, source: str) -> list[tuple[Any, ...]]:
-    return tx.rows(f"EXPLAIN (VERBOSE, COSTS OFF) SELECT * FROM {source} AS shown", ())
+    return tx.fetch_all(f"EXPLAIN (VERBOSE, COSTS OFF) SELECT * FROM {source} AS shown", ())
 
 
 _DAMAGES_TOLD = 20
@@ -418,5 +418,5 @@ def damaged_pages(tx: Transaction) -> list[str]:
     """Return what SQLite finds wrong in its file; of PostgreSQL nothing can be asked so."""
     if tx.dialect.name != "sqlite":
         return []
-    rows = tx.rows(f"PRAGMA integrity_check({_DAMAGES_TOLD})", ())
+    rows = tx.fetch_all(f"PRAGMA integrity_check({_DAMAGES_TOLD})", ())
     return [str(row[0]) for row in rows if row[0] != "ok"]

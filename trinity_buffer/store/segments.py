@@ -50,7 +50,7 @@ class SegmentStore(ABC):
         """Keep blobs; return what the transaction takes in. Takes long: not in a transaction."""
 
     @abstractmethod
-    def take_in(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
+    def attach(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
         """Let what `put` returned be part of the store once ``tx`` commits."""
 
     @abstractmethod
@@ -83,8 +83,8 @@ class TableSegments(SegmentStore):
         return rows
 
     @override
-    def take_in(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
-        tx.add_blobs(segment, rows)
+    def attach(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
+        tx.insert_blobs(segment, rows)
 
     @override
     def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
@@ -141,7 +141,7 @@ def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> Se
     values |= {f"family{number}": family for number, family in enumerate(families)}
     parts: SegmentParts = {}
     values["long"] = sizes().bytes_read_at_once
-    rows = _parts_of(tx.dialect.name, len(keys), len(families)).rows(tx, **values)
+    rows = _parts_of(tx.dialect.name, len(keys), len(families)).fetch_all(tx, **values)
     for key, family, part, recorded, data in tx.with_blobs(segment, rows):
         parts.setdefault((key, family), []).append((part, recorded, data))
     return parts
@@ -177,7 +177,7 @@ def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int
         return {}
     number = 1 << (len(keys) - 1).bit_length()  # a statement for each number would be many
     values = {f"key{place}": keys[min(place, len(keys) - 1)] for place in range(number)}
-    rows = _archived_of(number).rows(tx, **values)
+    rows = _archived_of(number).fetch_all(tx, **values)
     return {bytes(key): (int(position), uri) for key, position, uri in rows}
 
 

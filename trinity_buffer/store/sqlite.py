@@ -228,7 +228,7 @@ class OpenFile:
         self.inode = (status.st_dev, status.st_ino)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def keep_log(self) -> Iterator[None]:
         """Let nobody remove the log. To be left before SQLite closes the file, and so after it."""
         self._lock(F_RDLCK)
         try:

@@ -26,14 +26,14 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.store.access import StoreFiles
 from trinity_buffer.store.sqlite import dbapi2, open_blob
 from trinity_buffer.store.transaction import Transaction
-from trinity_buffer.store.write_queue import Turns
+from trinity_buffer.store.write_queue import WriterQueue
 
 T = TypeVar("T")
 
 FILLED_BYTES = 1 << 15
 """From which on a blob is filled piece by piece; a few pages are as quickly bound."""
 
-SEATS = 4
+TRANSACTIONS = 4
 """Transactions at the same time. One of them writes: on SQLite there can be no second."""
 
 
@@ -44,7 +44,7 @@ class SQLiteTransaction(Transaction):
         driver: the connection. No transaction may be open.
         files: what the connection has open.
         check: what each transaction begins with.
-        turns: which a writing transaction waits for.
+        queue: which a writing transaction waits in.
     """
 
     def __init__(
@@ -52,23 +52,23 @@ class SQLiteTransaction(Transaction):
         driver: Any,
         files: StoreFiles,
         check: Callable[[Transaction], None] | None = None,
-        turns: Turns | None = None,
+        queue: WriterQueue | None = None,
     ) -> None:
-        _given.driver = driver
+        _driver_to_wrap.driver = driver
         super().__init__(_engine().connect())
         self._driver = driver
         self._files = files
         self._check = check
-        self._turns = turns
+        self._queue = queue
 
     @override
-    def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Execute a statement as the driver takes it; return all rows that it gives."""
         rows: list[tuple[Any, ...]] = self._driver.execute(sql, values).fetchall()
         return rows
 
     @override
-    def change(self, table: str, sql: str, values: Sequence[Any]) -> None:
+    def execute_later(self, table: str, sql: str, values: Sequence[Any]) -> None:
         """Execute a statement that returns nothing."""
         self._driver.execute(sql, values)
 
@@ -78,7 +78,7 @@ class SQLiteTransaction(Transaction):
         return True
 
     @override
-    def add(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
         size = sizes().rows_per_statement
         whole = len(rows) - len(rows) % size
@@ -89,7 +89,7 @@ class SQLiteTransaction(Transaction):
             self._driver.executemany(_insert(table, 1), rows[whole:])
 
     @override
-    def add_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    def insert_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, the last column of each a `Blob`.
 
         Bytes that are bound to a statement are copied for it, and again into the row that it makes.
@@ -97,7 +97,7 @@ class SQLiteTransaction(Transaction):
         long, and no memory beside SQLite's own pages.
         """
         short = [row for row in rows if len(row[-1]) < FILLED_BYTES]
-        super().add_blobs(table, short)
+        super().insert_blobs(table, short)
         for *others, blob in (row for row in rows if len(row[-1]) >= FILLED_BYTES):
             sql, name = _insert_room(table)
             row = self._driver.execute(sql, (*others, len(blob))).lastrowid
@@ -128,13 +128,13 @@ class SQLiteTransaction(Transaction):
 
     def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own."""
-        if not writes or self._turns is None:
+        if not writes or self._queue is None:
             return self._run(f, writes=writes)
-        self._turns.take()
+        self._queue.acquire()
         try:
             return self._run(f, writes=True)
         finally:
-            self._turns.give_back()
+            self._queue.release()
 
     def _run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         # A deferred transaction that is upgraded later fails without waiting for the busy timeout:
@@ -145,8 +145,8 @@ class SQLiteTransaction(Transaction):
                 self._check(self)
             done = f(self)
             self._driver.execute("COMMIT")
-            if writes and self._turns is not None:
-                self._turns.give_back()
+            if writes and self._queue is not None:
+                self._queue.release()
             self._files.check()  # what was read, too, may tell somebody that he is safe
         except BaseException:
             if self._driver.in_transaction:  # a full disk may have rolled back already
@@ -162,7 +162,7 @@ class SQLiteTransaction(Transaction):
         self._driver.close()
 
 
-_given = threading.local()
+_driver_to_wrap = threading.local()
 """The connection that the next one of SQLAlchemy is for, in this thread."""
 
 
@@ -172,7 +172,7 @@ def _engine() -> Engine:
     return create_engine(
         "sqlite://",
         module=dbapi2,
-        creator=lambda: _given.driver,
+        creator=lambda: _driver_to_wrap.driver,
         poolclass=NullPool,
         pool_reset_on_return=None,
     )
@@ -193,7 +193,7 @@ def _insert_room(table: Table) -> tuple[str, str]:
     return f"{head}zeroblob(?){end}", list(table.columns)[-1].name
 
 
-class _Desk:
+class _Runner:
     """Stands where aiosqlite expects a connection of ``sqlite3``: it does what it is handed.
 
     aiosqlite never looks at what its ``connector`` returns: it calls methods of it, in its thread.
@@ -204,12 +204,12 @@ class _Desk:
         self._tx: SQLiteTransaction | None = None  # connected on the first trip
         self._answer: tuple[bool, Any] = (True, None)
 
-    def execute(self, work: Callable[[SQLiteTransaction], Any], _: Any) -> _Desk:
+    def execute(self, work: Callable[[SQLiteTransaction], Any], _: Any) -> _Runner:
         try:
             if self._tx is None:
                 self._tx = self._connect()
             self._answer = (True, work(self._tx))
-        except BaseException as error:  # noqa: BLE001 - raised again by `_Seat.trip`; set on a future, a StopIteration would never arrive
+        except BaseException as error:  # noqa: BLE001 - raised again by `ConnectionThread.run`; set on a future, a StopIteration would never arrive
             self._answer = (False, error)
         return self
 
@@ -222,15 +222,15 @@ class _Desk:
             self._tx.close()
 
 
-class _Seat:
+class ConnectionThread:
     """One connection and its thread, which does not keep the interpreter from ending."""
 
     def __init__(self, connect: Callable[[], SQLiteTransaction]) -> None:
         made: list[aiosqlite.Connection] = []
 
         def make() -> None:
-            desk: Any = _Desk(connect)
-            made.append(aiosqlite.Connection(lambda: desk, iter_chunk_size=64))
+            runner: Any = _Runner(connect)
+            made.append(aiosqlite.Connection(lambda: runner, iter_chunk_size=64))
 
         # A thread inherits being a daemon from the one that makes it.
         maker = threading.Thread(target=make, daemon=True)
@@ -239,30 +239,32 @@ class _Seat:
         self._connection = made[0]
 
     async def open(self) -> None:
+        """Start the thread and connect."""
         await self._connection
 
-    async def trip(self, work: Callable[[SQLiteTransaction], T]) -> T:
+    async def run(self, work: Callable[[SQLiteTransaction], T]) -> T:
         """Return what ``work`` returns, in the thread."""
         # The public method that makes one trip: it executes, fetches, and returns what it fetched.
-        trip: Any = self._connection.execute_fetchall
-        well, answer = await trip(work, ())
-        if not well:
+        execute: Any = self._connection.execute_fetchall
+        succeeded, answer = await execute(work, ())
+        if not succeeded:
             raise answer
         done: T = answer
         return done
 
     async def close(self) -> None:
+        """Close the connection and end the thread."""
         await self._connection.close()
 
 
-class Seats:
+class ConnectionPool:
     """Connections to one file. Each trip has one for itself.
 
     Args:
         connector: returns a new connection, in autocommit.
         files: what the connections have open; looked at after each transaction.
         check: what each transaction begins with.
-        turns: which writing transactions wait for; closed with the connections.
+        queue: which writing transactions wait in; closed with the connections.
         number: of connections, and so of transactions at the same time.
     """
 
@@ -271,63 +273,63 @@ class Seats:
         connector: Callable[[], Any],
         files: StoreFiles,
         check: Callable[[Transaction], None],
-        turns: Turns | None = None,
-        number: int = SEATS,
+        queue: WriterQueue | None = None,
+        number: int = TRANSACTIONS,
     ) -> None:
         self._connector = connector
         self._files = files
         self._check = check
-        self._turns = turns
+        self._queue = queue
         self._free = anyio.Semaphore(number, fast_acquire=True)
         self._write_lock = anyio.Lock(fast_acquire=True)
-        self._idle: list[_Seat] = []
+        self._idle: list[ConnectionThread] = []
 
     async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own."""
-        return await self.trip(lambda tx: tx.run(f, writes=writes), writes=writes)
+        return await self.run_in_thread(lambda tx: tx.run(f, writes=writes), writes=writes)
 
-    async def trip(self, work: Callable[[SQLiteTransaction], T], *, writes: bool) -> T:
+    async def run_in_thread(self, work: Callable[[SQLiteTransaction], T], *, writes: bool) -> T:
         """Return what ``work`` returns, in the thread of a connection; one at a time ``writes``.
 
         Once it has begun, a cancellation waits for its end.
         """
         if not writes:
-            return await self._trip(work)
+            return await self._run_in_thread(work)
         async with self._write_lock:
-            return await self._trip(work)
+            return await self._run_in_thread(work)
 
     @asynccontextmanager
-    async def apart(self) -> AsyncIterator[Seats]:
+    async def dedicated_connection(self) -> AsyncIterator[ConnectionPool]:
         """Open one more connection: what is temporary there, nobody else sees."""
-        one = Seats(self._connector, self._files, self._check, number=1)
+        connection = ConnectionPool(self._connector, self._files, self._check, number=1)
         try:
-            yield one
+            yield connection
         finally:
             with anyio.CancelScope(shield=True):
-                await one.close()
+                await connection.close()
 
-    async def _trip(self, work: Callable[[SQLiteTransaction], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[SQLiteTransaction], T]) -> T:
         with anyio.CancelScope(shield=True):
             async with self._free:
-                seat = self._idle.pop() if self._idle else await self._opened()
+                thread = self._idle.pop() if self._idle else await self._opened()
                 try:
-                    done = await seat.trip(work)
+                    done = await thread.run(work)
                 finally:
-                    self._idle.append(seat)
+                    self._idle.append(thread)
         return done
 
-    async def _opened(self) -> _Seat:
-        seat = _Seat(self._connected)
-        await seat.open()
-        return seat
+    async def _opened(self) -> ConnectionThread:
+        thread = ConnectionThread(self._connected)
+        await thread.open()
+        return thread
 
     def _connected(self) -> SQLiteTransaction:
         self._files.check()  # what is there now may be another database
-        return SQLiteTransaction(self._connector(), self._files, self._check, self._turns)
+        return SQLiteTransaction(self._connector(), self._files, self._check, self._queue)
 
     async def close(self) -> None:
         """Close every connection."""
         while self._idle:
             await self._idle.pop().close()
-        if self._turns is not None:
-            self._turns.close()
+        if self._queue is not None:
+            self._queue.close()

@@ -65,7 +65,7 @@ def annotated_positions(
     tx: Transaction, experiment: int, *, annotation_set: str, start: int, limit: int
 ) -> list[int]:
     """Return the positions of the events that hold the next ``limit`` rows from ``start`` on."""
-    rows = _POSITIONS.rows(tx, of=experiment, by=annotation_set, start=start, most=limit)
+    rows = _POSITIONS.fetch_all(tx, of=experiment, by=annotation_set, start=start, most=limit)
     return [position for (position,) in rows]
 
 
@@ -73,7 +73,7 @@ def spent_rows(
     tx: Transaction, experiment: int, *, trainer: Reader, start: int, end: int
 ) -> set[int]:
     """Return the addresses from ``start`` to below ``end`` that ``trainer`` holds or rejected."""
-    rows = _SPENT.rows(
+    rows = _SPENT.fetch_all(
         tx,
         of=experiment,
         holder=trainer.experiment,

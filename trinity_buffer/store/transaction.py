@@ -90,11 +90,11 @@ class Transaction(ABC):
         return self.connection.execute(statement, parameters)
 
     @abstractmethod
-    def rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Execute a statement as the driver takes it; return all rows that it gives."""
 
     @abstractmethod
-    def change(self, table: str, sql: str, values: Sequence[Any]) -> None:
+    def execute_later(self, table: str, sql: str, values: Sequence[Any]) -> None:
         """Execute a statement that changes rows of ``table`` and returns none, now or soon.
 
         At the latest before the next one that is no such statement; what is wrong with it may be
@@ -109,16 +109,16 @@ class Transaction(ABC):
         """
 
     @abstractmethod
-    def add(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+    def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order.
 
         They go past SQLAlchemy's work on each, so the columns must be of types that need no
         processing (numbers, texts, bytes, booleans).
         """
 
-    def add_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert ``rows`` as `add` does, the last column of each a `Blob`."""
-        self.add(table, [(*row[:-1], bytes(row[-1])) for row in rows])
+    def insert_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert ``rows`` as `insert_many` does, the last column of each a `Blob`."""
+        self.insert_many(table, [(*row[:-1], bytes(row[-1])) for row in rows])
 
     def with_blobs(
         self,
@@ -192,19 +192,19 @@ class Prepared:
         self._statement: Any = statement
         self._compiled: dict[str, tuple[str, list[str], dict[str, Any]]] = {}
 
-    def rows(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
+    def fetch_all(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
         """Execute it, and return all rows that it gives."""
         sql, names, known = self._of(tx.dialect)
-        return tx.rows(sql, tuple(self._bound(names, known, values)))
+        return tx.fetch_all(sql, tuple(self._bound(names, known, values)))
 
-    def change(self, tx: Transaction, **values: object) -> None:
-        """Execute it, which changes rows of one table, as `Transaction.change` does."""
+    def execute_later(self, tx: Transaction, **values: object) -> None:
+        """Execute it, which changes rows of one table, as `Transaction.execute_later` does."""
         sql, names, known = self._of(tx.dialect)
-        tx.change(self._statement.table.name, sql, tuple(self._bound(names, known, values)))
+        tx.execute_later(self._statement.table.name, sql, tuple(self._bound(names, known, values)))
 
     def value(self, tx: Transaction, **values: object) -> Any:
         """Execute it, and return the first column of its first row; None if there is none."""
-        rows = self.rows(tx, **values)
+        rows = self.fetch_all(tx, **values)
         return rows[0][0] if rows else None
 
     @staticmethod
@@ -238,31 +238,31 @@ def by_dialect(make: Callable[[str, *Given], Prepared]) -> Callable[[str, *Given
     return made
 
 
-def among(
+def in_list(
     tx: Transaction, column: ColumnElement[Any], values: Iterable[int | str]
 ) -> ColumnElement[bool]:
     """Return ``column IN (values)`` with one bound parameter, however many values there are."""
-    listed = given(tx, values)
+    listed = bind_list(tx, values)
     if tx.dialect.name == "sqlite":
         return column.in_(select(func.json_each(listed).table_valued("value").c.value))
     return column == func.any(_array(literal(listed, _TEXTS), column.type))
 
 
-def among_given(dialect: str, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-    """Return `among` for a statement that is kept: ``name`` is bound to what `given` returns."""
+def in_bound_list(dialect: str, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+    """Return `in_list` for a prepared statement; bind ``name`` to what `bind_list` returns."""
     if dialect == "sqlite":
         each = func.json_each(bindparam(name, type_=Text())).table_valued("value")
         return column.in_(select(each.c.value))
     return column == func.any(_array(bindparam(name, type_=_TEXTS), column.type))
 
 
-def given(tx: Transaction, values: Iterable[int | str]) -> Any:
-    """Return what a statement made with `among_given` takes for ``values``."""
+def bind_list(tx: Transaction, values: Iterable[int | str]) -> Any:
+    """Return what a statement made with `in_bound_list` takes for ``values``."""
     return json.dumps(list(values)) if tx.dialect.name == "sqlite" else list(map(str, values))
 
 
-def rows_given(dialect: str, kinds: Sequence[TypeEngine[Any]]) -> tuple[ColumnElement[Any], ...]:
-    """Return the columns of rows that a kept statement is given; bound to what `given_rows` says.
+def values_table(dialect: str, kinds: Sequence[TypeEngine[Any]]) -> tuple[ColumnElement[Any], ...]:
+    """Return the columns of rows that a kept statement is given; bound to what `bind_rows` says.
 
     Args:
         dialect: of the statement.
@@ -277,12 +277,12 @@ def rows_given(dialect: str, kinds: Sequence[TypeEngine[Any]]) -> tuple[ColumnEl
     return tuple(rows.c)
 
 
-def given_rows(tx: Transaction, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return what a statement made with `rows_given` takes for ``rows``, one at least."""
+def bind_rows(tx: Transaction, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return what a statement made with `values_table` takes for ``rows``, one at least."""
     if tx.dialect.name == "sqlite":
         return {"rows": json.dumps(rows)}
     columns = zip(*rows, strict=True)
-    return {f"column{number}": given(tx, values) for number, values in enumerate(columns)}
+    return {f"column{number}": bind_list(tx, values) for number, values in enumerate(columns)}
 
 
 # asyncpg knows arrays of texts. The type of any other array it would look up in the catalogue, once

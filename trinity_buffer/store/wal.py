@@ -49,17 +49,15 @@ class LogState:
         """Whether something keeps it from beginning anew."""
         return self.size_bytes > 2 * self.limit_bytes
 
-    def told(self) -> str:
+    def message(self) -> str:
         """Return what keeps it so long, as people say it."""
         size, limit = self.size_bytes >> 20, self.limit_bytes >> 20
-        message = f"the write-ahead log has {size} MiB where {limit} are usual: "
+        text = f"the write-ahead log has {size} MiB where {limit} are usual: "
         if self.readers:
             who = ", ".join(map(str, self.readers))
-            return (
-                f"{message}a reader holds an old state open (pid {who}); end its read transaction"
-            )
+            return f"{text}a reader holds an old state open (pid {who}); end its read transaction"
         return (
-            f"{message}no other process that is seen here holds an old state open; a reader of "
+            f"{text}no other process that is seen here holds an old state open; a reader of "
             "another container may, or writers leave it no pause in which to begin anew"
         )
 
@@ -174,7 +172,7 @@ class Checkpointer:
             self._told_at = 0
         elif pages > 2 * max(self._told_at, sizes().wal_pages_limit):
             self._told_at = pages
-            _logger.warning("%s: %s", self._path, log_state(self._path).told())
+            _logger.warning("%s: %s", self._path, log_state(self._path).message())
 
     def _checkpoint(self, connection: Any) -> None:
         try:

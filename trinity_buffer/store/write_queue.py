@@ -36,7 +36,7 @@ else:
     _FLOCK, _FIELDS = struct.Struct("hhqqi0q"), ("type", "whence", "start", "len", "pid")
 
 
-class Turns:
+class WriterQueue:
     """The turns of the connections of one `Database`, of which one writes at a time.
 
     Args:
@@ -52,7 +52,7 @@ class Turns:
         self._waits = False  # a thread does, for the turn
         self._wanted = self._mine = self._closed = False
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Return when it is the turn of this process, or after `PATIENCE_S`.
 
         Where an earlier call ran out of patience and its turn has not come yet, return at once. So
@@ -80,7 +80,7 @@ class Turns:
             self._state.wait_for(lambda: not self._waits, PATIENCE_S)
             self._wanted = False
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Let the next one write."""
         with self._state:
             if self._mine and self._file is not None:

@@ -41,11 +41,11 @@ from trinity_buffer.store.tables import (
 from trinity_buffer.store.transaction import (
     Prepared,
     Transaction,
-    among,
-    among_given,
+    bind_list,
     by_dialect,
-    given,
     has_row,
+    in_bound_list,
+    in_list,
     lock_experiment,
     one_statement,
 )
@@ -77,7 +77,7 @@ def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[EID, t
     rows_by_eid: dict[EID, tuple[int, bytes]] = {}
     statement = _of_tasks(tx.dialect.name, "stored")
     for batch_key, tasks in _by_batch(key[:2] for key in wanted):
-        rows = statement.rows(tx, of=experiment, batch=batch_key, tasks=given(tx, tasks))
+        rows = statement.fetch_all(tx, of=experiment, batch=batch_key, tasks=bind_list(tx, tasks))
         for address, digest, *key in rows:
             eid = wanted.get((batch_key, *key))
             if eid is not None:
@@ -105,7 +105,7 @@ def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Pr
         "decided": (experience.c.task,),
         "refused": (experience.c.task, experience.c.run),
     }
-    wanted = among_given(dialect, experience.c.task, "tasks")
+    wanted = in_bound_list(dialect, experience.c.task, "tasks")
     query = select(*columns[what]).where(*of_batch(dialect, wanted))
     if what == "stored":
         return Prepared(query)
@@ -143,7 +143,7 @@ def of_batch(dialect: str, *more: ColumnElement[bool]) -> tuple[ColumnElement[bo
 def sealed_among(tx: Transaction, experiment: int, batches: Sequence[str]) -> set[str]:
     """Return which of ``batches`` are sealed."""
     query = _sealed_among(tx.dialect.name)
-    return {key for (key,) in query.rows(tx, of=experiment, batches=given(tx, batches))}
+    return {key for (key,) in query.fetch_all(tx, of=experiment, batches=bind_list(tx, batches))}
 
 
 @by_dialect
@@ -151,7 +151,7 @@ def _sealed_among(dialect: str) -> Prepared:
     return Prepared(
         select(batch.c.batch).where(
             batch.c.experiment == bindparam("of"),
-            among_given(dialect, batch.c.batch, "batches"),
+            in_bound_list(dialect, batch.c.batch, "batches"),
             batch.c.sealed_at.is_not(None),
         )
     )
@@ -165,12 +165,12 @@ def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
 
 def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
     """Return those of the batches ``keys`` that were planned or sealed."""
-    wanted, dialect = given(tx, keys), tx.dialect.name
-    rows = _batches(dialect).rows(tx, of=experiment, batches=wanted)
+    wanted, dialect = bind_list(tx, keys), tx.dialect.name
+    rows = _batches(dialect).fetch_all(tx, of=experiment, batches=wanted)
     tasks: dict[str, list[Key]] = {}
     if rows:
         # Sorted here: asked to, SQLite walks through all plans of the run in their order.
-        plans = _tasks(dialect).rows(tx, of=experiment, batches=wanted)
+        plans = _tasks(dialect).fetch_all(tx, of=experiment, batches=wanted)
         for _, key, task, is_int in sorted(plans):
             tasks.setdefault(key, []).append(typed(task, is_int=is_int))
     return {
@@ -189,7 +189,7 @@ def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, 
 
 @by_dialect
 def _batches(dialect: str) -> Prepared:
-    wanted = among_given(dialect, batch.c.batch, "batches")
+    wanted = in_bound_list(dialect, batch.c.batch, "batches")
     columns = (batch.c[name] for name in _BATCH_COLUMNS)
     return Prepared(select(*columns).where(batch.c.experiment == bindparam("of"), wanted))
 
@@ -207,7 +207,7 @@ _BATCH_COLUMNS = (
 
 @by_dialect
 def _tasks(dialect: str) -> Prepared:
-    wanted = among_given(dialect, plan.c.batch, "batches")
+    wanted = in_bound_list(dialect, plan.c.batch, "batches")
     query = select(plan.c.ordinal, plan.c.batch, plan.c.task, plan.c.task_is_int)
     return Prepared(query.where(plan.c.experiment == bindparam("of"), wanted))
 
@@ -308,7 +308,7 @@ def waiting_addresses(
 ) -> list[int]:
     """Return what strategy ``name`` has seen and not decided, above ``after``, in order."""
     end = first_address(up_to + 1)
-    rows = _WAITING.rows(tx, of=experiment, by=name, after=after, end=end, most=limit)
+    rows = _WAITING.fetch_all(tx, of=experiment, by=name, after=after, end=end, most=limit)
     return [address for (address,) in rows]
 
 
@@ -335,7 +335,7 @@ def experience_rows(
     tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> list[ExperienceRow]:
     """Return the experiences at ``addresses``, in order of address."""
-    mine = (experience.c.experiment == experiment, among(tx, experience.c.address, addresses))
+    mine = (experience.c.experiment == experiment, in_list(tx, experience.c.address, addresses))
     query = select(*EXPERIENCE_COLUMNS).where(*mine).order_by(experience.c.address)
     return [experience_row(row) for row in tx.execute(query).all()]
 
@@ -367,8 +367,8 @@ def decided_groups(
     statement, end = _of_tasks(tx.dialect.name, "decided"), first_address(cursor + 1)
     decided: set[tuple[str, str]] = set()
     for key, tasks in _by_batch(groups):
-        wanted = given(tx, tasks)
-        rows = statement.rows(tx, of=experiment, by=name, batch=key, tasks=wanted, end=end)
+        wanted = bind_list(tx, tasks)
+        rows = statement.fetch_all(tx, of=experiment, by=name, batch=key, tasks=wanted, end=end)
         decided.update((key, task) for (task,) in rows)
     return decided
 
@@ -381,8 +381,8 @@ def newest_policy(
     What trainers other than ``trainer`` published is passed over, unless that one is not there, or
     nothing else is published: explorers follow one model.
     """
-    own = _NEWEST_POLICY.rows(tx, of=experiment, by=trainer)
-    for version, uri, digest, position in own or _NEWEST_OF_ALL.rows(tx, of=experiment):
+    own = _NEWEST_POLICY.fetch_all(tx, of=experiment, by=trainer)
+    for version, uri, digest, position in own or _NEWEST_OF_ALL.fetch_all(tx, of=experiment):
         return int(version), uri, digest, int(position)
     return None
 
@@ -429,7 +429,9 @@ def refused_runs(
     statement, end = _of_tasks(tx.dialect.name, "refused"), first_address(cursor + 1)
     runs: set[tuple[tuple[str, str], int]] = set()
     for key, tasks in _by_batch(groups):
-        rows = statement.rows(tx, of=experiment, batch=key, tasks=given(tx, tasks), end=end)
+        rows = statement.fetch_all(
+            tx, of=experiment, batch=key, tasks=bind_list(tx, tasks), end=end
+        )
         runs.update(((key, task), int(run)) for task, run in rows)
     return runs
 
@@ -487,7 +489,7 @@ def experiences(
     if wanted.reward_max is not None:
         query = query.where(experience.c.reward <= wanted.reward_max)
     if wanted.addresses is not None:
-        query = query.where(among(tx, experience.c.address, wanted.addresses))
+        query = query.where(in_list(tx, experience.c.address, wanted.addresses))
     if wanted.state is not None:
         query = query.where(_is(wanted.state, wanted.annotation_set or ""))
     if not wanted.include_refused:
@@ -533,7 +535,7 @@ def assigned_rewards(
     query = select(assigned_reward.c.address, assigned_reward.c.reward).where(
         assigned_reward.c.experiment == experiment,
         assigned_reward.c.scoring == scoring,
-        among(tx, assigned_reward.c.address, addresses),
+        in_list(tx, assigned_reward.c.address, addresses),
     )
     return {int(address): float(reward) for address, reward in tx.execute(query).all()}
 

@@ -82,7 +82,7 @@ class Decision:
         Args:
             require: raises if another may decide; else tells where the log ends, if it has asked.
         """
-        store.take_in(tx, self.segment_rows)
+        store.attach(tx, self.segment_rows)
         last = None if require is None else require(tx)
         log.append(tx, experiment, self.events, actor=strategy, now_us=now_us(), last=last)
 

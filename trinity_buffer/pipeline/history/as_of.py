@@ -14,13 +14,13 @@ from trinity_buffer.pipeline.verify.projections import (
     pages,
 )
 from trinity_buffer.store import fold, refold
-from trinity_buffer.store.database import Apart, Database
+from trinity_buffer.store.database import Database, DedicatedConnection
 
 
 @asynccontextmanager
 async def open_as_of(
     database: Database, experiment: int, position: int, progress: Progress = no_progress
-) -> AsyncGenerator[Apart]:
+) -> AsyncGenerator[DedicatedConnection]:
     """Open the projections of ``experiment`` as they were at ``position``.
 
     The log is folded up to there into temporary tables of one more connection, which hide those of
@@ -29,7 +29,7 @@ async def open_as_of(
     Raises:
         CodecError: an event that says how it was is damaged; the message names its position.
     """
-    async with database.apart() as connection:
+    async with database.dedicated_connection() as connection:
         await connection.change(refold.make_temporary_tables)
         async for page in pages(database, experiment, after=0, up_to=position):
             facts = await anyio.to_thread.run_sync(decoded_events, page)

@@ -303,4 +303,4 @@ def _take_back(
     if len(segments.archived_at(tx, keys)) < len(keys):
         raise StoreError("another process has restored some of these segments: run it again")
     log.append(tx, experiment, [event], actor=actor, now_us=now_us())
-    store.take_in(tx, rows)
+    store.attach(tx, rows)

@@ -386,7 +386,7 @@ class LeadingRank:
 
     async def _append_commit(self, records: CommitRecords, steps: Sequence[int]) -> None:
         def append(tx: Transaction) -> None:
-            self._database.segments.take_in(tx, records.segment_rows)
+            self._database.segments.attach(tx, records.segment_rows)
             self._lease.append(tx, records.events, committed=steps[0] - 1)
             reached("inside-commit")
 

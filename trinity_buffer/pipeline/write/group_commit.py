@@ -123,7 +123,7 @@ class _Group:
         self, tx: Transaction, presence_of: Callable[[int, str], Presence]
     ) -> dict[int, Place]:
         """Record what was prepared; return the place of the last event of each, by its identity."""
-        self.store.take_in(tx, self.segment_rows)
+        self.store.attach(tx, self.segment_rows)
         writes = [write for write, _ in self.writes]
         places = record(tx, writes)
         reached("inside-append")
