@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract.making import assert_conserved, group, opened
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.store.sqlite_seats import ConnectionPool
+from trinity_buffer.store.connection import ConnectionPool
 
 
 async def test_a_group_is_read_and_decided_on_one_trip(

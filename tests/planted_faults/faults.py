@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "two sessions at once, without the write lock",
-        "store/sqlite_seats.py",
+        "store/connection.py",
         "        if not writes:\n",
         "        if True:\n",
         "tests/contract/test_sessions.py::test_on_sqlite_a_second_session_begins_when_the_first_is_over",
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     Fault(
         "of a long blob the last piece is not filled in",
-        "store/sqlite_seats.py",
+        "store/connection.py",
         "for piece in blob.pieces:",
         "for piece in blob.pieces[:1]:",
         "tests/store/test_long_blobs.py::test_blobs_of_any_size_and_in_any_pieces_come_back",
@@ -103,7 +103,7 @@ FAULTS = [
     ),
     Fault(
         "the last rows, which fill no statement, lose one",
-        "store/sqlite_seats.py",
+        "store/connection.py",
         "rows[whole:])",
         "rows[whole + 1 :])",
         "tests/contract/test_sessions.py::test_any_number_of_rows_is_added_each_once",
@@ -682,7 +682,7 @@ FAULTS = [
     ),
     Fault(
         "a write begins before its turn",
-        "store/sqlite_seats.py",
+        "store/connection.py",
         "        self._queue.acquire()\n",
         "        self._queue.release()\n",
         "tests/store/test_write_queue.py::test_a_write_waits_for_its_turn_and_gives_it_back",

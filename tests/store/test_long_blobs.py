@@ -17,8 +17,8 @@ from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline import encoding
 from trinity_buffer.store import segments
+from trinity_buffer.store.connection import FILLED_BYTES
 from trinity_buffer.store.sqlite import dbapi2, open_blob
-from trinity_buffer.store.sqlite_seats import FILLED_BYTES
 from trinity_buffer.store.transaction import Transaction
 
 SIZES = (0, 1, FILLED_BYTES - 1, FILLED_BYTES, FILLED_BYTES + 1, 3 * FILLED_BYTES)

@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import log, sqlite
 from trinity_buffer.store import notify as module
-from trinity_buffer.store.access import Owner, StoreFiles
+from trinity_buffer.store.connection import Owner, StoreFiles
 from trinity_buffer.store.notify import SQLiteChanges
 from trinity_buffer.store.transaction import Transaction
 

@@ -18,7 +18,7 @@ from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.verify import verify
-from trinity_buffer.store import connecting, log, postgres, sqlite
+from trinity_buffer.store import log, postgres, postgres_connect, sqlite
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -153,7 +153,7 @@ async def test_a_lock_timeout_that_somebody_has_chosen_stays(
 
 
 async def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(postgres_connect, "CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql://postgres@127.0.0.1:{silent.getsockname()[1]}/any"
         with anyio.fail_after(20), pytest.raises(StoreError, match="it does not answer"):

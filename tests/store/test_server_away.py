@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.verify import verify
-from trinity_buffer.store import connecting, log, notify, sqlite
+from trinity_buffer.store import log, notify, postgres_connect, sqlite
 from trinity_buffer.store.url import parse_url
 
 COMMIT = b"COMMIT\0"
@@ -60,13 +60,13 @@ class Said(logging.Handler):
         super().__init__()
         self._words = words
         self.event = anyio.Event()
-        logging.getLogger(connecting.__name__).addHandler(self)
+        logging.getLogger(postgres_connect.__name__).addHandler(self)
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         if self._words in record.getMessage():
             self.event.set()
-            logging.getLogger(connecting.__name__).removeHandler(self)
+            logging.getLogger(postgres_connect.__name__).removeHandler(self)
 
 
 @pytest.fixture
@@ -213,9 +213,9 @@ async def test_who_opens_a_store_hears_at_once_that_its_server_is_not_there() ->
 async def test_a_peer_that_falls_silent_holds_no_write(
     postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sqlite.BUSY_TIMEOUT_MS / 1000 < connecting.COMMAND_TIMEOUT_S < 45
+    assert sqlite.BUSY_TIMEOUT_MS / 1000 < postgres_connect.COMMAND_TIMEOUT_S < 45
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
-    monkeypatch.setattr(connecting, "COMMAND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(postgres_connect, "COMMAND_TIMEOUT_S", 0.5)
     async with wired(postgres_store_url) as (url, wire), opened(url) as experiment:
         writer = experiment.writer("e0")
         await writer.write(group(task=0))
@@ -233,7 +233,7 @@ async def test_a_follower_hears_of_news_though_its_line_fell_silent(
     monkeypatch.setattr(notify, "ASKED_EVERY_S", 0.2)
     monkeypatch.setattr(notify, "ANSWERS_WITHIN_S", 0.2)
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
-    monkeypatch.setattr(connecting, "COMMAND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(postgres_connect, "COMMAND_TIMEOUT_S", 0.5)
     async with (
         wired(postgres_store_url) as (url, wire),
         opened(url) as follower,
@@ -259,7 +259,7 @@ async def test_a_line_that_could_not_listen_is_waited_on_by_nobody(
 ) -> None:
     is_late = how == "it answers too late"
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
-    monkeypatch.setattr(connecting, "COMMAND_TIMEOUT_S", 0.5 if is_late else 40.0)
+    monkeypatch.setattr(postgres_connect, "COMMAND_TIMEOUT_S", 0.5 if is_late else 40.0)
     async with (
         wired(postgres_store_url) as (url, wire),
         opened(url) as follower,
@@ -364,7 +364,7 @@ async def test_a_connection_that_breaks_while_it_is_made_is_made_again(
     postgres_server: PostgresServer, postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that shuts down in the middle of the first statement leaves asyncpg confused."""
-    connect, prepare = connecting.connect, asyncpg.Connection.prepare
+    connect, prepare = postgres_connect.connect, asyncpg.Connection.prepare
     made: list[object] = []
     broken: list[object] = []
 
@@ -378,7 +378,7 @@ async def test_a_connection_that_breaks_while_it_is_made_is_made_again(
             raise asyncpg.InternalClientError("another operation is in progress")
         return await prepare(self, *arguments, **named)
 
-    monkeypatch.setattr(connecting, "connect", note)
+    monkeypatch.setattr(postgres_connect, "connect", note)
     async with opened(postgres_store_url) as experiment:
         name = postgres_store_url.partition("?")[0].rpartition("/")[2]
         gone = (

@@ -12,10 +12,17 @@ from trinity_buffer.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trinity_buffer.codec.arrays import DTYPES
-    from trinity_buffer.codec.bodies import decode_body, decode_fact, encode_body, encode_fact
     from trinity_buffer.codec.columns import ANNOTATED, Column, ObjectColumn, Segment, is_scorable
     from trinity_buffer.codec.digests import Contents, content_digest, digests_of_segments
-    from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
+    from trinity_buffer.codec.objects import (
+        ObjectPacker,
+        RawTensor,
+        decode_body,
+        decode_fact,
+        encode_body,
+        encode_fact,
+        unpack_object,
+    )
     from trinity_buffer.codec.segments import (
         SEGMENT_VERSION,
         decode_segment,
@@ -47,10 +54,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "decode_body": "trinity_buffer.codec.bodies",
-    "decode_fact": "trinity_buffer.codec.bodies",
-    "encode_body": "trinity_buffer.codec.bodies",
-    "encode_fact": "trinity_buffer.codec.bodies",
+    "decode_body": "trinity_buffer.codec.objects",
+    "decode_fact": "trinity_buffer.codec.objects",
+    "encode_body": "trinity_buffer.codec.objects",
+    "encode_fact": "trinity_buffer.codec.objects",
     "ANNOTATED": "trinity_buffer.codec.columns",
     "Column": "trinity_buffer.codec.columns",
     "ObjectColumn": "trinity_buffer.codec.columns",

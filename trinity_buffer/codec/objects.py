@@ -1,14 +1,16 @@
-"""Values that are not columns of numbers: texts, messages, `info`, the bodies of events.
+"""Values that are not columns of numbers, as msgpack: texts, messages, `info`, bodies of events.
 
 None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, NumPy scalars and
 arrays, and tensors (as `RawTensor`) come back as they were; a subclass of one of them comes back as
 the class itself.
+
+The body of an event is a map with the version of its kind; old versions are upcast when read.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,7 +19,8 @@ from typing import Any, TypeAlias
 import msgpack
 
 from trinity_buffer.blob import Buffer
-from trinity_buffer.errors import CodecError, InvalidArgumentError
+from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
+from trinity_buffer.events import UPCASTERS, Fact, body_of, fact_of, kind_of, version_of
 
 Place: TypeAlias = "tuple[Place | str, object] | str"
 
@@ -382,3 +385,59 @@ def _head(view: memoryview, at: int) -> tuple[int, int]:
     length = int.from_bytes(view[at + 1 : at + 1 + width], "big")
     at += 1 + width + skip
     return (at, per_item * length) if per_item else (at + length, 0)
+
+
+_VERSION = "v"
+
+
+def encode_fact(fact: Fact) -> bytes:
+    """Return the bytes of the body of ``fact``, as `encode_body` does."""
+    return encode_body(kind_of(fact), body_of(fact))
+
+
+def decode_fact(kind: str, blob: Buffer) -> Fact:
+    """Return what an event says, whatever version wrote it; an unknown kind as `UnknownEvent`.
+
+    Raises:
+        CodecError: bytes that are no body, or a body that lacks a field of its kind.
+        CodecVersionError: a newer version of this package wrote it.
+    """
+    return fact_of(kind, decode_body(kind, blob))
+
+
+def encode_body(kind: str, body: Mapping[str, Any]) -> bytes:
+    """Return the body of an event as bytes, its version included.
+
+    Raises:
+        InvalidArgumentError: a value that does not come back as it is, or the key ``v``.
+    """
+    if _VERSION in body:
+        raise InvalidArgumentError(f"a body of {kind} has the key 'v', which is its version")
+    return ObjectPacker().pack({_VERSION: version_of(kind), **body}, f"the body of {kind}")
+
+
+def decode_body(kind: str, blob: Buffer) -> dict[str, Any]:
+    """Return the body of an event as it would be written today, without its version.
+
+    Raises:
+        CodecError: bytes that are no body.
+        CodecVersionError: a newer version of this package wrote it.
+    """
+    body = unpack_object(blob)
+    version = body.pop(_VERSION, None) if isinstance(body, dict) else None
+    if type(version) is not int or version < 1:
+        raise CodecError(f"the body of an event {kind} is damaged: it is no map with a version")
+    latest = version_of(kind)
+    if version > latest:
+        raise CodecVersionError(
+            f"an event {kind} has version {version}, this package reads up to {latest}: "
+            "upgrade trinity-buffer"
+        )
+    try:
+        for old in range(version, latest):
+            body = UPCASTERS[kind, old](body)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CodecError(
+            f"an event {kind} of version {version} cannot be brought to version {latest}: {error!r}"
+        ) from error
+    return dict(body)

@@ -15,13 +15,18 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from trinity_buffer.errors import InvalidArgumentError, ReadOnlyStoreError, StoreError
 from trinity_buffer.store import schema, sqlite, transaction
-from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
-from trinity_buffer.store.connecting import Outage
+from trinity_buffer.store.connection import (
+    ConnectionPool,
+    Owner,
+    SQLiteTransaction,
+    StoreFiles,
+    foreign_errors,
+)
 from trinity_buffer.store.notify import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Server
+from trinity_buffer.store.postgres_connect import Outage
 from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
-from trinity_buffer.store.sqlite_seats import ConnectionPool, SQLiteTransaction
 from trinity_buffer.store.transaction import ReadSession, SegmentParts, Session, Transaction
 from trinity_buffer.store.url import (
     StoreURL,

@@ -18,8 +18,15 @@ from sqlalchemy.engine import URL
 from typing_extensions import override
 
 from trinity_buffer.errors import StoreError, StoreUnavailableError
-from trinity_buffer.store.access import Owner, StoreFiles, foreign_errors
-from trinity_buffer.store.connecting import Outage, arguments_of, close, connect, errors, passes_by
+from trinity_buffer.store.connection import Owner, StoreFiles, foreign_errors
+from trinity_buffer.store.postgres_connect import (
+    Outage,
+    arguments_of,
+    close,
+    connect,
+    errors,
+    passes_by,
+)
 from trinity_buffer.store.sqlite import dbapi2, uri_of
 
 CHANNEL = "trinity_buffer"

@@ -26,10 +26,10 @@ from typing_extensions import override
 from trinity_buffer.errors import StoreError, StoreReplacedError, UnsafeStoreError
 from trinity_buffer.lazy import extra
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import connecting, log, sqlite
-from trinity_buffer.store.access import POOLED, foreign_errors
-from trinity_buffer.store.connecting import APPLICATION, Outage, close, passes_by
+from trinity_buffer.store import log, postgres_connect, sqlite
+from trinity_buffer.store.connection import POOLED, foreign_errors
 from trinity_buffer.store.notify import CHANNEL
+from trinity_buffer.store.postgres_connect import APPLICATION, Outage, close, passes_by
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction, dialect_module, lock_experiment
 
@@ -266,7 +266,7 @@ class Server:
         self._url = url
         self._name = name
         self._outage = outage
-        self._command_timeout_s = connecting.COMMAND_TIMEOUT_S if is_timed else None
+        self._command_timeout_s = postgres_connect.COMMAND_TIMEOUT_S if is_timed else None
         self._ends: dict[int, tuple[int, bytes]] = {}  # the last events that were seen
         self._drivers = WeakSet[Any]()
         self._engine = self._new_engine()
@@ -380,9 +380,9 @@ class Server:
             pool_use_lifo=True,  # a statement is prepared on each connection that executes it
             isolation_level="AUTOCOMMIT",
             connect_args={
-                **connecting.arguments_of(self._url),
+                **postgres_connect.arguments_of(self._url),
                 **timeout,
-                "async_creator_fn": connecting.connect,
+                "async_creator_fn": postgres_connect.connect,
             },
         )
         listen(engine, "connect", self._set_up)

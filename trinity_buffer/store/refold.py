@@ -36,9 +36,8 @@ from trinity_buffer.errors import StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import fold, sqlite, tables
-from trinity_buffer.store.access import StoreFiles
+from trinity_buffer.store.connection import SQLiteTransaction, StoreFiles
 from trinity_buffer.store.sqlite import dbapi2
-from trinity_buffer.store.sqlite_seats import SQLiteTransaction
 from trinity_buffer.store.tables import (
     PROJECTIONS,
     CanonicalJSON,

@@ -13,7 +13,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownStoreError
-from trinity_buffer.store.connecting import RECONNECT_S
+from trinity_buffer.store.postgres_connect import RECONNECT_S
 
 StoreURL = str | PathLike[str]
 """A URL, or the path of a SQLite file; ``~`` is the user's folder in both."""
