@@ -1,4 +1,4 @@
-"""Bytes in pieces, which need not be joined to be written; and memory for those that are read."""
+"""Bytes in pieces that can be written without being joined, and memory to read into."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TypeAlias
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 JOINED_BYTES = 1 << 16
-"""Pieces below this are joined with their neighbours: each is a call of whoever writes them."""
+"""Shorter pieces are joined with their neighbours: each piece costs its writer a call."""
 
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc learns from blocks of up to 32 MiB
 
 
 class Blob:
-    """Bytes in ``pieces``, of which memoryviews are of bytes.
+    """Bytes in ``pieces``; memoryviews among them have the format of bytes.
 
     Attributes:
-        pieces: in order; whoever made them changes them no more.
+        pieces: in order; their maker does not change them any more.
     """
 
     __slots__ = ("_size", "pieces")
@@ -68,13 +68,13 @@ def few_pieces(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
 
 
 def mapped(size: int) -> memoryview:
-    """Return memory that goes back to the system as soon as nobody looks at it.
+    """Return memory that goes back to the system once the last view of it is gone.
 
-    What malloc gets back it may keep: of blocks of some megabytes, which come and go with each
-    step, it keeps as much again.
+    malloc may keep what is freed: of blocks of some megabytes, which come and go with each step,
+    it keeps as much again.
 
     Raises:
-        MemoryError: there is none, or there are too many mappings.
+        MemoryError: no memory is left, or the process has too many mappings.
     """
     try:
         memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -93,7 +93,7 @@ def writable(blob: Buffer) -> Buffer:
 
 @cache
 def keep_what_is_freed() -> None:
-    """Let malloc keep some dozens of megabytes that are freed, for those who ask next.
+    """Let malloc keep some dozens of freed megabytes for the next allocation.
 
     The bytes of a step are a few megabytes, which come and go with each. In a process that has
     never freed a large block, glibc gives them back to the kernel, and has the pages cleared when
@@ -102,4 +102,4 @@ def keep_what_is_freed() -> None:
     Later ones would come from what is kept, and be cleared. Other allocators take no notice.
     """
     with suppress(MemoryError):  # where so much is not allowed, nothing is kept either
-        bytes(_LARGE_BLOCK_BYTES)  # zeros that nobody has written: no page of it is ever made
+        bytes(_LARGE_BLOCK_BYTES)  # zeros that are never written: no page of it is ever made

@@ -105,7 +105,7 @@ class NonFiniteError(TrainingError):
 
 
 class RunStalledError(TrainingError):
-    """Nothing has moved in a run for ``stalled_after_s``: nobody brings what is waited for."""
+    """A run has not moved for ``stalled_after_s``: no process brings what it waits for."""
 
 
 class InferenceServerError(TrinityBufferError, ConnectionError):

@@ -55,7 +55,7 @@ class ExperimentCreated:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigurationChanged:
-    """Somebody opened the experiment with another configuration.
+    """The experiment was opened with another configuration.
 
     Attributes:
         changes: key -> [before, after].
@@ -269,7 +269,7 @@ class RewardsAssigned:
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentFinished:
-    """Whoever follows the experiment ends."""
+    """Consumers that follow the experiment end."""
 
     version: ClassVar[int] = 1
 

@@ -322,14 +322,14 @@ class Experience:
         return None if reason is None else str(reason)
 
     def own_numbers(self) -> None:
-        """Put what a strategy computed (advantages, returns) into memory that nobody else has."""
+        """Copy what a strategy computed (advantages, returns) into memory of its own."""
         for name in _COMPUTED:
             value = self.__dict__.get(name)
             if isinstance(value, Tensor):
                 self.__dict__[name] = value.detach().clone()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what people want to read of it, ready for JSON; no tensors."""
+        """Return a summary for people, ready for JSON and without tensors."""
         shown = ("reward", "truncate_status", "info", "metrics", *FAMILIES["text"])
         known = {name: self.__dict__[name] for name in shown if self.__dict__.get(name) is not None}
         return {

@@ -187,7 +187,7 @@ def storable(text: str) -> str:
 
 
 def require_name(what: str, name: object) -> None:
-    """Do nothing if ``name`` can name something; the error begins with ``what``.
+    """Raise unless ``name`` is a valid name; the error begins with ``what``.
 
     Raises:
         InvalidArgumentError: it cannot.

@@ -1,7 +1,4 @@
-"""Names of a package that are found on first use: asking for one loads no module of another.
-
-Packages that an extra brings: imported when they are used, and named where they are missing.
-"""
+"""Lazy imports: names of a package, loaded on first use, and packages that an extra installs."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ def importing(package: str, remedy: str) -> Iterator[None]:
 
 
 def _lacking(package: str, remedy: str, error: ImportError) -> str:
-    """Return what to install, and why the release that is there will not do."""
+    """Return what to install, and why the installed release does not do."""
     tested = TESTED.get(package, "")
     message = f"this needs {package}{tested}"
     if tested:

@@ -46,7 +46,7 @@ class Sampled(NamedTuple):
     Attributes:
         begin, end: which, counted from the first token of the prompt.
         temperature: that their logits were divided by.
-        unscorable: an option that no trainer can score, with its value; None: there is none.
+        unscorable: an option that no trainer can score, with its value, or None.
     """
 
     begin: int
@@ -86,7 +86,7 @@ def problem_of_segments(segments: object, prompt_length: int, length: int) -> st
 
 
 def sampled(info: Mapping[str, Any], prompt_length: int, length: int) -> list[Sampled] | None:
-    """Return what a trainer has to know of how a response was sampled; None: nothing.
+    """Return the segments whose sampling changes how a trainer scores them; None: no such one.
 
     Args:
         info: of an experience; segments that have a problem are passed over.

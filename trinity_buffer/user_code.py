@@ -1,4 +1,4 @@
-"""Code of the user's own: which line of it an error came from, and what is said of it."""
+"""Errors in code of the user's own: which line one came from, and the sentence about it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def said_by(error: BaseException) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return what somebody's code gave back, as people say it."""
+    """Describe the type of a value that the user's code returned."""
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 

@@ -116,7 +116,7 @@ class StagedWriter(BufferWriter):
         return WriteReceipt(0, len(experiences), 0, 0, tuple(e.eid.uid for e in experiences))
 
     def reject(self, experiences: Sequence[Experience], reason: str) -> None:
-        """Say why ``experiences`` are left out; what nobody names counts as ``filtered``."""
+        """Give the reason why ``experiences`` are left out; by default it is ``filtered``."""
         self.rejections.extend((experience, reason) for experience in experiences)
 
 

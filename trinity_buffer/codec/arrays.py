@@ -82,7 +82,7 @@ def packed_form(value: np.generic | np.ndarray[Any, Any], name: str) -> tuple[in
 
 
 def array_of(items: list[Any], *, scalar: bool) -> Any:
-    """Return what was `said`.
+    """Return the array or scalar of a `packed_form`.
 
     Raises:
         CodecError: it cannot have been.

@@ -140,16 +140,14 @@ class Segment:
             CodecError: the field is absent, or its rows are not all there, of one dtype and 1-D.
         """
         columns = self.columns.get(name, [])
-        if len(columns) != 1 or not _is_flat(columns[0]):
+        # `rows` says that some are absent; what is scaled has one scalar in place of a row.
+        flat = [c.rows is None and c.shapes.shape[1] == 1 and c.encoding == "raw" for c in columns]
+        if flat != [True]:
             raise CodecError(
                 f"{name} is not one-dimensional and of one dtype in all {self.rows} rows: "
                 "decode it row by row"
             )
         return columns[0].elements, columns[0].offsets
-
-
-def _is_flat(column: Column) -> bool:
-    return column.rows is None and column.shapes.shape[1] == 1 and column.encoding == "raw"
 
 
 def is_scorable(columns: Mapping[str, Sequence[Column]]) -> bool:

@@ -98,9 +98,9 @@ class ObjectPacker:
     def pack_twice(
         self, canonical: ObjectPacker, values: Sequence[object], place: str
     ) -> tuple[list[bytes], list[bytes]]:
-        """Return what `pack_all` does, and what it does of a ``canonical`` packer.
+        """Return what `pack_all` returns, and what it returns of a ``canonical`` packer.
 
-        What is in order already is packed once; most of it by far is, and looked at all together.
+        Values in canonical order are packed once; most are, and are checked all together.
         """
         if _TEXT.issuperset(map(type, values)) or _are_flat_in_order(values):
             try:
@@ -164,7 +164,7 @@ class ObjectPacker:
                 )
         items = _in_order(value) if self._canonical else value.items()
         return {
-            _plain_key(key, place): item
+            (_plain_int(key, place) if type(key) is int else key): item
             if type(item) in scalars
             else plain(item, (place, key), depth)
             for key, item in items
@@ -174,7 +174,7 @@ class ObjectPacker:
         if type(value) is tuple:
             items = self._plain_list(list(value), place, depth - 1)
             return msgpack.ExtType(_TUPLE, _packed(items))
-        if "numpy" in sys.modules and _arrays().is_array(value):  # who has one has loaded NumPy
+        if "numpy" in sys.modules and _arrays().is_array(value):  # else none is loaded
             code, packed = _arrays().packed_form(value, _name(place))
             return msgpack.ExtType(code, _packed(packed))
         tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
@@ -232,13 +232,13 @@ def _is_sorted(texts: Iterable[str]) -> bool:
     return listed == sorted(listed)
 
 
+def _are_plain(values: list[Any]) -> bool:
+    """Return whether each of ``values``, which are ints, fits in the 64 bits that msgpack has."""
+    return bool(min(values) >= _LEAST_INT and max(values) <= _GREATEST_INT)
+
+
 def _packed(value: object) -> bytes:
     return msgpack.packb(value, strict_types=True, unicode_errors="surrogatepass")
-
-
-def _are_plain(values: list[Any]) -> bool:
-    """Return whether msgpack has all of some ints, none of which is a bool."""
-    return bool(min(values) >= _LEAST_INT and max(values) <= _GREATEST_INT)
 
 
 def _plain_int(value: int, place: Place) -> object:
@@ -250,10 +250,6 @@ def _plain_int(value: int, place: Place) -> object:
             f"{_name(place)} is an int of {size} bytes, the longest has {MAX_INT_BYTES}"
         )
     return msgpack.ExtType(_BIG_INT, value.to_bytes(size, "big", signed=True))
-
-
-def _plain_key(key: object, place: Place) -> object:
-    return _plain_int(key, place) if type(key) is int else key
 
 
 def _in_order(value: dict[Any, object]) -> list[tuple[Any, object]]:
@@ -324,8 +320,8 @@ def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -
 
 
 def _arrays() -> Any:
-    """Return what knows NumPy, which takes as long to load as all else of a command that asks."""
-    from trinity_buffer.codec import arrays  # noqa: PLC0415 - most values are none of its
+    """Import `arrays` late: NumPy takes as long to load as all else of a short command."""
+    from trinity_buffer.codec import arrays  # noqa: PLC0415 - few values are arrays
 
     return arrays
 
@@ -396,7 +392,7 @@ def encode_fact(fact: Fact) -> bytes:
 
 
 def decode_fact(kind: str, blob: Buffer) -> Fact:
-    """Return what an event says, whatever version wrote it; an unknown kind as `UnknownEvent`.
+    """Return the fact of an event of any version; an unknown kind becomes an `UnknownEvent`.
 
     Raises:
         CodecError: bytes that are no body, or a body that lacks a field of its kind.

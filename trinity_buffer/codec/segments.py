@@ -81,7 +81,7 @@ def segment_blob(
     packed: Mapping[str, Sequence[bytes]],
     aliases: Mapping[str, str] | None = None,
 ) -> Blob:
-    """Return what `encode_segment` does in pieces, the data of large columns as it is."""
+    """Return the same as `encode_segment`, in pieces; data of large columns is not copied."""
     body = _Body()
     header = {
         "v": SEGMENT_VERSION,

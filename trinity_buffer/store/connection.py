@@ -49,7 +49,7 @@ from trinity_buffer.store.write_queue import WriterQueue
 class Owner:
     """The process and the event loop that opened a database.
 
-    Connections, their threads and whoever waits belong to both: elsewhere a call would hang, or
+    Connections, their threads and waiting tasks belong to both: elsewhere a call would hang, or
     corrupt the file.
 
     Args:
@@ -71,11 +71,11 @@ class Owner:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Let nobody use the database any more."""
+        """Refuse all further use of the database."""
         self._closed = True
 
     def require_open(self) -> None:
-        """Do nothing in the process that opened the database, while it is open.
+        """Raise unless the database is open, and this is the process that opened it.
 
         Raises:
             StoreUseError: it is closed, or this is a forked child.
@@ -85,7 +85,7 @@ class Owner:
             raise StoreUseError(f"{self._name} is closed: use it inside its `with` block")
 
     def require_same_process(self) -> None:
-        """Do nothing in the process that opened the database.
+        """Raise unless this is the process that opened the database.
 
         Raises:
             StoreUseError: this is a forked child.
@@ -97,7 +97,7 @@ class Owner:
             )
 
     def require(self) -> None:
-        """Do nothing if the caller may use the database.
+        """Raise unless the caller may use the database.
 
         Raises:
             StoreUseError: it is closed, or was opened by another process or event loop.
@@ -125,13 +125,13 @@ _Identity = tuple[int, int] | None
 class StoreFiles:
     """The database and its log, by device and inode, as they were when they were opened.
 
-    A connection keeps the file that it opened. If somebody removes or replaces it, or moves its
-    folder, commits go on into a file that nobody will find again.
+    A connection keeps the file that it opened. If that is removed or replaced, or its folder is
+    moved, commits go on into a file that no path leads to any more.
 
     Args:
         path: of the database.
-        with_log: look at the write-ahead log and its index too, which stay as long as somebody who
-            writes has the database open.
+        with_log: check the write-ahead log and its index too, which stay as long as a writer has
+            the database open.
     """
 
     def __init__(self, path: Path, *, with_log: bool) -> None:
@@ -143,11 +143,11 @@ class StoreFiles:
         self._known: list[tuple[str, _Identity]] = []
 
     def note(self) -> None:
-        """Take the files that are there as the ones that were opened."""
+        """Record the files that are there as the ones that were opened."""
         self._known = [(path, _identity(path)) for path in self._paths]
 
     def check(self) -> None:
-        """Do nothing while the paths name the same files.
+        """Raise unless the paths still name the same files.
 
         Raises:
             StoreReplacedError: one was removed or replaced.
@@ -266,10 +266,10 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
 T = TypeVar("T")
 
 FILLED_BYTES = 1 << 15
-"""From which on a blob is filled piece by piece; a few pages are as quickly bound."""
+"""From this size a blob is written piece by piece; binding a few pages is as quick."""
 
 TRANSACTIONS = 4
-"""Transactions at the same time. One of them writes: on SQLite there can be no second."""
+"""Transactions at the same time. One of them may write: SQLite allows no second one."""
 
 
 class SQLiteTransaction(Transaction):
@@ -309,7 +309,7 @@ class SQLiteTransaction(Transaction):
 
     @override
     def lock(self, experiment: int) -> bool:
-        """Do nothing: BEGIN IMMEDIATE locked the database, and `run` has looked at its schema."""
+        """Return True: BEGIN IMMEDIATE has locked the database, and `run` checked the schema."""
         return True
 
     @override
@@ -359,7 +359,7 @@ class SQLiteTransaction(Transaction):
 
     @override
     def announce(self) -> None:
-        """Do nothing: the other processes see a commit by themselves."""
+        """Pass: other processes see a commit of SQLite by themselves."""
 
     def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
         """Return ``f(tx)``, in a transaction of its own."""
@@ -382,7 +382,7 @@ class SQLiteTransaction(Transaction):
             self._driver.execute("COMMIT")
             if writes and self._queue is not None:
                 self._queue.release()
-            self._files.check()  # what was read, too, may tell somebody that he is safe
+            self._files.check()  # after reads too: a caller may take what it read for safe
         except BaseException:
             if self._driver.in_transaction:  # a full disk may have rolled back already
                 self._driver.execute("ROLLBACK")
@@ -398,12 +398,12 @@ class SQLiteTransaction(Transaction):
 
 
 _driver_to_wrap = threading.local()
-"""The connection that the next one of SQLAlchemy is for, in this thread."""
+"""The driver's connection that SQLAlchemy wraps next, in this thread."""
 
 
 @cache
 def _engine() -> Engine:
-    """Return what all connections share, and with it each statement that was compiled once."""
+    """Return the engine that all connections share, with its cache of compiled statements."""
     return create_engine(
         "sqlite://",
         module=dbapi2,
@@ -478,8 +478,8 @@ class ConnectionThread:
         await self._connection
 
     async def run(self, work: Callable[[SQLiteTransaction], T]) -> T:
-        """Return what ``work`` returns, in the thread."""
-        # The public method that makes one trip: it executes, fetches, and returns what it fetched.
+        """Return the result of ``work``, run in the thread."""
+        # The one public method that goes to the thread once: it executes, fetches and returns.
         execute: Any = self._connection.execute_fetchall
         succeeded, answer = await execute(work, ())
         if not succeeded:
@@ -493,7 +493,7 @@ class ConnectionThread:
 
 
 class ConnectionPool:
-    """Connections to one file. Each trip has one for itself.
+    """Connections to one file. Each call has one for itself.
 
     Args:
         connector: returns a new connection, in autocommit.
@@ -524,7 +524,7 @@ class ConnectionPool:
         return await self.run_in_thread(lambda tx: tx.run(f, writes=writes), writes=writes)
 
     async def run_in_thread(self, work: Callable[[SQLiteTransaction], T], *, writes: bool) -> T:
-        """Return what ``work`` returns, in the thread of a connection; one at a time ``writes``.
+        """Return the result of ``work`` in the thread of a connection; one at a time ``writes``.
 
         Once it has begun, a cancellation waits for its end.
         """
@@ -535,7 +535,7 @@ class ConnectionPool:
 
     @asynccontextmanager
     async def dedicated_connection(self) -> AsyncIterator[ConnectionPool]:
-        """Open one more connection: what is temporary there, nobody else sees."""
+        """Open one more connection; its temporary tables are its own."""
         connection = ConnectionPool(self._connector, self._files, self._check, number=1)
         try:
             yield connection

@@ -73,7 +73,7 @@ def planned_by(actor: str) -> str:
 
 
 def key_of(state: str) -> str:
-    """Return what stands for a state in the index, which takes no long texts on PostgreSQL."""
+    """Return the key of a state in the index, which takes no long texts on PostgreSQL."""
     encoded = state.encode(errors="surrogatepass")
     return state if len(encoded) <= _MAX_KEY_BYTES else sha256(encoded).hexdigest()
 
@@ -102,7 +102,7 @@ def kinds(numbers: Numbers) -> dict[str, int]:
 
 
 def of_events(events: Sequence[PlacedFact]) -> Numbers:
-    """Return what events add."""
+    """Return the numbers that ``events`` add."""
     numbers: Counter[tuple[str, str]] = Counter(("", placed.kind) for placed in events)
     versions: set[int] = set()
     for placed in events:

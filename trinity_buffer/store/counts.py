@@ -297,7 +297,7 @@ def refused(tx: Transaction, experiment: int) -> dict[str, int]:
 
 
 BATCHES_LOOKED_AT = 64
-"""The oldest ones: who waits is helped by the first few."""
+"""Only the oldest ones: the first few are what a waiting process needs to see."""
 
 
 def unseen(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> tuple[int, int]:
@@ -364,7 +364,7 @@ def open_groups(
 
 
 class OpenBatch(NamedTuple):
-    """A planned batch that is not sealed: its key, who makes it, and the position of its plan."""
+    """A planned batch that is not sealed: its key, its actor, and the position of its plan."""
 
     key: str
     actor: str

@@ -69,16 +69,14 @@ class Database:
         self.segments: SegmentStore = TableSegments()
         self._outage = Outage(self.name)
         self._computing = anyio.CapacityLimiter(COMPUTED_AT_ONCE)
-        self._checkpointer = None if read_only else self._new_checkpointer()
+        writes_file = self.dialect == "sqlite" and not read_only
+        self._checkpointer = Checkpointer(self.path) if writes_file else None
         self._connections: ConnectionPool | Server
         self._changes: Changes
         self._owner: Owner
         self._any_revision = False
         self._still = False
         self._schema = -1
-
-    def _new_checkpointer(self) -> Checkpointer | None:
-        return Checkpointer(self.path) if self.dialect == "sqlite" else None
 
     @property
     def folder(self) -> Path | None:
@@ -96,7 +94,7 @@ class Database:
         return self._changes
 
     def require_usable(self) -> None:
-        """Do nothing in the event loop that opened the database, while it is open.
+        """Raise unless the database is open, and this is the event loop that opened it.
 
         Raises:
             StoreUseError: it is closed, or this is another process or event loop.
@@ -104,7 +102,7 @@ class Database:
         self._owner.require()
 
     def require_open(self) -> None:
-        """Do nothing while the database is open, in whatever thread of the process.
+        """Raise unless the database is open; any thread of the process may ask.
 
         Raises:
             StoreUseError: it is closed, or this is a forked child.
@@ -112,7 +110,7 @@ class Database:
         self._owner.require_open()
 
     def require_same_process(self) -> None:
-        """Do nothing in the process that opened the database, though it be closed.
+        """Raise unless this process opened the database, closed or not.
 
         Raises:
             StoreUseError: this is a forked child.
@@ -120,7 +118,7 @@ class Database:
         self._owner.require_same_process()
 
     def require_writable(self) -> None:
-        """Do nothing, unless the store is open read-only.
+        """Raise if the store is open read-only.
 
         Raises:
             ReadOnlyStoreError: it is.
@@ -161,7 +159,7 @@ class Database:
     ) -> None:
         """Write as `write` does, once; where the store cannot be reached, do without.
 
-        For a last word of who ends: a server that is not there is not waited for.
+        For the last write of a process that ends: it does not wait for a server that is away.
         """
         self._owner.require()
         with suppress(StoreError):
@@ -188,7 +186,7 @@ class Database:
         return await self._in_session(work, writes=True)
 
     async def read_session(self, work: Callable[[ReadSession], T]) -> T:
-        """Return ``work(session)`` of a `session` that does not write, and keeps nobody from it."""
+        """Return ``work(session)`` of a `session` that does not write, and blocks no writer."""
         return await self._in_session(work, writes=False)
 
     async def _in_session(self, work: Callable[[Session], T], *, writes: bool) -> T:
@@ -215,13 +213,13 @@ class Database:
         return await anyio.to_thread.run_sync(partial(f, *args, **kwargs), limiter=self._computing)
 
     def _noticed(self) -> None:
-        """Tell whoever waits in this process that something was committed."""
+        """Wake tasks of this process that wait for a commit."""
         self._changes.notify()
         if self._checkpointer is not None:
             self._checkpointer.notify()
 
     def _require_schema(self, tx: Transaction) -> None:
-        """Do nothing if the schema is the one of this version: somebody may have migrated it."""
+        """Raise unless the schema is the one of this version: another process may migrate it."""
         if self._any_revision:
             return
         ((version,),) = tx.fetch_all("PRAGMA schema_version", ())  # counts changes
@@ -250,7 +248,7 @@ class Database:
             if self.read_only or not create:
                 raise nothing_in(self.name, read_only=self.read_only)
             await self.write(schema.create, self.name)
-        if not any_revision:  # who migrates hears at once, and who opens
+        if not any_revision:  # to open or migrate fails at once where the server is away
             self._outage.reconnect_s = reconnect_s_of(self.url)
         return self
 
@@ -335,7 +333,7 @@ class DedicatedConnection:
 
 
 def _first_look(tx: Transaction) -> None:
-    """Read something: only then does SQLite open the log."""
+    """Read a row: only then does SQLite open the log."""
     tx.fetch_all("SELECT count(*) FROM sqlite_master", ())
 
 
@@ -398,7 +396,7 @@ class _ServerSession:
 
 @asynccontextmanager
 async def open_for_migration(url: StoreURL) -> AsyncIterator[Database]:
-    """Open the database at ``url`` whatever its revision is, changing nothing.
+    """Open the database at ``url`` at any revision, changing nothing.
 
     Raises:
         UnknownStoreError: nothing there.

@@ -102,7 +102,7 @@ HANDED_OUT = Prepared(
 
 
 def _done() -> Prepared:
-    """Return what commits all steps that are not, up to the last; it names the checkpoint."""
+    """Return the update that commits all open steps up to the last, which gets the checkpoint."""
     live = select(consumer.c.committed_step).where(*OF_CONSUMER).scalar_subquery()
     columns: dict[str, Any] = {
         name: case((step.c.step == bindparam("last"), bindparam(name, type_=column.type)))
@@ -258,7 +258,7 @@ def _seal(dialect: str) -> Prepared:
         sealed_at=bindparam("position"),
         expected=bindparam("number"),
     )
-    # A batch that was planned keeps the actor of its plan, whoever seals it.
+    # A planned batch keeps the actor of its plan, even if another one seals it.
     sealed = {name: made.excluded[name] for name in ("sealed_at", "expected")}
     return Prepared(made.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
 
@@ -328,7 +328,7 @@ def _taken(dialect: str) -> Prepared:
 
 
 def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]) -> None:
-    """Take ``addresses`` out of waiting. Each can be taken once: who comes second fails here."""
+    """Delete ``addresses`` from waiting. Each is there once, so a second process fails here."""
     if not addresses:
         return
     mine = {"of": experiment, "by": name}

@@ -98,7 +98,7 @@ def _goes_on(address: int) -> ColumnElement[bool]:
 def groups_of_batch(
     tx: Transaction, experiment: int, key: str, limit: int, before: int | None = None
 ) -> list[tuple[str, str]]:
-    """Return what `newest_groups` returns, of one batch."""
+    """Return the groups of one batch, as `newest_groups` does."""
     newest = func.max(experience.c.address)
     query = select(experience.c.task, newest).where(
         experience.c.experiment == experiment, experience.c.batch == key
@@ -278,7 +278,7 @@ def rejected(
     limit: int,
     before: int | None = None,
 ) -> list[RejectedRow]:
-    """Return what one consumer rejected, by address from the highest, or from ``before``, down."""
+    """Return rows that a consumer rejected, by descending address, below ``before`` if given."""
     query = select(*_REJECTED)
     query = query.where(rejection.c.experiment == experiment, rejection.c.consumer == name)
     if reason is not None:
@@ -334,7 +334,7 @@ def leases(tx: Transaction, experiment: int) -> list[LeaseRow]:
 
 
 def actors(tx: Transaction, experiment: int, positions: Sequence[int]) -> dict[int, str]:
-    """Return position -> who recorded the event."""
+    """Return position -> the actor that recorded the event."""
     query = select(event.c.position, event.c.actor).where(
         event.c.experiment == experiment, in_list(tx, event.c.position, positions)
     )

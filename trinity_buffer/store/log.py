@@ -1,7 +1,7 @@
 """The log: append-only, one order per experiment, each event folded as it is written.
 
-Its chain: each event's head is a digest over the head before it and the event. Whoever kept one
-head can prove all of the past up to it. The bytes are in ``docs/events.md``.
+Its chain: each event's head is a digest over the head before it and the event. One kept head
+proves all of the past up to it. The bytes are in ``docs/events.md``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def append_of_actors(
         last: where the log ends, if that was asked under the lock already.
 
     Raises:
-        InvalidArgumentError: an actor whose name is none.
+        InvalidArgumentError: an actor's name is not a valid name.
     """
     for actor in {actor for actor, _ in events}:
         require_name("an actor's name", actor)
@@ -321,7 +321,7 @@ _NUMBERS = struct.Struct(">qqII")
 
 
 def origin(experiment: str) -> bytes:
-    """Return what stands before the head of the first event of the experiment of this name."""
+    """Return the head before the first event of an experiment, which depends on its name."""
     return sha256(_ORIGIN + experiment.encode()).digest()
 
 
@@ -329,6 +329,7 @@ def head_of(
     previous: bytes, position: int, kind: str, actor: str, recorded_at: int, body: bytes
 ) -> bytes:
     """Return the head of an event: SHA-256 over ``previous`` and all that the event says."""
-    what, who = kind.encode(), actor.encode()
-    numbers = _NUMBERS.pack(position, recorded_at, len(what), len(who))
-    return sha256(b"".join((previous, numbers, what, who, body))).digest()
+    # Lengths first: no other kind and actor can then give the same bytes.
+    kind_bytes, actor_bytes = kind.encode(), actor.encode()
+    numbers = _NUMBERS.pack(position, recorded_at, len(kind_bytes), len(actor_bytes))
+    return sha256(b"".join((previous, numbers, kind_bytes, actor_bytes, body))).digest()

@@ -1,4 +1,4 @@
-"""The news that somebody, in this process or another, committed something."""
+"""News of commits, in this process and in others."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ SLOWEST_WATCHED_POLL_S = 0.05
 
 
 class Changes(ABC):
-    """Wakes whoever waits for the next commit.
+    """Wakes tasks that wait for the next commit.
 
     The pattern: take `state`, read, and if there was nothing, ``await changed(state)``: a commit
     between the two returns at once. The wait may return early; callers read again.
 
     Args:
-        owner: who may ask; at the end nobody, who waits included.
+        owner: may ask; once it is closed, every call fails, those that wait included.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -71,16 +71,16 @@ class Changes(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
 
 
 class SQLiteChanges(Changes):
-    """Looks at ``PRAGMA data_version`` on a plain connection of its own, while somebody waits.
+    """Polls ``PRAGMA data_version`` on a plain connection of its own while a task waits.
 
-    The pragma reads one word of shared memory (some 5 µs), so it may run on the event loop. It says
-    nothing on a pooled connection, whose own commits do not move it. When to look is told by the
-    kernel, which wakes those who wait at each write to the write-ahead log; where it does not, by
-    the clock. A log cannot be replaced by another file while this connection is open.
+    The pragma reads one word of shared memory (some 5 µs), so it may run on the event loop. A
+    pooled connection would not do: its own commits do not move it. The kernel tells when to look,
+    by inotify at each write to the write-ahead log; where it does not, the clock does. A log cannot
+    be replaced by another file while this connection is open.
     """
 
     def __init__(self, path: Path, owner: Owner, files: StoreFiles, *, still: bool = False) -> None:
@@ -132,7 +132,7 @@ class SQLiteChanges(Changes):
             yield SLOWEST_POLL_S
             return
         loop = asyncio.get_running_loop()
-        if self._num_waiting == 0:  # nobody is woken by writes who does not wait for them
+        if self._num_waiting == 0:  # writes wake the event loop only while a task waits
             loop.add_reader(watch, self._heard, watch)
         self._num_waiting += 1
         try:
@@ -152,14 +152,14 @@ class SQLiteChanges(Changes):
         """Close the polling connection."""
         if self._owner.forked:
             return
-        self.notify()  # whoever waits hears that it is closed
+        self.notify()  # tasks that wait then see that it is closed
         if self._watch is not None:
             os.close(self._watch)
         self._connection.close()
 
 
 class PostgresChanges(Changes):
-    """Listens on one channel, over a connection of its own, opened by the first who waits."""
+    """Listens on one channel, over a connection of its own, opened at the first wait."""
 
     def __init__(self, url: URL, name: str, owner: Owner, outage: Outage) -> None:
         super().__init__(owner)
@@ -192,7 +192,7 @@ class PostgresChanges(Changes):
         listens = False
         try:
             await connection.add_listener(CHANNEL, self._heard)
-            # Whoever waits must not wait for news over a connection that is gone.
+            # No news comes over a connection that is gone: it must end the wait.
             connection.add_termination_listener(self._heard)
             listens = True
         except errors() as error:
@@ -227,7 +227,7 @@ class PostgresChanges(Changes):
                     await self._ask()
 
     async def _ask(self) -> None:
-        """Ask the server for a sign of life, once for all who wait; without one, connect anew."""
+        """Check that the server answers, once for all waiting tasks; if not, connect anew."""
         async with self._lock:
             if time.monotonic() - self._answered < ASKED_EVERY_S / 2:
                 return
@@ -256,7 +256,7 @@ def watch_file(path: Path) -> int | None:
     """Return a descriptor that is readable after each write to ``path``; the caller closes it.
 
     None where there is no such news: another system, no such file, or too many watches already. A
-    write through a memory map is none.
+    write through a memory map does not count.
     """
     if sys.platform != "linux":
         return None

@@ -1,8 +1,7 @@
-"""PostgreSQL: whole functions over asyncpg; what they call waits for the server in their place.
+"""PostgreSQL: whole functions over asyncpg, in greenlets that wait for the server.
 
-Each answer of the server that is waited for is a trip, and a short transaction takes little else.
-So a transaction begins on the trip of its lock, what it changes travels together, and its news goes
-with its commit.
+Round trips are most of the time of a short transaction. So a transaction begins together with its
+lock, its changes travel together, and its notification goes with its commit.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class PostgresTransaction(Transaction):
                 self._lose()
 
     def _lose(self) -> None:
-        """Let nobody use the connection again; what waits on it waits for nothing."""
+        """Close the connection for good; calls that wait on it end."""
         self._adapted.driver_connection.terminate()
         self._connection.invalidate()
 
@@ -226,10 +225,10 @@ _PLACE = re.compile(r"\$(\d+)")
 
 
 class _Work(Generic[T]):
-    """What a transaction does, run once more where the connection was lost.
+    """The function of a transaction, run once more where the connection was lost.
 
-    If that was while it committed, it is looked for in the log first: nothing is written twice.
-    What appends no event (a lease, a presence) says the same again.
+    If that was during its commit, the log is searched for its events first: nothing is written
+    twice. What appends no event (a lease, a presence) writes the same again.
     """
 
     def __init__(self, f: Callable[[Transaction], T]) -> None:
@@ -313,7 +312,7 @@ class Server:
 
     @asynccontextmanager
     async def dedicated_connection(self) -> AsyncIterator[_Connected]:
-        """Open one more connection: what is temporary there, nobody else sees."""
+        """Open one more connection; its temporary tables are its own."""
         # Not one of the pool: it may have prepared statements on tables that views hide here.
         connected = _Connected(self._new_engine())
         try:
@@ -336,7 +335,7 @@ class Server:
         return version
 
     def _suitable(self, name: str) -> tuple[str, float]:
-        """Return the server's version, and for how many seconds it lets anybody wait for a lock."""
+        """Return the version of the server, and its limit of a wait for a lock in seconds."""
         with self._engine.connect() as first, self._engine.connect() as other:
             for connection in (first, other):  # whose transactions keep what a pooler lends
                 connection.execution_options(isolation_level="READ COMMITTED")
@@ -390,11 +389,10 @@ class Server:
         return engine
 
     def _set_up(self, connection: Any, _record: object) -> None:
-        """Let commits of a new connection be durable, whatever the default is or becomes.
+        """Make commits of a new connection durable, and limit its waits for locks.
 
-        With ``synchronous_commit=off`` one that was acknowledged could be lost in a crash. And
-        nobody waits for a lock longer than on SQLite, unless somebody has chosen a time: by default
-        it would be for ever, without a word.
+        With ``synchronous_commit=off`` an acknowledged commit could be lost in a crash. A wait for
+        a lock ends as soon as on SQLite, unless a limit is configured: by default it has none.
 
         Raises:
             StoreReplacedError: what was seen over another connection is not there any more.
@@ -471,7 +469,7 @@ def _transact(tx: PostgresTransaction, f: Callable[[Transaction], T]) -> T:
 
 
 def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
-    """Let the pool replace a connection that was lost while nobody used it, and all older ones."""
+    """Let the pool replace a connection that was lost while idle, and all older ones."""
     if connection.driver_connection.is_closed():
         raise InvalidatePoolError
 
@@ -507,7 +505,7 @@ _GET_MARK = "SELECT current_setting('trinity_buffer.session', true)"
 
 
 def others(tx: Transaction) -> list[str]:
-    """Return who else has this database open: processes of ours, and of versions without a name."""
+    """Return the other processes that have this database open, old versions without name too."""
     rows = tx.fetch_all(_OTHERS, ())
     return sorted({str(row[0]) or "a process of an older version" for row in rows} - {APPLICATION})
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
-"""What the server's list of connections says of ours."""
+"""Our name in the server's list of connections."""
 
 CONNECT_TIMEOUT_S = 10.0
 """Of a host that takes a connection and does not answer."""
@@ -29,14 +29,14 @@ CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
 
 COMMAND_TIMEOUT_S = 40.0
-"""Of a server that took a statement and says nothing: longer than anybody waits for a lock."""
+"""Of a statement that is not answered: longer than any wait for a lock."""
 
 RECONNECT_S = 120.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 
 _ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""By them a kernel notices within half a minute that a peer vanished without a word."""
+"""With these the kernel notices within half a minute that a peer has vanished."""
 
 _PASSING = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04", "53300"})
 """SQLSTATE of a shutdown, a start, a connection that was idle for too long, and of too many."""
@@ -52,7 +52,7 @@ def passes_by(error: object) -> bool:
 
 
 def arguments_of(url: URL) -> dict[str, Any]:
-    """Return what `connect` takes to reach the database at ``url``."""
+    """Return the arguments of `connect` for the database at ``url``."""
     # What libpq and asyncpg's own URLs call sslmode is an argument ssl of its connections.
     query = {"ssl" if key == "sslmode" else key: value for key, value in url.query.items()}
     query.pop("reconnect_s", None)
@@ -91,7 +91,7 @@ async def connect(*, host: Any = None, port: Any = None, **arguments: Any) -> An
 
 
 def errors() -> tuple[type[Exception], ...]:
-    """Return what asyncpg raises; its TimeoutError is an OSError."""
+    """Return the errors of asyncpg; its TimeoutError is an OSError."""
     asyncpg = extra("asyncpg", "postgresql")
     return OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError
 
@@ -117,15 +117,15 @@ def _keep_alive(connection: Any) -> None:
 
 
 class Outage:
-    """Tries again what failed because the server was not there.
+    """Retries calls that failed because the server was away.
 
-    All that goes to one server shares it: who comes after somebody has given up tries once.
+    All calls to one server share it: once one has given up, later ones try once.
 
     Args:
         name: of the database, for messages.
 
     Attributes:
-        reconnect_s: how long it is tried; 0 until the store is open: who opens it hears at once.
+        reconnect_s: for how long; 0 until the store is open, so that opening it fails at once.
     """
 
     def __init__(self, name: str) -> None:
@@ -136,7 +136,7 @@ class Outage:
         self._tries = 0
 
     async def outlived(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``attempt`` returns, as soon as the server lets it.
+        """Return the result of ``attempt``, retried until the server answers.
 
         Raises:
             StoreUnavailableError: the server was not there for ``reconnect_s``.

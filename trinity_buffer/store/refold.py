@@ -107,7 +107,7 @@ class Difference:
     Attributes:
         table: name of the projection.
         key: its primary key, without the experiment.
-        live, folded: the whole row as column -> value; None: there is none.
+        live, folded: the whole row as column -> value; None if it is missing.
     """
 
     table: str
@@ -186,7 +186,9 @@ def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
     """Return the rows of ``span`` in one order on every backend, as the driver gives them."""
     table = _TABLES[span.table]
     number = _ORDER.get(span.table)
-    query = _where(select(*_raw(table)), experiment, span)
+    # As the driver gives them: SQLAlchemy's types would hide how a damaged value is stored.
+    raw = (type_coerce(column, NULLTYPE) for column in table.c)
+    query = _where(select(*raw), experiment, span)
     if number is not None:
         query = query.order_by(table.c[number])
     rows = [tuple(row) for row in tx.execute(query).all()]
@@ -291,11 +293,6 @@ def counts(tx: Transaction, experiment: int) -> dict[str, int]:
     return numbers
 
 
-def _raw(table: Table) -> list[Any]:
-    """Return the columns as the driver gives them, past SQLAlchemy's types."""
-    return [type_coerce(column, NULLTYPE) for column in table.c]
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -341,7 +338,7 @@ class Scratch:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Return what a function of `store` says of these projections. Not on an event loop."""
+        """Return the result of ``f`` on these projections. Not on an event loop."""
         # A transaction of its own: an attached store must not be held in one state for long.
         return self._tx.run(lambda tx: f(tx, *args, **kwargs), writes=False)
 

@@ -119,7 +119,7 @@ def _heads(experiment: int, after: int) -> CTE:
 
 
 def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]:
-    """Return who reads the experiences of an experiment: its trainers, and those that mix it in."""
+    """Return the readers of an experiment: its trainers, and trainers that mix it in."""
     read = experiments.alias("read")  # apart from that of the trainer
     name = select(read.c.name).where(read.c.id == experiment).scalar_subquery()
     mixes = has_row(
@@ -153,9 +153,9 @@ def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]
 def finished(
     tx: Transaction, experiment: int, held: Sequence[Held], needs: Sequence[Need]
 ) -> list[Held]:
-    """Return those of ``held``, which follow each other, that everybody has done with.
+    """Return those of ``held``, which follow each other, that no trainer needs any more.
 
-    Without any trainer nothing is done with.
+    Without any trainer all are still needed.
     """
     after, last = held[0].first - 1, held[-1].last
     query = select(experience.c.address).where(

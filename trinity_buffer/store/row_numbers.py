@@ -30,7 +30,7 @@ class Decisions:
 
     Attributes:
         states: ``unseen``, ``waiting``, ``rejected: REASON`` or ``annotated``.
-        notes: address of the first annotation; 0 where there is none.
+        notes: address of the first annotation, or 0.
     """
 
     states: npt.NDArray[np.object_]
@@ -102,7 +102,7 @@ _ADDRESSES = Prepared(
 def decisions(
     tx: Transaction, experiment: int, sets: Sequence[ConsumerRow], wanted: Integers
 ) -> list[Decisions]:
-    """Return what one set, or each of two, made of ``wanted``: some addresses in order."""
+    """Return the decisions of one set, or of each of two, on ``wanted``, addresses in order."""
     span: dict[str, Any] = {"of": experiment, "first": int(wanted[0]), "last": int(wanted[-1])}
     # Both sets in one walk through the index of annotations by experience.
     noted = _NOTES.fetch_all(tx, **span, name=sets[0].name, other=sets[-1].name)
@@ -142,7 +142,7 @@ def _within(address: ColumnElement[Any]) -> ColumnElement[bool]:
 
 
 def _note_of(name: str) -> ColumnElement[int]:
-    """Return the first annotation of a set, 0 where there is none."""
+    """Return the first annotation of a set, or 0."""
     mine = case((annotation.c.consumer == bindparam(name), annotation.c.address))
     return func.coalesce(func.min(mine), 0)
 

@@ -51,7 +51,7 @@ def slot_of(address: int) -> int:
 
 
 def written_as(address: int) -> str:
-    """Return ``position:slot``, as people read it."""
+    """Return ``position:slot``, the readable form of an address."""
     return f"{position_of(address)}:{slot_of(address)}"
 
 
@@ -252,7 +252,7 @@ def own_rows(fact: BatchLeased) -> int:
 
 
 def dealt_columns(position: int, fact: StepDealt) -> dict[str, Any]:
-    """Return what the row of `step` of a step that is dealt anew takes from its event."""
+    """Return the columns of `step` that the event of a redealt step sets."""
     served: dict[str, Any] = {"leased_at": position, "manifest_digest": fact.digest}
     return served | {"rows": len(fact.order), "groups": fact.num_groups} if fact.dropped else served
 
@@ -266,7 +266,7 @@ def dropped_rows(experiment: int, fact: StepDealt) -> list[Row]:
 
 
 def commit_columns(fact: StepsCommitted) -> dict[str, Any]:
-    """Return what the row of `step` of the last step of a commit takes from its event."""
+    """Return the columns of `step` that a commit sets for its last step."""
     return {
         "checkpoint": fact.checkpoint,
         "checkpoint_digest": fact.checkpoint_digest,

@@ -1,7 +1,7 @@
-"""The schema in a database: its triggers and views, how it is made, and whether it is still whole.
+"""The schema in a database: triggers, views, how it is created, and checks that it is intact.
 
-Triggers keep truth as it is: nothing of the log is changed, deleted or left unchained. Views have
-speaking names, for people who ask in SQL; nothing in here reads them.
+Triggers protect the log: no event is changed, deleted or left unchained. Views are for people who
+query in SQL; the package itself reads none of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Guard:
 
     @property
     def message(self) -> str:
-        """What whoever tries is told."""
+        """The error of an operation that it forbids."""
         return f"{self.table}: {self.operation} is forbidden, {self.why}"
 
     def statements(self, dialect: str) -> list[str]:
@@ -255,7 +255,7 @@ def create(tx: Transaction, name: str) -> None:
 
 
 def unsound(tx: Transaction) -> list[str]:
-    """Return what is wrong with tables, triggers, indexes and views."""
+    """Return the problems of tables, triggers, indexes and views."""
     if tx.dialect.name == "sqlite":
         return [*_other_words(tx), *_foreign(tx, _FOREIGN_ON_SQLITE)]
     other = list(_other_tables(tx))
@@ -276,7 +276,7 @@ _FOREIGN_ON_POSTGRESQL = (
 
 
 def _foreign(tx: Transaction, query: str) -> Iterator[str]:
-    """Yield what stands on our tables and is not ours: it may swallow or change what is written."""
+    """Yield foreign triggers and rules on our tables: they may drop or change what is written."""
     ours = {guard.name for guard in guards(tx.dialect.name)}
     for kind, name, table in tx.fetch_all(query, ()):
         if table in metadata.tables and name not in ours:
@@ -290,7 +290,7 @@ _VIEW_GONE = "view {name} is gone or another: who asks it in SQL is told somethi
 
 
 def _other_words(tx: Transaction) -> Iterator[str]:
-    """Yield what SQLite, which keeps every statement as it was given, has in other words."""
+    """Yield what SQLite, which keeps each statement as it was given, created by other words."""
     rows = tx.fetch_all("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL", ())
     statements: dict[str, str] = {str(name): str(sql) for name, sql in rows}
     for name, statement, gone in _made_with(tx):
@@ -400,7 +400,7 @@ def _is_partial(index: Any) -> bool:
 
 
 def _lacking_views(tx: Transaction) -> Iterator[str]:
-    """Yield views that are gone, or that the server plans in another way than our words."""
+    """Yield views that are missing, or that the server plans otherwise than ours."""
     names = inspect_engine(tx.connection).get_view_names()
     for name, words in sorted(VIEWS.items()):
         if name not in names or _plan(tx, name) != _plan(tx, f"({words})"):
@@ -415,7 +415,7 @@ _DAMAGES_TOLD = 20
 
 
 def damaged_pages(tx: Transaction) -> list[str]:
-    """Return what SQLite finds wrong in its file; of PostgreSQL nothing can be asked so."""
+    """Return the problems that SQLite finds in its file; PostgreSQL has no such check."""
     if tx.dialect.name != "sqlite":
         return []
     rows = tx.fetch_all(f"PRAGMA integrity_check({_DAMAGES_TOLD})", ())

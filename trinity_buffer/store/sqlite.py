@@ -23,8 +23,8 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.store.url import nothing_at
 from trinity_buffer.store.write_queue import flock
 
-# The wheel carries a release without the WAL-reset bug. For Linux on aarch64 there is none: there
-# Python's own library serves, if it is a fixed release; `require_safe_library` refuses others.
+# The wheel carries a release without the WAL-reset bug. Linux on aarch64 has no wheel: there
+# Python's own library is used, if it is a fixed release; `require_safe_library` refuses others.
 try:
     from pysqlite3 import dbapi2 as dbapi2
 except ModuleNotFoundError:
@@ -36,7 +36,7 @@ PAGE_SIZE_BYTES = 16384  # rows are blobs of 0.1 to 1 MB: 1.4 times the write ra
 BUSY_TIMEOUT_MS = 30_000
 JOURNAL_SIZE_LIMIT_BYTES = 1 << 28
 CACHE_KIB = 1 << 16
-READ_CACHE_KIB = 1 << 13  # whoever only reads has up to four connections, and asks this and that
+READ_CACHE_KIB = 1 << 13  # a reader has up to four connections, and few queries twice
 
 # Releases in which a checkpoint that races a commit cannot lose it (sqlite.org/wal.html, "the
 # WAL-reset bug").
@@ -84,13 +84,14 @@ class Mount(NamedTuple):
 
 
 def mount_table(path: Path = Path("/proc/self/mounts")) -> list[Mount]:
-    """Return what is mounted, in order; nothing where the system does not tell."""
+    """Return the mounts in order; nothing where the system does not list them."""
     try:
         lines = path.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
-    columns = [[_ESCAPED.sub(_unescaped, word) for word in line.split(" ")] for line in lines]
-    return [Mount(*words[:3]) for words in columns]
+    # Split first: an escaped space is part of its word.
+    words = [[_ESCAPED.sub(_unescaped, word) for word in line.split(" ")] for line in lines]
+    return [Mount(*columns[:3]) for columns in words]
 
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes spaces, tabs and backslashes in octal
@@ -210,8 +211,8 @@ class OpenFile:
 
     SQLite's own lock says so too, but the kernel drops it as soon as the process closes the file
     elsewhere: to copy it, or through another SQLite library, as that of Python's `sqlite3`. Then
-    whoever closes the database as the last one removes the log, and what is committed to it
-    afterwards is lost. So there is a second lock, of the kind that belongs to an open file.
+    the last process that closes the database removes the log, and later commits to it are lost. So
+    there is a second lock, of the kind that belongs to an open file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -229,7 +230,7 @@ class OpenFile:
 
     @contextmanager
     def keep_log(self) -> Iterator[None]:
-        """Let nobody remove the log. To be left before SQLite closes the file, and so after it."""
+        """Keep other processes from removing the log. Leave it before SQLite closes the file."""
         self._lock(F_RDLCK)
         try:
             yield
@@ -244,7 +245,7 @@ class OpenFile:
 
 @contextmanager
 def open_here(path: Path) -> Iterator[OpenFile]:
-    """Keep whoever is forked meanwhile from opening the file at ``path``."""
+    """Keep processes that are forked meanwhile from opening the file at ``path``."""
     file = OpenFile(path)
     _open.add(file)
     try:
@@ -266,10 +267,10 @@ os.register_at_fork(after_in_child=_note_inherited)
 
 
 def _require_not_inherited(path: Path) -> None:
-    """Refuse a file of which SQLite believes to have the locks of another process.
+    """Refuse a file that was open at a fork: SQLite believes to hold locks that it does not.
 
-    Its list of them is copied by a fork, the locks are not. The parent then takes itself for the
-    last who has the database open, and removes the log while the child commits to it.
+    A fork copies its list of locks, but not the locks. The parent then takes itself for the last
+    process that has the database open, and removes the log while the child commits to it.
     """
     there = _look_at(path)
     parent = None if there is None else _inherited.get((there.st_dev, there.st_ino))
@@ -295,7 +296,7 @@ def uri_of(path: Path, *, writes: bool = False, still: bool = False) -> str:
 
 
 def is_still(path: Path) -> bool:
-    """Return whether a file is to be read as it lies: nobody writes, and nobody here could.
+    """Return whether a file can be read without locks: nothing writes it, nor could this process.
 
     SQLite reads a database with a write-ahead log through shared memory beside it, which a folder
     that cannot be written has no place for.
@@ -322,7 +323,7 @@ def in_use(path: Path) -> bool:
     connection = dbapi2.connect(uri_of(path, writes=True), uri=True, timeout=0)
     try:
         connection.isolation_level = None
-        # Everybody who has read from a database with a log keeps a shared lock on it.
+        # Every connection that has read from a database with a log keeps a shared lock on it.
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("BEGIN EXCLUSIVE")
         connection.execute("ROLLBACK")

@@ -66,7 +66,7 @@ class CanonicalJSON(TypeDecorator[Any]):
         """Return the value of the text.
 
         Raises:
-            StoreError: it is no JSON: somebody, or the disk, has changed it.
+            StoreError: it is not JSON: the file was edited or damaged.
         """
         try:
             return None if value is None else json.loads(value)
@@ -243,7 +243,7 @@ annotation = Table(
     Column("experience", BigInteger, nullable=False),
     # rows of one event with the same number are one group
     Column("group_slot", Integer, nullable=False),
-    # False for copies and for batches that nobody planned
+    # False for copies, and for batches without a plan
     Column("planned", Boolean, nullable=False),
     Index("ix_annotation_experience", "experiment", "experience", "consumer"),
     sqlite_with_rowid=False,
@@ -358,7 +358,7 @@ lease = Table(
     sqlite_with_rowid=False,
 )
 
-# Who is at work, so that a wait can say who would end it.
+# Heartbeats of processes, so that a wait can name the one that would end it.
 presence = Table(
     "presence",
     metadata,

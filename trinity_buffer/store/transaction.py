@@ -1,7 +1,7 @@
-"""An open transaction, several in a row, and their statements, as functions of the store get them.
+"""Transactions, sessions and prepared statements, as functions of the store use them.
 
 A function of the store is written once, for both databases: ``def f(tx, ...)``. Only `Database`
-waits for it. The few places in which SQLite and PostgreSQL are written differently are here too.
+awaits it. SQL that differs between SQLite and PostgreSQL is built here.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class Transaction(ABC):
 
     @abstractmethod
     def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Execute a statement as the driver takes it; return all rows that it gives."""
+        """Execute SQL of the driver's own style, and return all rows."""
 
     @abstractmethod
     def execute_later(self, table: str, sql: str, values: Sequence[Any]) -> None:
-        """Execute a statement that changes rows of ``table`` and returns none, now or soon.
+        """Execute a statement that changes rows of ``table`` and returns none, now or later.
 
-        At the latest before the next one that is no such statement; what is wrong with it may be
-        raised only then, or at the commit. It must not read what one before it has changed.
+        At the latest before the next statement of another kind, or at the commit; its errors are
+        raised then. It must not read what an earlier one of its kind has changed.
         """
 
     @abstractmethod
@@ -133,16 +133,16 @@ class Transaction(ABC):
 
     @abstractmethod
     def announce(self) -> None:
-        """Tell the other processes, at the commit, that there is news."""
+        """Notify the other processes at the commit."""
 
 
 _OF_ONE_STATEMENT: set[Callable[..., Any]] = set()
 
 
 def one_statement(f: Callable[P, T]) -> Callable[P, T]:
-    """Say that a function executes one statement at most, which reads: it sees one state anyway.
+    """Mark a function that executes at most one statement, which reads: it sees one state anyway.
 
-    A server that is to begin and end a transaction around it would be waited for three times.
+    To begin and end a transaction around it would take two more round trips to a server.
     """
     _OF_ONE_STATEMENT.add(f)
     return f
@@ -193,7 +193,7 @@ class Prepared:
         self._compiled: dict[str, tuple[str, list[str], dict[str, Any]]] = {}
 
     def fetch_all(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
-        """Execute it, and return all rows that it gives."""
+        """Execute it, and return all rows."""
         sql, names, known = self._of(tx.dialect)
         return tx.fetch_all(sql, tuple(self._bound(names, known, values)))
 
@@ -203,7 +203,7 @@ class Prepared:
         tx.execute_later(self._statement.table.name, sql, tuple(self._bound(names, known, values)))
 
     def value(self, tx: Transaction, **values: object) -> Any:
-        """Execute it, and return the first column of its first row; None if there is none."""
+        """Execute it, and return the first column of its first row; None without rows."""
         rows = self.fetch_all(tx, **values)
         return rows[0][0] if rows else None
 
@@ -223,7 +223,7 @@ class Prepared:
 
 
 def by_dialect(make: Callable[[str, *Given], Prepared]) -> Callable[[str, *Given], Prepared]:
-    """Keep what ``make(dialect, ...)`` returns, a statement that each database has in its own way.
+    """Cache the statement that ``make(dialect, ...)`` returns for each database.
 
     The arguments are hashable.
     """
@@ -257,12 +257,12 @@ def in_bound_list(dialect: str, column: ColumnElement[Any], name: str) -> Column
 
 
 def bind_list(tx: Transaction, values: Iterable[int | str]) -> Any:
-    """Return what a statement made with `in_bound_list` takes for ``values``."""
+    """Return ``values`` as a statement with `in_bound_list` takes them."""
     return json.dumps(list(values)) if tx.dialect.name == "sqlite" else list(map(str, values))
 
 
 def values_table(dialect: str, kinds: Sequence[TypeEngine[Any]]) -> tuple[ColumnElement[Any], ...]:
-    """Return the columns of rows that a kept statement is given; bound to what `bind_rows` says.
+    """Return the columns of a table of rows that a statement gets from `bind_rows`.
 
     Args:
         dialect: of the statement.
@@ -278,7 +278,7 @@ def values_table(dialect: str, kinds: Sequence[TypeEngine[Any]]) -> tuple[Column
 
 
 def bind_rows(tx: Transaction, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return what a statement made with `values_table` takes for ``rows``, one at least."""
+    """Return ``rows``, at least one, as a statement with `values_table` takes them."""
     if tx.dialect.name == "sqlite":
         return {"rows": json.dumps(rows)}
     columns = zip(*rows, strict=True)
@@ -310,7 +310,7 @@ def upsert(tx: Transaction, table: Table) -> Any:
 
 
 def dialect_module(dialect: str) -> Any:
-    """Return what SQLAlchemy has for a dialect: to load the other one too takes 40 ms."""
+    """Return SQLAlchemy's module of a dialect; to load the other one too would take 40 ms."""
     return import_module(f"sqlalchemy.dialects.{dialect}")
 
 

@@ -1,12 +1,11 @@
 """SQLite's write-ahead log: how long it is and why, and its checkpoints beside the writers.
 
-A reader that holds an old state keeps all that was written since: nobody may copy it over what that
-reader still sees, and the log grows until it lets go.
+A reader that holds an old state keeps all that was written since: SQLite cannot copy it over pages
+that the reader still sees, and the log grows until the reader ends.
 
 A writer that crosses the limit of its own (``wal_autocheckpoint``) copies the whole log into the
-database before its commit returns. That stays as the fallback; here a thread of its own, on a
-connection of its own, is there first. It uses ``PASSIVE`` checkpoints, which wait for nobody and
-make nobody wait.
+database before its commit returns. That stays as the fallback; a thread of its own, on a connection
+of its own, comes first. Its ``PASSIVE`` checkpoints neither wait for a process nor block one.
 
 The log begins anew when a writer finds all of it copied. Beside a writer that never pauses that is
 at its own limit, where there is then little left to copy.
@@ -50,12 +49,12 @@ class LogState:
         return self.size_bytes > 2 * self.limit_bytes
 
     def message(self) -> str:
-        """Return what keeps it so long, as people say it."""
+        """Return a sentence on what keeps the log long."""
         size, limit = self.size_bytes >> 20, self.limit_bytes >> 20
         text = f"the write-ahead log has {size} MiB where {limit} are usual: "
         if self.readers:
-            who = ", ".join(map(str, self.readers))
-            return f"{text}a reader holds an old state open (pid {who}); end its read transaction"
+            pids = ", ".join(map(str, self.readers))
+            return f"{text}a reader holds an old state open (pid {pids}); end its read transaction"
         return (
             f"{text}no other process that is seen here holds an old state open; a reader of "
             "another container may, or writers leave it no pause in which to begin anew"
@@ -80,7 +79,7 @@ def log_state(path: Path) -> LogState:
 
 
 def _readers(path: Path) -> tuple[int, ...]:
-    """Return who reads at each of several looks: who writes reads, too, but only for a moment."""
+    """Return the processes that read at each of several looks; writers read only for a moment."""
     shared = path.with_name(f"{path.name}-shm")
     held = _read_locks(shared)
     for _ in range(LOOKS - 1):
@@ -107,7 +106,7 @@ def _read_locks(shared: Path, locks: Path = Path("/proc/locks")) -> set[tuple[in
 
 
 LOOKS, LOOK_AGAIN_S = 4, 0.02
-"""How often, and after how many seconds, it is seen who still reads."""
+"""How often, and after how many seconds, the readers are listed again."""
 PAUSE_S = 0.25
 """How long commits are collected before the log is looked at."""
 
@@ -183,5 +182,5 @@ class Checkpointer:
                 self.checkpoints += 1
             self._tell_of_growth(pages)
         except dbapi2.OperationalError as error:
-            # A full disk, for one: the writers will meet it, and say so to whoever called them.
+            # Such as a full disk: writers will meet it too, and raise it to their callers.
             _logger.warning("checkpoint of %s: %s", self._path, error)

@@ -1,16 +1,15 @@
-"""Processes take turns to write to a SQLite file, in the order in which they came.
+"""A fair queue of the processes that write to a SQLite file.
 
-SQLite lets those who wait for a writer ask again after longer and longer pauses: who has just
-written is the first to ask again, and somebody waits for seconds. So writers stand in a line, each
-on a byte of the write-ahead log that it has locked: a new one locks the byte behind the last, and
-waits for the one before it. Whoever joins holds a byte of its own meanwhile, so that no two find
-the same end. Each turn that is given back wakes one process. SQLite itself locks nothing in that
-file.
+SQLite lets waiting writers retry after longer and longer pauses: the process that has just written
+retries first, and another may wait for seconds. So writers queue up by locks on bytes of the
+write-ahead log, in which SQLite itself locks nothing: a new one locks the byte behind the last, and
+waits for the byte before it. While it joins it holds one more byte, so that no two see the same
+end. Each release wakes one process.
 
-This is for fairness alone. Who got no turn in time goes ahead without one, and SQLite's own lock
-decides. The kernel frees the locks of a process that is killed; a forked child does not have them.
-They are those of a process: two `Database` of one process do not wait for each other here, and lose
-the turn when one of them is closed.
+This is for fairness alone. A process that gets no turn in time goes ahead without one, and SQLite's
+own lock decides. The kernel frees the locks of a killed process; a forked child does not inherit
+them. They belong to the process: two `Database` of one process do not wait for each other here, and
+lose the turn when one of them is closed.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from pathlib import Path
 from threading import Condition, Thread
 
 PATIENCE_S = 2.0
-"""A turn takes milliseconds: when none comes for so long, somebody was stopped in theirs."""
+"""A turn takes milliseconds: when none comes for so long, its holder was stopped."""
 
 _JOINING = 1 << 60
-"""The byte of whoever joins, far behind what the log will ever hold; the line is behind it."""
+"""The byte of the process that joins, far behind the end of any log; the queue is behind it."""
 
-# ``struct flock``: Python leaves its layout to those who ask the kernel who has a lock.
+# ``struct flock``: Python leaves its layout to callers of ``F_GETLK``.
 if sys.platform == "darwin":
     _FLOCK, _FIELDS = struct.Struct("qqihh"), ("start", "len", "pid", "type", "whence")
 else:
@@ -37,7 +36,7 @@ else:
 
 
 class WriterQueue:
-    """The turns of the connections of one `Database`, of which one writes at a time.
+    """The place in the queue of one `Database`, of whose connections one writes at a time.
 
     Args:
         path: of the database.
@@ -81,14 +80,14 @@ class WriterQueue:
             self._wanted = False
 
     def release(self) -> None:
-        """Let the next one write."""
+        """Let the next process write."""
         with self._state:
             if self._mine and self._file is not None:
                 self._mine = False
                 _unlock(self._file, self._place)
 
     def close(self) -> None:
-        """Stand in the line no more."""
+        """Leave the queue."""
         with self._state:
             self._closed = True
             if self._file is not None and not self._waits:
@@ -96,7 +95,7 @@ class WriterQueue:
                 self._file = None
 
     def _join(self, file: int, or_not: int = 0) -> None:
-        """Stand at the end of the line; with ``LOCK_NB`` not if somebody else is about to."""
+        """Join the queue at its end; with ``LOCK_NB`` not if another process is joining."""
         self._place = 0
         with suppress(OSError):
             lockf(file, LOCK_EX | or_not, 1, _JOINING)
@@ -108,9 +107,9 @@ class WriterQueue:
                 _unlock(file, _JOINING)
 
     def _wait(self, file: int) -> None:
-        """Wait for the turn, however long it takes; give it back if nobody wants it any more.
+        """Wait for the turn without a limit; release it if no writer wants it any more.
 
-        A thread of its own does, for the kernel knows no limit to such a wait.
+        In a thread of its own, as the kernel has no timeout for such a wait.
         """
         if not self._place:
             self._join(file)
@@ -122,7 +121,7 @@ class WriterQueue:
                 if not got:
                     lockf(file, LOCK_EX, 1, before)
                     _unlock(file, before)
-        with self._state:  # to the end: who closes the file meanwhile waits for it
+        with self._state:  # to the end: a concurrent `close` waits for it
             self._waits = False
             self._mine = got and self._wanted
             self._state.notify()
@@ -134,9 +133,9 @@ class WriterQueue:
 
 
 def _last(file: int, end: int = 0) -> int:
-    """Return the last byte of the line before ``end`` that another process has locked.
+    """Return the last byte of the queue before ``end`` that another process has locked.
 
-    `_JOINING` if there is none; without ``end``, of the whole line.
+    `_JOINING` if the queue is empty; without ``end``, of the whole queue.
     """
     last = _JOINING
     while last + 1 != end:
@@ -150,7 +149,7 @@ def _last(file: int, end: int = 0) -> int:
 
 
 def flock(kind: int, start: int, size: int) -> bytes:
-    """Return what asks the kernel for a lock of ``size`` bytes from ``start`` on."""
+    """Return the ``struct flock`` of ``size`` bytes from ``start`` on."""
     asked = {"type": kind, "whence": os.SEEK_SET, "start": start, "len": size, "pid": 0}
     return _FLOCK.pack(*map(asked.__getitem__, _FIELDS))
 

@@ -95,7 +95,7 @@ def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str
 
 @by_dialect
 def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Prepared:
-    """Return what is asked of the experiences of some tasks of a batch.
+    """Return the query of one kind on experiences of some tasks of a batch.
 
     One batch at a time: of several, SQLite, which has no statistics, looks at every experience of
     the run.
@@ -279,7 +279,7 @@ def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | N
 def registered(
     tx: Transaction, experiment: int, name: str, event: log.NewEvent, *, clock: Callable[[], int]
 ) -> ConsumerRow:
-    """Return the consumer ``name``; where there is none, append the event that registers it.
+    """Return the consumer ``name``; append the event that registers it if it is new.
 
     Raises:
         InvalidArgumentError: a new name has a slash, or is that of the door.
@@ -306,7 +306,7 @@ def registered(
 def waiting_addresses(
     tx: Transaction, experiment: int, name: str, *, after: int, up_to: int, limit: int
 ) -> list[int]:
-    """Return what strategy ``name`` has seen and not decided, above ``after``, in order."""
+    """Return addresses that strategy ``name`` has seen and not decided, above ``after``."""
     end = first_address(up_to + 1)
     rows = _WAITING.fetch_all(tx, of=experiment, by=name, after=after, end=end, most=limit)
     return [address for (address,) in rows]
@@ -326,7 +326,7 @@ _WAITING = Prepared(
 
 
 def last_recorded(tx: Transaction, experiment: int) -> int:
-    """Return the position of the last event that recorded experiences, 0 if there is none."""
+    """Return the position of the last event that recorded experiences, or 0."""
     query = select(func.max(experience.c.address)).where(experience.c.experiment == experiment)
     return position_of(int(tx.execute(query).scalar() or 0))
 
