@@ -36,8 +36,8 @@ class PresenceRow:
 def record(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     """Record that a process is alive, and what it waits for."""
     before = row.last_seen - FORGOTTEN_AFTER_US
-    _FORGET.rows(tx, of=experiment, role=row.role, by=row.name, before=before)
-    _noted(tx.dialect.name).change(tx, experiment=experiment, **asdict(row))
+    _FORGET.fetch_all(tx, of=experiment, role=row.role, by=row.name, before=before)
+    _noted(tx.dialect.name).execute_later(tx, experiment=experiment, **asdict(row))
 
 
 _NAMED = (

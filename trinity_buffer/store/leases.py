@@ -40,7 +40,7 @@ def place_of(owner: str) -> str:
 @one_statement
 def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] | None:
     """Return (owner, token, expires_at in µs) of the lease, or None."""
-    rows = _HOLDER.rows(tx, of=experiment, by=name)
+    rows = _HOLDER.fetch_all(tx, of=experiment, by=name)
     return None if not rows else (rows[0][0], int(rows[0][1]), int(rows[0][2]))
 
 
@@ -136,7 +136,7 @@ def require(
         LeaseLostError: another process took over.
     """
     lock_experiment(tx, experiment)
-    ((holds, held, recorded, committed, *end),) = _NEWEST.rows(tx, of=experiment, by=name)
+    ((holds, held, recorded, committed, *end),) = _NEWEST.fetch_all(tx, of=experiment, by=name)
     newest = max(recorded or 0, held or 0)
     who = place_of(holds) if holds else "another process"
     if token is None and holds != owner:
