@@ -349,8 +349,8 @@ FAULTS = [
     Fault(
         "the last copy of a batch is one too many",
         "algorithm/add_strategy/duplicate_add_strategy.py",
-        "while kept and written < target:",
-        "while kept and written <= target:",
+        "while informative and written < target:",
+        "while informative and written <= target:",
         "tests/algorithm/strategies/test_edges.py::test_a_batch_that_is_full_gets_no_copy",
     ),
     Fault(

@@ -8,8 +8,8 @@ TRAINER_FAULTS = [
     Fault(
         "the oldest checkpoint to keep is removed",
         "trainer/checkpoint.py",
-        "gone = kept and (step < kept[0] or",
-        "gone = kept and (step <= kept[0] or",
+        "gone = newest and (step < newest[0] or",
+        "gone = newest and (step <= newest[0] or",
         "tests/trainer/test_checkpoint_folder.py::test_the_newest_steps_stay_and_what_was_begun_before_the_commit_goes",
     ),
     Fault(

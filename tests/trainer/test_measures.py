@@ -199,10 +199,10 @@ def test_ranks_put_their_rows_together(sqlite_url: str) -> None:
             meter.weigh(torch.autograd.grad(loss, scores.logprob)[0])
             meter.add(batch, scores)
 
-    alone = meters[0].found({}, Processes())
+    alone = meters[0].measures({}, Processes())
     ranks = RankOfTwo.pair()
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda meter, rank: meter.found({}, rank), meters[1:], ranks))
+        found = list(threads.map(lambda meter, rank: meter.measures({}, rank), meters[1:], ranks))
     for one in found:
         for name, values in alone.rows.items():
             np.testing.assert_allclose(values, one.rows[name], rtol=1e-6)

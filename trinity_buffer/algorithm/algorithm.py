@@ -67,10 +67,10 @@ class Recipe:
         ``repeat_times`` is ``rollouts_per_group``, and ``advantage_fn`` the last strategy where the
         trainer computes no advantages.
         """
-        given = {f"{part}_args": dict(args) for part, args in self.args.items()}
+        arguments = {f"{part}_args": dict(args) for part, args in self.args.items()}
         advantage = self.advantage_fn or next(reversed(self.add_strategy), None)
         named = {"repeat_times": self.rollouts_per_group or 1, "advantage_fn": advantage}
-        return {**self.names(), **named, **given}
+        return {**self.names(), **named, **arguments}
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, strategies: Collection[str]) -> Recipe:
@@ -102,8 +102,8 @@ def default_args_of(what: str, cls: Any) -> dict[str, Any]:
             f"{what}: {cls!r} has no default_args, derive a class from the base of its kind in "
             "trinity_buffer.algorithm (docs/extending.md)"
         )
-    found: dict[str, Any] = cls.default_args()
-    return found
+    arguments: dict[str, Any] = cls.default_args()
+    return arguments
 
 
 __all__ = ["ALGORITHM_TYPE", "AlgorithmType", "ConstantMeta", "Recipe"]

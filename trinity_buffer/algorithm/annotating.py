@@ -124,13 +124,13 @@ def annotate_group(
         over: what counts once.
     """
     runs = runs_of(exps, over)
-    found = asked(score, rewards[np.newaxis], None if runs is None else runs[np.newaxis])
-    if found.scores is not None:
-        for experience, value in zip(exps, found.scores[0].tolist(), strict=True):
+    scored = asked(score, rewards[np.newaxis], None if runs is None else runs[np.newaxis])
+    if scored.scores is not None:
+        for experience, value in zip(exps, scored.scores[0].tolist(), strict=True):
             annotate(experience, value)
-    kept = [True] * len(exps) if found.kept is None else found.kept[0].tolist()
-    members = [experience for experience, stays in zip(exps, kept, strict=True) if stays]
-    return members, {name: float(values[0]) for name, values in found.metrics.items()}
+    which = [True] * len(exps) if scored.kept is None else scored.kept[0].tolist()
+    members = [experience for experience, stays in zip(exps, which, strict=True) if stays]
+    return members, {name: float(values[0]) for name, values in scored.metrics.items()}
 
 
 def unusable(experience: Experience, fields: Sequence[str]) -> str | None:
@@ -155,9 +155,9 @@ def run_problem(steps: list[Experience], rewarded: Experience | None) -> Problem
     """
     for step in steps:
         needs = ("reward", "action_mask") if step is rewarded else ("action_mask",)
-        found = unusable(step, needs)
-        if found is not None:
-            return Problem(steps, step, found)
+        problem = unusable(step, needs)
+        if problem is not None:
+            return Problem(steps, step, problem)
     return None
 
 

@@ -31,16 +31,16 @@ def declared_arguments(cls: type) -> dict[str, Any]:
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     """Return ``{name: parameter}`` of all that the constructor of ``cls`` takes."""
-    found: dict[str, inspect.Parameter] = {}
+    accepted: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if base is object or "__init__" not in vars(base):  # whose signature is a text to parse
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        found = {p.name: p for p in named} | found
+        accepted = {p.name: p for p in named} | accepted
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return accepted
 
 
 def default_arguments(cls: type, *, leave_out: Iterable[str] = ()) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def did_you_mean(name: str, accepted: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def refuse_unknown(owner: str, given: Mapping[str, Any], accepted: Iterable[str]) -> None:
+def refuse_unknown(owner: str, arguments: Mapping[str, Any], accepted: Iterable[str]) -> None:
     """Return if every name in ``given`` is in ``accepted``.
 
     Raises:
@@ -67,7 +67,7 @@ def refuse_unknown(owner: str, given: Mapping[str, Any], accepted: Iterable[str]
             accepted.
     """
     names = sorted(accepted)
-    for name in given:
+    for name in arguments:
         if name not in names:
             raise InvalidArgumentError(
                 f"{owner} takes no argument {name!r}{did_you_mean(name, names)} "
@@ -89,9 +89,9 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
     except InvalidArgumentError:
         raise
     except (TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         name = getattr(cls, "__name__", str(cls))
-        raise InvalidArgumentError(f"{name}({given}): {error}") from error
+        raise InvalidArgumentError(f"{name}({listed}): {error}") from error
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -104,7 +104,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 """What a plain annotation accepts; others say nothing here."""
 
 
-def _refuse_other_kinds(cls: type, given: Mapping[str, Any]) -> None:
+def _refuse_other_kinds(cls: type, arguments: Mapping[str, Any]) -> None:
     """Return if every argument is of the kind that its plain annotation names.
 
     A text in place of a number would otherwise be met in the middle of the first step.
@@ -113,13 +113,15 @@ def _refuse_other_kinds(cls: type, given: Mapping[str, Any]) -> None:
         InvalidArgumentError: names the argument, its value and what it must be.
     """
     for name, parameter in _parameters(cls).items():
-        said = parameter.annotation
-        kinds = (said if isinstance(said, str) else getattr(said, "__name__", "")).split(" | ")
-        if name not in given or not set(kinds) <= _KINDS.keys():
+        annotation = parameter.annotation
+        kinds = (
+            annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        ).split(" | ")
+        if name not in arguments or not set(kinds) <= _KINDS.keys():
             continue
-        if not any(_KINDS[kind](given[name]) for kind in kinds):
+        if not any(_KINDS[kind](arguments[name]) for kind in kinds):
             raise InvalidArgumentError(
-                f"{cls.__name__}({name}={given[name]!r}): it must be of the type "
+                f"{cls.__name__}({name}={arguments[name]!r}): it must be of the type "
                 f"{' | '.join(kinds)}"
             )
 

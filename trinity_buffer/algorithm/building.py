@@ -70,8 +70,8 @@ def needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
     Raises:
         InvalidArgumentError: it is not there.
     """
-    found = batch.get(key)
-    if found is None:
+    tensor = batch.get(key)
+    if tensor is None:
         held = ", ".join(sorted(name for name in batch if batch[name] is not None))
         unrecorded = (
             ": no row of the step recorded log-probabilities; store them with the experiences "
@@ -82,7 +82,7 @@ def needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
             f"{type(user).__name__} needs the tensor {key!r}, which the micro-batch lacks "
             f"(it holds {held}){unrecorded if key in OF_ROLLOUTS else ''}"
         )
-    return cast("Tensor", found)
+    return cast("Tensor", tensor)
 
 
 def require_correctable(correction: str, loss: Any) -> None:
@@ -239,13 +239,13 @@ class Algorithm:
         corrected, metrics = self._corrected(batch, layout)
         reader = self.policy_loss
         require_recorded(batch, reader, reader.select_keys)
-        given = {key: needed(corrected, key, reader) for key in reader.select_keys}
+        tensors = {key: needed(corrected, key, reader) for key in reader.select_keys}
         own = logprob
         if weigh is not None and logprob.requires_grad:
             own = logprob.view_as(logprob)  # a node of its own: its gradient is this term's alone
             own.register_hook(weigh)
-        loss, found = self.policy_loss(logprob=own, layout=layout, **given)
-        metrics.update(found)
+        loss, of_policy = self.policy_loss(logprob=own, layout=layout, **tensors)
+        metrics.update(of_policy)
         for part in (
             self._entropy(batch, entropy, layout),
             self._divergence(logprob, batch, layout),
@@ -264,8 +264,8 @@ class Algorithm:
             return batch, {}
         tensors = ("old_logprob", "rollout_logprob", "action_mask")
         require_recorded(batch, self.correction, tensors)
-        given = [needed(batch, key, self.correction) for key in tensors]
-        weights, metrics = self.correction(*given, layout=layout)
+        log_probs = [needed(batch, key, self.correction) for key in tensors]
+        weights, metrics = self.correction(*log_probs, layout=layout)
         advantages = needed(batch, "advantages", self.policy_loss)
         return {**batch, "advantages": advantages * weights}, metrics
 
@@ -415,28 +415,30 @@ def _strategies(chosen: Recipe, user: Mapping[str, Any]) -> tuple[Choice, ...]:
     args = dict(user.get("add_strategy_args") or {})
     if len(listed) == 1:
         args = {_name_of("add_strategy", listed[0]): args}
-    names = [_name_of("add_strategy", one) for one in listed]
+    names = [_name_of("add_strategy", strategy) for strategy in listed]
     if len(set(names)) < len(names):
         raise InvalidArgumentError(f"add_strategy: {'+'.join(names)} names one of them twice")
     refuse_unknown("add_strategy_args", args, names)
     recipe = chosen.args.get("add_strategy", {})
     return tuple(
-        _chosen("add_strategy", one, recipe.get(name, {}) if name in own else {}, args.get(name))
-        for name, one in zip(names, listed, strict=True)
+        _chosen(
+            "add_strategy", strategy, recipe.get(name, {}) if name in own else {}, args.get(name)
+        )
+        for name, strategy in zip(names, listed, strict=True)
     )
 
 
 def _chosen(
-    part: str, wanted: Any, recipe: Mapping[str, Any], given: Mapping[str, Any] | None
+    part: str, wanted: Any, recipe: Mapping[str, Any], own: Mapping[str, Any] | None
 ) -> Choice:
     """Return a choice whose arguments were decided: signature < tuned < recipe < user."""
     cls = REGISTRY_OF[part].get(wanted) if isinstance(wanted, str) else wanted
     name = _name_of(part, wanted)
     defaults = default_args_of(f"{part} {name!r}", cls)
-    args = defaults | dict(recipe) | dict(given or {})
+    args = defaults | dict(recipe) | dict(own or {})
     taken = declared_arguments(cls)
     accepted = (taken.keys() | defaults.keys()) - RUN_TIME
-    refuse_unknown(f"{part} {name!r}", {**recipe, **(given or {})}, accepted)
+    refuse_unknown(f"{part} {name!r}", {**recipe, **(own or {})}, accepted)
     missing = [n for n in taken if taken[n] is REQUIRED and n not in args and n not in RUN_TIME]
     if missing:
         raise InvalidArgumentError(

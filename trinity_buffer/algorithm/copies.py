@@ -20,14 +20,14 @@ new.
 
 def original_uid(experience: Experience) -> str | None:
     """Return the uid of what ``experience`` is a copy of, or None if it is an original."""
-    found = experience.info.get(COPY_OF)
-    return None if found is None else str(found)
+    uid = experience.info.get(COPY_OF)
+    return None if uid is None else str(uid)
 
 
-def left_out(given: Sequence[Experience], kept: Sequence[Experience]) -> list[Experience]:
+def left_out(before: Sequence[Experience], after: Sequence[Experience]) -> list[Experience]:
     """Return those of ``given`` of which neither they nor a copy are in ``kept``."""
-    known = {original_uid(e) or e.eid.uid for e in kept} | {e.eid.uid for e in kept}
-    return [e for e in given if e.eid.uid not in known]
+    known = {original_uid(e) or e.eid.uid for e in after} | {e.eid.uid for e in after}
+    return [e for e in before if e.eid.uid not in known]
 
 
 def copy_experience(experience: Experience, *, task: Key, suffix: str) -> Experience:

@@ -59,8 +59,8 @@ def keep(mask: Tensor, values: Tensor) -> Tensor:
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Return the sum of ``values * mask``, of all or along ``axis``; masks may be weights."""
-    kept = keep(mask, values)
-    return (kept * mask.to(kept.dtype)).sum(dim=axis)
+    values_inside = keep(mask, values)
+    return (values_inside * mask.to(values_inside.dtype)).sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
@@ -119,9 +119,11 @@ def row_sums(values: Tensor, layout: BatchLayout | None = None) -> Tensor:
 
 def row_means(values: Tensor, mask: Tensor, layout: BatchLayout | None = None) -> Tensor:
     """Return the masked mean of each sequence, shape ``[N]``; 0 for a fully masked one."""
-    kept = keep(mask, values)
+    values_inside = keep(mask, values)
     weights = mask if mask.is_floating_point() else mask.float()
-    return row_sums(kept * mask.to(kept.dtype), layout) / (row_sums(weights, layout) + EPSILON)
+    return row_sums(values_inside * mask.to(values_inside.dtype), layout) / (
+        row_sums(weights, layout) + EPSILON
+    )
 
 
 def spread(rows: Tensor, like: Tensor, layout: BatchLayout | None = None) -> Tensor:
@@ -175,15 +177,15 @@ def aggregate_loss(
         InvalidArgumentError: an unknown mode, or a denominator that nobody stated.
     """
     aggregation_mode(loss_agg_mode)
-    kept = keep(mask, values)
-    weights = mask.to(kept.dtype)
+    losses = keep(mask, values)
+    weights = mask.to(losses.dtype)
     if loss_agg_mode == "token-mean":
         tokens = mask.sum() + EPSILON if layout is None else max(layout.total.tokens, 1)
-        return _ranks(layout) * ((kept * weights).sum() / tokens)
+        return _ranks(layout) * ((losses * weights).sum() / tokens)
     if loss_agg_mode.endswith("token-mean"):
-        summed = row_means(kept, mask, layout).sum()
+        summed = row_means(losses, mask, layout).sum()
     else:
-        summed = (kept * weights).sum()
+        summed = (losses * weights).sum()
     if loss_agg_mode.endswith(("-norm", "-const")):
         summed = summed / (_constant(values, normalizer, layout) + EPSILON)
     if not loss_agg_mode.endswith("-norm"):

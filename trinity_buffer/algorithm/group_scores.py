@@ -74,8 +74,8 @@ def run_means(rewards: Rewards, runs: Runs | None) -> Rewards:
 def numbered(names: Sequence[object]) -> Runs | None:
     """Return the number of the run that each row names, by first appearance; None: all differ."""
     numbers: dict[object, int] = {}
-    found = [numbers.setdefault(name, len(numbers)) for name in names]
-    return None if len(numbers) == len(found) else np.array(found, np.int64)
+    of_rows = [numbers.setdefault(name, len(numbers)) for name in names]
+    return None if len(numbers) == len(of_rows) else np.array(of_rows, np.int64)
 
 
 def first_rows(runs: Runs) -> Runs:
@@ -126,12 +126,12 @@ def variances(
     if size <= max(ddof, 0):
         return np.zeros(rewards.shape[:-1])
     if weights is None:
-        found = np.var(rewards, axis=-1, ddof=ddof)
+        spread = np.var(rewards, axis=-1, ddof=ddof)
     else:
         centred = rewards - means(rewards, weights)[..., np.newaxis]
-        found = (weights * centred * centred).sum(axis=-1) / (size - ddof)
+        spread = (weights * centred * centred).sum(axis=-1) / (size - ddof)
     negligible = std_floor * np.abs(rewards).max(axis=-1)
-    return np.where(found <= negligible * negligible, 0.0, found)
+    return np.where(spread <= negligible * negligible, 0.0, spread)
 
 
 def deviation(
@@ -384,17 +384,17 @@ def asked(
     Raises:
         InvalidArgumentError: it is not a `ScoredGroups` of their shape.
     """
-    found: object = score(rewards) if runs is None else score(rewards, runs)
-    if not isinstance(found, ScoredGroups):
+    answer: object = score(rewards) if runs is None else score(rewards, runs)
+    if not isinstance(answer, ScoredGroups):
         raise InvalidArgumentError(
-            f"`score_groups` returned {type(found).__name__}, it must return `ScoredGroups`, as in "
-            "`ScoredGroups(scores=rewards)`"
+            f"`score_groups` returned {type(answer).__name__}, it must return `ScoredGroups`, as "
+            "in `ScoredGroups(scores=rewards)`"
         )
-    _require_shape("scores", found.scores, rewards.shape)
-    _require_shape("kept", found.kept, rewards.shape)
-    for name, values in found.metrics.items():
+    _require_shape("scores", answer.scores, rewards.shape)
+    _require_shape("kept", answer.kept, rewards.shape)
+    for name, values in answer.metrics.items():
         _require_shape(f"metric {name!r}", values, rewards.shape[:1])
-    return found
+    return answer
 
 
 def _require_shape(what: str, values: Any, shape: tuple[int, ...]) -> None:
@@ -405,7 +405,7 @@ def _require_shape(what: str, values: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-def scorer_of(one: object, needs: Collection[str]) -> RewardScorer | None:
+def scorer_of(scorer: object, needs: Collection[str]) -> RewardScorer | None:
     """Return what the ``score_groups`` of a strategy or an advantage function makes of rows.
 
     None if it does not tell all.
@@ -414,11 +414,11 @@ def scorer_of(one: object, needs: Collection[str]) -> RewardScorer | None:
         one: an instance of a class that may write it.
         needs: the fields without which an experience cannot be scored.
     """
-    score: Callable[..., ScoredGroups] | None = getattr(one, "score_groups", None)
+    score: Callable[..., ScoredGroups] | None = getattr(scorer, "score_groups", None)
     enough = {"reward"} <= set(needs) <= {"reward", "action_mask"}
-    if score is None or not enough or not says_all(type(one), "score_groups"):
+    if score is None or not enough or not says_all(type(scorer), "score_groups"):
         return None
-    return over_runs(score, getattr(one, "over", "rows"))
+    return over_runs(score, getattr(scorer, "over", "rows"))
 
 
 def over_runs(score: Callable[..., ScoredGroups], over: Over = "runs") -> RewardScorer:
@@ -453,8 +453,8 @@ def renumbered(runs: Runs) -> Runs | None:
     np.put_along_axis(there, runs, 1, axis=1)
     if bool((there.sum(axis=1) == size).all()):
         return None
-    found: Runs = np.take_along_axis(there.cumsum(axis=1) - 1, runs, axis=1)
-    return found
+    numbers: Runs = np.take_along_axis(there.cumsum(axis=1) - 1, runs, axis=1)
+    return numbers
 
 
 def _scored_by_run(
@@ -487,7 +487,7 @@ def _scored_by_run(
             yield at, _of_rows(asked(score, of_runs[places]), runs[at], number)
 
 
-def _of_rows(found: ScoredGroups, runs: Runs, number: int) -> ScoredGroups:
+def _of_rows(of_runs: ScoredGroups, runs: Runs, number: int) -> ScoredGroups:
     """Return what was said of so many runs of each group, said of their rows."""
 
     def spread(values: Any) -> Any:
@@ -496,30 +496,30 @@ def _of_rows(found: ScoredGroups, runs: Runs, number: int) -> ScoredGroups:
         return np.take_along_axis(np.broadcast_to(values, (len(runs), number)), runs, axis=1)
 
     return replace(
-        found,
-        scores=spread(found.scores),
-        kept=spread(found.kept),
-        reasons=spread(found.reasons),
+        of_runs,
+        scores=spread(of_runs.scores),
+        kept=spread(of_runs.kept),
+        reasons=spread(of_runs.reasons),
     )
 
 
 def _merged(parts: Collection[tuple[Runs, ScoredGroups]], shape: tuple[int, ...]) -> ScoredGroups:
     """Return what was said of several parts of some groups ``[k, G]`` as one answer."""
-    scores = kept = reasons = None
+    scores = stays = reasons = None
     metrics: dict[str, Rewards] = {}
-    for at, found in parts:
-        if found.scores is not None:
+    for at, part in parts:
+        if part.scores is not None:
             scores = np.zeros(shape) if scores is None else scores
-            scores[at] = found.scores
-        if found.kept is not None:
-            kept = np.ones(shape, np.bool_) if kept is None else kept
-            kept[at] = found.kept
-        if found.reasons is not None:
+            scores[at] = part.scores
+        if part.kept is not None:
+            stays = np.ones(shape, np.bool_) if stays is None else stays
+            stays[at] = part.kept
+        if part.reasons is not None:
             reasons = np.full(shape, "filtered", object) if reasons is None else reasons
-            reasons[at] = found.reasons
-        for name, values in found.metrics.items():
+            reasons[at] = part.reasons
+        for name, values in part.metrics.items():
             metrics.setdefault(name, np.full(shape[0], np.nan))[at] = values
-    return ScoredGroups(scores=scores, kept=kept, reasons=reasons, metrics=metrics)
+    return ScoredGroups(scores=scores, kept=stays, reasons=reasons, metrics=metrics)
 
 
 def says_all(cls: type, method: str) -> bool:
@@ -528,10 +528,10 @@ def says_all(cls: type, method: str) -> bool:
     It does where ``cls`` writes it, or inherits it and changes nothing but the constructor: a class
     that changes something else may decide otherwise, unless it writes ``method`` anew.
     """
-    for one in cls.__mro__:
-        if method in vars(one):
+    for base in cls.__mro__:
+        if method in vars(base):
             return True
-        own = (name for name in vars(one) if name not in _CHANGE_NOTHING)
+        own = (name for name in vars(base) if name not in _CHANGE_NOTHING)
         if not all(name.startswith("__") and name.endswith("__") for name in own):
             return False
     return False
@@ -554,11 +554,11 @@ def as_added(score: RewardScorer, reason: str) -> RewardScorer:
     """
 
     def added(rewards: Rewards, runs: Runs | None = None, /) -> ScoredGroups:
-        found, named = asked(score, rewards, runs), {}
-        for name, values in found.metrics.items():
+        scored, named = asked(score, rewards, runs), {}
+        for name, values in scored.metrics.items():
             named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
             named[f"group_advantages/{name}/max"] = values
             named[f"group_advantages/{name}/min"] = values
-        return replace(found, reasons=np.array(reason, object), metrics=named)
+        return replace(scored, reasons=np.array(reason, object), metrics=named)
 
     return added

@@ -54,13 +54,13 @@ class Totals:
             rows: ``[N]`` bool, the rows that count.
         """
         tokens = tokens_per_row(action_mask, cu_seqlens)
-        kept = torch.ones_like(tokens, dtype=torch.bool) if rows is None else rows.bool()
+        counted = torch.ones_like(tokens, dtype=torch.bool) if rows is None else rows.bool()
         groups = torch.arange(len(tokens)) if group_index is None else group_index.cpu()
         return cls(
-            tokens=int(tokens[kept].sum()),
-            sequences=int(kept.sum()),
-            groups=len(set(groups[kept.cpu()].tolist())),
-            active_sequences=int((tokens[kept] > 0).sum()),
+            tokens=int(tokens[counted].sum()),
+            sequences=int(counted.sum()),
+            groups=len(set(groups[counted.cpu()].tolist())),
+            active_sequences=int((tokens[counted] > 0).sum()),
         )
 
 
@@ -133,8 +133,8 @@ class BatchLayout:
             )
         expert = expert.to(action_mask.device)
         total, usual, ours = (
-            Totals.count(action_mask, cu_seqlens=cu_seqlens, group_index=group_index, rows=kept)
-            for kept in (None, ~expert, expert)
+            Totals.count(action_mask, cu_seqlens=cu_seqlens, group_index=group_index, rows=chosen)
+            for chosen in (None, ~expert, expert)
         )
         return cls(
             total=total, usual=usual, expert=ours, cu_seqlens=cu_seqlens, normalizer=normalizer

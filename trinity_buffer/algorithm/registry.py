@@ -73,8 +73,8 @@ class Registry(Generic[T]):
         """Return the class at a path."""
         module, _, name = path.replace(":", ".").rpartition(".")
         with self.importing(path):
-            found: T = getattr(import_module(module), name)
-            return found
+            registered: T = getattr(import_module(module), name)
+            return registered
 
     @contextmanager
     def importing(self, path: str) -> Iterator[None]:
@@ -87,10 +87,10 @@ class Registry(Generic[T]):
             yield
         except Exception as error:
             known = isinstance(error, (ImportError, AttributeError))
-            said = str(error) if known else said_by(error)
+            reason = str(error) if known else said_by(error)
             line = own_line(error)
             place = "" if line is None else f" ({line})"
-            raise UnknownNameError(f"no {self.kind} at {path!r}: {said}{place}") from error
+            raise UnknownNameError(f"no {self.kind} at {path!r}: {reason}{place}") from error
 
     def names(self) -> tuple[str, ...]:
         """Return the names that `get` knows, those of installed packages included, sorted."""
@@ -118,6 +118,6 @@ def is_path(name: str) -> bool:
 
 def _is_version_of(cls: object, known: object) -> bool:
     """Return whether ``cls`` is ``known`` written again, or a user's version of a class of ours."""
-    modules = [getattr(one, "__module__", "") for one in (cls, known)]
+    modules = [getattr(class_, "__module__", "") for class_ in (cls, known)]
     same_name = getattr(cls, "__qualname__", "") == getattr(known, "__qualname__", None)
     return same_name and (modules[0] == modules[1] or modules[1].startswith("trinity_buffer."))

@@ -33,7 +33,7 @@ def prefix_metrics(
     Our losses leave metrics on the device; reading them is the wait that Trinity's losses have
     inside.
     """
-    found = {} if dst_metrics is None else dst_metrics
+    prefixed = {} if dst_metrics is None else dst_metrics
     for name, value in src_metrics.items():
-        found[f"{prefix}/{name}"] = float(value) if isinstance(value, Tensor) else value
-    return found
+        prefixed[f"{prefix}/{name}"] = float(value) if isinstance(value, Tensor) else value
+    return prefixed

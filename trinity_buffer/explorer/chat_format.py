@@ -95,12 +95,12 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": arguments}
 
 
-def _arguments(given: Any) -> Mapping[str, Any] | None:
+def _arguments(value: Any) -> Mapping[str, Any] | None:
     """Return arguments as an object; None if they are something else."""
-    if isinstance(given, str) and given.strip():
-        given, _ = _json_at(given.strip(), 0)
-        return given if isinstance(given, dict) else None
-    return given if isinstance(given, Mapping) else None if given else {}
+    if isinstance(value, str) and value.strip():
+        value, _ = _json_at(value.strip(), 0)
+        return value if isinstance(value, dict) else None
+    return value if isinstance(value, Mapping) else None if value else {}
 
 
 def _json_at(text: str, begin: int) -> tuple[Any, int]:
@@ -117,8 +117,8 @@ def _call(value: Any, begin: int, end: int) -> Iterator[_Span]:
         return
     arguments = _arguments(value.get("arguments", value.get("parameters")))
     if arguments is not None:
-        given = value.get("id")
-        yield _Span(begin, end, value["name"], arguments, given if isinstance(given, str) else None)
+        own = value.get("id")
+        yield _Span(begin, end, value["name"], arguments, own if isinstance(own, str) else None)
 
 
 def _named(
@@ -150,15 +150,15 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]{1,256})>\n?(.*?)\n?</parameter>", r
 
 def _marked_up(text: str, tools: Tools) -> Iterator[_Span]:
     """Yield calls as of Qwen3-Coder: ``<function=NAME><parameter=KEY>VALUE</parameter>``."""
-    for found in _FUNCTION.finditer(text):
-        name, body = found.groups()
+    for match in _FUNCTION.finditer(text):
+        name, body = match.groups()
         if _PARAMETER.sub("", body).strip():
             continue
         types = _types(name, tools)
         arguments = {
             key: _value(text, types.get(key, ())) for key, text in _PARAMETER.findall(body)
         }
-        yield _Span(found.start(), found.end(), name, arguments)
+        yield _Span(match.start(), match.end(), name, arguments)
 
 
 def _types(name: str, tools: Tools) -> dict[str, list[Any]]:
@@ -173,8 +173,8 @@ def _types(name: str, tools: Tools) -> dict[str, list[Any]]:
 def _types_of(schema: Any) -> Iterator[Any]:
     """Yield the types that a JSON schema allows; ``Optional[int]`` is ``anyOf`` two of them."""
     if isinstance(schema, Mapping):  # else True: anything goes
-        said = schema.get("type") or []
-        yield from [said] if isinstance(said, str) else said
+        kinds = schema.get("type") or []
+        yield from [kinds] if isinstance(kinds, str) else kinds
         for choice in schema.get("anyOf") or schema.get("oneOf") or ():
             yield from _types_of(choice)
 
@@ -204,7 +204,7 @@ def _listed(text: str, _: Tools) -> Iterator[_Span]:
         calls = values if isinstance(values, list) else [values]
         begins = [opening.start(), *[end] * len(calls)]
         spans = [
-            span for at, one in zip(begins, calls, strict=False) for span in _call(one, at, end)
+            span for at, call in zip(begins, calls, strict=False) for span in _call(call, at, end)
         ]
         yield from spans if len(spans) == len(calls) else ()
 
@@ -231,10 +231,10 @@ def _plain(text: str, tools: Tools) -> Iterator[_Span]:
     spans: list[_Span] = []
     while (opening := re.compile(r"[\s;,]*(?=\{)").match(text, at)) is not None:
         value, end = _json_at(text, opening.end())
-        found = list(_call(value, at if spans else begin, end))
-        if not found or not (tag or found[0].name in offered):
+        spans_of_call = list(_call(value, at if spans else begin, end))
+        if not spans_of_call or not (tag or spans_of_call[0].name in offered):
             break
-        spans += found
+        spans += spans_of_call
         at = end
     if tag or not text[at:].strip():
         yield from spans
@@ -329,27 +329,27 @@ class ChatFormat:
 
         None if there is no such thing, or the template writes the past otherwise than it was.
         """
-        at, said = _last_said(messages)
-        if said is None or said.prompt_text is None or not text.startswith(said.prompt_text):
+        at, spoken = _last_said(messages)
+        if spoken is None or spoken.prompt_text is None or not text.startswith(spoken.prompt_text):
             return None
         before = messages[:at]
-        if rendered(self._tokenizer, before, tools) != said.prompt_text:
+        if rendered(self._tokenizer, before, tools) != spoken.prompt_text:
             return None
         marked = _marked(messages[at])
         turn = rendered(self._tokenizer, [*before, marked], tools, ask=False)
         whole = rendered(self._tokenizer, [*before, marked, *messages[at + 1 :]], tools)
-        end, rest = self._split(turn.rpartition(_MARK)[2], whole.rpartition(_MARK)[2], said)
-        written = text[len(said.prompt_text) :].removesuffix(end + rest)
-        if _MARK not in whole or not text.endswith(end + rest) or not _holds(written, said):
+        end, rest = self._split(turn.rpartition(_MARK)[2], whole.rpartition(_MARK)[2], spoken)
+        written = text[len(spoken.prompt_text) :].removesuffix(end + rest)
+        if _MARK not in whole or not text.endswith(end + rest) or not _holds(written, spoken):
             return None
-        is_known = self._end_texts(said).fullmatch(end) is not None
-        if not is_known and (said.tool_calls or (self._is_ended(said) and end.strip())):
+        is_known = self._end_texts(spoken).fullmatch(end) is not None
+        if not is_known and (spoken.tool_calls or (self._is_ended(spoken) and end.strip())):
             return None
-        if not (is_known and self._is_ended(said)):
+        if not (is_known and self._is_ended(spoken)):
             rest = end + rest
-        return [*said.prompt_ids, *said.token_ids, *self._ids_behind(said, rest)]
+        return [*spoken.prompt_ids, *spoken.token_ids, *self._ids_behind(spoken, rest)]
 
-    def _split(self, turn: str, whole: str, said: Completion) -> tuple[str, str]:
+    def _split(self, turn: str, whole: str, spoken: Completion) -> tuple[str, str]:
         """Return how a template ends the turn ``said``, and what it writes after that.
 
         Args:
@@ -357,27 +357,29 @@ class ChatFormat:
                 call, if nothing follows.
             whole: the same, and what follows.
         """
-        ends = self._end_texts(said)
-        found = ends.search(turn) if said.tool_calls else ends.match(whole)
-        if found is None:
+        ends = self._end_texts(spoken)
+        ending = ends.search(turn) if spoken.tool_calls else ends.match(whole)
+        if ending is None:
             return turn, whole.removeprefix(turn)
-        return found[0], whole.removeprefix(turn[: found.end()] if said.tool_calls else found[0])
+        return ending[0], whole.removeprefix(
+            turn[: ending.end()] if spoken.tool_calls else ending[0]
+        )
 
-    def _is_ended(self, said: Completion) -> bool:
+    def _is_ended(self, spoken: Completion) -> bool:
         """Return whether the last token of a turn ended it."""
-        last, is_stop = said.token_ids[-1], said.finish_reason in ("stop", "tool_calls")
+        last, is_stop = spoken.token_ids[-1], spoken.finish_reason in ("stop", "tool_calls")
         return last in self._end_ids or (is_stop and last in self._special)
 
-    def _end_texts(self, said: Completion) -> re.Pattern[str]:
+    def _end_texts(self, spoken: Completion) -> re.Pattern[str]:
         """Return what matches an end of a turn, and the blanks before it."""
-        ends = {*self._end_ids, *(said.token_ids[-1:] if self._is_ended(said) else ())}
+        ends = {*self._end_ids, *(spoken.token_ids[-1:] if self._is_ended(spoken) else ())}
         texts = [text for text in (self._text([end]) for end in ends) if text.strip()]
         return re.compile(rf"\s*(?:{'|'.join(map(re.escape, texts)) or '(?!)'})")
 
-    def _ids_behind(self, said: Completion, text: str) -> list[int]:
+    def _ids_behind(self, spoken: Completion, text: str) -> list[int]:
         """Return the tokens of ``text``, as they are behind those of a turn."""
-        last = said.token_ids[-1]
-        ids = self._ids(self._text([last]) + text) if self._is_ended(said) else []
+        last = spoken.token_ids[-1]
+        ids = self._ids(self._text([last]) + text) if self._is_ended(spoken) else []
         return ids[1:] if ids[:1] == [last] else self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
@@ -460,8 +462,8 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": [*others, {**last, "function": function}]}
 
 
-def _holds(written: str, said: Completion) -> bool:
+def _holds(written: str, spoken: Completion) -> bool:
     """Return whether a template has written all of the text and the calls of what was said."""
     letters = "".join(written.split())
-    names = [call["function"]["name"] for call in said.tool_calls]
-    return all("".join(part.split()) in letters for part in (said.text, *names))
+    names = [call["function"]["name"] for call in spoken.tool_calls]
+    return all("".join(part.split()) in letters for part in (spoken.text, *names))

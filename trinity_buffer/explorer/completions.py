@@ -77,7 +77,7 @@ def chat_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Com
     return Completion(
         prompt_ids=answer.get("prompt_token_ids") or choice.get("prompt_token_ids") or (),
         token_ids=choice.get("token_ids") or (),
-        logprobs=None if content is None else [float(one["logprob"]) for one in content],
+        logprobs=None if content is None else [float(token["logprob"]) for token in content],
         text=message.get("content") or "",
         tool_calls=message.get("tool_calls") or (),
         reasoning=reasoning_in(message),
@@ -152,7 +152,7 @@ def require_all_sampled(
     """
     usage = answer.get("usage") or answer.get("meta_info")
     sampled = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
-    ids = sum(len(one.token_ids) for one in completions)
+    ids = sum(len(completion.token_ids) for completion in completions)
     if sampled is None:
         _warn_of_no_usage(url)
     elif sampled != ids:
@@ -174,8 +174,8 @@ def _warn_of_no_usage(url: str) -> None:
 
 def pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Return sampling options that leave no default to the server; None counts as not given."""
-    given = {k: value for k, value in sampling.items() if k not in PINNED or value is not None}
-    return {**{key: NEUTRAL[key][0] for key in PINNED}, **given}
+    explicit = {k: value for k, value in sampling.items() if k not in PINNED or value is not None}
+    return {**{key: NEUTRAL[key][0] for key in PINNED}, **explicit}
 
 
 def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_OUT) -> None:
@@ -185,19 +185,19 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
         InvalidArgumentError: with these options they are not, in the log-prob ``mode``, or it is
             not known; where no mode would help, the message ends with the ``remedy``.
     """
-    given = {key: value for key, value in sampling.items() if value is not None}
-    for key, value in given.items():
+    options = {key: value for key, value in sampling.items() if value is not None}
+    for key, value in options.items():
         if key not in FREE and key not in NEUTRAL and value not in ALLOWED.get(key, ()):
             _refuse(f"{key}: {value!r:.80}", ALLOWED.get(key, ()), remedy)
-    for tool in given.get("tools") or ():
+    for tool in options.get("tools") or ():
         if any(isinstance(part, Mapping) and part.get("strict") for part in (tool, *tool.values())):
             _refuse(f"tools: strict=True of {tool!r:.80}", (), remedy)
-    bent = {k: v for k, v in changes(given).items() if k in NEUTRAL}
+    bent = {k: v for k, v in changes(options).items() if k in NEUTRAL}
     if bent and mode != "processed_logprobs":
-        said = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
+        listed = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
         raise InvalidArgumentError(
-            f"{said}: the log-probs of a server with --logprobs-mode {mode} are those before that, "
-            "not those of what is sampled. Leave it out, or start the server with "
+            f"{listed}: a server with --logprobs-mode {mode} answers with log-probs before that, "
+            "not with those of what is sampled. Leave it out, or start the server with "
             "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'; of "
             "such options, trainers score a temperature and refuse the others"
         )
@@ -222,9 +222,9 @@ def changes(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return not_neutral(own)
 
 
-def _refuse(said: str, allowed: tuple[Any, ...], remedy: str) -> NoReturn:
+def _refuse(option: str, allowed: tuple[Any, ...], remedy: str) -> NoReturn:
     instead = "".join(f" or say {value!r}" for value in allowed)
     raise InvalidArgumentError(
-        f"{said} may restrict what is sampled, or choose from it, which log-probs of no "
+        f"{option} may restrict what is sampled, or choose from it, which log-probs of no "
         f"--logprobs-mode show: leave it out{instead}, or {remedy}"
     )

@@ -93,16 +93,16 @@ class Completion:
         if not self.sampling:
             return None
         begin = len(self.prompt_ids)
-        found = {"begin": begin, "end": begin + len(self.token_ids), **self.sampling}
-        return found if self.logprobs_mode is None else {**found, MODE: self.logprobs_mode}
+        segment = {"begin": begin, "end": begin + len(self.token_ids), **self.sampling}
+        return segment if self.logprobs_mode is None else {**segment, MODE: self.logprobs_mode}
 
     def message(self) -> dict[str, Any]:
         """Return it as a message of the assistant."""
-        said = SaidMessage(role="assistant", content=self.text, **self.reasoning)
+        spoken = SaidMessage(role="assistant", content=self.text, **self.reasoning)
         if self.tool_calls:
-            said["tool_calls"] = [dict(call) for call in self.tool_calls]
-        said.completion = self
-        return said
+            spoken["tool_calls"] = [dict(call) for call in self.tool_calls]
+        spoken.completion = self
+        return spoken
 
 
 class SaidMessage(dict[str, Any]):
@@ -248,13 +248,13 @@ def experiences_of(
     info: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Experience]:
     """Return what can be trained of ``turns``; see `Conversation.experiences`."""
-    found: list[_Stretch] = []
+    stretches: list[_Stretch] = []
     for turn in turns:
-        if not found or not found[-1].goes_on(turn):
-            if found:
+        if not stretches or not stretches[-1].goes_on(turn):
+            if stretches:
                 _tell_of_a_split()
-            found.append(_Stretch(len(turn.prompt_ids), list(turn.prompt_ids)))
-        found[-1].add(turn)
+            stretches.append(_Stretch(len(turn.prompt_ids), list(turn.prompt_ids)))
+        stretches[-1].add(turn)
     return [
         Experience(
             tokens=stretch.tokens,
@@ -267,40 +267,40 @@ def experiences_of(
             messages=[dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
         )
-        for stretch in found
+        for stretch in stretches
     ]
 
 
 def _origin(stretch: _Stretch) -> dict[str, Any]:
     """Return how the turns came about: why they ended, and with which weights."""
-    found: dict[str, Any] = {}
+    info: dict[str, Any] = {}
     turns = stretch.turns
     if turns[-1].finish_reason is not None:
-        found["finish_reason"] = turns[-1].finish_reason
+        info["finish_reason"] = turns[-1].finish_reason
     if turns[-1].logprobs_mode is not None:
-        found["logprobs_mode"] = turns[-1].logprobs_mode
+        info["logprobs_mode"] = turns[-1].logprobs_mode
     hot = [segment for turn in turns if (segment := turn.sampling_segment()) is not None]
     if hot:
-        found[SEGMENTS] = hot
+        info[SEGMENTS] = hot
     versions = [turn.weight_version for turn in turns if turn.weight_version is not None]
     if versions and len(versions) == len(turns):
-        found["weight_versions"] = versions
+        info["weight_versions"] = versions
         if all(version.isdecimal() for version in versions):
-            found["model_version"] = min(map(int, versions))
-        found["weight_segments"] = list(map(_segment, stretch.begins, turns))
-    return found
+            info["model_version"] = min(map(int, versions))
+        info["weight_segments"] = list(map(_segment, stretch.begins, turns))
+    return info
 
 
 def _segment(begin: int, turn: Completion) -> dict[str, Any]:
     """Return which weights said the tokens of a turn, which begin at ``begin``."""
-    found = {
+    segment = {
         "begin": begin,
         "end": begin + len(turn.token_ids),
         "version": turn.weight_version,
         "later_version": turn.later_weight_version,
         "checksum": turn.weight_checksum,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in segment.items() if value is not None}
 
 
 @cache  # once in a process

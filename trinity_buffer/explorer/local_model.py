@@ -29,16 +29,16 @@ class _Asked:
 
     prompt: list[int]
     max_tokens: int
-    said: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     done: bool = False
 
     def take(self, token: int, logprob: float, ends: frozenset[int]) -> None:
         """Append a token, unless this one has ended."""
         if not self.done:
-            self.said.append(token)
+            self.tokens.append(token)
             self.logprobs.append(logprob)
-            self.done = token in ends or len(self.said) >= self.max_tokens
+            self.done = token in ends or len(self.tokens) >= self.max_tokens
 
 
 class LocalModel:
@@ -142,11 +142,11 @@ class LocalModel:
         finally:
             if asked in self._waiting:
                 self._waiting.remove(asked)
-        text = decoded(self.tokenizer, asked.said, skip_special_tokens=True)
-        reason = "stop" if asked.said[-1] in self._ends else "length"
+        text = decoded(self.tokenizer, asked.tokens, skip_special_tokens=True)
+        reason = "stop" if asked.tokens[-1] in self._ends else "length"
         return Completion(
             prompt_ids=ids,
-            token_ids=asked.said,
+            token_ids=asked.tokens,
             logprobs=asked.logprobs,
             text=text,
             finish_reason=reason,
@@ -159,7 +159,7 @@ class LocalModel:
         with torch.inference_mode():
             self._sample(sampled)
         for asked, made in zip(batch, sampled, strict=True):
-            asked.said, asked.logprobs, asked.done = made.said, made.logprobs, True
+            asked.tokens, asked.logprobs, asked.done = made.tokens, made.logprobs, True
             self._waiting.remove(asked)
 
     def _sample(self, batch: Sequence[_Asked]) -> None:
@@ -210,13 +210,14 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         InvalidArgumentError: there is none, or transformers is not installed.
     """
-    found = _loaded("AutoTokenizer", path)
-    if set(found.get_vocab()) <= set(found.all_special_tokens):  # made of nothing but config.json
+    tokenizer = _loaded("AutoTokenizer", path)
+    # transformers makes one of config.json alone, where there are no files of a tokenizer.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise InvalidArgumentError(
             f"model {str(path)!r}: its tokenizer knows no tokens; save it into the folder of the "
             "model (tokenizer.json and tokenizer_config.json)"
         )
-    return found
+    return tokenizer
 
 
 def _loaded(kind: str, path: str | Path) -> Any:
@@ -232,12 +233,12 @@ def _loaded(kind: str, path: str | Path) -> Any:
 
 def _ends_of(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return the tokens after which a completion ends."""
-    found: set[int] = set()
+    ends: set[int] = set()
     generation = getattr(model, "generation_config", None)  # gpt-oss ends a call by it alone
     for source in (tokenizer, model.config, generation):
-        one = getattr(source, "eos_token_id", None)
-        found.update(one if isinstance(one, list | tuple) else [] if one is None else [one])
-    return frozenset(found)
+        token = getattr(source, "eos_token_id", None)
+        ends.update(token if isinstance(token, list | tuple) else [] if token is None else [token])
+    return frozenset(ends)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:

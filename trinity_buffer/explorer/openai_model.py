@@ -120,10 +120,10 @@ class OpenAIModel:
         """
         if self._dialect == "sglang":
             return await self._generate(self._ids(prompt), max_tokens)
-        given = prompt if isinstance(prompt, str) else list(prompt)
+        text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
         before = await self._weights.now()
         answer = await self._asked(
-            "/v1/completions", {"prompt": given, **ASKED_FOR_TEXT}, max_tokens
+            "/v1/completions", {"prompt": text_or_ids, **ASKED_FOR_TEXT}, max_tokens
         )
         return await self._checked(answer, text_completion(answer, _first(answer)), before)
 
@@ -134,15 +134,15 @@ class OpenAIModel:
     async def _asked(self, path: str, body: dict[str, Any], max_tokens: int | None) -> Any:
         if self.name is None:
             self.name = await self._only_model()
-        said = {} if max_tokens is None else {"max_tokens": max_tokens}
-        asked = {"model": self.name, **self._sampling, **said, **body}
+        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        asked = {"model": self.name, **self._sampling, **limit, **body}
         if self._require_ids:
             require_sampled(asked, self._logprobs_mode)
         return await self.server.post(path, asked)
 
     async def _only_model(self) -> str:
-        found = await self.server.get("/v1/models") or {}
-        names = [one["id"] for one in found.get("data", [])]
+        answer = await self.server.get("/v1/models") or {}
+        names = [model["id"] for model in answer.get("data", [])]
         if len(names) != 1:
             raise InvalidArgumentError(
                 f"{self.server.root} serves {', '.join(names) or 'no model'}: say model=NAME"
@@ -198,8 +198,8 @@ def _first(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     choices = answer.get("choices") or []
     if not choices:
         raise InferenceServerError(f"the server answered without a choice: {str(answer)[:300]}")
-    found: Mapping[str, Any] = choices[0]
-    return found
+    choice: Mapping[str, Any] = choices[0]
+    return choice
 
 
 def _loaded(tokenizer: Any) -> Any:

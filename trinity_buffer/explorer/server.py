@@ -107,8 +107,8 @@ class Server:
     def _unreachable(self, url: str, error: Exception) -> InferenceServerError:
         if isinstance(error, InferenceServerError):
             return error
-        said = f"{url}: {type(error).__name__} {error}".rstrip()
-        return InferenceServerError(f"{said}; is the server up?")
+        message = f"{url}: {type(error).__name__} {error}".rstrip()
+        return InferenceServerError(f"{message}; is the server up?")
 
     async def passed(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any, dict[str, str]]:
         """Return status, answer and ``Retry-After`` of a POST, whatever the status is.
@@ -150,8 +150,8 @@ class Server:
         vLLM tells with ``VLLM_SERVER_DEV_MODE=1``.
         """
         for path in VERSION_AT[dialect]:
-            told = await self.get(path)
-            version = told.get("weight_version") if isinstance(told, Mapping) else None
+            answer = await self.get(path)
+            version = answer.get("weight_version") if isinstance(answer, Mapping) else None
             if version is not None:
                 return str(version)
         return None
@@ -159,10 +159,10 @@ class Server:
     async def weight_checksum(self) -> str | None:
         """Return a digest of the checksums that vLLM computes of its weights; None: it does not."""
         try:
-            found = await self.post("/weight_checker", {"action": "checksum"})
+            answer = await self.post("/weight_checker", {"action": "checksum"})
         except InferenceServerError:
             return None
-        checksums = json.dumps(found.get("checksums"), sort_keys=True)
+        checksums = json.dumps(answer.get("checksums"), sort_keys=True)
         return hashlib.sha256(checksums.encode()).hexdigest()
 
     async def close(self) -> None:

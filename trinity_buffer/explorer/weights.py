@@ -57,25 +57,25 @@ class Weights(Generic[M]):
         A run that was wound back publishes other weights under a version that was there before.
         """
         while True:
-            found = await self._experiment.newest_policy()
-            if found is None or found.position == self._position:
+            policy = await self._experiment.newest_policy()
+            if policy is None or policy.position == self._position:
                 return
             try:
-                model = await anyio.to_thread.run_sync(self._load, found)
+                model = await anyio.to_thread.run_sync(self._load, policy)
             except CheckpointError as error:
                 # The trainer keeps only its newest checkpoints: between the event and the file, a
                 # newer one came. Gone, half there or another's file: all mean to ask again.
                 if (
                     newer := await self._experiment.newest_policy()
-                ) and newer.position > found.position:
+                ) and newer.position > policy.position:
                     continue
                 error.add_note(
-                    f"the trainer published it as policy version {found.version}: its commit can "
+                    f"the trainer published it as policy version {policy.version}: its commit can "
                     "name another path of the same weights that this model loads (policy=PATH), or "
                     "publish nothing (policy=False)"
                 )
                 raise
-            self.model, self.version, self._position = model, found.version, found.position
+            self.model, self.version, self._position = model, policy.version, policy.position
 
     async def follow(self) -> None:
         """Load whatever is published, until the experiment is finished."""
@@ -225,7 +225,7 @@ async def sync_weights(
         if is_last:
             return 0 if pushed is None else pushed.version
         if pushed is not None and time.monotonic() >= due:
-            behind = [one for one in servers if await pusher.holds_others(one, pushed)]
+            behind = [server for server in servers if await pusher.holds_others(server, pushed)]
             await _push_newest(experiment, behind, None, pusher.push)
             due = time.monotonic() + LOOKED_AT_EVERY_S
         await changes.changed(state, LOOKED_AT_EVERY_S)

@@ -113,10 +113,10 @@ def require_temperature(rows: Sequence[Experience], temperature: float) -> None:
         TrainingError: one says that it was sampled at another temperature.
     """
     for row in rows:
-        for said in sampled(row.info, row.prompt_length, len(row.tokens)) or ():
-            if abs(said.temperature - temperature) > 1e-4 * temperature:
+        for span in sampled(row.info, row.prompt_length, len(row.tokens)) or ():
+            if abs(span.temperature - temperature) > 1e-4 * temperature:
                 raise TrainingError(
-                    f"row {row.eid.uid} was sampled at temperature {said.temperature:g}, and the "
+                    f"row {row.eid.uid} was sampled at temperature {span.temperature:g}, and the "
                     f"trainer divides all logits by {temperature:g}: give it the temperature of "
                     "the rows, and sample all at one"
                 )

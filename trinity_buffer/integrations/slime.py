@@ -78,8 +78,8 @@ class StoreDataSource:
         step = self._portal.call(self._steps.take)
         rows = self._portal.call(experiences_of, self._experiment, step.manifest)
         require_temperature(rows, getattr(self.args, "rollout_temperature", 1.0))
-        groups = groupby(rows, key=lambda one: (one.eid.batch, one.eid.task))
-        return [[_sample(one) for one in group] for _, group in groups]
+        groups = groupby(rows, key=lambda row: (row.eid.batch, row.eid.task))
+        return [[_sample(row) for row in group] for _, group in groups]
 
     def add_samples(self, samples: Sequence[Sequence[Sample]]) -> None:
         """Record whole groups; of one that is stored already, what is stored stays.
@@ -89,7 +89,7 @@ class StoreDataSource:
         Raises:
             InvalidArgumentError: a sample has no ``group_index``; no group was recorded.
         """
-        if any(one.group_index is None for group in samples for one in group):
+        if any(sample.group_index is None for group in samples for sample in group):
             raise InvalidArgumentError(
                 "a sample has group_index=None, and the store names its group by that: set it "
                 "where the sample is made, as slime's own data source does"
@@ -98,7 +98,7 @@ class StoreDataSource:
             {key: getattr(self.args, f"rollout_{key}", None) for key in SAMPLING}
         )
         for group in samples:
-            made = [_experience(run, one, sampling) for run, one in enumerate(group)]
+            made = [_experience(run, sample, sampling) for run, sample in enumerate(group)]
             self._portal.call(self._write, made)
 
     async def _write(self, group: Sequence[Experience]) -> None:
@@ -122,8 +122,8 @@ class StoreDataSource:
 
     def __len__(self) -> int:
         """Return how many groups were recorded."""
-        found = self._portal.call(overview, self._store, self._experiment.name)
-        return found.experiments[0].sealed
+        view = self._portal.call(overview, self._store, self._experiment.name)
+        return view.experiments[0].sealed
 
     def close(self) -> None:
         """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""
@@ -148,55 +148,59 @@ def stored_rollout(
     return data_source.get_samples(args.rollout_batch_size)
 
 
-def _experience(run: int, one: Sample, sampling: Mapping[str, Any]) -> Experience:
-    if getattr(one, "multimodal_inputs", None) or getattr(one, "multimodal_train_inputs", None):
+def _experience(run: int, sample: Sample, sampling: Mapping[str, Any]) -> Experience:
+    if getattr(sample, "multimodal_inputs", None) or getattr(
+        sample, "multimodal_train_inputs", None
+    ):
         raise InvalidArgumentError(
-            f"sample {one.index} has multimodal inputs, and this adapter stores texts alone: a "
+            f"sample {sample.index} has multimodal inputs, and this adapter stores texts alone: a "
             "model would be trained without them"
         )
-    version = next((int(v) for v in _versions(one)), None)
-    group = f"group-{one.group_index}"
+    version = next((int(v) for v in _versions(sample)), None)
+    group = f"group-{sample.group_index}"
     return Experience(
         eid=EID(group, group, run),
-        tokens=list(one.tokens),
-        prompt_length=len(one.tokens) - one.response_length,
-        action_mask=None if one.loss_mask is None else [bool(kept) for kept in one.loss_mask],
-        logprobs=one.rollout_log_probs,
-        reward=one.reward,
-        response_text=one.response or None,
-        prompt_text=one.prompt if isinstance(one.prompt, str) else None,
-        messages=None if isinstance(one.prompt, str) else list(one.prompt),
-        truncate_status="response_truncated" if one.status.value == "truncated" else None,
+        tokens=list(sample.tokens),
+        prompt_length=len(sample.tokens) - sample.response_length,
+        action_mask=None
+        if sample.loss_mask is None
+        else [bool(counts) for counts in sample.loss_mask],
+        logprobs=sample.rollout_log_probs,
+        reward=sample.reward,
+        response_text=sample.response or None,
+        prompt_text=sample.prompt if isinstance(sample.prompt, str) else None,
+        messages=None if isinstance(sample.prompt, str) else list(sample.prompt),
+        truncate_status="response_truncated" if sample.status.value == "truncated" else None,
         info={
             **({} if version is None else {"model_version": version}),
             **({SEGMENTS: [dict(sampling)]} if sampling else {}),
-            "index": one.index,
-            "group_index": one.group_index,
-            "label": one.label,
-            "status": one.status.value,
-            "metadata": dict(one.metadata),
+            "index": sample.index,
+            "group_index": sample.group_index,
+            "label": sample.label,
+            "status": sample.status.value,
+            "metadata": dict(sample.metadata),
         },
     )
 
 
-def _versions(one: Sample) -> Iterator[str]:
-    return (version for version in one.weight_versions if str(version).isdigit())
+def _versions(sample: Sample) -> Iterator[str]:
+    return (version for version in sample.weight_versions if str(version).isdigit())
 
 
-def _sample(one: Experience) -> Sample:
-    version = one.info.get("model_version")
+def _sample(row: Experience) -> Sample:
+    version = row.info.get("model_version")
     return Sample(
-        group_index=one.info["group_index"],
-        index=one.info["index"],
-        prompt=one.prompt_text or one.messages or "",
-        tokens=one.tokens.tolist(),
-        response=one.response_text or "",
-        response_length=len(one.tokens) - one.prompt_length,
-        label=one.info["label"],
-        reward=one.reward,
-        loss_mask=None if one.action_mask is None else one.action_mask.int().tolist(),
+        group_index=row.info["group_index"],
+        index=row.info["index"],
+        prompt=row.prompt_text or row.messages or "",
+        tokens=row.tokens.tolist(),
+        response=row.response_text or "",
+        response_length=len(row.tokens) - row.prompt_length,
+        label=row.info["label"],
+        reward=row.reward,
+        loss_mask=None if row.action_mask is None else row.action_mask.int().tolist(),
         weight_versions=[] if version is None else [str(version)],
-        rollout_log_probs=None if one.logprobs is None else one.logprobs.tolist(),
-        status=Sample.Status(one.info["status"]),
-        metadata=one.info["metadata"],
+        rollout_log_probs=None if row.logprobs is None else row.logprobs.tolist(),
+        status=Sample.Status(row.info["status"]),
+        metadata=row.info["metadata"],
     )

@@ -91,16 +91,18 @@ class StoreOperator(ExperienceOperatorV1):  # type: ignore[misc]  # trinity is u
         assert self._experiment is not None, "prepare() comes first"
         writer = self._experiment.writer(actor=self._actor, on_invalid="quarantine")
         written = 0
-        for batch, some in _by_batch(from_trinity(exps)).items():
-            written += await self._record(self._experiment, writer, batch, some)
+        for batch, of_batch in _by_batch(from_trinity(exps)).items():
+            written += await self._record(self._experiment, writer, batch, of_batch)
         await run_strategy(self._experiment, self._strategy)
         return [], {"store/written": float(written), "store/seen": float(len(exps))}
 
     async def _record(
-        self, experiment: Experiment, writer: SQLWriter, batch: Any, some: list[Experience]
+        self, experiment: Experiment, writer: SQLWriter, batch: Any, experiences: list[Experience]
     ) -> int:
-        stored = {one.eid.uid async for one in experiment.read(batch=batch, families=())}
-        new = [one for one in some if one.eid.uid not in stored]
+        stored = {
+            experience.eid.uid async for experience in experiment.read(batch=batch, families=())
+        }
+        new = [experience for experience in experiences if experience.eid.uid not in stored]
         if new:
             await writer.write(new)
         if self._seal:
@@ -171,10 +173,10 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
             microbatch.require_scorable()
         rows = await experiences_of(experiment, taken.manifest)
         require_temperature(rows, self._temperature)
-        found = to_trinity(rows)
+        samples = to_trinity(rows)
         metrics: dict[str, Any] = {}
-        self.set_model_version_metric(found, metrics)
-        return found, metrics, representative_sample(found)
+        self.set_model_version_metric(samples, metrics)
+        return samples, metrics, representative_sample(samples)
 
     async def _open(self, trained: int) -> tuple[Experiment, CheckpointedSteps]:
         store = await self._stack.enter_async_context(open_store(self._url))
@@ -208,26 +210,26 @@ def from_trinity(experiences: Sequence[theirs.Experience]) -> list[Experience]:
     and the others ``a1``, ``a2``, ...: the same again must have the same name.
     """
     seen: dict[tuple[Any, ...], int] = {}
-    found = []
-    for one in experiences:
-        place = (one.eid.batch, one.eid.task, one.eid.run, one.eid.step)
+    ours = []
+    for row in experiences:
+        place = (row.eid.batch, row.eid.task, row.eid.run, row.eid.step)
         number = seen[place] = seen.get(place, -1) + 1
-        custom = [CustomField(*_parts(field)) for field in one.custom_fields]
+        custom = [CustomField(*_parts(field)) for field in row.custom_fields]
         eid = EID(*place, f"a{number}" if number else "")
-        given = {name: getattr(one, name) for name in PLAIN}
-        found.append(Experience(eid=eid, custom_fields=custom, **given))
-    return found
+        plain = {name: getattr(row, name) for name in PLAIN}
+        ours.append(Experience(eid=eid, custom_fields=custom, **plain))
+    return ours
 
 
 def to_trinity(experiences: Sequence[Experience]) -> list[theirs.Experience]:
     """Return stored experiences as Trinity's, with the store's names."""
-    found = []
-    for one in experiences:
-        custom = [theirs.CustomField(*_parts(field)) for field in one.custom_fields]
-        given = {name: getattr(one, name) for name in PLAIN}
-        eid = theirs.EID(**one.eid.to_dict())
-        found.append(theirs.Experience(eid=eid, custom_fields=custom, **given))
-    return found
+    rows = []
+    for row in experiences:
+        custom = [theirs.CustomField(*_parts(field)) for field in row.custom_fields]
+        plain = {name: getattr(row, name) for name in PLAIN}
+        eid = theirs.EID(**row.eid.to_dict())
+        rows.append(theirs.Experience(eid=eid, custom_fields=custom, **plain))
+    return rows
 
 
 def _parts(field: CustomField | theirs.CustomField) -> tuple[str, str, torch.dtype]:
@@ -235,7 +237,7 @@ def _parts(field: CustomField | theirs.CustomField) -> tuple[str, str, torch.dty
 
 
 def _by_batch(experiences: Sequence[Experience]) -> dict[Any, list[Experience]]:
-    found: dict[Any, list[Experience]] = {}
-    for one in experiences:
-        found.setdefault(one.eid.batch, []).append(one)
-    return found
+    batches: dict[Any, list[Experience]] = {}
+    for experience in experiences:
+        batches.setdefault(experience.eid.batch, []).append(experience)
+    return batches

@@ -175,7 +175,7 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
     flipped = pad_sequence([ids.flip(0) for ids in prompts], batch_first=True, padding_value=pad)
     there = pad_sequence([torch.ones_like(ids).flip(0) for ids in prompts], batch_first=True)
     ids = answers.pop("input_ids")
-    found = {
+    padded = {
         "prompt_ids": flipped.flip(1),
         "prompt_mask": there.flip(1),
         "completion_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
@@ -187,9 +187,9 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
         "old_logprob": "old_per_token_logps",
     }
     for name, values in answers.items():
-        found[names[name]] = pad_sequence(values, batch_first=True)
-    found["tool_mask"] = found["tool_mask"].long()
-    return found
+        padded[names[name]] = pad_sequence(values, batch_first=True)
+    padded["tool_mask"] = padded["tool_mask"].long()
+    return padded
 
 
 def _filled_up(batch: dict[str, Tensor], parts: int, loss_type: str) -> dict[str, Tensor]:

@@ -217,18 +217,18 @@ def _counts_up(positions: torch.Tensor) -> bool:
 def _plain(value: Any) -> Any:
     """Return a value in types that the store keeps, where there are such."""
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value
 
 
 def _put(rows: Sequence[Experience]) -> KVBatchMeta:
     """Put the trajectories of ``rows`` into TransferQueue, as verl's agent loop would."""
-    keys = [f"{one.eid.batch}_{one.eid.run}_{one.eid.step}" for one in rows]
+    keys = [f"{row.eid.batch}_{row.eid.run}_{row.eid.step}" for row in rows]
     if len(set(keys)) < len(keys):
         raise InvalidArgumentError("verl takes each trajectory once: use a strategy without copies")
-    found = KVBatchMeta(partition_id=TRAIN, keys=keys, tags=[one.info["tag"] for one in rows])
+    meta = KVBatchMeta(partition_id=TRAIN, keys=keys, tags=[row.info["tag"] for row in rows])
     # A prompt at a time: another one's trajectories may have other fields.
     for _, group in groupby(range(len(rows)), key=lambda at: rows[at].eid.batch):
         places = list(group)
@@ -236,19 +236,19 @@ def _put(rows: Sequence[Experience]) -> KVBatchMeta:
             keys=[keys[at] for at in places],
             partition_id=TRAIN,
             fields=list_of_dict_to_tensordict([_fields(rows[at]) for at in places]),
-            tags=[found.tags[at] for at in places],
+            tags=[meta.tags[at] for at in places],
         )
-    return found
+    return meta
 
 
-def _fields(one: Experience) -> dict[str, Any]:
-    assert one.action_mask is not None
-    ids, mask = one.tokens.long(), one.action_mask.long()
-    own = (ids[: one.prompt_length], ids[one.prompt_length :], mask, mask, ids)
-    held = {theirs: getattr(one, ours) for theirs, ours in PLACED.items()}
+def _fields(row: Experience) -> dict[str, Any]:
+    assert row.action_mask is not None
+    ids, mask = row.tokens.long(), row.action_mask.long()
+    own = (ids[: row.prompt_length], ids[row.prompt_length :], mask, mask, ids)
+    held = {theirs: getattr(row, ours) for theirs, ours in PLACED.items()}
     return {
         **dict(zip(OWN, own, strict=True)),
         **{name: value for name, value in held.items() if value is not None},
         "position_ids": torch.arange(len(ids)),
-        **one.info["fields"],
+        **row.info["fields"],
     }

@@ -92,9 +92,9 @@ class CausalLM:
         if not self.is_adapted:
             return {}
         weights = dict(self._own.named_parameters(remove_duplicate=False))
-        kept = {id(weight) for weight in _adapter_of(self._own, weights).values()}
+        saved = {id(weight) for weight in _adapter_of(self._own, weights).values()}
         trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-        return {name: weight for name, weight in trained.items() if id(weight) not in kept}
+        return {name: weight for name, weight in trained.items() if id(weight) not in saved}
 
     def save(self, path: str | Path) -> None:
         """Write config and weights into the new folder ``path``.
@@ -103,8 +103,8 @@ class CausalLM:
         """
         Path(path).mkdir()
         self.save_config(path)
-        kept = {name: weight.detach().cpu().contiguous() for name, weight in self.held().items()}
-        save_file(kept, Path(path) / f"{self.stem}.safetensors", metadata={"format": "pt"})
+        tensors = {name: weight.detach().cpu().contiguous() for name, weight in self.held().items()}
+        save_file(tensors, Path(path) / f"{self.stem}.safetensors", metadata={"format": "pt"})
 
     def save_config(self, path: str | Path) -> None:
         """Write all but the weights into the folder ``path``."""
@@ -121,8 +121,8 @@ class CausalLM:
         """
         file = Path(path) / f"{self.stem}.safetensors"
         try:
-            with opened(Path(path), self.stem) as kept:
-                self._take(kept, file)
+            with opened(Path(path), self.stem) as tensors:
+                self._take(tensors, file)
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"{file}: no weights of a {type(self._own).__name__} of this shape ({error})"
@@ -163,14 +163,14 @@ class CausalLM:
                 "reference=, such as a copy of the model (copy.deepcopy)"
             )
 
-    def _take(self, kept: Mapping[str, Tensor], file: Path) -> None:
+    def _take(self, saved: Mapping[str, Tensor], file: Path) -> None:
         """Copy what was saved over what is held, one tensor after the other."""
         held = self.held()
-        if missing := held.keys() ^ kept.keys():
+        if missing := held.keys() ^ saved.keys():
             raise KeyError(min(missing))
         taken = {}
         for name, weight in held.items():
-            whole = kept[name]
+            whole = saved[name]
             if whole.shape != weight.shape:
                 raise ValueError(f"{name} is of {list(whole.shape)}, not of {list(weight.shape)}")
             if not all_finite([whole]):
@@ -192,8 +192,11 @@ class CausalLM:
             # A part may be empty, and then lies nowhere.
             return id(weights[name]) if is_sharded(value) else (value.data_ptr(), value.shape)
 
-        found = self._own.state_dict()
-        return {name: first.setdefault(place(name, value), name) for name, value in found.items()}
+        weights_by_name = self._own.state_dict()
+        return {
+            name: first.setdefault(place(name, value), name)
+            for name, value in weights_by_name.items()
+        }
 
 
 class _Unadapted(CausalLM):
@@ -216,10 +219,10 @@ def _adapter_of(model: Any, weights: Mapping[str, Tensor] | None = None) -> dict
     Args:
         weights: of the model, by name; None: what its `state_dict` returns.
     """
-    found: dict[str, Tensor] = extra("peft", "lora").get_peft_model_state_dict(
+    adapter: dict[str, Tensor] = extra("peft", "lora").get_peft_model_state_dict(
         model, weights, adapter_name=model.active_adapter, save_embedding_layers=False
     )
-    return found
+    return adapter
 
 
 def reference_of(policy: Any) -> Any:

@@ -78,21 +78,21 @@ class OptimizerState(NamedTuple):
         Raises:
             CheckpointError: it keeps what is neither a tensor nor a number.
         """
-        found = optimizer.state_dict()
+        state = optimizer.state_dict()
         name = type(optimizer).__name__
         tensors: dict[str, torch.Tensor] = {}
         numbers: dict[str, float | None] = {}
-        for key, value in _entries(found["state"], name):
+        for key, value in _entries(state["state"], name):
             if isinstance(value, torch.Tensor):
                 tensors[key] = value.detach().contiguous()
             elif value is None or isinstance(value, int | float):
                 numbers[key] = value
             else:
                 raise _refusal(name, f"state {key!r}", value)
-        for number, group in enumerate(found["param_groups"]):
+        for number, group in enumerate(state["param_groups"]):
             for key, value in group.items():
                 _require_json(name, f"param_groups[{number}][{key!r}]", value)
-        return cls(tensors, numbers, found["param_groups"])
+        return cls(tensors, numbers, state["param_groups"])
 
     @property
     def is_finite(self) -> bool:
@@ -330,13 +330,13 @@ def require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> No
 
 
 def write_numbers(
-    folder: Path, state: TrainerState[Any], kept: OptimizerState, more: Mapping[str, Any]
+    folder: Path, state: TrainerState[Any], optimizer: OptimizerState, more: Mapping[str, Any]
 ) -> None:
     """Write what is no tensor."""
     numbers = {
         "step": state.step,
-        "optimizer": kept.groups,
-        "optimizer_numbers": kept.numbers,
+        "optimizer": optimizer.groups,
+        "optimizer_numbers": optimizer.numbers,
         "coefficients": dict(state.coefficients),
         **more,
     }
@@ -347,7 +347,7 @@ def write_numbers(
 def random_of_ranks(state: TrainerState[Any]) -> dict[str, torch.Tensor]:
     """Return the state of the random numbers of each rank, by its name in a checkpoint."""
     states = state.random or [random_state()]
-    return {_random_of(rank): one for rank, one in enumerate(states)}
+    return {_random_of(rank): random for rank, random in enumerate(states)}
 
 
 _RANDOM = "rng"
@@ -407,14 +407,14 @@ def load_checkpoint(
         optimizer = optimizer_of(policy)
         _restore_random(tensors, rank, device)
         numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
-        kept = OptimizerState(tensors.without(_RANDOM), numbers, state["optimizer"])
-        kept.restore(optimizer, takes_groups=takes_groups)
+        saved = OptimizerState(tensors.without(_RANDOM), numbers, state["optimizer"])
+        saved.restore(optimizer, takes_groups=takes_groups)
     trained = None
     if trains_critic and critic is not None:
         critic.restore(folder / CRITIC_FILE)
         trained = (critic, optimizer_of(critic, is_critic=True))
-        kept = OptimizerState(of_critic, {}, state["critic_optimizer"])
-        kept.restore(trained[1], takes_groups=False)
+        saved = OptimizerState(of_critic, {}, state["critic_optimizer"])
+        saved.restore(trained[1], takes_groups=False)
     coefficients = state.get("coefficients", {})
     step, head = state["step"], read_head(folder).hex()
     return TrainerState(policy, optimizer, step, manifests, trained, coefficients, head)
@@ -445,12 +445,12 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
             the same step go.
     """
     last = _place_of(committed)
-    found = (folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name))
-    places = {folder: _place_of(folder) for folder in found}
+    folders = (folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name))
+    places = {folder: _place_of(folder) for folder in folders}
     # None: who took over meanwhile has gone on, and tidied up to where it is.
-    kept = sorted({step for step, _ in places.values() if step <= last[0]})[-keep:]
+    newest = sorted({step for step, _ in places.values() if step <= last[0]})[-keep:]
     for folder, (step, number) in places.items():
-        gone = kept and (step < kept[0] or (step == last[0] and number < last[1]))
+        gone = newest and (step < newest[0] or (step == last[0] and number < last[1]))
         # What an explorer is loading goes after a later commit.
         if gone and all(may_remove(path) for path in folder.glob("*")):
             # A process that was fenced may be writing into it still: what is left goes next time.
@@ -675,11 +675,11 @@ def on_each(processes: Processes, work: Callable[[], str]) -> list[str]:
         reason = str(error)
         raise
     finally:  # the others wait for it
-        told = gather_texts(processes, json.dumps([done, reason]))
-    found = []
-    for rank, one in enumerate(told):
-        text, why = json.loads(one)
+        answers = gather_texts(processes, json.dumps([done, reason]))
+    results = []
+    for rank, answer in enumerate(answers):
+        text, why = json.loads(answer)
         if why:
             raise CheckpointError(f"no checkpoint was written, as rank {rank} failed: {why}")
-        found.append(text)
-    return found
+        results.append(text)
+    return results

@@ -219,8 +219,8 @@ class SameBits:
         new = any(self.differences.get(name) != pair for name, pair in differing.items())
         self.differences |= differing
         if new and not self._processes.rank:
-            told = _REPLAYED if step.environment else _RESUMED
-            _logger.warning(told, step.step, in_words(differing))
+            message = _REPLAYED if step.environment else _RESUMED
+            _logger.warning(message, step.step, in_words(differing))
 
 
 _REPLAYED = "step %s was trained with %s: do not expect the same bits from this replay"

@@ -162,15 +162,15 @@ def _of_logits(logits: Tensor, places: Tensor, known: Known) -> Tensor:
     if of_logprob is None:
         of_logprob = torch.zeros_like(known.normalizer)
     if known.of_entropy is None:
-        found = below.exp_().mul_(of_logprob.neg().unsqueeze(1))
+        gradient = below.exp_().mul_(of_logprob.neg().unsqueeze(1))
     else:
         share = below.exp()
-        found = below.add_(known.entropy.unsqueeze(1)).mul_(known.of_entropy.unsqueeze(1))
-        found = found.add_(of_logprob.unsqueeze(1)).mul_(share).neg_()
+        gradient = below.add_(known.entropy.unsqueeze(1)).mul_(known.of_entropy.unsqueeze(1))
+        gradient = gradient.add_(of_logprob.unsqueeze(1)).mul_(share).neg_()
     place, inside = _within(places, logits.shape[1])
     # Not scatter_add_: that of a GPU has no fixed order, and each row has one place only.
-    here = found.gather(1, place.unsqueeze(1)) + of_logprob.where(inside, 0.0).unsqueeze(1)
-    return found.scatter_(1, place.unsqueeze(1), here)
+    here = gradient.gather(1, place.unsqueeze(1)) + of_logprob.where(inside, 0.0).unsqueeze(1)
+    return gradient.scatter_(1, place.unsqueeze(1), here)
 
 
 def _within(places: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -227,7 +227,7 @@ def checked(device: torch.device, dtype: torch.dtype) -> ChunkMath:
     """
     try:
         pairs = zip(_sample(FUSED, device, dtype), _sample(TORCH, device, dtype), strict=True)
-        apart = [not torch.allclose(one, other, rtol=1e-2, atol=1e-3) for one, other in pairs]
+        apart = [not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3) for ours, theirs in pairs]
     except TritonError as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if any(apart):
@@ -257,4 +257,4 @@ def _sample(how: ChunkMath, device: torch.device, dtype: torch.dtype) -> list[Te
         changed = chunk()
         how.to_gradient(changed, each, None)
         results.append(changed.products.float())
-    return [*sums, *(one * columns for one in results)]  # a share is about 1 / columns
+    return [*sums, *(result * columns for result in results)]  # a share is about 1 / columns

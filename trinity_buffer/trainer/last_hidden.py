@@ -180,11 +180,11 @@ def _require_apart(
 
 def _scored(model: Any, layer: nn.Module, pair: _Pair) -> list[Tensor]:
     """Return the hidden states of the row that is in both micro-batches."""
-    found = []
+    of_row = []
     for batch, place in pair:
         states, _ = hidden_and_logits(model, layer, batch, lambda states: states[:, :1])
-        found.append(states.flatten(0, -2)[place])
-    return found
+        of_row.append(states.flatten(0, -2)[place])
+    return of_row
 
 
 def _scored_by_limits(model: Any, layer: nn.Module, pair: _Pair, own: list[Tensor]) -> list[Tensor]:
@@ -193,13 +193,13 @@ def _scored_by_limits(model: Any, layer: nn.Module, pair: _Pair, own: list[Tenso
     Kernels round differently, by some bits more than one kernel with itself.
     """
     try:
-        found = _scored(model, layer, pair)
+        by_kernel = _scored(model, layer, pair)
     except (RuntimeError, TypeError, ValueError) as error:  # whatever model or kernel refuses
         withdraw(model, f"with torch's attention of variable length it fails ({error})")
         return own
-    off = max(difference(*both) for both in zip(own, found, strict=True))
+    off = max(difference(*both) for both in zip(own, by_kernel, strict=True))
     if off <= 5 * noise_of(own[0]):
-        return found
+        return by_kernel
     withdraw(
         model,
         "with torch's attention of variable length its hidden states differ by "

@@ -83,8 +83,8 @@ class StepMeter:
         most = torch.stack([ratio, gap]).where(mask, 0.0).flatten(1)
         self._most.scatter_reduce_(1, place.expand(2, -1), most, "amax")
         if self._tokens is not None:
-            kept = torch.stack([scores.logprob, ratio, scores.entropy, weight])
-            self._keep(microbatch, place, kept)
+            of_tokens = torch.stack([scores.logprob, ratio, scores.entropy, weight])
+            self._keep(microbatch, place, of_tokens)
 
     def _keep(self, microbatch: MicroBatch, place: Tensor, values: Tensor) -> None:
         there = microbatch["attention_mask"].flatten()
@@ -93,7 +93,7 @@ class StepMeter:
         assert self._tokens is not None  # asked for
         self._tokens.append((place, values.flatten(1)[:, there].float()))
 
-    def found(self, metrics: Mapping[str, float], processes: Processes) -> StepMeasures:
+    def measures(self, metrics: Mapping[str, float], processes: Processes) -> StepMeasures:
         """Return what was measured; every rank must call it, all get the same."""
         # Rows of other ranks are 0 here.
         both = processes.sum(torch.cat([self._sums, self._most])).cpu()
@@ -141,12 +141,12 @@ def _difference(microbatch: MicroBatch, name: str, logprob: Tensor) -> Tensor:
     other: Tensor | None = microbatch.get(name)
     if other is None:
         return torch.full_like(logprob, torch.nan)
-    found = logprob - other
+    difference = logprob - other
     recorded = microbatch.get("logprob_mask")
     if recorded is None or name == "ref_logprob":
-        return found
-    there = recorded.to(found.device)[rows_of_tokens(microbatch)].view_as(found)
-    return found.where(there, torch.nan)
+        return difference
+    there = recorded.to(difference.device)[rows_of_tokens(microbatch)].view_as(difference)
+    return difference.where(there, torch.nan)
 
 
 def _ratio(microbatch: MicroBatch, logprob: Tensor, mask: Tensor) -> Tensor:

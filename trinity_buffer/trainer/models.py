@@ -145,12 +145,12 @@ def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
     """Return the value of every token of a micro-batch."""
     ids = microbatch["input_ids"]
     read = microbatch if ids.numel() else stand_in(microbatch)
-    found = critic.values(
+    values = critic.values(
         read["input_ids"], cu_seqlens=read.get("cu_seqlens"), max_seqlen=read.get("max_seqlen")
     )
     if ids.numel():
-        return found
-    return found[:0] if ids.dim() == 1 else found[:0, : ids.shape[1]]
+        return values
+    return values[:0] if ids.dim() == 1 else values[:0, : ids.shape[1]]
 
 
 def prepare(
@@ -230,8 +230,8 @@ def _necs(policy: Policy, microbatch: MicroBatch) -> Tensor:
             "algorithm needs the expected change of entropy: add it (`token_scores.py` has one "
             "for any hidden states), or choose another advantage function"
         )
-    found: Tensor = changes(microbatch)
-    return found.where(microbatch["action_mask"], 0.0)
+    necs: Tensor = changes(microbatch)
+    return necs.where(microbatch["action_mask"], 0.0)
 
 
 def _read_by_advantages(algorithm: Algorithm) -> frozenset[str]:
@@ -292,7 +292,7 @@ def without(uid: str) -> str:
 def _lacked_memory(error: Exception) -> bool:
     """Return whether ``error`` says that there was too little memory; torch has no type for all."""
     words = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, MemoryError) or any(one in str(error) for one in words)
+    return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in words)
 
 
 def _lengths(microbatch: MicroBatch) -> list[int]:
@@ -348,14 +348,14 @@ def _takes(model: Any, name: str) -> bool:
 
 def _brought(microbatch: MicroBatch) -> dict[str, int]:
     """Return what few rows bring -> the first row of the micro-batch that brings it."""
-    found = {}
+    first_rows = {}
     pictures = [row for row, inputs in enumerate(microbatch.multi_modal_inputs) if inputs]
     if pictures:
-        found["multi_modal_inputs"] = pictures[0]
+        first_rows["multi_modal_inputs"] = pictures[0]
     heat = microbatch.get("temperature")
     if heat is not None and bool((heat != 1).any()):
-        found["temperature"] = int(rows_of_tokens(microbatch)[heat.flatten() != 1][0])
-    return found
+        first_rows["temperature"] = int(rows_of_tokens(microbatch)[heat.flatten() != 1][0])
+    return first_rows
 
 
 def require_known(step: TrainStep, uids: Uids, models: Models) -> None:
@@ -375,8 +375,8 @@ def require_known(step: TrainStep, uids: Uids, models: Models) -> None:
         if isinstance(model := getattr(models, "policy" if name == "model" else name), CausalLM)
     }
     vocabulary, name = min(((size, name) for name, size in known.items() if size), default=(0, ""))
-    filled = [one for one in step.microbatches if one["input_ids"].numel()]
-    largest = [one["input_ids"].max() for one in filled]
+    filled = [microbatch for microbatch in step.microbatches if microbatch["input_ids"].numel()]
+    largest = [microbatch["input_ids"].max() for microbatch in filled]
     if not (largest and name) or int(torch.stack(largest).max()) < vocabulary:
         return
     at = int(torch.stack(largest).argmax())

@@ -46,23 +46,25 @@ class StepNumbers:
         self._names: list[str] = []  # the same on all ranks
 
     def read(
-        self, deciding: Sequence[Tensor], found: Mapping[str, Number]
+        self, deciding: Sequence[Tensor], own_numbers: Mapping[str, Number]
     ) -> tuple[bool, dict[str, float]]:
         """Return whether all of ``deciding`` is finite, on all ranks, and the numbers of the step.
 
         Every rank must call it, all get the same. One look at the device, and one exchange, but
         where a rank has a name for the first time.
         """
-        flags = torch.stack([torch.as_tensor(one).detach().isfinite() for one in deciding])
+        flags = torch.stack([torch.as_tensor(value).detach().isfinite() for value in deciding])
         pairs = [
-            torch.stack([_double(part, flags.device) for part in one]) for one in found.values()
+            torch.stack([_double(part, flags.device) for part in number])
+            for number in own_numbers.values()
         ]
+        # All in one tensor: each copy from a GPU waits for what it computes.
         broken, *own = torch.stack([(~flags.all()).double().repeat(2), *pairs]).cpu().unbind()
-        columns = dict(zip(found, own, strict=True))
+        columns = dict(zip(own_numbers, own, strict=True))
         every = self._exchanged(broken[0], columns)
         if every[:, 0, 1].any():
-            told = gather_texts(self._processes, "\n".join(columns))
-            self._names = sorted({*self._names, *"\n".join(told).split("\n")} - {""})
+            names = gather_texts(self._processes, "\n".join(columns))
+            self._names = sorted({*self._names, *"\n".join(names).split("\n")} - {""})
             every = self._exchanged(broken[0], columns)
         numbers = {}
         for name, (values, weights, there) in zip(
@@ -99,7 +101,7 @@ def combined(
         row_metrics: names of those that are means over rows.
     """
     sizes = [_sizes(microbatch) for microbatch in microbatches]
-    found = {}
+    numbers = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         kind = "rows" if name in row_metrics else _tokens_of(name)
         having = [
@@ -109,11 +111,11 @@ def combined(
         ]
         device = sizes[0][kind].device
         values, weights = (
-            torch.stack([_double(one, device) for one in column])
+            torch.stack([_double(value, device) for value in column])
             for column in zip(*having, strict=True)
         )
-        found[name] = _joined(name, values, weights)
-    return found
+        numbers[name] = _joined(name, values, weights)
+    return numbers
 
 
 def _sizes(microbatch: MicroBatch) -> dict[str, Tensor]:

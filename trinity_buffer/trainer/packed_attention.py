@@ -166,7 +166,7 @@ def attending(model: Any, microbatch: Mapping[str, Any]) -> Iterator[None]:
 @contextmanager
 def _named(configs: Iterable[Any]) -> Iterator[None]:
     """Let the models of ``configs`` have the kernel within in place of scaled_dot_product."""
-    ours = [one for one in configs if getattr(one, "_attn_implementation", None) == "sdpa"]
+    ours = [config for config in configs if getattr(config, "_attn_implementation", None) == "sdpa"]
     try:
         for config in ours:
             # Not by set_attn_implementation, which would look at all modules again.
@@ -204,11 +204,11 @@ def limits_of(microbatch: Mapping[str, Any], implementation: str | None) -> dict
     if implementation != NAME and "flash" not in str(implementation):
         return {}
     limits, longest = microbatch["cu_seqlens"], microbatch["max_seqlen"]
-    found = {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits}
-    found |= {"max_length_q": longest, "max_length_k": longest}
+    arguments = {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits}
+    arguments |= {"max_length_q": longest, "max_length_k": longest}
     if implementation == NAME:
-        found["attention_mask"] = limits.new_zeros(_NO_MASK, dtype=torch.bool)
-    return found
+        arguments["attention_mask"] = limits.new_zeros(_NO_MASK, dtype=torch.bool)
+    return arguments
 
 
 def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
@@ -237,8 +237,8 @@ def attention_of(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
             ]
         limits, longest = asked["cu_seq_lens_q"].to(torch.int32), asked["max_length_q"]
         options = _options(takes, asked, query.shape[-1])
-        found = kernel.attend(*states, limits, limits, longest, longest, **options)
-        return found.unsqueeze(0), None
+        attended = kernel.attend(*states, limits, limits, longest, longest, **options)
+        return attended.unsqueeze(0), None
 
     return attend
 
@@ -249,20 +249,20 @@ def _options(takes: frozenset[str], asked: Mapping[str, Any], width: int) -> dic
     In torch 2.10 it takes ``is_causal``, from 2.11 on ``scale`` and ``window_size``, from 2.12 on
     ``enable_gqa``.
     """
-    found: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}
     scale, window = asked.get("scaling"), asked.get("sliding_window")
     if "scale" in takes:
-        found["scale"] = scale
+        options["scale"] = scale
     elif scale is not None and not isclose(scale, width**-0.5, rel_tol=1e-6):
         raise UnfitAttentionError(f"torch {torch.__version__} scales by the width of heads alone")
     if "window_size" in takes:
         # A window of transformers counts the token itself.
-        found["window_size"] = (-1 if window is None else window - 1, 0)
+        options["window_size"] = (-1 if window is None else window - 1, 0)
     elif window is None:
-        found["is_causal"] = True
+        options["is_causal"] = True
     else:
         raise UnfitAttentionError(f"torch {torch.__version__} has no sliding windows there")
-    return found
+    return options
 
 
 def _require_fit(

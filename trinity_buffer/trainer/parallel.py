@@ -48,10 +48,10 @@ def whole(weight: Tensor) -> Tensor:
         return weight
     mesh: Any = weight.device_mesh  # type: ignore[attr-defined]  # of a DTensor
     partial = import_module("torch.distributed.tensor").Partial()
-    found: Tensor = weight.full_tensor(grad_placements=[partial] * mesh.ndim)  # type: ignore[attr-defined]  # as above
-    if found.requires_grad:
-        found.register_hook(lambda gradient: gradient / mesh.size())
-    return found
+    weights: Tensor = weight.full_tensor(grad_placements=[partial] * mesh.ndim)  # type: ignore[attr-defined]  # as above
+    if weights.requires_grad:
+        weights.register_hook(lambda gradient: gradient / mesh.size())
+    return weights
 
 
 def averages_itself(model: Trainable) -> bool:
@@ -135,10 +135,10 @@ class TorchProcesses(Processes):
     def gather(self, value: Tensor) -> list[Tensor]:
         """Return ``value`` of each rank."""
         own = value.cuda() if torch.distributed.get_backend(self._group) == "nccl" else value
-        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         with _all_ranks_there():
-            torch.distributed.all_gather(found, own, group=self._group)
-        return [one.to(value.device) for one in found]
+            torch.distributed.all_gather(gathered, own, group=self._group)
+        return [of_rank.to(value.device) for of_rank in gathered]
 
     @override
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
@@ -162,6 +162,6 @@ def gather_texts(processes: Processes, text: str) -> list[str]:
     lengths = processes.gather(torch.tensor([len(own)]))
     padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-    found = processes.gather(padded)
-    pairs = zip(found, lengths, strict=True)
-    return [bytes(one[: int(length)].tolist()).decode() for one, length in pairs]
+    gathered = processes.gather(padded)
+    pairs = zip(gathered, lengths, strict=True)
+    return [bytes(text_bytes[: int(length)].tolist()).decode() for text_bytes, length in pairs]

@@ -18,8 +18,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """
     # An optimizer keeps its count of steps on the processor, and the rest beside the weights.
     flags: dict[torch.device, list[Tensor]] = {}
-    for one in tensors:
-        held: Tensor = getattr(one, "to_local", one.detach)()
+    for tensor in tensors:
+        held: Tensor = getattr(tensor, "to_local", tensor.detach)()
         values = held.detach()
         if values.is_floating_point() and values.element_size() == 1:
             values = values.float()  # torch does not ask it of numbers of 8 bits

@@ -82,15 +82,15 @@ def require(
     algorithm.check_schema(schema)
     for choice in algorithm.strategies:
         made(choice.cls, StagedWriter(), **choice.args)  # refuses arguments of another kind
-    found = [
+    lacking = [
         *_lacking_models(algorithm, columns, teacher=teacher),
         *_lacking_tensors(algorithm),
         *_lacking_expert(algorithm, expert, experiments),
         *_lacking_advantages(algorithm),
         *_lacking_runs(algorithm, rollouts_per_group),
     ]
-    if found:
-        raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs {', and '.join(found)}")
+    if lacking:
+        raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs {', and '.join(lacking)}")
 
 
 def _lacking_models(

@@ -98,23 +98,23 @@ class HostCopies:
 
         Between now and `hold` nothing may change a tensor where it lies. It may be forgotten.
         """
-        found: list[Tensor] = []
+        taken: list[Tensor] = []
         pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for tensor in tensors:
             if not self._gpu.holds(tensor):
-                found.append(self._here(tensor))
+                taken.append(self._here(tensor))
                 continue
             source = tensor.detach().contiguous()
             room = self._room(source.numel() * source.element_size())
-            found.append(room.view(source.dtype).view(source.shape))
-            pairs.setdefault(source.device, []).append((source, found[-1]))
+            taken.append(room.view(source.dtype).view(source.shape))
+            pairs.setdefault(source.device, []).append((source, taken[-1]))
         for device, of_device in pairs.items():
             if device not in self._streams:
                 self._streams[device] = self._gpu.new_stream(device)
             stream = self._streams[device]
             stream.wait_stream(self._gpu.current_stream(device))
             self._gpu.copy(of_device, stream)
-        return found
+        return taken
 
     def _here(self, tensor: Tensor) -> Tensor:
         here = tensor.detach().cpu().contiguous()
@@ -177,16 +177,16 @@ def owners_of(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
         count: of the ranks.
     """
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    loads, found = [0] * count, {}
+    loads, owners = [0] * count, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
         loads[rank] += sizes[name]
-        found[name] = rank
-    return found
+        owners[name] = rank
+    return owners
 
 
 def whole_tensors(
-    tensors: Mapping[str, Tensor], kept: Sequence[str], copies: HostCopies
+    tensors: Mapping[str, Tensor], names: Sequence[str], copies: HostCopies
 ) -> dict[str, Tensor]:
     """Return those of ``tensors`` that are ``kept``, whole, as ``copies`` takes them.
 
@@ -197,16 +197,16 @@ def whole_tensors(
         kept: some of the names.
         copies: in the processor's memory.
     """
-    found, wanted = {}, frozenset(kept)
+    gathered, wanted = {}, frozenset(names)
     for name, tensor in tensors.items():
         if not is_sharded(tensor):
             continue
         full: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]  # of a DTensor
         if name in wanted:
-            (found[name],) = copies.take([full])
+            (gathered[name],) = copies.take([full])
             copies.wait()  # then the memory of this one is there for the next
-    whole = {name: tensors[name] for name in kept if name not in found}
-    return found | dict(zip(whole, copies.take([*whole.values()]), strict=True))
+    whole = {name: tensors[name] for name in names if name not in gathered}
+    return gathered | dict(zip(whole, copies.take([*whole.values()]), strict=True))
 
 
 def part_like(whole: Tensor, held: Tensor) -> Tensor:
@@ -215,8 +215,8 @@ def part_like(whole: Tensor, held: Tensor) -> Tensor:
         return whole
     distribute: Any = torch.distributed.tensor.distribute_tensor
     mesh, placements = held.device_mesh, held.placements  # type: ignore[attr-defined]  # of a DTensor
-    found: Tensor = distribute(whole.to(held.device), mesh, placements, src_data_rank=None)
-    return found
+    part: Tensor = distribute(whole.to(held.device), mesh, placements, src_data_rank=None)
+    return part
 
 
 def write_share(
@@ -256,12 +256,14 @@ class Tensors(Mapping[str, Tensor]):
 
     def without(self, prefix: str) -> Tensors:
         """Return those whose names do not begin so."""
-        return Tensors({n: one for n, one in self._handles.items() if not n.startswith(prefix)})
+        return Tensors(
+            {n: handle for n, handle in self._handles.items() if not n.startswith(prefix)}
+        )
 
     @override
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = self._handles[name].get_tensor(name)
-        return found
+        tensor: Tensor = self._handles[name].get_tensor(name)
+        return tensor
 
     @override
     def __iter__(self) -> Iterator[str]:

@@ -56,14 +56,14 @@ def token_scores(
     """
     ids = microbatch["input_ids"]
     if not ids.numel():
-        one = token_scores(model, stand_in(microbatch), chunk_logits=chunk_logits)
+        scores = token_scores(model, stand_in(microbatch), chunk_logits=chunk_logits)
         return TokenScores(
-            *(part.flatten()[:0].view(ids.shape) for part in (one.logprob, one.entropy))
+            *(part.flatten()[:0].view(ids.shape) for part in (scores.logprob, scores.entropy))
         )
     hidden, head, places, heat = _predictions(model, microbatch)
     targets = ids.flatten()[places].long()
-    found = head_scores(hidden, head, targets, chunk_logits, temperature=heat)
-    return TokenScores(*(_placed(one, places, ids) for one in found))
+    values = head_scores(hidden, head, targets, chunk_logits, temperature=heat)
+    return TokenScores(*(_placed(scores, places, ids) for scores in values))
 
 
 @torch.no_grad()
@@ -76,8 +76,8 @@ def entropy_changes(
     """
     ids = microbatch["input_ids"]
     if not ids.numel():
-        one = entropy_changes(model, stand_in(microbatch), chunk_logits=chunk_logits)
-        return one.flatten()[:0].view(ids.shape)
+        changes = entropy_changes(model, stand_in(microbatch), chunk_logits=chunk_logits)
+        return changes.flatten()[:0].view(ids.shape)
     hidden, head, places, heat = _predictions(model, microbatch)
     changes = head_entropy_changes(hidden, head, chunk_logits, temperature=heat)
     return _placed(changes, places, ids)
@@ -113,12 +113,12 @@ def stand_in(microbatch: Mapping[str, Any]) -> dict[str, Any]:
     ids = microbatch["input_ids"]
     shape = (1, 2) if ids.dim() == 2 else (2,)
     zeros = ids.new_zeros(shape)
-    found: dict[str, Any] = {"input_ids": zeros, "position_ids": torch.arange(2).to(zeros)}
-    found["position_ids"] = found["position_ids"].expand(shape)
+    tokens: dict[str, Any] = {"input_ids": zeros, "position_ids": torch.arange(2).to(zeros)}
+    tokens["position_ids"] = tokens["position_ids"].expand(shape)
     limits = microbatch.get("cu_seqlens")
     if limits is not None:
-        found |= {"cu_seqlens": limits.new_tensor([0, 2]), "max_seqlen": 2}
-    return found
+        tokens |= {"cu_seqlens": limits.new_tensor([0, 2]), "max_seqlen": 2}
+    return tokens
 
 
 def head_scores(
@@ -286,8 +286,8 @@ def _chunks(
         rows = weight[part].to(hidden.dtype)
         # The last chunk keeps the stride of all others.
         products = torch.mm(hidden, rows.T, out=buffer[:, : part.stop - begin])
-        some = None if bias is None else bias[part].contiguous()
-        yield part, rows, Chunk(products, targets - begin, some, scale, softcap, heat)
+        of_bias = None if bias is None else bias[part].contiguous()
+        yield part, rows, Chunk(products, targets - begin, of_bias, scale, softcap, heat)
 
 
 def _buffer(hidden: Tensor, columns: int) -> Tensor:
@@ -311,32 +311,32 @@ def _buffer(hidden: Tensor, columns: int) -> Tensor:
     return _buffer(hidden, fewer)
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``one @ other`` to ``total``.
 
     Products of bfloat16 are not rounded to it before they are added, where the device can do so:
     what a hundred chunks lose by that has a direction.
     """
-    if total.is_cuda and total.dtype == one.dtype:
-        total.addmm_(one, other)
+    if total.is_cuda and total.dtype == left.dtype:
+        total.addmm_(left, right)
     elif total.is_cuda and torch.__version__ >= "2.10":  # before, of two types it refuses to add
-        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        total += _product(one, other)
+        total += _product(left, right)
 
 
-def _put_product(place: Tensor, one: Tensor, other: Tensor) -> None:
+def _put_product(place: Tensor, left: Tensor, right: Tensor) -> None:
     """Let ``place`` be ``one @ other``."""
-    if place.dtype == one.dtype:
-        torch.mm(one, other, out=place)
+    if place.dtype == left.dtype:
+        torch.mm(left, right, out=place)
     else:
-        place.copy_(_product(one, other))
+        place.copy_(_product(left, right))
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``one @ other`` in their own type, as products do that are given a place."""
-    with torch.autocast(one.device.type, enabled=False):
-        return one @ other
+    with torch.autocast(left.device.type, enabled=False):
+        return left @ right
 
 
 def predicted(microbatch: Mapping[str, Any]) -> Tensor:

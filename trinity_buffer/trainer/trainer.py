@@ -222,8 +222,8 @@ def largest_rows(
     terms = torch.zeros(len(step.manifest.experiences), dtype=torch.float64)
     for microbatch in step.microbatches:
         slots = microbatch["sample_index"].long().cpu()
-        found = _terms_of_rows(microbatch, algorithm, policy).cpu()
-        terms.scatter_reduce_(0, slots, found, "amax")
+        of_rows = _terms_of_rows(microbatch, algorithm, policy).cpu()
+        terms.scatter_reduce_(0, slots, of_rows, "amax")
     device = step.microbatches[0]["input_ids"].device
     total = processes.sum(terms.to(device)).cpu()
     order = torch.argsort(total, descending=True, stable=True)[:LARGEST_ROWS]
@@ -254,22 +254,22 @@ def _terms_of_rows(microbatch: MicroBatch, algorithm: Algorithm, policy: Policy)
             terms = torch.maximum(terms, size)
     columns = [scores.logprob.detach(), *(microbatch[name] for name in microbatch)]
     rows = rows_of_tokens(microbatch)
-    found = terms.new_zeros(len(microbatch["sample_index"]))
-    found.scatter_reduce_(0, rows, terms.flatten(), "amax")
+    largest_terms = terms.new_zeros(len(microbatch["sample_index"]))
+    largest_terms.scatter_reduce_(0, rows, terms.flatten(), "amax")
     for column in columns:
-        _mark_broken(found, column, rows, of_tokens=terms.shape)
-    return found
+        _mark_broken(largest_terms, column, rows, of_tokens=terms.shape)
+    return largest_terms
 
 
-def _mark_broken(found: Tensor, column: object, rows: Tensor, *, of_tokens: Sequence[int]) -> None:
+def _mark_broken(terms: Tensor, column: object, rows: Tensor, *, of_tokens: Sequence[int]) -> None:
     """Put infinity where a row of ``column`` (per token or per row) is not finite."""
     if not isinstance(column, Tensor) or not column.is_floating_point():
         return
     broken = torch.where(column.detach().isfinite(), 0.0, torch.inf).double()
     if column.shape == of_tokens:
-        found.scatter_reduce_(0, rows, broken.flatten(), "amax")
-    elif column.shape == found.shape:
-        found.copy_(torch.maximum(found, broken))
+        terms.scatter_reduce_(0, rows, broken.flatten(), "amax")
+    elif column.shape == terms.shape:
+        terms.copy_(torch.maximum(terms, broken))
 
 
 Metrics = dict[str, Tensor]
@@ -492,8 +492,8 @@ class Trainer:
                 committed = self._commit(step, metrics)
                 last = None
             skipped = self._skipped_in_a_row > 0
-            told = report_of(step, metrics, begin, committed=committed, skipped=skipped)
-            stop = report(replace(told, measures=measures))
+            step_report = report_of(step, metrics, begin, committed=committed, skipped=skipped)
+            stop = report(replace(step_report, measures=measures))
             if self._gives_up:
                 raise self._given_up(step)
             if stop or ending:
@@ -513,7 +513,7 @@ class Trainer:
         """Return what was measured of a step, which its commit records."""
         if meter is None:
             return None
-        measures = meter.found(metrics, self._processes)
+        measures = meter.measures(metrics, self._processes)
         self._stream.measure(measures)
         return measures
 
@@ -537,23 +537,23 @@ class Trainer:
             recompute_old_logprob=recomputed,
         )
         rows = sum(len(microbatch["sample_index"]) for microbatch in step.microbatches)
-        found = {name: Number(value, rows) for name, value in prepared.items()}
+        totals = {name: Number(value, rows) for name, value in prepared.items()}
         self.state.optimizer.zero_grad(set_to_none=True)
         parts = []
         for microbatch in step.microbatches:
             with noted(microbatch):
                 loss, metrics = self._gradient(microbatch, meter)
             parts.append({"loss": loss, **metrics})
-        found |= combined(parts, step.microbatches, self._row_metrics)
+        totals |= combined(parts, step.microbatches, self._row_metrics)
         norm = self._clipped(self.state.policy, self.state.optimizer)
-        deciding = [found["loss"].value, norm]
-        found["gradient_norm"] = Number(norm)
-        found["learning_rate"] = Number(self._rate(step))
+        deciding = [totals["loss"].value, norm]
+        totals["gradient_norm"] = Number(norm)
+        totals["learning_rate"] = Number(self._rate(step))
         if self.state.critic is not None:
             of_critic, of_critic_norm = self._critic_gradient(step, *self.state.critic)
-            found |= of_critic
+            totals |= of_critic
             deciding += [of_critic["critic/value_loss"].value, of_critic_norm]
-        finite, numbers = self._numbers.read(deciding, found)
+        finite, numbers = self._numbers.read(deciding, totals)
         if finite and not step.skipped:
             self._step(step)
             self._adapt(step, numbers)

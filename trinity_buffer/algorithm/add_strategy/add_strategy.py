@@ -165,14 +165,14 @@ class AddStrategy(ABC):
         Raises:
             InvalidExperienceError: one lacks a field and the writer cannot record a rejection.
         """
-        kept = []
+        sound = []
         for experience in experiences:
             problem = unusable(experience, self.needs if needs is None else needs)
             if problem is None:
-                kept.append(experience)
+                sound.append(experience)
             else:
                 self.refuse(Problem([experience], experience, problem))
-        return kept
+        return sound
 
     def refuse(self, problem: Problem) -> None:
         """Reject what ``problem`` makes useless as ``invalid``.
@@ -226,17 +226,17 @@ class GroupAdvantageStrategy(AddStrategy):
             for group_id, group in groups.items()
             if group
         ]
-        for group, kept, _ in scored:
-            await self._write(group, kept)
-        metrics = [found for _, _, found in scored]
-        count = sum(len(kept) for _, kept, _ in scored)
+        for group, chosen, _ in scored:
+            await self._write(group, chosen)
+        metrics = [of_group for _, _, of_group in scored]
+        count = sum(len(chosen) for _, chosen, _ in scored)
         return count, gather_metrics(metrics, "group_advantages") if metrics else {}
 
-    async def _write(self, group: list[Experience], kept: list[Experience]) -> None:
+    async def _write(self, group: list[Experience], members: list[Experience]) -> None:
         """Write ``kept`` and reject the rest of ``group``."""
-        self.reject(left_out(group, kept), self.left_out)
-        if kept:
-            await self.writer.write_async(kept)
+        self.reject(left_out(group, members), self.left_out)
+        if members:
+            await self.writer.write_async(members)
 
 
 _DECIDING = (
@@ -342,12 +342,12 @@ class GRPOAddStrategy(group_scores.DeviationOptions, RewardStrategy):
             self.single_member,
             size=size,
         )
-        kept = None
+        stays = None
         if self.std_threshold is not None:
             too_alike = (std <= self.std_threshold) | (size == 1)
-            kept = np.broadcast_to(~too_alike[:, np.newaxis], rewards.shape)
+            stays = np.broadcast_to(~too_alike[:, np.newaxis], rewards.shape)
         metrics = {"reward_mean": mean, "reward_std": std}
-        return ScoredGroups(scores=scores, kept=kept, metrics=metrics)
+        return ScoredGroups(scores=scores, kept=stays, metrics=metrics)
 
 
 @ADD_STRATEGY.register_module("opmd")
@@ -422,10 +422,10 @@ class RewardVarianceAddStrategy(AddStrategy):
         """Return which groups are kept, as `add` keeps them."""
         spread = group_scores.variances(rewards, weights, std_floor=self.std_floor)
         several = group_scores.size_of(rewards, weights) > 1
-        kept = (spread > self.variance_threshold) & several
+        stays = (spread > self.variance_threshold) & several
         reasons = np.where(spread > 0, "filtered", "zero_variance").astype(object)[:, np.newaxis]
-        metrics = {"kept_groups": kept.astype(float), "filtered_groups": (~kept).astype(float)}
-        rows = np.broadcast_to(kept[:, np.newaxis], rewards.shape)
+        metrics = {"kept_groups": stays.astype(float), "filtered_groups": (~stays).astype(float)}
+        rows = np.broadcast_to(stays[:, np.newaxis], rewards.shape)
         return ScoredGroups(kept=rows, reasons=reasons, metrics=metrics)
 
     @override
@@ -433,22 +433,22 @@ class RewardVarianceAddStrategy(AddStrategy):
         """Write the groups whose rewards differ, unchanged."""
         share_rewards(experiences, self.over)
         groups = list(group_by(self.usable(experiences), "task").values())
-        kept = self.informative(groups)
-        for group in kept:
+        chosen = self.informative(groups)
+        for group in chosen:
             await self.writer.write_async(group)
-        metrics = {"kept_groups": len(kept), "filtered_groups": len(groups) - len(kept)}
-        return sum(len(group) for group in kept), metrics if groups else {}
+        metrics = {"kept_groups": len(chosen), "filtered_groups": len(groups) - len(chosen)}
+        return sum(len(group) for group in chosen), metrics if groups else {}
 
     def informative(self, groups: Sequence[list[Experience]]) -> list[list[Experience]]:
         """Return the groups above the threshold; reject the others, with what they lack."""
-        kept = []
+        chosen = []
         for group in groups:
             rewards = group_scores.as_rewards([*map(reward_of, group)])
             values, weights = group_scores.by_run(rewards, runs_of(group, self.over))
             spread = group_scores.variance(values, weights, std_floor=self.std_floor)
             several = group_scores.size_of(values, weights) > 1
             if several and spread > self.variance_threshold:
-                kept.append(group)
+                chosen.append(group)
             else:
                 self.reject(group, "filtered" if spread > 0 else "zero_variance")
-        return kept
+        return chosen

@@ -84,11 +84,11 @@ class AdvantageAddStrategy(AddStrategy):
         if not experiences:
             return 0, {}
         sound = self._sound(experiences)
-        kept, metrics = self.advantage.process(sound)
-        self.reject(left_out(sound, kept), "zero_variance")
-        for group in group_by(kept, "task").values():
+        scored, metrics = self.advantage.process(sound)
+        self.reject(left_out(sound, scored), "zero_variance")
+        for group in group_by(scored, "task").values():
             await self.writer.write_async(group)
-        return len(kept), metrics
+        return len(scored), metrics
 
     def _sound(self, experiences: list[Experience]) -> list[Experience]:
         """Return the experiences that can be scored; refuse the others."""

@@ -76,9 +76,9 @@ class CompositeAddStrategy(AddStrategy):
         left_out: list[tuple[Experience, str]] = []
         for name, strategy, staged in self.stages:
             seen = [experience for group in groups for experience in group]
-            _, found = await strategy.add(seen, step)
+            _, of_stage = await strategy.add(seen, step)
             metrics.update(
-                {f"{name}/{key}" if key in metrics else key: v for key, v in found.items()}
+                {f"{name}/{key}" if key in metrics else key: v for key, v in of_stage.items()}
             )
             groups, rejected = _emptied(staged)
             left_out += rejected + _forgotten(seen, groups, rejected)
@@ -97,29 +97,29 @@ def _scored_in_turn(
     stages: Sequence[tuple[str, RewardScorer]], rewards: Rewards, runs: Runs | None = None, /
 ) -> ScoredGroups:
     """Return what becomes of groups ``[k, G]`` when each stage sees what the one before kept."""
-    kept = np.ones(rewards.shape, np.bool_)
+    stays = np.ones(rewards.shape, np.bool_)
     reasons = np.full(rewards.shape, "filtered", object)
     scores: Rewards | None = None
     metrics: dict[str, Rewards] = {}
     for name, score in stages:
         measured: dict[str, Rewards] = {}
-        sizes = kept.sum(axis=1)
+        sizes = stays.sum(axis=1)
         # Not np.unique, whose first call imports numpy.ma: 8 ms of the first group.
         for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
             groups = np.flatnonzero(sizes == size)
-            members = np.nonzero(kept[groups])[1].reshape(len(groups), size)
+            members = np.nonzero(stays[groups])[1].reshape(len(groups), size)
             at = (groups[:, np.newaxis], members)
-            found = asked(score, rewards[at], None if runs is None else renumbered(runs[at]))
-            if found.scores is not None:
+            scored = asked(score, rewards[at], None if runs is None else renumbered(runs[at]))
+            if scored.scores is not None:
                 scores = np.zeros_like(rewards) if scores is None else scores
-                scores[at] = found.scores
-            reasons[at] = "filtered" if found.reasons is None else found.reasons
-            if found.kept is not None:
-                kept[at] = found.kept
-            for key, values in found.metrics.items():  # NaN: a group of which nothing was left
+                scores[at] = scored.scores
+            reasons[at] = "filtered" if scored.reasons is None else scored.reasons
+            if scored.kept is not None:
+                stays[at] = scored.kept
+            for key, values in scored.metrics.items():  # NaN: a group of which nothing was left
                 measured.setdefault(key, np.full(len(rewards), np.nan))[groups] = values
         metrics |= {f"{name}/{key}" if key in metrics else key: v for key, v in measured.items()}
-    return ScoredGroups(scores=scores, kept=kept, reasons=reasons, metrics=metrics)
+    return ScoredGroups(scores=scores, kept=stays, reasons=reasons, metrics=metrics)
 
 
 def compose(
@@ -142,16 +142,16 @@ def compose(
         InvalidArgumentError: no strategy, arguments of one that is not there, an argument that one
             does not take.
     """
-    given = dict(arguments or {})
-    classes = {strategy_name(one): strategy_class(one) for one in strategies}
+    by_name = dict(arguments or {})
+    classes = {strategy_name(strategy): strategy_class(strategy) for strategy in strategies}
     if len(classes) != len(strategies) or not classes:
         raise InvalidArgumentError("a list of strategies needs at least one, and each only once")
-    for name in given.keys() - classes.keys():
+    for name in by_name.keys() - classes.keys():
         raise InvalidArgumentError(
             f"arguments for {name!r}, which is not in the list{did_you_mean(name, classes)} "
             f"(strategies: {', '.join(classes)})"
         )
-    arguments_of = {name: dict(given.get(name, {})) for name in classes}
+    arguments_of = {name: dict(by_name.get(name, {})) for name in classes}
     staged = {name: StagedWriter() for name in classes}
     stages = [
         (n, made_of(cls, staged[n], **arguments_of[n]), staged[n]) for n, cls in classes.items()

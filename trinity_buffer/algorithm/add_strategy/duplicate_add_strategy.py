@@ -77,31 +77,31 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         """Write the informative groups, then their copies, a write each."""
         share_rewards(experiences, self.over)
         groups = list(group_by(self.usable(experiences), "task").values())
-        kept = self.informative(groups)
-        written = [*kept, *self._copies(kept, groups, len(experiences))]
+        informative = self.informative(groups)
+        written = [*informative, *self._copies(informative, groups, len(experiences))]
         for group in written:
             await self.writer.write_async(group)
         count = sum(len(group) for group in written)
         metrics = {
-            "kept_groups": len(kept),
-            "filtered_groups": len(groups) - len(kept),
-            "copied_groups": len(written) - len(kept),
+            "kept_groups": len(informative),
+            "filtered_groups": len(groups) - len(informative),
+            "copied_groups": len(written) - len(informative),
         }
         return count, metrics if groups else {}
 
     def _copies(
-        self, kept: Sequence[Group], groups: Sequence[Group], target: int
+        self, informative: Sequence[Group], groups: Sequence[Group], target: int
     ) -> Iterator[Group]:
         """Yield copies of ``kept`` until ``target`` experiences are written."""
-        written = sum(len(group) for group in kept)
+        written = sum(len(group) for group in informative)
         taken = {group[0].eid.tid for group in groups}
         shuffle = self._shuffle_of(groups)
         queue: list[Group] = []
         turn = 0
-        while kept and written < target:
+        while informative and written < target:
             if not queue:
                 # Each group once per turn: first from the end, then in random order.
-                queue, turn = list(kept), turn + 1
+                queue, turn = list(informative), turn + 1
                 if turn > 1:
                     shuffle(queue)
             source = queue.pop()

@@ -74,19 +74,19 @@ class OutcomeGateAddStrategy(AddStrategy):
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write the groups that pass, unchanged."""
         groups = list(group_by(self._judged(experiences), "task").values())
-        kept: list[list[Experience]] = []
+        passing: list[list[Experience]] = []
         counts = {"all_wrong_groups": 0, "all_correct_groups": 0}
         for group in groups:
             reason = self._reason(group)
             if reason is None:
-                kept.append(group)
+                passing.append(group)
             else:
                 counts[f"{reason}_groups"] += 1
                 self.reject(group, reason)
-        for group in kept:
+        for group in passing:
             await self.writer.write_async(group)
-        metrics: Metrics = {"kept_groups": len(kept), **counts}
-        return sum(len(group) for group in kept), metrics if groups else {}
+        metrics: Metrics = {"kept_groups": len(passing), **counts}
+        return sum(len(group) for group in passing), metrics if groups else {}
 
     def _judged(self, experiences: Sequence[Experience]) -> list[Experience]:
         """Return those with an outcome: the metric, or else a reward; the others are refused."""
@@ -97,8 +97,8 @@ class OutcomeGateAddStrategy(AddStrategy):
         return judged
 
     def _metric(self, experience: Experience) -> float | None:
-        found = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))
-        return None if found is None else float(found)
+        outcome = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))
+        return None if outcome is None else float(outcome)
 
     def _reason(self, group: Sequence[Experience]) -> str | None:
         """Return why ``group`` is left out, or None."""
@@ -171,22 +171,22 @@ class BestOfGroupAddStrategy(AddStrategy):
 
     def score_groups(self, rewards: Rewards) -> ScoredGroups:
         """Return which runs are kept, as `add` keeps them."""
-        return ScoredGroups(kept=self._kept(rewards))
+        return ScoredGroups(kept=self._stays(rewards))
 
-    def _kept(self, rewards: Rewards) -> NDArray[np.bool_]:
+    def _stays(self, rewards: Rewards) -> NDArray[np.bool_]:
         """Return which runs are kept, by their rewards ``[k, R]``; of equal ones the earlier."""
         order = np.argsort(-rewards, axis=-1, kind="stable")[:, : self.num_kept]
-        kept = np.zeros(rewards.shape, np.bool_)
-        np.put_along_axis(kept, order, values=True, axis=-1)
-        return kept if self.min_reward is None else kept & (rewards >= self.min_reward)
+        stays = np.zeros(rewards.shape, np.bool_)
+        np.put_along_axis(stays, order, values=True, axis=-1)
+        return stays if self.min_reward is None else stays & (rewards >= self.min_reward)
 
     def _best(self, group: Sequence[Experience]) -> list[Experience]:
         """Return the rows of the runs that are kept, in their order."""
         rewards, runs = as_rewards([*map(reward_of, group)]), runs_of(group, self.over)
         of_runs = run_means(rewards, runs)
-        (stay,) = self._kept(of_runs[np.newaxis])
-        kept = stay if runs is None else stay[runs]
-        return [e for e, stays in zip(group, kept.tolist(), strict=True) if stays]
+        (stay,) = self._stays(of_runs[np.newaxis])
+        rows = stay if runs is None else stay[runs]
+        return [e for e, stays in zip(group, rows.tolist(), strict=True) if stays]
 
 
 @ADD_STRATEGY.register_module("overlong_penalty")

@@ -71,11 +71,11 @@ class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
         tasks = [self._sound(group_by(task, "run")) for task in group_by(exps, "task").values()]
         metrics = []
         for runs in filter(None, tasks):
-            scores, found = self.calculate_group_advantage(
+            scores, of_task = self.calculate_group_advantage(
                 {run: self._last(steps) for run, steps in runs.items()}
             )
             self.broadcast_advantages(runs, scores)
-            metrics.append(found)
+            metrics.append(of_task)
         for runs in tasks:
             for steps in runs.values():
                 await self.writer.write_async(steps)
@@ -88,11 +88,11 @@ class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
 
     def _sound(self, runs: StepsByRun) -> StepsByRun:
         """Return the runs whose steps all have a mask and the last a reward; refuse the others."""
-        kept = {}
+        sound = {}
         for run_id, steps in runs.items():
             problem = run_problem(steps, self._last(steps))
             if problem is None:
-                kept[run_id] = steps
+                sound[run_id] = steps
             else:
                 self.refuse(problem)
-        return kept
+        return sound

@@ -121,9 +121,9 @@ class PipelineAdvantage(AdvantageFn):
 
         ``over`` is not among them: in a run it is ``"runs"``, unless it is said otherwise.
         """
-        found = super().default_args()
-        found.pop("over", None)
-        return found
+        arguments = super().default_args()
+        arguments.pop("over", None)
+        return arguments
 
     @classmethod
     @override
@@ -152,9 +152,9 @@ class PipelineAdvantage(AdvantageFn):
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield what keeps experiences from being scored."""
         for experience in exps:
-            found = unusable(experience, self.needs)
-            if found is not None:
-                yield Problem([experience], experience, found)
+            problem = unusable(experience, self.needs)
+            if problem is not None:
+                yield Problem([experience], experience, problem)
 
     def check(self, exps: Sequence[Experience]) -> None:
         """Return if all of ``exps`` can be scored.
@@ -207,8 +207,8 @@ class GroupAdvantage(PipelineAdvantage):
         share_rewards(exps, self.over)
         for group in self.group_experiences(list(exps)).values():
             needs = self.needs_of(group)
-            found = ((e, unusable(e, needs)) for e in group)
-            yield from (Problem([e], e, text) for e, text in found if text is not None)
+            texts = ((e, unusable(e, needs)) for e in group)
+            yield from (Problem([e], e, text) for e, text in texts if text is not None)
 
     @abstractmethod
     def calculate_group_advantage(
@@ -224,8 +224,8 @@ class GroupAdvantage(PipelineAdvantage):
             self.calculate_group_advantage(group_id, group)
             for group_id, group in self.group_experiences(exps).items()
         ]
-        kept = [experience for group, _ in scored for experience in group]
-        return kept, gather_groups([metrics for _, metrics in scored])
+        scored_rows = [experience for group, _ in scored for experience in group]
+        return scored_rows, gather_groups([metrics for _, metrics in scored])
 
 
 _DECIDING = ("process", "problems", "needs_of", "group_experiences", "calculate_group_advantage")

@@ -100,8 +100,8 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         yield from run_problems(exps, self._rewarded)
         for runs in runs_by_task(exps).values():
             for steps in runs.values():
-                given = ((e, e.info.get(self.step_reward_key, 0.0)) for e in steps)
-                bad = next(((e, r) for e, r in given if not math.isfinite(r)), None)
+                rewards = ((e, e.info.get(self.step_reward_key, 0.0)) for e in steps)
+                bad = next(((e, r) for e, r in rewards if not math.isfinite(r)), None)
                 if bad is not None:
                     yield Problem(steps, bad[0], f"{self.step_reward_key} (a reward) is {bad[1]}")
 
@@ -116,9 +116,9 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         episode: Scores = {}
         metrics = []
         for runs in tasks.values():
-            scores, found = self._episodes(runs, returns)
+            scores, of_task = self._episodes(runs, returns)
             episode.update(scores)
-            metrics.append(found)
+            metrics.append(of_task)
         step, anchors = self._steps(exps, returns)
         for e in exps:
             annotate(e, episode[id(e)] + self.omega * step.get(id(e), 0.0))
@@ -156,9 +156,9 @@ class GiGPOAdvantageFn(PipelineAdvantage):
                 running = reward + self.gamma * running
                 returns[id(step)] = running
         scores, mean, std = self._compared(totals)
-        found = {"episode_reward_mean": mean, "episode_reward_std": std}
+        metrics = {"episode_reward_mean": mean, "episode_reward_std": std}
         pairs = zip(ordered, scores, strict=True)
-        return {id(step): score for steps, score in pairs for step in steps}, found
+        return {id(step): score for steps, score in pairs for step in steps}, metrics
 
     def _steps(
         self, exps: Sequence[Experience], returns: Scores
@@ -173,8 +173,8 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         shared = [group for group in anchors.values() if len(group) > 1]
         scores: Scores = {}
         for group in shared:
-            found, _, _ = self._compared([returns[id(e)] for e in group])
-            scores.update({id(e): score for e, score in zip(group, found, strict=True)})
+            differences, _, _ = self._compared([returns[id(e)] for e in group])
+            scores.update({id(e): score for e, score in zip(group, differences, strict=True)})
         return scores, {
             "gigpo/anchor_groups_total": len(anchors),
             "gigpo/anchor_groups_size_gt1": len(shared),

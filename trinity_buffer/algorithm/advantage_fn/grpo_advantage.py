@@ -131,12 +131,12 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         groups = self.group_experiences(exps)
         std = self._batch_std(list(groups.values())) if self.std_cal_level == "batch" else None
         scored = [self.calculate_group_advantage(name, g, std) for name, g in groups.items()]
-        kept = [group for group, _ in scored if group]
-        filtered = len(exps) - sum(len(group) for group in kept)
+        groups_left = [group for group, _ in scored if group]
+        filtered = len(exps) - sum(len(group) for group in groups_left)
         if self.std_threshold is not None and self.duplicate_experiences:
-            kept += self._copies(kept, list(groups.values()))
-        metrics = gather_groups([found for _, found in scored])
-        return [e for group in kept for e in group], {**metrics, "filtered_count": filtered}
+            groups_left += self._copies(groups_left, list(groups.values()))
+        metrics = gather_groups([of_group for _, of_group in scored])
+        return [e for group in groups_left for e in group], {**metrics, "filtered_count": filtered}
 
     def _rewards(self, exps: Group) -> tuple[group_scores.Rewards, group_scores.Rewards]:
         """Return the raw rewards, and those that enter mean and deviation."""
@@ -155,16 +155,16 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
             return 1.0
         return group_scores.deviation(values, weights, ddof=self.ddof, std_floor=self.std_floor)
 
-    def _copies(self, kept: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
+    def _copies(self, sources: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
         """Return a copy of a random kept group for each one that was left out."""
-        if not kept:
+        if not sources:
             return []
         key = f"{self.seed}/{groups[0][0].eid.tid}"
         draw = random.choice if self.seed is None else random.Random(key).choice
         taken = {group[0].eid.tid for group in groups}
         copies = []
-        for _ in range(len(groups) - len(kept)):
-            source = draw(list(kept))
+        for _ in range(len(groups) - len(sources)):
+            source = draw(list(sources))
             task, number = fresh_task(source[0].eid, taken)
             copies.append(
                 [copy_experience(e, task=task, suffix=f"{e.eid.suffix}c{number}") for e in source]

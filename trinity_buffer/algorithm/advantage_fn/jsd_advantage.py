@@ -53,11 +53,11 @@ def sampled_log_ratios(student: Tensor, teacher: Tensor, weight: float) -> tuple
     disagreement: it rewards the student for moving away from the teacher.
     """
     if weight in (0.0, 1.0):
-        found = student - teacher if weight == 0.0 else teacher - student
+        log_ratios = student - teacher if weight == 0.0 else teacher - student
     else:
         mixed = log_mixture(student, teacher, weight)
-        found = weight * (teacher - mixed) + (1.0 - weight) * (student - mixed)
-    return -found, found
+        log_ratios = weight * (teacher - mixed) + (1.0 - weight) * (student - mixed)
+    return -log_ratios, log_ratios
 
 
 @ADVANTAGE_FN.register_module("jsd")
@@ -113,8 +113,8 @@ class JSDAdvantage(TrainerAdvantage):
         student = rows["old_logprob"] / self.temperature
         teacher = rows["teacher_logprob"] / self.temperature
         formula = divergence_gradient if self.estimator == "gradient" else sampled_log_ratios
-        found, divergence = formula(student, teacher, float(self.lambda_coef))
-        advantages = (self.kl_coef * found).where(rows.mask, 0.0)
+        gradient, divergence = formula(student, teacher, float(self.lambda_coef))
+        advantages = (self.kl_coef * gradient).where(rows.mask, 0.0)
         metrics = row_statistics("jsd", divergence, rows)
         metrics["advantages/mean"] = row_sums(advantages, rows.mask).mean()
         return Result(advantages, advantages.clone(), metrics)

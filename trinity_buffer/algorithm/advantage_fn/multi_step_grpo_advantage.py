@@ -92,22 +92,22 @@ class StepWiseGRPOAdvantageFn(group_scores.DeviationOptions, PipelineAdvantage):
         self.check(exps)
         tasks = list(runs_by_task(exps).values())
         std = self._batch_std(tasks) if self.std_cal_level == "batch" else None
-        kept: list[Experience] = []
+        scored: list[Experience] = []
         metrics, skipped = [], 0
         for runs in tasks:
             last = {run: steps[-1] for run, steps in runs.items()}
-            scores, found, skip = self.calculate_group_advantage(last, std)
-            metrics.append(found)
+            scores, of_task, skip = self.calculate_group_advantage(last, std)
+            metrics.append(of_task)
             skipped += skip
             if not skip:
                 self.broadcast_advantages(runs, scores)
-                kept += [step for steps in runs.values() for step in steps]
+                scored += [step for steps in runs.values() for step in steps]
         counts = {
-            "experience_count": len(kept),
-            "filtered_count": len(exps) - len(kept),
+            "experience_count": len(scored),
+            "filtered_count": len(exps) - len(scored),
             "skipped_group_ratio": skipped / len(tasks),
         }
-        return kept, {**gather_groups(metrics), **counts}
+        return scored, {**gather_groups(metrics), **counts}
 
     def _batch_std(self, tasks: Sequence[StepsByRun]) -> float:
         """Return the deviation of the rewards of all runs; 1 if there is only one."""

@@ -77,27 +77,27 @@ class RECGroupedAdvantage(GroupAdvantage):
         """Score one group; members that are dropped are returned, with advantage 0."""
         rewards = group_scores.as_rewards([reward_of(e) for e in exps])
         runs = runs_of(exps, self.over)
-        stay = self._kept(group_id, group_scores.run_means(rewards, runs))
+        stay = self._staying(group_id, group_scores.run_means(rewards, runs))
         dropped = 1.0 - float(stay.mean())
-        kept = stay if runs is None else stay[runs]
-        left = None if runs is None else group_scores.numbered(runs[kept].tolist())
+        counts = stay if runs is None else stay[runs]
+        left = None if runs is None else group_scores.numbered(runs[counts].tolist())
         mean, std = group_scores.moments(
-            *group_scores.by_run(rewards[kept], left), ddof=0, std_floor=self.std_floor
+            *group_scores.by_run(rewards[counts], left), ddof=0, std_floor=self.std_floor
         )
         centred = rewards - mean
         scores = group_scores.scaled(centred, std, self.epsilon) if self.std_normalize else centred
-        for experience, score in zip(exps, np.where(kept, scores, 0.0), strict=True):
+        for experience, score in zip(exps, np.where(counts, scores, 0.0), strict=True):
             annotate(experience, float(score))
         return exps, {"drop_balance": dropped, "reward_mean": mean, "reward_std": std}
 
-    def _kept(self, group_id: str, rewards: group_scores.Rewards) -> NDArray[np.bool_]:
+    def _staying(self, group_id: str, rewards: group_scores.Rewards) -> NDArray[np.bool_]:
         """Return which members stay: all, or as many below the mean as not below it."""
-        kept = np.ones(len(rewards), dtype=np.bool_)
+        stay = np.ones(len(rewards), dtype=np.bool_)
         # Rounding may put the mean of equal rewards a little above them.
         slack = group_scores.RELATIVE_FLOOR * float(np.abs(rewards).max())
         below = np.flatnonzero(rewards < rewards.mean() - slack)
         surplus = 2 * len(below) - len(rewards)
         if self.drop == "balance" and surplus > 0:
             draw = random if self.seed is None else random.Random(f"{self.seed}/{group_id}")
-            kept[draw.sample(below.tolist(), surplus)] = False
-        return kept
+            stay[draw.sample(below.tolist(), surplus)] = False
+        return stay

@@ -86,10 +86,10 @@ class Columns:
 
     def store(self, result: Result) -> None:
         """Put ``result`` into the batch, in the batch's own layout."""
-        found = {"advantages": result.advantages, "returns": result.returns}
+        columns = {"advantages": result.advantages, "returns": result.returns}
         if result.action_mask is not None:
-            found["action_mask"] = result.action_mask
-        for name, value in found.items():
+            columns["action_mask"] = result.action_mask
+        for name, value in columns.items():
             self.batch[self.named(name)] = self._flattened(value)
 
     def _flattened(self, value: Tensor) -> Tensor:
@@ -130,10 +130,10 @@ class Rows:
         """Return the row numbers of each group, in order of first appearance."""
         column = self._columns.read("group_index")
         names = column.tolist() if isinstance(column, Tensor) else list(column)
-        found: dict[Any, list[int]] = {}
+        rows_of: dict[Any, list[int]] = {}
         for row, name in enumerate(names):
-            found.setdefault(name, []).append(row)
-        return list(found.values())
+            rows_of.setdefault(name, []).append(row)
+        return list(rows_of.values())
 
     def runs(self) -> list[int] | None:
         """Return the run of each row, where the batch says it."""
@@ -170,15 +170,15 @@ class Rows:
         weight ``(B, 1)``, if there are some.
         """
         chosen = self.mask if mask is None else mask
-        kept = values.to(torch.float64).where(chosen, 0.0)
+        masked = values.to(torch.float64).where(chosen, 0.0)
         if weights is None:
             count = self.total(chosen.sum().to(torch.float64))
-            mean = self.total(kept.sum()) / count.clamp(min=1.0)
-            squares = self.total((kept - mean).square().where(chosen, 0.0).sum())
+            mean = self.total(masked.sum()) / count.clamp(min=1.0)
+            squares = self.total((masked - mean).square().where(chosen, 0.0).sum())
         else:
             count = self.total((chosen * weights).sum())
-            mean = self.total((kept * weights).sum()) / count.clamp(min=1.0)
-            apart = (kept - mean).square().where(chosen, 0.0)
+            mean = self.total((masked * weights).sum()) / count.clamp(min=1.0)
+            apart = (masked - mean).square().where(chosen, 0.0)
             squares = self.total((apart * weights).sum())
         return count, mean, (squares / (count - ddof).clamp(min=1.0)).where(count > ddof, 0.0)
 
@@ -219,5 +219,5 @@ class ProtoBatch(MutableMapping[str, Any]):
 def as_mapping(batch: Any) -> MutableMapping[str, Any]:
     """Return ``batch`` as a mapping: itself, or a view of a ``DataProto`` that changes it."""
     proto = not isinstance(batch, Mapping) and hasattr(batch, "non_tensor_batch")
-    found: MutableMapping[str, Any] = ProtoBatch(batch) if proto else batch
-    return found
+    mapping: MutableMapping[str, Any] = ProtoBatch(batch) if proto else batch
+    return mapping

@@ -66,8 +66,8 @@ class DPOLossFn(PolicyLossFn):
         rewards = self.beta * row_sums(ratios * action_mask.to(ratios), layout)
         chosen, rejected = self._pairs(rewards, layout)
         margin = chosen - rejected
-        kept, flipped = 1.0 - self.label_smoothing, self.label_smoothing
-        losses = -kept * logsigmoid(margin) - flipped * logsigmoid(-margin)
+        right, wrong = 1.0 - self.label_smoothing, self.label_smoothing
+        losses = -right * logsigmoid(margin) - wrong * logsigmoid(-margin)
         loss = aggregate_rows(losses, layout, rows_per_value=2)
         metrics = {
             "chosen_reward": chosen.mean(),

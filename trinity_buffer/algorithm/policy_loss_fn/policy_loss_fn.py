@@ -134,8 +134,10 @@ class PolicyLossFn(ABC):
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         """Return the constructor's arguments for a configuration: signature, then `tuned`."""
-        found = default_arguments(cls, leave_out={"backend", *cls.run_time})
-        return {name: value for name, value in found.items() if value is not None} | dict(cls.tuned)
+        arguments = default_arguments(cls, leave_out={"backend", *cls.run_time})
+        return {name: value for name, value in arguments.items() if value is not None} | dict(
+            cls.tuned
+        )
 
 
 POLICY_LOSS_FN: Registry[type[PolicyLossFn]] = Registry("policy_loss_fn")
@@ -158,9 +160,9 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
     def translated(self: PolicyLossFn, *args: Any, **tensors: Any) -> LossAndMetrics:
         theirs = BACKEND_NAMES[self.backend]
         ours = {name: ours for ours, name in theirs.items()}
-        given = {ours.get(name, name): value for name, value in tensors.items()}
+        by_our_name = {ours.get(name, name): value for name, value in tensors.items()}
         owner = type(self).__name__
-        for name in given:
+        for name in by_our_name:
             if name not in accepted | OFFERED and not open_ended:
                 known = ["logprob", *self.select_keys, *({"layout"} & accepted)]
                 raise TypeError(
@@ -168,13 +170,13 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
                     f"(it takes: {', '.join(known)})"
                 )
         for name in required[len(args) :]:
-            if name not in given:
+            if name not in by_our_name:
                 raise TypeError(
                     f"{owner} needs the tensor {theirs.get(name, name)!r}, it was not given"
                 )
         if not open_ended:
-            given = {name: value for name, value in given.items() if name in accepted}
-        return call(self, *args, **given)
+            by_our_name = {name: value for name, value in by_our_name.items() if name in accepted}
+        return call(self, *args, **by_our_name)
 
     return translated
 

@@ -78,7 +78,7 @@ def read_preferences(path: Path, texts: Texts, rows: Rows) -> Iterator[Experienc
             prompt, chosen, rejected = _parts(row)
             how = Templating.of(row)
             tokens = texts.prompt(prompt, how)
-            answers = [texts.answer(prompt, one, how) for one in (chosen, rejected)]
+            answers = [texts.answer(prompt, answer, how) for answer in (chosen, rejected)]
             made.append(
                 Experience(
                     eid=EID(name_of(path), number, 0),
@@ -267,25 +267,26 @@ async def import_file(
     """
     chosen = FORMATS[name]
     config = {"schema": chosen.schema, **({"tokenizer": str(tokenizer)} if tokenizer else {})}
-    found = await store.experiment(experiment, config=config)
+    opened = await store.experiment(experiment, config=config)
     rows = Rows(chosen.schema, skip_bad=skip_bad_lines)
     made = chosen.read(path, Texts(tokenizer), rows)
-    return await _written(found, ((one, rows.where) for one in made), rows, f"import-{name}")
+    placed = ((experience, rows.where) for experience in made)
+    return await _written(opened, placed, rows, f"import-{name}")
 
 
 async def _written(
-    found: Experiment, given: Iterator[tuple[Experience, str]], rows: Rows, actor: str
+    experiment: Experiment, placed: Iterator[tuple[Experience, str]], rows: Rows, actor: str
 ) -> Imported:
-    """Write what is ``given``, each with its place, and seal its batches."""
-    writer, done = found.writer(actor=actor), Imported(left_out=rows.left_out)
+    """Write experiences, each with its place in the files, and seal their batches."""
+    writer, done = experiment.writer(actor=actor), Imported(left_out=rows.left_out)
     batches: dict[Key, None] = {}
     try:
-        while page := list(islice(given, PER_WRITE)):
+        while page := list(islice(placed, PER_WRITE)):
             receipt = await _stored(writer, page)
             done.written += receipt.written
             done.duplicates += receipt.duplicates
             done.late += receipt.rejected
-            batches.update(dict.fromkeys(one.eid.batch for one, _ in page))
+            batches.update(dict.fromkeys(experience.eid.batch for experience, _ in page))
     except InvalidArgumentError as error:
         if not batches:
             raise
@@ -301,7 +302,7 @@ async def _written(
 
 async def _stored(writer: BufferWriter, page: Sequence[tuple[Experience, str]]) -> WriteReceipt:
     try:
-        return await writer.write([one for one, _ in page])
+        return await writer.write([experience for experience, _ in page])
     except ConflictingExperienceError as error:
-        places = [where for one, where in page if one.eid.uid == error.uid]
+        places = [where for experience, where in page if experience.eid.uid == error.uid]
         raise ConflictingExperienceError(f"{' and '.join(places)}: {error}") from error

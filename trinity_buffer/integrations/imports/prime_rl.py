@@ -40,10 +40,10 @@ def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
             place = (f"step-{work.get('step', 0)}", _group(episode))
             runs[place] = runs.get(place, -1) + 1
             for step, (trace, index, nodes) in enumerate(_branches(episode)):
-                told = notes.get(trace["id"], {})
+                advantages = notes.get(trace["id"], {})
                 eid = EID(*place, runs[place], step)
                 policy = work.get("policy") or {}
-                made.append(_experience(eid, trace, nodes, told, index, policy))
+                made.append(_experience(eid, trace, nodes, advantages, index, policy))
         yield from made
 
 
@@ -62,15 +62,17 @@ def _lines(stream: Path, rows: Rows) -> Iterator[Row]:
 
 def _notes(folder: Path, rows: Rows) -> dict[str, dict[int, list[float | None]]]:
     """Return per trace and branch the advantages that were noted, one for each token."""
-    found: dict[str, dict[int, list[float | None]]] = {}
-    names = {one.name.partition(".")[0] for one in folder.glob("*")} if folder.is_dir() else set()
+    by_trace: dict[str, dict[int, list[float | None]]] = {}
+    names = {file.name.partition(".")[0] for file in folder.glob("*")} if folder.is_dir() else set()
     for name in sorted(names):
         for _, where, update in _lines(folder / name, rows):
             with rows.reading(where, update):
-                told = [one for one in update.get("branches") or [] if one.get("advantages")]
-                own = {branch["index"]: branch["advantages"] for branch in told}
-                found.setdefault(update["trace_id"], {}).update(own)
-    return found
+                branches = [
+                    branch for branch in update.get("branches") or [] if branch.get("advantages")
+                ]
+                own = {branch["index"]: branch["advantages"] for branch in branches}
+                by_trace.setdefault(update["trace_id"], {}).update(own)
+    return by_trace
 
 
 def _group(episode: dict[str, Any]) -> str:
@@ -101,24 +103,24 @@ def _experience(
     eid: EID,
     trace: dict[str, Any],
     nodes: Path_,
-    told: dict[int, list[float | None]],
+    noted_by_branch: dict[int, list[float | None]],
     index: int,
     policy: dict[str, Any],
 ) -> Experience:
-    ids = [one for node in nodes for one in node["token_ids"]]
-    mask = [one for node in nodes for one in node["mask"]]
+    ids = [value for node in nodes for value in node["token_ids"]]
+    mask = [value for node in nodes for value in node["mask"]]
     start = max(mask.index(True), 1)
     messages = [node["message"] for node in nodes]
     only_texts(messages)
-    noted = told.get(index)
+    noted = noted_by_branch.get(index)
     return Experience(
         eid=eid,
         tokens=ids,
         prompt_length=start,
         action_mask=mask[start:],
         logprobs=_spread(nodes)[start:],
-        advantages=None if noted is None else [one or 0.0 for one in noted[start : len(ids)]],
-        reward=sum(one["score"] * one.get("weight", 1.0) for one in _rewards(trace)),
+        advantages=None if noted is None else [value or 0.0 for value in noted[start : len(ids)]],
+        reward=sum(value["score"] * value.get("weight", 1.0) for value in _rewards(trace)),
         messages=messages,
         info={
             **({"model_version": policy["start"]} if "start" in policy else {}),
@@ -130,12 +132,12 @@ def _experience(
 
 def _spread(nodes: Path_) -> list[float]:
     """Return a log-probability for each token: 0 for what nobody sampled."""
-    found: list[float] = []
+    values: list[float] = []
     for node in nodes:
         sampled = iter(node.get("logprobs") or [])
-        found += [next(sampled, 0.0) if one else 0.0 for one in node["mask"]]
-    return found
+        values += [next(sampled, 0.0) if sampled_here else 0.0 for sampled_here in node["mask"]]
+    return values
 
 
 def _rewards(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one for one in (trace.get("rewards") or {}).values() if one is not None]
+    return [reward for reward in (trace.get("rewards") or {}).values() if reward is not None]

@@ -104,11 +104,13 @@ class Rows:
             )
 
     def _leave_out(
-        self, told: str, *, always: bool = False, cause: Exception | None = None
+        self, reason: str, *, always: bool = False, cause: Exception | None = None
     ) -> None:
         if not (always or self._skip_bad):
-            raise InvalidArgumentError(f"{told}; --skip-bad-lines leaves such rows out") from cause
-        self.left_out.append(told)
+            raise InvalidArgumentError(
+                f"{reason}; --skip-bad-lines leaves such rows out"
+            ) from cause
+        self.left_out.append(reason)
 
 
 class _NoJSON(NamedTuple):
@@ -167,14 +169,14 @@ def _whole(path: Path) -> Iterator[tuple[str, Any]]:
         return  # of `save_to_disk`, beside the rows
     text = path.read_text(encoding="utf-8-sig")
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         if isinstance(error, json.JSONDecodeError) and text.lstrip().startswith("["):
             why = f"{error.msg}: column {error.colno}"
             raise InvalidArgumentError(f"{path}:{error.lineno}: no JSON ({why})") from None
         yield from _lines(path)  # JSON Lines under another name, or its first slip is told
     else:
-        yield from _numbered(path, found if isinstance(found, list) else [found])
+        yield from _numbered(path, value if isinstance(value, list) else [value])
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:

@@ -73,7 +73,7 @@ class Texts:
             raise InvalidArgumentError(f"--tokenizer {self._folder}: there is no such folder")
         return load_tokenizer(self._folder)
 
-    def prompt(self, said: Said, how: Templating = PLAIN) -> list[int]:
+    def prompt(self, messages: Said, how: Templating = PLAIN) -> list[int]:
         """Return the tokens of a prompt; of messages, up to where the answer begins.
 
         Args:
@@ -82,25 +82,29 @@ class Texts:
         Raises:
             InvalidExperienceError: a message holds more than texts.
         """
-        return self._text(said) if isinstance(said, str) else self._chat(said, how, ask=True)
+        return (
+            self._text(messages)
+            if isinstance(messages, str)
+            else self._chat(messages, how, ask=True)
+        )
 
-    def answer(self, prompt: Said, said: Said, how: Templating = PLAIN) -> list[int]:
+    def answer(self, prompt: Said, answered: Said, how: Templating = PLAIN) -> list[int]:
         """Return the tokens of an answer to ``prompt``, with the one that ends it.
 
         Raises:
             InvalidExperienceError: the chat template changes the prompt once it is answered, or a
                 message holds more than texts, is not of the assistant, or says nothing.
         """
-        if isinstance(said, str):
+        if isinstance(answered, str):
             if not isinstance(prompt, str):
-                said = [{"role": "assistant", "content": said}]
+                answered = [{"role": "assistant", "content": answered}]
             else:
                 end = self._tokenizer.eos_token_id
-                return self._text(said) + ([] if end is None else [end])
-        _require_assistants(_messages(said))
+                return self._text(answered) + ([] if end is None else [end])
+        _require_assistants(_messages(answered))
         asked = [] if isinstance(prompt, str) else _messages(prompt)
         before = self.prompt(prompt, how)
-        whole = self._chat([*asked, *_messages(said)], how, ask=False)
+        whole = self._chat([*asked, *_messages(answered)], how, ask=False)
         if whole[: len(before)] != before:
             raise InvalidExperienceError(
                 "the chat template writes the prompt otherwise once it is answered: its answer has "
@@ -108,11 +112,13 @@ class Texts:
             )
         return whole[len(before) :]
 
-    def _text(self, said: str) -> list[int]:
-        return list(self._tokenizer.encode(said, add_special_tokens=False))
+    def _text(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _chat(self, said: Sequence[Mapping[str, Any]], how: Templating, *, ask: bool) -> list[int]:
-        messages, tools = _messages(said), how.tools or ()
+    def _chat(
+        self, messages: Sequence[Mapping[str, Any]], how: Templating, *, ask: bool
+    ) -> list[int]:
+        messages, tools = _messages(messages), how.tools or ()
         try:
             return self._text(rendered(self._tokenizer, messages, tools, ask=ask, **how.options))
         except InvalidArgumentError as error:  # of this row
@@ -146,7 +152,7 @@ def only_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         raise InvalidExperienceError(str(error)) from error
 
 
-def _messages(said: Any) -> list[dict[str, Any]]:
-    if not isinstance(said, list) or not all(isinstance(one, Mapping) for one in said):
-        raise TypeError(f"neither a text nor a list of messages: {said!r:.50}")
-    return [dict(message) for message in said]
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        raise TypeError(f"neither a text nor a list of messages: {value!r:.50}")
+    return [dict(message) for message in value]

@@ -65,13 +65,13 @@ def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
         InvalidArgumentError: it is no buffer of Trinity-RFT.
     """
     are_texts = path.suffix in (".json", ".jsonl")
-    found = _from_text(path, texts, rows) if are_texts else _from_sql(path, rows)
+    experiences = _from_text(path, texts, rows) if are_texts else _from_sql(path, rows)
     seen: dict[tuple[Any, ...], int] = {}
-    for one in found:
-        place = (one.eid.batch, one.eid.task, one.eid.run, one.eid.step)
+    for experience in experiences:
+        place = (experience.eid.batch, experience.eid.task, experience.eid.run, experience.eid.step)
         number = seen[place] = seen.get(place, -1) + 1
-        one.eid = EID(*place, f"a{number}" if number else "")
-        yield one
+        experience.eid = EID(*place, f"a{number}" if number else "")
+        yield experience
 
 
 def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
@@ -95,15 +95,17 @@ def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
 def _from_table(connection: Any, path: Path, table: str, rows: Rows) -> Iterator[Experience]:
     known = {row[1] for row in connection.execute(f'pragma table_info("{table}")')}
     reward = "reward" if "reward" in known else "null"
-    found = connection.execute(
+    cursor = connection.execute(
         f'select id, {reward}, experience_bytes from "{table}"'  # noqa: S608 - quoted above
         f' join "{table}_blob" using (id) order by id'
     )
-    for number, given, blob in found:
-        with rows.reading(f"{path}, {table} {number}", {"id": number, "reward": given}) as made:
+    for number, stored_reward, blob in cursor:
+        with rows.reading(
+            f"{path}, {table} {number}", {"id": number, "reward": stored_reward}
+        ) as made:
             made += _from_blob(bytes(blob))
-            for one in made:
-                one.reward = given if reward == "reward" else one.reward
+            for experience in made:
+                experience.reward = stored_reward if reward == "reward" else experience.reward
         yield from made
 
 
@@ -115,11 +117,11 @@ def _from_blob(blob: bytes) -> Iterator[Experience]:
     start = len(MAGIC) + HEADER.size
     if len(blob) < start:
         raise InvalidExperienceError("its blob ends within its header")
-    version, told, _ = HEADER.unpack_from(blob, len(MAGIC))
+    version, size, _ = HEADER.unpack_from(blob, len(MAGIC))
     if version != 1:
         raise InvalidExperienceError(f"version {version} of Trinity-RFT's format is unknown")
-    items = plain(blob[start : start + told])["items"]
-    tensors = _tensors(blob[start + told :])
+    items = plain(blob[start : start + size])["items"]
+    tensors = _tensors(blob[start + size :])
     for index, item in enumerate(items):
         prefix = f"{index}:"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -156,8 +158,8 @@ def _experience(item: dict[str, Any], tensors: dict[str, Any]) -> Experience:
     )
 
 
-def _eid(said: dict[str, Any]) -> EID:
-    return EID(said["batch"], said["task"], said["run"], said["step"])
+def _eid(fields: dict[str, Any]) -> EID:
+    return EID(fields["batch"], fields["task"], fields["run"], fields["step"])
 
 
 def _from_text(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
@@ -165,7 +167,7 @@ def _from_text(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
         with rows.reading(where, row) as made:
             if not isinstance(row.get("eid"), dict):
                 raise InvalidExperienceError("an experience of Trinity-RFT has an eid")
-            prompt, answer = _said(row)
+            prompt, answer = _turns(row)
             how = Templating.of(row)
             before = texts.prompt(prompt, how)
             made.append(
@@ -181,7 +183,7 @@ def _from_text(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
         yield from made
 
 
-def _said(row: dict[str, Any]) -> tuple[Any, Any]:
+def _turns(row: dict[str, Any]) -> tuple[Any, Any]:
     if row.get("messages"):
         *prompt, last = row["messages"]
         return prompt, [last]
