@@ -1,7 +1,4 @@
-"""Algorithm types: five constants and a recipe each.
-
-What an algorithm is made of: the names of its parts, and arguments for them.
-"""
+"""Algorithm types: five constants and a recipe each, the names and arguments of its parts."""
 
 from __future__ import annotations
 
@@ -68,6 +65,7 @@ class Recipe:
         trainer computes no advantages.
         """
         arguments = {f"{part}_args": dict(args) for part, args in self.args.items()}
+        # Trinity names the last strategy here; the filters before it compute none.
         advantage = self.advantage_fn or next(reversed(self.add_strategy), None)
         named = {"repeat_times": self.rollouts_per_group or 1, "advantage_fn": advantage}
         return {**self.names(), **named, **arguments}
@@ -81,6 +79,7 @@ class Recipe:
             strategies: names of advantages that are computed before the trainer.
         """
         parts = {part: config[part] for part in PARTS if config.get(part) is not None}
+        # Trinity has one key for both; what is computed before the trainer is a strategy here.
         if parts.get("advantage_fn") in strategies:
             parts["add_strategy"] = (parts.pop("advantage_fn"),)
         args = {part: config[f"{part}_args"] for part in PARTS if config.get(f"{part}_args")}
@@ -120,6 +119,7 @@ class ConstantMeta(ABCMeta):
             AttributeError: one has it.
         """
         # ABCMeta keeps its own books in names with an underscore.
+        # hasattr, since a constant may be inherited.
         if not name.startswith("_") and hasattr(cls, name):
             raise AttributeError(f"{name} is already defined in {cls.__name__}; it is a constant")
         super().__setattr__(name, value)

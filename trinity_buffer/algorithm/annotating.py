@@ -1,7 +1,4 @@
-"""What strategies and advantage functions do to single experiences: examine one, score one.
-
-Rollouts of several steps: the runs of each task.
-"""
+"""What strategies and advantage functions do to experiences: examine, score, group into runs."""
 
 from __future__ import annotations
 
@@ -66,6 +63,7 @@ def annotate(experience: Experience, score: float) -> None:
     # Python number is float32; a float mask keeps its own type.
     chosen = mask if mask.dtype == torch.bool else mask != 0
     experience.advantages = (chosen.to(mask.dtype) if mask.is_floating_point() else chosen) * score
+    # A clone: a strategy behind this one may change either in place.
     experience.returns = experience.advantages.clone()
 
 
@@ -98,6 +96,7 @@ def rank_penalized(
     runs = runs_of(exps, over)
     if runs is None:
         return group_scores.rank_penalized(rewards, likelihoods.tolist(), penalty)
+    # Ranked by run: the rows of one run must not compete with each other.
     ranks = likelihood_ranks(run_means(likelihoods, runs).tolist())
     return rewards * (1.0 - ranks[runs] * penalty)
 
@@ -106,6 +105,7 @@ def share_rewards(exps: Sequence[Experience], over: Over) -> None:
     """Give rows without a reward that of the last row of their run, where runs are what counts."""
     if over == "rows" or all(e.reward is not None for e in exps):
         return
+    # Later rows overwrite earlier ones, so that each run keeps its last reward.
     last = {e.eid.rid: e.reward for e in exps}
     for experience in exps:
         if experience.reward is None:

@@ -33,11 +33,13 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     """Return ``{name: parameter}`` of all that the constructor of ``cls`` takes."""
     accepted: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
+        # Only classes that write a constructor: an inherited one is met further up.
         if base is object or "__init__" not in vars(base):  # whose signature is a text to parse
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         accepted = {p.name: p for p in named} | accepted
+        # Without **kwargs nothing is handed on, so the bases' arguments do not count.
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return accepted
@@ -60,7 +62,7 @@ def did_you_mean(name: str, accepted: Iterable[str]) -> str:
 
 
 def refuse_unknown(owner: str, arguments: Mapping[str, Any], accepted: Iterable[str]) -> None:
-    """Return if every name in ``given`` is in ``accepted``.
+    """Raise unless every name in ``arguments`` is in ``accepted``.
 
     Raises:
         InvalidArgumentError: names the first that is not, what was probably meant, and what is
@@ -105,7 +107,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def _refuse_other_kinds(cls: type, arguments: Mapping[str, Any]) -> None:
-    """Return if every argument is of the kind that its plain annotation names.
+    """Raise unless every argument is of the type that its plain annotation names.
 
     A text in place of a number would otherwise be met in the middle of the first step.
 
@@ -127,7 +129,7 @@ def _refuse_other_kinds(cls: type, arguments: Mapping[str, Any]) -> None:
 
 
 def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:
-    """Return if ``value`` is one of ``accepted``.
+    """Raise unless ``value`` is one of ``accepted``.
 
     Raises:
         InvalidArgumentError: names the argument, its value and what is accepted.

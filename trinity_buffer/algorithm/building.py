@@ -1,7 +1,4 @@
-"""From a recipe to objects. The one place that decides which argument wins.
-
-How a loss takes its tensors out of a micro-batch: all are there, and somebody recorded them.
-"""
+"""From a recipe to objects. The one place that decides which argument wins."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ OF_ROLLOUTS = ("old_logprob", "rollout_logprob")
 
 
 def require_recorded(batch: Mapping[str, Any], user: Any, reads: Collection[str]) -> None:
-    """Return if every row has the log-probabilities that ``user`` reads.
+    """Raise unless every row has the log-probabilities that ``user`` reads.
 
     Who takes ``expert_mask`` reads those of the usual rows only.
 
@@ -58,8 +55,8 @@ def require_recorded(batch: Mapping[str, Any], user: Any, reads: Collection[str]
     kinds = ("usual",) if "expert_mask" in reads else ("usual", "expert")
     for uid in (unrecorded[kind] for kind in kinds if recorded and kind in unrecorded):
         raise InvalidArgumentError(
-            f"{type(user).__name__} reads {recorded[0]!r} of every row, and nobody recorded that "
-            f"of {uid} (logprob_mask tells which rows have one): store logprobs= with it, ask the "
+            f"{type(user).__name__} reads {recorded[0]!r} of every row, and none was recorded with "
+            f"{uid} (logprob_mask tells which rows have one): store logprobs= with it, ask the "
             "stream for needs=('logprobs',), which rejects such rows, or recompute_old_logprob=True"
         )
 
@@ -86,7 +83,7 @@ def needed(batch: Mapping[str, Any], key: str, user: Any) -> Tensor:
 
 
 def require_correctable(correction: str, loss: Any) -> None:
-    """Return if ``loss`` reads what an importance correction weighs, and all its rows have it.
+    """Raise unless ``loss`` reads what an importance correction weighs, and all its rows have it.
 
     Raises:
         InvalidArgumentError: it reads no advantages, or its experts' rows no log-probabilities.
@@ -203,7 +200,7 @@ class Algorithm:
         return any(used) or "ref_logprob" in self.tensors
 
     def check_schema(self, schema: str) -> None:
-        """Return if data of this schema can be trained on.
+        """Raise unless data of this schema can be trained on.
 
         Raises:
             InvalidArgumentError: the algorithm needs another one.
@@ -295,6 +292,7 @@ class Algorithm:
         self, logprob: Tensor, batch: Mapping[str, Any], layout: BatchLayout | None
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Return the divergence from the reference policy, and metrics; None if unused."""
+        # With a coefficient of 0 the divergence is still reported where a reference is there.
         unused = self.kl_loss.kl_coef == 0 and "ref_logprob" not in batch
         if self.choices["kl_loss_fn"].name == "none" or unused:
             return None
@@ -331,6 +329,7 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
     recipe = _recipe_of(kind)
+    # An explicit None means "without it", which is not the recipe's default.
     user |= {part: _none_of(part) for part in PARTS if user.get(part, part) is None}
     choices = {
         part: _choose(recipe, part, user)
@@ -395,6 +394,7 @@ def _recipe_of(kind: type[AlgorithmType]) -> Recipe:
         raise InvalidArgumentError(
             f"algorithm {kind.__name__} says neither recipe= nor default_config(): what is it?"
         )
+    # What is computed on lists of experiences runs as a strategy, before the trainer.
     stored = [n for n in ADVANTAGE_FN.names() if not ADVANTAGE_FN.get(n).compute_in_trainer()]
     return Recipe.of_config(kind.default_config(), strategies={*ADD_STRATEGY.names(), *stored})
 
@@ -403,6 +403,7 @@ def _choose(recipe: Recipe, part: str, user: Mapping[str, Any]) -> Choice:
     """Return the choice for a part that has one name."""
     own = getattr(recipe, part)
     wanted = user.get(part, own)
+    # Arguments of the recipe are tuned for its own class, not for another choice.
     from_recipe = recipe.args.get(part, {}) if wanted == own else {}
     return _chosen(part, wanted, from_recipe, user.get(f"{part}_args"))
 
@@ -413,6 +414,7 @@ def _strategies(chosen: Recipe, user: Mapping[str, Any]) -> tuple[Choice, ...]:
     wanted = user.get("add_strategy", own)
     listed: Sequence[Any] = [wanted] if isinstance(wanted, str | type) else list(wanted or ())
     args = dict(user.get("add_strategy_args") or {})
+    # The arguments of an only strategy need no name around them.
     if len(listed) == 1:
         args = {_name_of("add_strategy", listed[0]): args}
     names = [_name_of("add_strategy", strategy) for strategy in listed]
@@ -435,10 +437,12 @@ def _chosen(
     cls = REGISTRY_OF[part].get(wanted) if isinstance(wanted, str) else wanted
     name = _name_of(part, wanted)
     defaults = default_args_of(f"{part} {name!r}", cls)
+    # The order is the rule: what comes later wins.
     args = defaults | dict(recipe) | dict(own or {})
     taken = declared_arguments(cls)
     accepted = (taken.keys() | defaults.keys()) - RUN_TIME
     refuse_unknown(f"{part} {name!r}", {**recipe, **(own or {})}, accepted)
+    # Found here, by name: the constructor would name the class and a position.
     missing = [n for n in taken if taken[n] is REQUIRED and n not in args and n not in RUN_TIME]
     if missing:
         raise InvalidArgumentError(

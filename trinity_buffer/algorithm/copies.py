@@ -26,6 +26,7 @@ def original_uid(experience: Experience) -> str | None:
 
 def left_out(before: Sequence[Experience], after: Sequence[Experience]) -> list[Experience]:
     """Return those of ``given`` of which neither they nor a copy are in ``kept``."""
+    # A copy stands for its original: what was copied was not left out.
     known = {original_uid(e) or e.eid.uid for e in after} | {e.eid.uid for e in after}
     return [e for e in before if e.eid.uid not in known]
 
@@ -48,6 +49,7 @@ def fresh_task(eid: EID, taken: set[str], start: int = 1) -> tuple[str, int]:
     ``taken`` holds the ``batch/task`` ids in use and gets the new one: a copied group is a group of
     its own.
     """
+    # Counted up until free: a task of a user's own may be called task~c1.
     number = next(n for n in itertools.count(start) if f"{eid.tid}~c{n}" not in taken)
     taken.add(f"{eid.tid}~c{number}")
     return f"{eid.task}~c{number}", number

@@ -59,6 +59,7 @@ def keep(mask: Tensor, values: Tensor) -> Tensor:
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Return the sum of ``values * mask``, of all or along ``axis``; masks may be weights."""
+    # Masked before the product: 0 times NaN is NaN.
     values_inside = keep(mask, values)
     return (values_inside * mask.to(values_inside.dtype)).sum(dim=axis)
 
@@ -78,6 +79,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     Raises:
         InvalidArgumentError: too few values are selected.
     """
+    # Centred outside the mask too; the mean of the squares masks them again.
     centred = keep(mask, values) - masked_mean(values, mask)
     variance = masked_mean(centred * centred, mask)
     if not unbiased:
@@ -109,6 +111,7 @@ def row_sums(values: Tensor, layout: BatchLayout | None = None) -> Tensor:
     Summed in float64, so that both shapes give one number; and by segments rather than by
     scattering, which is not deterministic on a GPU.
     """
+    # A float32 sum depends on the order of its terms, which padding changes.
     doubled = values.double()
     if layout is None or layout.cu_seqlens is None:
         return doubled.sum(-1).to(values.dtype)
@@ -120,6 +123,7 @@ def row_sums(values: Tensor, layout: BatchLayout | None = None) -> Tensor:
 def row_means(values: Tensor, mask: Tensor, layout: BatchLayout | None = None) -> Tensor:
     """Return the masked mean of each sequence, shape ``[N]``; 0 for a fully masked one."""
     values_inside = keep(mask, values)
+    # float32 as in the reference, whose EPSILON then vanishes beside the count.
     weights = mask if mask.is_floating_point() else mask.float()
     return row_sums(values_inside * mask.to(values_inside.dtype), layout) / (
         row_sums(weights, layout) + EPSILON
@@ -130,6 +134,7 @@ def spread(rows: Tensor, like: Tensor, layout: BatchLayout | None = None) -> Ten
     """Return one value per token from one per sequence: ``[N]`` to the shape of ``like``."""
     if layout is None or layout.cu_seqlens is None:
         return rows.unsqueeze(-1).expand_as(like)
+    # output_size spares the device a wait for the sum of the lengths.
     lengths = layout.cu_seqlens.diff()
     return rows.repeat_interleave(lengths, output_size=like.shape[-1])
 
@@ -174,13 +179,16 @@ def aggregate_loss(
         layout: boundaries and denominators.
 
     Raises:
-        InvalidArgumentError: an unknown mode, or a denominator that nobody stated.
+        InvalidArgumentError: an unknown mode, or a denominator that was not given.
     """
     aggregation_mode(loss_agg_mode)
     losses = keep(mask, values)
     weights = mask.to(losses.dtype)
     if loss_agg_mode == "token-mean":
+        # The step counts its tokens exactly, so that no epsilon is needed; max() guards an empty
+        # step.
         tokens = mask.sum() + EPSILON if layout is None else max(layout.total.tokens, 1)
+        # The trainer takes the mean over ranks; the product makes a sum of it.
         return _ranks(layout) * ((losses * weights).sum() / tokens)
     if loss_agg_mode.endswith("token-mean"):
         summed = row_means(losses, mask, layout).sum()
@@ -231,6 +239,8 @@ def _constant(values: Tensor, normalizer: float | None, layout: BatchLayout | No
     if normalizer is not None:
         return normalizer
     if layout is None:
+        # The padded width, as the reference does: only without a layout, where nothing else is
+        # known.
         return values.shape[-1]
     if layout.normalizer is None:
         raise InvalidArgumentError(
@@ -252,6 +262,7 @@ def bounded_exp(values: Tensor) -> Tensor:
     For formulas that know no limit of their own. Where it holds the gradient is 0: an infinity
     would meet a 0 further up and become NaN.
     """
+    # A clamp has gradient 0 beyond its bound, where exp would give infinity.
     return values.clamp(max=math.log(torch.finfo(values.dtype).max) - 0.01).exp()
 
 

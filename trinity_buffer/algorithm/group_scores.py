@@ -58,6 +58,7 @@ def by_run(rewards: Rewards, runs: Runs | None) -> tuple[Rewards, Rewards | None
     if runs is None:
         return rewards, None
     first = first_rows(runs)
+    # The usual case. A mean over runs alone is exact; a weighted one has other last bits.
     if bool((rewards == rewards[first][runs]).all()):
         return rewards[first], None
     return rewards, 1.0 / np.bincount(runs)[runs]
@@ -81,6 +82,7 @@ def numbered(names: Sequence[object]) -> Runs | None:
 def first_rows(runs: Runs) -> Runs:
     """Return the first row of each run."""
     first = np.zeros(int(runs.max()) + 1, np.int64)
+    # Written backwards: of several rows of a run, the first one wins.
     first[runs[::-1]] = np.arange(len(runs))[::-1]
     return first
 
@@ -130,6 +132,7 @@ def variances(
     else:
         centred = rewards - means(rewards, weights)[..., np.newaxis]
         spread = (weights * centred * centred).sum(axis=-1) / (size - ddof)
+    # Relative to the rewards: an absolute floor would be wrong for rewards of 1e-3 and of 1e3.
     negligible = std_floor * np.abs(rewards).max(axis=-1)
     return np.where(spread <= negligible * negligible, 0.0, spread)
 
@@ -156,6 +159,7 @@ def scaled(centred: Rewards, std: float | Rewards, epsilon: float) -> Rewards:
 
 def divided(centred: Rewards, divisor: float | Rewards) -> Rewards:
     """Return ``centred / divisor``, zeros where that is 0."""
+    # Divided only where it is defined: np.where would still compute 0 / 0, and warn.
     nonzero = np.not_equal(divisor, 0.0)
     return np.divide(centred, divisor, out=np.zeros_like(centred), where=nonzero)
 
@@ -259,12 +263,14 @@ def baselines(
     check_baseline(kind, tau)
     if kind == "mean":
         return means(rewards, weights)
+    # Weights enter as logarithms: they are added inside the sum of exponentials.
     exponents = rewards / tau if weights is None else rewards / tau + np.log(weights)
+    # logaddexp is stable where exp(r / tau) would overflow.
     return np.asarray(tau * (np.logaddexp.reduce(exponents, axis=-1) - np.log(size)))
 
 
 def check_baseline(kind: str, tau: float) -> None:
-    """Return if ``kind`` and ``tau`` are a baseline.
+    """Raise unless ``kind`` and ``tau`` are a baseline.
 
     Raises:
         InvalidArgumentError: an unknown kind, or a temperature that is not positive.
@@ -275,7 +281,7 @@ def check_baseline(kind: str, tau: float) -> None:
 
 
 def check_scale(epsilon: float, ddof: int, std_floor: float, single_member: str) -> None:
-    """Return if the four choices of a deviation are sound.
+    """Raise unless the four options of a deviation are valid.
 
     Raises:
         InvalidArgumentError: names the one that is not.
@@ -327,6 +333,7 @@ def check_over(over: str) -> Over:
 
 def likelihood_ranks(likelihoods: Sequence[float]) -> Rewards:
     """Return each rank / n, the most likely member highest, the earlier of equals lower."""
+    # Stable, so that equal likelihoods rank alike on every machine.
     order = np.argsort(np.asarray(likelihoods, dtype=np.float64), kind="stable")
     ranks = np.empty(len(order), dtype=np.float64)
     ranks[order] = np.arange(len(order))
@@ -463,11 +470,14 @@ def _scored_by_run(
     """Yield numbers of groups, and what becomes of their rows: groups of one form at a time."""
     groups, size = rewards.shape
     counts = runs.max(axis=1) + 1
+    # One bincount over all groups needs numbers that no two groups share.
     flat = runs + np.arange(groups)[:, np.newaxis] * size
     first = np.zeros(groups * size)
+    # Backwards again: the first row of a run is what the others are compared with.
     first[flat.ravel()[::-1]] = rewards.ravel()[::-1]
     own = (rewards != first[flat]).any(axis=1)
     rows_of_run = np.bincount(flat.ravel(), minlength=groups * size)
+    # A score_groups of a user's own may take no weights.
     weighs = "weights" in inspect.signature(score).parameters
     for number in np.flatnonzero(np.bincount(counts)).tolist():
         for have_own in (False, True):
@@ -532,6 +542,7 @@ def says_all(cls: type, method: str) -> bool:
         if method in vars(base):
             return True
         own = (name for name in vars(base) if name not in _CHANGE_NOTHING)
+        # Dunders are written by dataclasses and typing, not by authors.
         if not all(name.startswith("__") and name.endswith("__") for name in own):
             return False
     return False

@@ -74,6 +74,7 @@ class ImportanceCorrection(ABC):
                 "rollouts, and old_logprob is what the rollouts recorded: set "
                 "recompute_old_logprob=True, so that the trainer computes its own before the step"
             )
+        # Weights are data. Through them the loss would learn to make its own weight small.
         with torch.no_grad():
             old, rollout = keep(action_mask, old_logprob), keep(action_mask, rollout_logprob)
             difference = log_ratio(old, rollout)

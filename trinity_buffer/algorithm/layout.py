@@ -26,7 +26,7 @@ class Totals:
         tokens: tokens with an action mask.
         sequences: rows, fully masked ones included (a pair is two rows).
         groups: distinct groups of these rows.
-        active_sequences: rows with at least one action token; None: nobody counted.
+        active_sequences: rows with at least one action token; None: not counted.
     """
 
     tokens: int
@@ -55,6 +55,7 @@ class Totals:
         """
         tokens = tokens_per_row(action_mask, cu_seqlens)
         counted = torch.ones_like(tokens, dtype=torch.bool) if rows is None else rows.bool()
+        # On the processor: distinct groups are counted by a set.
         groups = torch.arange(len(tokens)) if group_index is None else group_index.cpu()
         return cls(
             tokens=int(tokens[counted].sum()),
@@ -146,5 +147,6 @@ def tokens_per_row(action_mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     counted = (action_mask != 0).long()
     if cu_seqlens is None:
         return counted.sum(-1)
+    # Differences of a running sum: no loop over rows, and no scatter.
     running = torch.nn.functional.pad(counted.cumsum(0), (1, 0))
     return running[cu_seqlens[1:].long()] - running[cu_seqlens[:-1].long()]

@@ -60,6 +60,7 @@ class Registry(Generic[T]):
         if name not in self._classes and is_path(name):
             return self._imported(name)
         if name not in self._classes:
+            # Asked last: reading the metadata of all installed packages takes milliseconds.
             for entry in entry_points(group=self._group, name=name):
                 with self.importing(entry.value):
                     self._classes[name] = entry.load()
@@ -119,5 +120,6 @@ def is_path(name: str) -> bool:
 def _is_version_of(cls: object, known: object) -> bool:
     """Return whether ``cls`` is ``known`` written again, or a user's version of a class of ours."""
     modules = [getattr(class_, "__module__", "") for class_ in (cls, known)]
+    # By name and module: a cell that runs twice makes another class object.
     same_name = getattr(cls, "__qualname__", "") == getattr(known, "__qualname__", None)
     return same_name and (modules[0] == modules[1] or modules[1].startswith("trinity_buffer."))

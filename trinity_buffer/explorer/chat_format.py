@@ -1,6 +1,6 @@
-"""Prompts out of messages, and messages out of tokens, as a model's chat template has them.
+"""Prompts out of messages, and messages and tool calls out of tokens, by a model's chat template.
 
-Tool calls in what a model said, in the forms that the chat templates of common models teach.
+Tool calls are read in the forms that the chat templates of common models teach.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def tool_calls_in(text: str, tools: Tools, turn: int = 0) -> tuple[str, list[dic
     calls = [span for span in spans if span.name is not None]
     if not calls:
         return text, []
+    # Headers of messages are cut out with the calls.
     begins, ends = [span.begin for span in spans], [span.end for span in spans]
     pieces = zip([0, *ends], [*begins, len(text)], strict=True)
     rest = "".join(text[begin:end] for begin, end in pieces)
@@ -335,6 +336,7 @@ class ChatFormat:
         before = messages[:at]
         if rendered(self._tokenizer, before, tools) != spoken.prompt_text:
             return None
+        # A mark in place of the text shows what the template itself writes around it.
         marked = _marked(messages[at])
         turn = rendered(self._tokenizer, [*before, marked], tools, ask=False)
         whole = rendered(self._tokenizer, [*before, marked, *messages[at + 1 :]], tools)

@@ -192,6 +192,7 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
     for tool in options.get("tools") or ():
         if any(isinstance(part, Mapping) and part.get("strict") for part in (tool, *tool.values())):
             _refuse(f"tools: strict=True of {tool!r:.80}", (), remedy)
+    # Options that change probabilities are right only with log-probs taken after them.
     bent = {k: v for k, v in changes(options).items() if k in NEUTRAL}
     if bent and mode != "processed_logprobs":
         listed = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())

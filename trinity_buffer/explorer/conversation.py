@@ -134,11 +134,14 @@ class _Stretch:
         """Append what came between, which is not trained, and what the model said, which is."""
         between = turn.prompt_ids[len(self.tokens) :]
         self.begins.append(len(turn.prompt_ids))
+        # What came between belongs to others: seen by the model, and not trained.
         self.tokens += [*between, *turn.token_ids]
         self.mask += [False] * len(between) + [True] * len(turn.token_ids)
         if self.logprobs is not None and turn.logprobs is not None:
             self.logprobs += [0.0] * len(between) + list(turn.logprobs)
         else:
+            # One turn without log-probs leaves the whole experience without: zeros would be
+            # believed.
             self.logprobs = None
         self.turns.append(turn)
 

@@ -368,6 +368,7 @@ class _Explorer(ABC):
         if made:
             receipt = await self._writer.write(made)
             if self._acknowledgements is not None:
+                # After the write has returned: a line must never claim more than the store has.
                 self._acknowledgements.note(receipt)
 
     async def _seal(self, batch: _Batch, version: int | None) -> None:
@@ -431,6 +432,7 @@ class _TaskListExplorer(_Explorer):
             for batch, tasks in page.items():
                 row = rows.get(batch)
                 if row is not None and row.sealed_at is not None and self._is(row, tasks):
+                    # Sealed by anyone with other tasks under these numbers: not this list.
                     require_same_contents(batch, known, self._contents(tasks))
                     continue
                 try:
@@ -488,6 +490,7 @@ class _TaskListExplorer(_Explorer):
     async def _attempted(self, run: EID) -> list[Experience]:
         """Return the experiences of a run, which are stored; none if it is left out."""
         options, attempts = self._options, 1
+        # The slot is held between attempts: a server in trouble gets fewer requests.
         while isinstance(made := await self._attempt(run), Exception):
             is_refused = isinstance(made, RefusedRequestError)
             if attempts == options.attempts or is_refused:
@@ -521,6 +524,7 @@ class _TaskListExplorer(_Explorer):
     async def _once(self, run: EID) -> list[Experience]:
         model, version = self._newest
         try:
+            # The store is not inside: a timeout must not cut a write short.
             with anyio.fail_after(self._options.timeout_s), self._monitor.running(run):
                 awaitable = self._rollout(self._tasks[run.task], model)
                 is_async = inspect.isawaitable(awaitable)

@@ -163,6 +163,7 @@ class LocalModel:
             self._waiting.remove(asked)
 
     def _sample(self, batch: Sequence[_Asked]) -> None:
+        # Left-padded: the last position of every row is then the one to sample from.
         ids, mask = _left_padded([asked.prompt for asked in batch], self.model.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = None
@@ -187,6 +188,7 @@ class LocalModel:
 
     def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token of each row of ``[B, V]``, and its log-prob."""
+        # At temperature 0 the log-probs are those at 1, which is what a trainer would score.
         logprobs = (logits / (self._temperature or 1.0)).log_softmax(-1)
         if self._temperature:
             tokens = torch.multinomial(logprobs.exp(), 1)[:, 0]

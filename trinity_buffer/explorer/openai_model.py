@@ -128,7 +128,7 @@ class OpenAIModel:
         return await self._checked(answer, text_completion(answer, _first(answer)), before)
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self.server.close()
 
     async def _asked(self, path: str, body: dict[str, Any], max_tokens: int | None) -> Any:

@@ -46,7 +46,7 @@ class Server:
         timeout_s: of one answer.
 
     Raises:
-        InvalidArgumentError: ``url`` is none.
+        InvalidArgumentError: ``url`` is not one.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -89,6 +89,7 @@ class Server:
         self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str]
     ) -> Any:
         answer = await self._sent(method, path, body, query)
+        # Servers differ in their control endpoints: one that is not there is an answer.
         if answer.status_code == NOT_FOUND and method == "GET":
             return None
         if answer.is_error:
@@ -166,7 +167,7 @@ class Server:
         return hashlib.sha256(checksums.encode()).hexdigest()
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._client.aclose()
 
 

@@ -1,7 +1,4 @@
-"""The newest published weights: what an explorer generates with.
-
-Brings the weights that a trainer publishes to inference servers: pause, load, check, resume.
-"""
+"""Published weights: loaded into an explorer's own model, or pushed to inference servers."""
 
 from __future__ import annotations
 
@@ -123,8 +120,8 @@ async def push_weights(
     """Have ``server`` load the weights of ``policy`` and call them by its version.
 
     The server reads the folder itself, so it must see the same path. A server that fails on the
-    way, or names other weights before it is resumed, stays paused: nothing is sampled from weights
-    that nobody knows.
+    way, or names other weights before it is resumed, stays paused: nothing is sampled from
+    unknown weights.
 
     Args:
         mode: what becomes of requests under way: ``"wait"`` lets them end, ``"abort"`` ends them,
@@ -153,6 +150,7 @@ async def push_weights(
 
 
 async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -> None:
+    # Paused until the version is confirmed: no token is sampled from half-loaded weights.
     await server.post("/pause", mode=mode)
     await server.post(
         "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
@@ -300,6 +298,7 @@ async def _push_newest(
         if policy is None or (pushed is not None and policy.position == pushed.position):
             return pushed
         try:
+            # One after the other: the rest go on sampling meanwhile.
             for server in servers:
                 await push(server, policy)
         except CheckpointError:

@@ -62,6 +62,7 @@ class CheckpointedSteps:
         if step not in self._handed:
             return
         await self.stream.commit(self._handed[step], checkpoint)
+        # Steps up to the commit are in the checkpoint: nothing of them is asked for again.
         self._handed = {n: taken for n, taken in self._handed.items() if n > step}
 
 
@@ -90,6 +91,7 @@ async def checkpointed_steps(
     # One process hands the steps out, whatever ranks the trainer has.
     async with experiment.train_stream(**{"rank": 0, "world_size": 1, **options}) as stream:
         steps = CheckpointedSteps(stream, trained)
+        # The checkpoint is ahead of the store: its commit was cut short by the crash.
         if committed < seen:
             await steps.pass_over(seen)
         yield steps

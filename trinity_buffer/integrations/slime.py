@@ -78,6 +78,7 @@ class StoreDataSource:
         step = self._portal.call(self._steps.take)
         rows = self._portal.call(experiences_of, self._experiment, step.manifest)
         require_temperature(rows, getattr(self.args, "rollout_temperature", 1.0))
+        # A step holds whole groups in order, so that no sorting is needed.
         groups = groupby(rows, key=lambda row: (row.eid.batch, row.eid.task))
         return [[_sample(row) for row in group] for _, group in groups]
 

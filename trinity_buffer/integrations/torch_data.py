@@ -95,8 +95,8 @@ class StepDataset(IterableDataset[TrainStep]):
         The checkpoint is published to explorers, unless ``policy`` is another path or False.
 
         Raises:
-            StoreError: nobody iterates over the dataset, or its worker could not commit, or did not
-                say so in time: the same commit again then is the remedy, and a no-op if it did.
+            StoreError: the dataset is not being iterated over, or its worker could not commit, or
+                did not answer in time: then commit the same again, a no-op if it was done.
         """
         if self._here is not None:
             self._here.commit(step, checkpoint, policy)
@@ -124,7 +124,7 @@ class StepDataset(IterableDataset[TrainStep]):
             raise StoreError(f"commit of step {step.step}: {failure}")
 
     def _answer(self, request: int) -> str | None:
-        """Return why ``request`` failed; answers to those that nobody waits for are passed over.
+        """Return why ``request`` failed; answers to earlier requests are skipped.
 
         Raises:
             TimeoutError: there is none.
@@ -149,6 +149,7 @@ class StepDataset(IterableDataset[TrainStep]):
         if set(state) != {"step"}:
             raise InvalidArgumentError(f"state {state!r}: expected what state_dict() returned")
         self._committed = state["step"]
+        # Read by the worker when its next pass begins.
         self._go_on_after.value = NOWHERE if state["step"] is None else state["step"]
 
 

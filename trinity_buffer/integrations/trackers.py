@@ -53,6 +53,7 @@ class Trackio(Tracker):
     """
 
     def __init__(self, project: str, run: str | None = None) -> None:
+        # A named run is gone on with; without a name two runs must not become one.
         resume = "never" if run is None else "allow"
         self._run: Any = extra("trackio", "trackio").init(project=project, name=run, resume=resume)
 

@@ -168,10 +168,12 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
         lengths = batch["attention_mask"].sum(-1).tolist()
         for row, length in enumerate(lengths):
             mask = batch["action_mask"][row, :length]
+            # The first action token; a row without one keeps its last token as the completion.
             cut = int(mask.int().argmax()) if mask.any() else length - 1
             prompts.append(batch["input_ids"][row, :cut])
             for name, values in answers.items():
                 values.append(batch[name][row, cut:length])
+    # TRL pads prompts on the left and completions on the right.
     flipped = pad_sequence([ids.flip(0) for ids in prompts], batch_first=True, padding_value=pad)
     there = pad_sequence([torch.ones_like(ids).flip(0) for ids in prompts], batch_first=True)
     ids = answers.pop("input_ids")

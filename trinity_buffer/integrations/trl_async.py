@@ -98,7 +98,7 @@ class StoredRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._feeding = self._thread.submit(self._feed)
 
     def stop(self) -> None:
-        """End; a wait for a step that nobody brings ends with the stream."""
+        """End; a wait for another step ends with the stream."""
         self._stopped.set()
         self._thread.shutdown(wait=False)
 

@@ -28,8 +28,8 @@ WEIGHTS, ADAPTER = "model", "adapter_model"
 class CausalLM:
     """Makes a policy of a causal language model; `save` writes what ``from_pretrained`` reads.
 
-    Of a model with an adapter (`peft`) that is the adapter alone: whoever restores it brings the
-    base.
+    Of a model with an adapter (`peft`) that is the adapter alone: its base has to be there when
+    it is restored.
 
     Args:
         model: of transformers, or a `PeftModel` of one, perhaps in a `DistributedDataParallel`, or
@@ -99,7 +99,7 @@ class CausalLM:
     def save(self, path: str | Path) -> None:
         """Write config and weights into the new folder ``path``.
 
-        The bytes depend on the model alone; whoever commits the checkpoint makes it durable.
+        The bytes depend on the model alone; the commit of the checkpoint syncs them to the disk.
         """
         Path(path).mkdir()
         self.save_config(path)
@@ -150,6 +150,7 @@ class CausalLM:
     def _require_fresh_adapter(self) -> None:
         """Raise unless the model scores as it does without its adapter."""
         with torch.no_grad(), in_eval_mode(self._own):
+            # Low ids: every vocabulary has them.
             ids = torch.tensor([[3, 4, 5, 6, 7, 8]], device=next(self.parameters()).device)
             batch = {"input_ids": ids % (self.vocabulary or 9)}
             adapted, _ = last_hidden(self.model, batch)

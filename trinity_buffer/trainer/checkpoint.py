@@ -1,15 +1,9 @@
-"""Writing a checkpoint: by one process or by several ranks (FSDP2), at once or beside the training.
-
-Writing has two halves. The first takes what is to be kept, while nobody trains, and asks the other
-ranks; the second writes it, asks nobody, and may be another thread's.
-
-What an optimizer keeps, taken apart for a checkpoint: tensors, plain numbers, groups.
-
-The state of torch's random numbers: the processor's, and behind it that of a GPU.
-
-What a trainer keeps of a step: weights, optimizer, random numbers, manifests gone through.
+"""Checkpoints: weights, optimizer, random numbers and the manifests that the weights went through.
 
 Tensors are safetensors, everything else is JSON: a checkpoint of unknown origin cannot run code.
+One process or several ranks (FSDP2) write it, at once or beside the training. Writing has two
+halves. The first takes the tensors, between two steps, and gathers them from the other ranks; the
+second writes them, and may run in another thread.
 """
 
 from __future__ import annotations
@@ -438,7 +432,7 @@ _NAME = re.compile(r"step-\d+(-\d+)?")
 def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     """Delete the checkpoints up to ``committed``, but those of the newest ``keep`` steps.
 
-    One whose policy somebody is loading stays for now.
+    One whose policy is being loaded stays for now.
 
     Args:
         committed: the one that was committed last; it stays, those that were begun before it for
@@ -487,7 +481,7 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
 
     Raises:
-        CheckpointError: somebody removed the folder meanwhile; the disk is full, or fails; or an
+        CheckpointError: the folder was removed meanwhile; the disk is full, or fails; or an
             optimizer keeps what is neither a tensor nor a number. No folder is left.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
     """

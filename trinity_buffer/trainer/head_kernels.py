@@ -239,7 +239,7 @@ def _sample(how: ChunkMath, device: torch.device, dtype: torch.dtype) -> list[Te
     """Return what is computed of made-up products with all that a head may have."""
     rows, columns = 3, BLOCK + 16  # a full block, and a part of one
 
-    def numbers(*shape: int) -> Tensor:  # not random: nobody's generator moves
+    def numbers(*shape: int) -> Tensor:  # not random: torch's generators must not advance
         size = math.prod(shape)
         return torch.linspace(0.5, 2, size, device=device).view(shape)
 

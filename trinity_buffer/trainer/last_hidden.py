@@ -1,6 +1,6 @@
 """The last hidden states of a causal language model, and the head that makes logits of them.
 
-Nothing here imports transformers: whoever has such a model has imported it.
+Nothing here imports transformers: a caller with such a model has imported it.
 
 What a model of transformers must hold for its scores to be right, tried out on a few tokens.
 

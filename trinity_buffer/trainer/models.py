@@ -1,7 +1,4 @@
-"""The models of a trainer: those beside its policy, and what all say of a step.
-
-Which rows to look at when a model or a loss fails in a step, or would read them wrongly.
-"""
+"""The models of a trainer: what each says of a step, and which rows to look at when one fails."""
 
 from __future__ import annotations
 
@@ -144,6 +141,7 @@ def new_critic(policy: Policy) -> Critic:
 def values_of(critic: Critic, microbatch: MicroBatch) -> Tensor:
     """Return the value of every token of a micro-batch."""
     ids = microbatch["input_ids"]
+    # A rank without rows takes part in what the others compute together.
     read = microbatch if ids.numel() else stand_in(microbatch)
     values = critic.values(
         read["input_ids"], cu_seqlens=read.get("cu_seqlens"), max_seqlen=read.get("max_seqlen")
@@ -197,7 +195,7 @@ def _score(
     microbatch: MicroBatch, algorithm: Algorithm, models: Models, *, recompute_old_logprob: bool
 ) -> None:
     wanted = algorithm.tensors | _read_by_advantages(algorithm)
-    # Where nobody recorded any, both keys are absent: to compute them unasked would say that the
+    # Where none were recorded, both keys are absent: to compute them unasked would say that the
     # rollouts were made by these very weights.
     left_to_us = recompute_old_logprob or "rollout_logprob" in microbatch
     before = "old_logprob" not in microbatch and left_to_us

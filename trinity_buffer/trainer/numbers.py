@@ -1,7 +1,4 @@
-"""The numbers of a gradient step, put together from its micro-batches and ranks.
-
-What a trainer says of each gradient step.
-"""
+"""The numbers of a gradient step, of all its micro-batches and ranks, and the report of a step."""
 
 from __future__ import annotations
 
@@ -62,6 +59,7 @@ class StepNumbers:
         broken, *own = torch.stack([(~flags.all()).double().repeat(2), *pairs]).cpu().unbind()
         columns = dict(zip(own_numbers, own, strict=True))
         every = self._exchanged(broken[0], columns)
+        # A rank had a name for the first time: the columns must mean the same everywhere.
         if every[:, 0, 1].any():
             names = gather_texts(self._processes, "\n".join(columns))
             self._names = sorted({*self._names, *"\n".join(names).split("\n")} - {""})
@@ -73,6 +71,8 @@ class StepNumbers:
             if there.any():
                 numbers[name] = float(_joined(name, values[there > 0], weights[there > 0]).value)
                 if name.endswith("loss"):
+                    # Each rank's loss is scaled by the number of ranks, whose mean the optimizer
+                    # takes.
                     numbers[name] /= self._processes.world_size
         return not bool(every[:, 0, 0].any()), numbers
 

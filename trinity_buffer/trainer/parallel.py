@@ -112,7 +112,7 @@ def _all_ranks_there() -> Iterator[None]:
 
 
 class TorchProcesses(Processes):
-    """A process group of `torch.distributed`, initialised by whoever starts the ranks.
+    """A process group of `torch.distributed`, initialised by the program that starts the ranks.
 
     Args:
         group: None: the default one.
@@ -134,6 +134,7 @@ class TorchProcesses(Processes):
     @override
     def gather(self, value: Tensor) -> list[Tensor]:
         """Return ``value`` of each rank."""
+        # NCCL moves tensors of GPUs alone.
         own = value.cuda() if torch.distributed.get_backend(self._group) == "nccl" else value
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         with _all_ranks_there():
@@ -159,6 +160,7 @@ class TorchProcesses(Processes):
 def gather_texts(processes: Processes, text: str) -> list[str]:
     """Return ``text`` of each rank; every rank must call it."""
     own = text.encode()
+    # Collectives need one shape: lengths first, then texts padded to the longest.
     lengths = processes.gather(torch.tensor([len(own)]))
     padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]

@@ -82,7 +82,7 @@ class Trainable(Protocol):
         """Take the weights that `save` wrote to ``path``.
 
         Raises:
-            CheckpointError: there is no such file, it is none of these, or it is not finite.
+            CheckpointError: there is no such file, or of another model, or it is not finite.
         """
         ...
 

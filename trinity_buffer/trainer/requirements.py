@@ -193,6 +193,7 @@ def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) 
         teacher=teacher,
         expert=stream.expert_experiment,
     )
+    # Rewards may have been scored anew since: a set was computed from those of its own scoring.
     reads_rewards = algorithm.advantage is not None and algorithm.advantage.reads_rewards
     scoring = stream.scoring() if reads_rewards else None
     if scoring is not None:

@@ -87,6 +87,7 @@ class TrainerSettings:
 
     def _share_at(self, step: int) -> float:
         """Return the part of the highest rate that the schedule allows in a step."""
+        # From 1 / (n + 1) on: a rate of 0 would waste the first step.
         rising = min(1.0, step / (self.warmup_steps + 1))
         falling = (
             1.0

@@ -2,7 +2,7 @@
 
 Each rank writes a share of the tensors, whole, as transformers writes a large model: files
 ``model-00001-of-00002.safetensors`` and an index that names the file of each tensor. So any other
-number of ranks reads them, one process and an inference server too, and nobody holds more than one
+number of ranks reads them, one process and an inference server too, and no rank holds more than one
 whole tensor beside its share.
 
 Copies of what a checkpoint keeps, in the processor's memory, made beside what a GPU computes.
@@ -90,7 +90,7 @@ class HostCopies:
         self._is_pinned = True
 
     def begin(self) -> None:
-        """Begin a checkpoint: nobody reads what was taken before any more."""
+        """Begin a checkpoint; what was taken for the one before is not read any more."""
         self._block = self._used = 0
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -132,7 +132,7 @@ class HostCopies:
             stream.synchronize()
 
     def close(self) -> None:
-        """Give the memory back; nobody reads what was taken any more."""
+        """Release the memory; what was taken is not read any more."""
         self.wait()
         if self._blocks:
             self._blocks.clear()
@@ -178,6 +178,7 @@ def owners_of(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
     """
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     loads, owners = [0] * count, {}
+    # The largest first, each to the rank with the least: all ranks compute the same shares.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
         loads[rank] += sizes[name]
@@ -210,7 +211,7 @@ def whole_tensors(
 
 
 def part_like(whole: Tensor, held: Tensor) -> Tensor:
-    """Return what this rank holds of ``whole``, laid out as ``held``; nobody is asked."""
+    """Return this rank's part of ``whole``, laid out as ``held``, without communication."""
     if not is_sharded(held):
         return whole
     distribute: Any = torch.distributed.tensor.distribute_tensor
@@ -279,8 +280,8 @@ def opened(folder: Path, stem: str) -> Iterator[Tensors]:
     """Open the tensors of ``stem``, however many ranks wrote them.
 
     Raises:
-        OSError, SafetensorError: a file is missing, or is none.
-        ValueError, KeyError: the index is none.
+        OSError, SafetensorError: a file is missing or broken.
+        ValueError, KeyError: the index is broken.
     """
     index = folder / INDEX.format(stem=stem)
     single = f"{stem}.safetensors"

@@ -1,13 +1,8 @@
 """The training loop: loss, backward, step; checkpoint, commit; and where to go on after a crash.
 
-How a trainer commits: at once, or by a thread that writes the checkpoint beside the training.
-
-Which rows a loss that is not finite comes from: asked after the fact, for whoever has to look.
-
-Whether a step is skipped is decided by one flag (`Trainer`). Only then is it worth a second pass
-over the loss: its gradient with respect to every log-probability is the term of that token.
-
-The loss with which a critic is trained.
+A commit follows its checkpoint at once, or in a thread that writes it beside the training. Whether
+a step is skipped is decided by one flag. Only then is it worth a second pass over the loss, to name
+the rows: its gradient with respect to every log-probability is the term of that token.
 """
 
 from __future__ import annotations
@@ -149,7 +144,7 @@ class Commits:
         return True
 
     def look(self) -> None:
-        """Raise what went wrong beside the training; it is waited for by nobody."""
+        """Raise the error of a commit that failed beside the training; do not wait for one."""
         if self._last is not None and self._last.done():
             self.finish()
 
@@ -202,7 +197,7 @@ class Commits:
             digests=saved.digests,
         )
         keep = self._settings.keep_checkpoints
-        # Whoever took over may have gone back, and go on from what would be removed here.
+        # A trainer that took over may have gone back, to a checkpoint that would be removed here.
         if keep is not None and self._stream.leads():
             remove_old(self._settings.checkpoints, keep=keep, committed=saved.folder)
 
@@ -482,6 +477,7 @@ class Trainer:
             self._remember(step)
             if step.staleness is not None:
                 metrics["staleness"] = step.staleness
+            # After the weights have moved: it measures what the commit saves.
             metrics |= measure(step.step)
             measures = self._measured(meter, metrics)
             # Not two steps' tensors, while it is uncommitted.
@@ -546,6 +542,7 @@ class Trainer:
             parts.append({"loss": loss, **metrics})
         totals |= combined(parts, step.microbatches, self._row_metrics)
         norm = self._clipped(self.state.policy, self.state.optimizer)
+        # What decides is read in one exchange with everything that is only reported.
         deciding = [totals["loss"].value, norm]
         totals["gradient_norm"] = Number(norm)
         totals["learning_rate"] = Number(self._rate(step))

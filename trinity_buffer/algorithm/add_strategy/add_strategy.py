@@ -217,6 +217,7 @@ class GroupAdvantageStrategy(AddStrategy):
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all groups, then write them one by one, in order of first appearance."""
         share_rewards(exps, self.over)
+        # All input is examined before the first write: a refusal leaves nothing half written.
         groups = {
             group_id: self.usable(group, self.needs_of(group))
             for group_id, group in self.group_experiences(exps).items()
@@ -344,6 +345,7 @@ class GRPOAddStrategy(group_scores.DeviationOptions, RewardStrategy):
         )
         stays = None
         if self.std_threshold is not None:
+            # A group of one deviates by the made-up 1 of the reference.
             too_alike = (std <= self.std_threshold) | (size == 1)
             stays = np.broadcast_to(~too_alike[:, np.newaxis], rewards.shape)
         metrics = {"reward_mean": mean, "reward_std": std}

@@ -92,6 +92,7 @@ class AdvantageAddStrategy(AddStrategy):
 
     def _sound(self, experiences: list[Experience]) -> list[Experience]:
         """Return the experiences that can be scored; refuse the others."""
+        # By identity: experiences are compared by their content, which tensors make slow.
         useless: set[int] = set()
         for problem in self.advantage.problems(experiences):
             self.refuse(problem)

@@ -152,6 +152,7 @@ def compose(
             f"(strategies: {', '.join(classes)})"
         )
     arguments_of = {name: dict(by_name.get(name, {})) for name in classes}
+    # A stage sees only what the one before it wrote; nothing reaches the store until the last.
     staged = {name: StagedWriter() for name in classes}
     stages = [
         (n, made_of(cls, staged[n], **arguments_of[n]), staged[n]) for n, cls in classes.items()

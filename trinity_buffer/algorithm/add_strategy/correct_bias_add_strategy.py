@@ -38,7 +38,7 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
 
     @override
     def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
-        """Return the fields of GRPO, and logprobs where there is somebody to rank against."""
+        """Return the fields of GRPO, and logprobs where there is another run to rank against."""
         return (*self.needs, "logprobs") if num_runs(exps, self.over) > 1 else self.needs
 
     @override

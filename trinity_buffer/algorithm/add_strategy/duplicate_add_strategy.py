@@ -93,6 +93,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         self, informative: Sequence[Group], groups: Sequence[Group], target: int
     ) -> Iterator[Group]:
         """Yield copies of ``kept`` until ``target`` experiences are written."""
+        # Counted in experiences: groups may differ in size.
         written = sum(len(group) for group in informative)
         taken = {group[0].eid.tid for group in groups}
         shuffle = self._shuffle_of(groups)
@@ -105,6 +106,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
                 if turn > 1:
                     shuffle(queue)
             source = queue.pop()
+            # Cut only if asked to: statistics of a part of a group are others.
             room = target - written if self.exact_size else len(source)
             copied = self._copy(source[:room], turn, taken, len(groups))
             written += len(copied)

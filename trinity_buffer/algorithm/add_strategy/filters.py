@@ -175,6 +175,7 @@ class BestOfGroupAddStrategy(AddStrategy):
 
     def _stays(self, rewards: Rewards) -> NDArray[np.bool_]:
         """Return which runs are kept, by their rewards ``[k, R]``; of equal ones the earlier."""
+        # Stable: of equal rewards the earlier run, whatever the platform.
         order = np.argsort(-rewards, axis=-1, kind="stable")[:, : self.num_kept]
         stays = np.zeros(rewards.shape, np.bool_)
         np.put_along_axis(stays, order, values=True, axis=-1)

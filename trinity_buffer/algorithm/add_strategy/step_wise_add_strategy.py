@@ -70,6 +70,7 @@ class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
         """Score all tasks, then write run by run, in order of first appearance."""
         tasks = [self._sound(group_by(task, "run")) for task in group_by(exps, "task").values()]
         metrics = []
+        # A task whose runs were all refused has no statistics.
         for runs in filter(None, tasks):
             scores, of_task = self.calculate_group_advantage(
                 {run: self._last(steps) for run, steps in runs.items()}
@@ -84,6 +85,7 @@ class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
 
     def _last(self, steps: list[Experience]) -> Experience:
         """Return the step that carries the reward of its run."""
+        # By position, as in the reference: the consumer delivers runs sorted by step.
         return steps[-1] if self.last_step == "list" else max(steps, key=lambda e: e.eid.step)
 
     def _sound(self, runs: StepsByRun) -> StepsByRun:

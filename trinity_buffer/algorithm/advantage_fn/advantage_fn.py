@@ -157,7 +157,7 @@ class PipelineAdvantage(AdvantageFn):
                 yield Problem([experience], experience, problem)
 
     def check(self, exps: Sequence[Experience]) -> None:
-        """Return if all of ``exps`` can be scored.
+        """Raise unless all of ``exps`` can be scored.
 
         Raises:
             InvalidExperienceError: names the first experience and field that cannot.
@@ -219,6 +219,7 @@ class GroupAdvantage(PipelineAdvantage):
     @override
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """Score all groups; the result is ordered by group."""
+        # All rows are checked before the first is annotated.
         self.check(exps)
         scored = [
             self.calculate_group_advantage(group_id, group)

@@ -41,9 +41,11 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
         """Return the advantages, and the mask without what is dropped."""
         advantages = super().compute(rows).advantages
         change = entropy_change(rows["rollout_logprob"], rows["entropy"])
+        # Over all ranks: which tokens go must not depend on how rows are dealt.
         _, mean, variance = rows.moments(change)
         std = variance.sqrt()
         far = (change.to(mean.dtype) - mean) < -self.mu * std
+        # Good answers are never held: only what lowers a probability may be dropped.
         dropped = rows.mask & (advantages < 0) & far & (std >= NEGLIGIBLE_STD)
         metrics = clipped_fractions(dropped, advantages, rows)
         metrics |= {"ES": mean, "varS": variance}

@@ -57,6 +57,8 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
         dropped = far & (advantages <= 0)
         limit = max(int(self.max_frac * float(count)), 1)
         if float(rows.total(dropped.sum().to(torch.float64))) > self.max_frac * float(count):
+            # Tokens without an advantage do not count against the limit: dropping them changes
+            # nothing.
             dropped = (far & (advantages == 0)) | _largest(excess, far & (advantages < 0), limit)
         metrics = clipped_fractions(dropped, advantages, rows)
         return Result(advantages, advantages.clone(), metrics | {"stdD": std}, rows.mask & ~dropped)
@@ -66,6 +68,7 @@ def _largest(values: Tensor, among: Tensor, limit: int) -> Tensor:
     """Return which of ``among`` are the ``limit`` largest, as a mask."""
     chosen = torch.zeros_like(among).flatten()
     ranked = values.where(among, -torch.inf).flatten()
+    # topk fails when it is asked for more than there are.
     number = min(limit, int(among.sum()))
     chosen[ranked.topk(number).indices] = True
     return chosen.view_as(among)

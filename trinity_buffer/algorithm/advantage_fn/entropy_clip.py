@@ -39,6 +39,7 @@ def clipped_fractions(dropped: Tensor, advantages: Tensor, rows: Rows) -> dict[s
     kinds = [rows.mask, rows.mask & (advantages > 0), rows.mask & (advantages < 0)]
     dropped_of = torch.stack([(dropped & kind).sum() for kind in kinds])
     size_of = torch.stack([kind.sum() for kind in kinds])
+    # One exchange for all six counts.
     counts = rows.total(torch.stack([dropped_of, size_of]).to(torch.float32))
     every, positive, negative = counts[0] / counts[1].clamp(min=1.0)
     return {

@@ -32,7 +32,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
     """``A = A_episode + omega A_step`` on every action token of a step.
 
     ``A_episode`` compares the rewards of the runs of a task; ``A_step`` compares the discounted
-    returns of all steps that were taken in one state (an anchor), and is 0 where nobody else was.
+    returns of all steps that were taken in one state (an anchor), and is 0 where no other run was.
 
     Args:
         omega: weight of the step-level part.
@@ -150,10 +150,12 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         ordered = [_in_order(steps) for steps in runs.values()]
         for steps in ordered:
             rewards = self._rewards(steps)
+            # Undiscounted: runs are compared by what they earned, steps by what was still to come.
             totals.append(float(sum(rewards)))
             running = 0.0
             for step, reward in zip(reversed(steps), reversed(rewards), strict=True):
                 running = reward + self.gamma * running
+                # By identity: two steps of a run may be equal.
                 returns[id(step)] = running
         scores, mean, std = self._compared(totals)
         metrics = {"episode_reward_mean": mean, "episode_reward_std": std}
@@ -170,6 +172,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
             if state is not None:
                 scope = e.eid.tid if self.anchor_scope == "task" else ""
                 anchors.setdefault((scope, str(state)), []).append(e)
+        # A state that one step alone has seen has nothing to be compared with.
         shared = [group for group in anchors.values() if len(group) > 1]
         scores: Scores = {}
         for group in shared:

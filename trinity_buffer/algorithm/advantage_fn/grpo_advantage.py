@@ -116,6 +116,8 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         used = std if precomputed_std is None else float(precomputed_std)
         if alone and self.single_member == "zero":
             scores = np.zeros_like(scored)
+        # Raw scores differ even where the penalized rewards are equal: no zero for a deviation of
+        # 0.
         elif self.rank_scores == "raw":
             scores = group_scores.divided(scored - mean, used + self.epsilon)
         else:
@@ -129,6 +131,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         """Score all groups, leave out those below the threshold, copy others in their place."""
         self.check(exps)
         groups = self.group_experiences(exps)
+        # Before any group is scored: the deviation is of all of them.
         std = self._batch_std(list(groups.values())) if self.std_cal_level == "batch" else None
         scored = [self.calculate_group_advantage(name, g, std) for name, g in groups.items()]
         groups_left = [group for group, _ in scored if group]
@@ -160,6 +163,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         if not sources:
             return []
         key = f"{self.seed}/{groups[0][0].eid.tid}"
+        # Seeded by the batch: a restarted consumer draws what the first one drew.
         draw = random.choice if self.seed is None else random.Random(key).choice
         taken = {group[0].eid.tid for group in groups}
         copies = []

@@ -40,6 +40,7 @@ def divergence_gradient(student: Tensor, teacher: Tensor, weight: float) -> tupl
         return teacher - student, student - teacher
     if weight == 1.0:
         return ratio - 1.0, ratio * log_ratio - ratio + 1.0
+    # Relative to the student, so that only ratios are exponentiated.
     mixed = log_mixture(torch.zeros_like(log_ratio), log_ratio, weight)
     estimate = weight * ratio * log_ratio - mixed.exp() * mixed
     return (1.0 - weight) * mixed, estimate

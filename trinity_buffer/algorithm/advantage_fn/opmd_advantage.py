@@ -68,6 +68,7 @@ class OPMDAdvantageFn(GroupScoredAdvantage):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        # The reference finds a wrong baseline only in a group that needs one.
         if check_early:
             group_scores.check_baseline(opmd_baseline, tau)
         self.opmd_baseline = opmd_baseline

@@ -16,7 +16,7 @@ from trinity_buffer.errors import InvalidArgumentError
 
 
 def check_discount(name: str, value: float) -> None:
-    """Return if ``value`` lies in [0, 1].
+    """Raise unless ``value`` lies in [0, 1].
 
     Raises:
         InvalidArgumentError: it does not.
@@ -68,7 +68,9 @@ class PPOAdvantageFn(TrainerAdvantage):
         if not self.mask_aware:
             values = rows.raw("values")
             raw = generalized_advantages(rewards, values, self.gamma, self.lam)
+            # As the reference: whitened outside the mask too.
             return Result(masked_whiten(raw, rows.mask), raw + values)
         values = rows["values"]
         raw = generalized_advantages(rewards, values, self.gamma, self.lam, rows.mask)
+        # The critic learns unwhitened returns: their scale is that of the rewards.
         return Result(whitened(raw, rows, over=self.over).where(rows.mask, 0.0), raw + values)

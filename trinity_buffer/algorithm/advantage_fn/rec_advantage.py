@@ -62,7 +62,7 @@ class RECGroupedAdvantage(GroupAdvantage):
     def score_groups(
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> ScoredGroups:
-        """Return the scores of groups of which nobody is dropped."""
+        """Return the scores of groups of which no run is dropped."""
         mean, std = group_scores.group_moments(rewards, weights, ddof=0, std_floor=self.std_floor)
         scores = rewards - mean[:, np.newaxis]
         if self.std_normalize:
@@ -80,6 +80,7 @@ class RECGroupedAdvantage(GroupAdvantage):
         stay = self._staying(group_id, group_scores.run_means(rewards, runs))
         dropped = 1.0 - float(stay.mean())
         counts = stay if runs is None else stay[runs]
+        # Renumbered: statistics take runs from 0 on, without gaps.
         left = None if runs is None else group_scores.numbered(runs[counts].tolist())
         mean, std = group_scores.moments(
             *group_scores.by_run(rewards[counts], left), ddof=0, std_floor=self.std_floor
@@ -96,6 +97,7 @@ class RECGroupedAdvantage(GroupAdvantage):
         # Rounding may put the mean of equal rewards a little above them.
         slack = group_scores.RELATIVE_FLOOR * float(np.abs(rewards).max())
         below = np.flatnonzero(rewards < rewards.mean() - slack)
+        # So many must go until as many are below the mean as not.
         surplus = 2 * len(below) - len(rewards)
         if self.drop == "balance" and surplus > 0:
             draw = random if self.seed is None else random.Random(f"{self.seed}/{group_id}")

@@ -36,5 +36,6 @@ class REMAXAdvantageFn(TrainerAdvantage):
             returns = discounted_returns(rows.raw("token_level_rewards"), 1.0, rows.mask)
         else:
             returns = discounted_returns(rows["token_level_rewards"], 1.0)
+        # One greedy answer per row, and so one baseline for all of its tokens.
         baselines = rows.per_row("reward_baselines").to(returns.dtype).unsqueeze(-1)
         return Result(returns - baselines.where(rows.mask, 0.0), returns)

@@ -1,9 +1,4 @@
-"""The trainer's door: one view of a batch, whatever its names and layout, and the way back.
-
-Rows of a batch, scored group by group: the arithmetic of lists at the trainer's door.
-
-Batches of other trainers as mappings.
-"""
+"""One view of a trainer's batch, whatever its names and layout, and the way back."""
 
 from __future__ import annotations
 
@@ -124,6 +119,7 @@ class Rows:
 
     def scores(self) -> Tensor:
         """Return the sum of all token-level rewards of each row, float64, shape ``(B,)``."""
+        # All tokens, not the action tokens: an environment may pay on a token of its own.
         return self._columns.rows("token_level_rewards").to(torch.float64).sum(-1)
 
     def groups(self) -> list[list[int]]:
@@ -170,9 +166,11 @@ class Rows:
         weight ``(B, 1)``, if there are some.
         """
         chosen = self.mask if mask is None else mask
+        # float64: a variance is a small difference of large sums.
         masked = values.to(torch.float64).where(chosen, 0.0)
         if weights is None:
             count = self.total(chosen.sum().to(torch.float64))
+            # Two passes, two exchanges: the one-pass formula loses the digits of a small variance.
             mean = self.total(masked.sum()) / count.clamp(min=1.0)
             squares = self.total((masked - mean).square().where(chosen, 0.0).sum())
         else:
@@ -184,7 +182,7 @@ class Rows:
 
 
 class ProtoBatch(MutableMapping[str, Any]):
-    """A view of a ``DataProto`` of verl: its tensors, and behind them what is none."""
+    """A view of a ``DataProto`` of verl: its tensors, then its other columns."""
 
     def __init__(self, proto: Any) -> None:
         self._parts = (proto.batch, proto.non_tensor_batch)

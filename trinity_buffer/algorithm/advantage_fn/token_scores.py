@@ -28,7 +28,9 @@ def discounted_returns(rewards: Tensor, gamma: float, mask: Tensor | None = None
             returns[..., t] = running
             continue
         acts = mask[..., t]
+        # A reward outside the mask waits for the action before it.
         pending = here.where(~acts, 0.0)
+        # Where nothing is acted no time passes: neither discount nor reward.
         running = (here + gamma * running).where(acts, running)
         returns[..., t] = running.where(acts, 0.0)
     return returns

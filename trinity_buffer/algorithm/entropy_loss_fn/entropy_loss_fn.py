@@ -99,6 +99,7 @@ class MixEntropyLossFn(EntropyLossFn):
             # Rows leave the batch, so that a mean over sequences does not count them.
             usual = ~expert_mask.bool().reshape(len(expert_mask), -1).any(-1)
             return super().__call__(entropy[usual], action_mask[usual], None, loss_agg_mode)
+        # With a layout the shape stays, and the denominator is the step's count of usual rows.
         mask = action_mask * ~mask_of_rows(expert_mask, entropy, layout)
         return super().__call__(entropy, mask, None, loss_agg_mode, layout=layout.part("usual"))
 

@@ -128,7 +128,9 @@ class KLFn(ABC):
             keep(mask, _tensor(columns, "old_log_probs", "old_logprob")),
             keep(mask, _tensor(columns, "ref_log_prob", "ref_logprob")),
         )
+        # Masked again: an estimator of a user's own need not be 0 at 0.
         kl = keep(mask, kl) * mask.to(kl.dtype)
+        # The penalty is by the coefficient that the step began with; it adapts afterwards.
         columns["token_level_rewards"] = scores - self.kl_coef * kl
         rows = row_means(kl, mask.to(kl.dtype), layout)
         current = rows.mean()
@@ -148,6 +150,7 @@ class KLFn(ABC):
         """
         if not self.adaptive or self.target_kl is None or self.horizon is None:
             return
+        # Bounded to a fifth: one odd step must not swing the coefficient.
         error = min(max(float(current_kl) / self.target_kl - 1.0, -0.2), 0.2)
         self.kl_coef *= 1.0 + error * batch_size / self.horizon
 
@@ -233,6 +236,7 @@ class LowVarKLFn(KLFn):
     ) -> Tensor:
         """Return the limited k3."""
         log_ratio = (ref_logprob - logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        # k3 grows as exp: without the second cut a single token outweighs the loss.
         return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
 
 
@@ -265,6 +269,7 @@ class CorrectedK3Fn(K3Fn):
         kl = super().calculate_kl(logprob, ref_logprob)
         if old_logprob is None:
             return kl
+        # Cut at 2: the weight of a token that has become likely is unbounded.
         return kl * bounded_exp(logprob - old_logprob).clamp(0.0, 2.0)
 
 

@@ -66,7 +66,9 @@ class SFTPhiLossFn(LikelihoodLossFn):
         """Return the negative log-likelihoods, weighted by how undecided the policy is."""
         probability = bounded_exp(logprob.detach())
         if self.cutoff_prob < 1.0:
+            # Beyond the cut-off the gradient of a clamp is 0, and the value stays finite.
             logprob = logprob.clamp(max=math.log(self.cutoff_prob))
+        # phi is 0 for certain tokens of both kinds: known by heart, and out of reach.
         return -probability * (1.0 - probability) * logprob
 
 
@@ -113,6 +115,7 @@ class MIXCHORDPolicyLossFn(TwoKindsLossFn):
         progress = ((at - warmup) / max(decay, 1)).clamp(0.0, 1.0)
         cosine = 0.5 * (1.0 + torch.cos(math.pi * progress))
         falling = self.mu_valley + (self.mu_peak - self.mu_valley) * cosine
+        # Branch-free: a compiled loss cannot branch on a tensor.
         settled = torch.where(at >= warmup + decay, self.mu_valley, falling)
         return torch.where(at < warmup, rising, settled)
 
@@ -141,6 +144,7 @@ class MIXCHORDPolicyLossFn(TwoKindsLossFn):
             "advantages": advantages,
         }
         usual, expert, metrics = self.parts(tensors, expert_mask, layout)
+        # The shares are float64; the loss keeps the dtype of its parts.
         loss = (1.0 - mu).to(usual) * usual + mu.to(expert) * expert
         return loss, detached({**metrics, "loss": loss, "mu": mu})
 

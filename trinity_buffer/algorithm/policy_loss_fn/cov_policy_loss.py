@@ -22,6 +22,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 
 def covariances(logprob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return ``(A - mean A) (logprob - mean logprob)`` per token; means of the micro-batch."""
+    # A covariance chooses tokens; no gradient may flow through the choice.
     logprob = logprob.detach()
     centred = advantages - masked_mean(advantages, mask)
     return centred * (logprob - masked_mean(logprob, mask))
@@ -29,8 +30,10 @@ def covariances(logprob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 def chosen_tokens(scores: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tensor:
     """Return where the best ``share`` of all masked tokens is, at least one, eligible ones only."""
+    # On the device: an int() here would wait for it in every micro-batch.
     wanted = (mask.sum() * share).floor().clamp(min=1.0)
     order = torch.where(eligible, scores, -torch.inf).flatten().argsort(descending=True)
+    # The rank of each token; topk would need the number wanted as a Python int.
     rank = order.argsort()
     return (rank < wanted).reshape(scores.shape) & eligible
 
@@ -83,6 +86,7 @@ class ClipCovLossFn(TokenLossFn):
         clipped = clipped_objective(ratio, advantages, self.low, self.high)
         covariance = covariances(logprob, advantages, mask)
         between = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub)
+        # Tokens that PPO clips learn nothing already.
         eligible = between & (clipped <= plain) & (mask != 0)
         # Random ranks choose among the eligible ones.
         held = chosen_tokens(torch.rand_like(covariance), eligible, self.clip_cov_ratio, mask)

@@ -63,11 +63,14 @@ class DPOLossFn(PolicyLossFn):
     ) -> LossAndMetrics:
         """Return the loss; inputs ``[2 x pairs, T]``, or ``[T]`` packed."""
         ratios = keep(action_mask, logprob) - keep(action_mask, ref_logprob)
+        # Summed, not averaged: the likelihood of an answer is the product over its tokens.
         rewards = self.beta * row_sums(ratios * action_mask.to(ratios), layout)
         chosen, rejected = self._pairs(rewards, layout)
         margin = chosen - rejected
         right, wrong = 1.0 - self.label_smoothing, self.label_smoothing
+        # logsigmoid, since log(sigmoid(x)) is -inf for large negative margins.
         losses = -right * logsigmoid(margin) - wrong * logsigmoid(-margin)
+        # A step counts rows, and two of them are a pair.
         loss = aggregate_rows(losses, layout, rows_per_value=2)
         metrics = {
             "chosen_reward": chosen.mean(),

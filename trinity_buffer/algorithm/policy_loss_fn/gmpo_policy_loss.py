@@ -58,7 +58,10 @@ class GMPOLossFn(PolicyLossFn):
         advantages = keep(action_mask, advantages)
         difference = keep(action_mask, logprob) - keep(action_mask, old_logprob)
         upper, lower = difference.clamp(max=self.high), difference.clamp(min=-self.low)
+        # Only the direction in which the advantage pushes is clipped, as in PPO's pessimistic
+        # bound.
         clipped = torch.where(advantages > 0, upper, lower)
+        # The mean of log-ratios is the logarithm of the geometric mean.
         ratio = bounded_exp(row_means(clipped, action_mask, layout))
         loss = aggregate_rows(-row_means(advantages, action_mask, layout) * ratio, layout)
         metrics = {

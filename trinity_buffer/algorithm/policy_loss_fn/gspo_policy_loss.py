@@ -57,6 +57,7 @@ class GSPOLossFn(TokenLossFn):
         """Return the clipped objective of the sequence's ratio."""
         logprob, old_logprob, advantages, mask, layout, _ = tokens
         difference = (logprob - old_logprob).detach()
+        # The mean, not the sum: otherwise long sequences would always be clipped.
         log_ratios = row_means(difference, mask, layout)
         own = logprob - logprob.detach()  # 0, with the gradient of the token
         ratio = bounded_exp(own + spread(log_ratios, logprob, layout))

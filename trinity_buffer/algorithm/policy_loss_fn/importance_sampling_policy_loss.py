@@ -26,6 +26,7 @@ class ImportanceSamplingLossFn(TokenLossFn):
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return the weighted advantages."""
+        # Cut to ± 20 before exp: one wild token would otherwise be the whole step.
         difference = log_ratio(tokens.logprob, tokens.old_logprob)
         ratio = difference.exp()
         metrics = {"ratio/mean": tokens.mean(ratio), "approx_kl": tokens.mean(-difference)}

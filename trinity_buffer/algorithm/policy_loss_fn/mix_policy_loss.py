@@ -62,6 +62,7 @@ class RowScales:
     def of(self, rows: int, all_rows: int, *, expert: bool) -> float:
         """Return what the loss of ``rows`` out of ``all_rows`` is multiplied by."""
         batch = self.train_batch_size_expert if expert else self.train_batch_size_usual
+        # As the reference divides: whole rows for each GPU.
         per_gpu = batch // self.ngpus_trainer
         if self.use_dynamic_bsz:
             per_row = (self.ppo_mini_batch_size // self.ngpus_trainer) / all_rows / per_gpu
@@ -144,6 +145,7 @@ class TwoKindsLossFn(PolicyLossFn):
         if layout is not None:
             mask = tensors["action_mask"]
             expert = mask_of_rows(expert_mask, tensors["logprob"], layout)
+            # Masked rather than taken out: the shape stays, and so do compiled graphs.
             ours = {**tensors, "action_mask": mask * ~expert}
             theirs = {"logprob": tensors["logprob"], "action_mask": mask * expert}
             usual_loss, usual_metrics = self.usual(**ours, layout=layout.part("usual"))

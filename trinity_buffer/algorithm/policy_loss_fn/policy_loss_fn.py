@@ -135,6 +135,7 @@ class PolicyLossFn(ABC):
     def default_args(cls) -> dict[str, Any]:
         """Return the constructor's arguments for a configuration: signature, then `tuned`."""
         arguments = default_arguments(cls, leave_out={"backend", *cls.run_time})
+        # None stands for "not given", which no configuration has to say.
         return {name: value for name, value in arguments.items() if value is not None} | dict(
             cls.tuned
         )
@@ -160,6 +161,7 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
     def translated(self: PolicyLossFn, *args: Any, **tensors: Any) -> LossAndMetrics:
         theirs = BACKEND_NAMES[self.backend]
         ours = {name: ours for ours, name in theirs.items()}
+        # Ours and the backend's names may be mixed: a trainer adds columns of its own.
         by_our_name = {ours.get(name, name): value for name, value in tensors.items()}
         owner = type(self).__name__
         for name in by_our_name:
@@ -169,6 +171,7 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
                     f"{owner} takes no tensor {name!r}{did_you_mean(name, known)} "
                     f"(it takes: {', '.join(known)})"
                 )
+        # Checked by name here: Python would name the parameter, not the backend's tensor.
         for name in required[len(args) :]:
             if name not in by_our_name:
                 raise TypeError(

@@ -69,6 +69,7 @@ class PPOPolicyLossFn(TokenLossFn):
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return the clipped objective, bounded where the advantage is negative."""
         logprob, old_logprob, advantages, mask, layout, _ = tokens
+        # A ratio of 1 whose gradient is that of the log-probability: plain policy gradient.
         old = logprob.detach() if self.fallback_to_policy_gradient else old_logprob
         difference = log_ratio(logprob, old)
         ratio = difference.exp()

@@ -123,6 +123,7 @@ class RECPolicyLossFn(TokenLossFn):
             case "two-side":
                 return inside(ratio, low, high)
             case _:
+                # Outside the ring only updates that lead back to it are let through.
                 up = (advantages >= 0) & (ratio <= 1.0 - self.low_prime)
                 down = (advantages <= 0) & (ratio >= 1.0 + self.high_prime)
                 return inside(ratio, low, high) | up | down

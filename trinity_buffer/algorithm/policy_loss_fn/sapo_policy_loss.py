@@ -64,6 +64,7 @@ class SAPOPolicyLossFn(TokenLossFn):
         ratio = bounded_exp(difference)
         gate = self.soft_gate_function(ratio, tokens.advantages)
         if self.detach_gate:
+            # The reference differentiates the log-probability alone, and so weighs by f, not by f'.
             losses = -gate.detach() * tokens.advantages * tokens.logprob
         else:
             losses = -gate * tokens.advantages

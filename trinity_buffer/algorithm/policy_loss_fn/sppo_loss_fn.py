@@ -37,6 +37,7 @@ class sPPOPolicyLossFn(TokenLossFn):  # noqa: N801 - the documented name
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return the weighted log-ratios inside the region."""
         difference = tokens.logprob - tokens.old_logprob
+        # The region is decided by data: its edge must not contribute a gradient.
         ratio = bounded_exp(difference.detach())
         within = inside(ratio, 1.0 / (1.0 + self.epsilon), 1.0 + self.epsilon).to(ratio)
         losses = -tokens.advantages * difference * within

@@ -41,8 +41,10 @@ class TOPRPolicyLossFn(TokenLossFn):
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return the weighted log-probabilities."""
+        # Detached: alpha weighs the update and is no part of it.
         ratio = bounded_exp((tokens.logprob - tokens.old_logprob).detach())
         failed = tokens.advantages <= self.advantage_threshold
+        # Cut at 1: a failure that has become likely must not be pushed down ever harder.
         alpha = torch.where(failed, ratio.clamp(0.0, 1.0), 1.0)
         losses = -alpha * tokens.advantages * tokens.logprob
         return losses, {"avg_alpha": tokens.mean(alpha), "avg_ratio": tokens.mean(ratio)}

@@ -66,6 +66,7 @@ class MixSampleStrategy(SampleStrategy):
     @override
     def plan(self, step: int, size: int) -> SamplePlan:
         """Return how ``size`` units are divided."""
+        # Rounded up: a small step still has an expert's row.
         expert = math.ceil(self.expert_data_ratio * size)
         return SamplePlan(size - expert, expert)
 
@@ -112,6 +113,7 @@ class MixSampleStrategy(SampleStrategy):
 def as_expert(experience: Experience) -> None:
     """Give an expert's experience the columns of a rollout, all 0."""
     size = experience.response_length
+    # Columns of zeros, so that both kinds collate into one batch; the loss masks them.
     experience.reward = 0.0
     for name in ("logprobs", "advantages", "returns"):
         setattr(experience, name, torch.zeros(size, dtype=torch.float32))

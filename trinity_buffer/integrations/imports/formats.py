@@ -222,7 +222,7 @@ class Imported:
 def require_readable(
     name: str, path: Path, *, tokenizer: Path | None = None, skip_bad_lines: bool = False
 ) -> None:
-    """Return if what goes in first can be read and stored: asked before a store is made for it.
+    """Raise unless what goes in first can be read and stored: asked before a store is made for it.
 
     Raises:
         InvalidArgumentError: nothing is there, or what is there is not of the format ``name``.
@@ -281,6 +281,7 @@ async def _written(
     writer, done = experiment.writer(actor=actor), Imported(left_out=rows.left_out)
     batches: dict[Key, None] = {}
     try:
+        # Pages of one write each: a file may be larger than memory.
         while page := list(islice(placed, PER_WRITE)):
             receipt = await _stored(writer, page)
             done.written += receipt.written

@@ -88,6 +88,7 @@ def _branches(episode: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, Pa
             continue
         nodes = trace["nodes"]
         parents = {node.get("parent") for node in nodes}
+        # A trace is a tree of messages: each path to a leaf was sampled as one text.
         leaves = [at for at in range(len(nodes)) if at not in parents]
         for index, leaf in enumerate(leaves):
             path: Path_ = []
@@ -109,6 +110,7 @@ def _experience(
 ) -> Experience:
     ids = [value for node in nodes for value in node["token_ids"]]
     mask = [value for node in nodes for value in node["mask"]]
+    # A prompt has at least one token, without which the first could not be scored.
     start = max(mask.index(True), 1)
     messages = [node["message"] for node in nodes]
     only_texts(messages)
@@ -131,7 +133,7 @@ def _experience(
 
 
 def _spread(nodes: Path_) -> list[float]:
-    """Return a log-probability for each token: 0 for what nobody sampled."""
+    """Return a log-probability for each token: 0 for what was not sampled."""
     values: list[float] = []
     for node in nodes:
         sampled = iter(node.get("logprobs") or [])

@@ -1,4 +1,4 @@
-"""Texts and conversations as token ids, by the tokenizer that somebody names."""
+"""Texts and conversations as token ids, by the tokenizer that the user names."""
 
 from __future__ import annotations
 

@@ -69,6 +69,7 @@ def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
     seen: dict[tuple[Any, ...], int] = {}
     for experience in experiences:
         place = (experience.eid.batch, experience.eid.task, experience.eid.run, experience.eid.step)
+        # Trinity tells them apart by a random suffix; importing twice must give the same address.
         number = seen[place] = seen.get(place, -1) + 1
         experience.eid = EID(*place, f"a{number}" if number else "")
         yield experience
