@@ -185,7 +185,7 @@ class SFTAlgorithm(AlgorithmType):
     can_balance_batch: bool = True
     use_rollout: bool = False
     schema: str = "sft"
-    recipe: ClassVar[Recipe] = Recipe(policy_loss_fn="sft", entropy_loss_fn="none")
+    recipe = Recipe(policy_loss_fn="sft", entropy_loss_fn="none")
 
 
 @ALGORITHM_TYPE.register_module("cpt")
@@ -204,7 +204,7 @@ class PPOAlgorithm(AlgorithmType):
     compute_advantage_in_trainer: bool = True
     can_balance_batch: bool = True
     schema: str = "experience"
-    recipe: ClassVar[Recipe] = Recipe(advantage_fn="ppo", kl_loss_fn="k2", rollouts_per_group=1)
+    recipe = Recipe(advantage_fn="ppo", kl_loss_fn="k2", rollouts_per_group=1)
 
 
 class _GroupRelative(AlgorithmType):
@@ -221,7 +221,7 @@ class _GroupRelative(AlgorithmType):
 class GRPOAlgorithm(_GroupRelative):
     """Group-relative policy optimization (arXiv:2402.03300)."""
 
-    recipe: ClassVar[Recipe] = Recipe(add_strategy=("grpo",), kl_loss_fn="k2", rollouts_per_group=2)
+    recipe = Recipe(add_strategy=("grpo",), kl_loss_fn="k2", rollouts_per_group=2)
 
 
 @ALGORITHM_TYPE.register_module("dapo")
@@ -232,7 +232,7 @@ class DAPOAlgorithm(_GroupRelative):
     """
 
     use_reference: bool = False
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("dapo_dynamic_sampling", "grpo"),
         rollouts_per_group=16,
         args={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.28}},
@@ -244,9 +244,7 @@ class ReinforcePlusPlusAlgorithm(_GroupRelative):
     """REINFORCE with advantages whitened over the whole step (arXiv:2501.03262)."""
 
     compute_advantage_in_trainer: bool = True
-    recipe: ClassVar[Recipe] = Recipe(
-        advantage_fn="reinforceplusplus", kl_loss_fn="k2", rollouts_per_group=2
-    )
+    recipe = Recipe(advantage_fn="reinforceplusplus", kl_loss_fn="k2", rollouts_per_group=2)
 
 
 @ALGORITHM_TYPE.register_module("rloo")
@@ -254,14 +252,14 @@ class RLOOAlgorithm(_GroupRelative):
     """REINFORCE leave-one-out (arXiv:2402.14740)."""
 
     compute_advantage_in_trainer: bool = True
-    recipe: ClassVar[Recipe] = Recipe(advantage_fn="rloo", kl_loss_fn="k2", rollouts_per_group=2)
+    recipe = Recipe(advantage_fn="rloo", kl_loss_fn="k2", rollouts_per_group=2)
 
 
 @ALGORITHM_TYPE.register_module("opmd")
 class OPMDAlgorithm(_GroupRelative):
     """Online policy mirror descent (arXiv:2501.12599)."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("opmd",), policy_loss_fn="opmd", kl_loss_fn="k2", rollouts_per_group=2
     )
 
@@ -271,7 +269,7 @@ class AsymREAlgorithm(_GroupRelative):
     """Asymmetric REINFORCE (arXiv:2506.20520); no reference policy."""
 
     use_reference: bool = False
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("asymre",),
         policy_loss_fn="opmd",
         entropy_loss_fn="none",
@@ -289,14 +287,14 @@ class DPOAlgorithm(AlgorithmType):
     can_balance_batch: bool = False
     use_rollout: bool = False
     schema: str = "dpo"
-    recipe: ClassVar[Recipe] = Recipe(policy_loss_fn="dpo", kl_loss_fn="k2", rollouts_per_group=1)
+    recipe = Recipe(policy_loss_fn="dpo", kl_loss_fn="k2", rollouts_per_group=1)
 
 
 @ALGORITHM_TYPE.register_module("topr")
 class TOPRAlgorithm(_GroupRelative):
     """Tapered off-policy REINFORCE (arXiv:2503.14286)."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("reinforce",), policy_loss_fn="topr", kl_loss_fn="k2", rollouts_per_group=2
     )
 
@@ -305,7 +303,7 @@ class TOPRAlgorithm(_GroupRelative):
 class CISPOAlgorithm(_GroupRelative):
     """Clipped importance weights that keep every token's gradient (arXiv:2506.13585)."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("grpo",), policy_loss_fn="cispo", kl_loss_fn="k2", rollouts_per_group=2
     )
 
@@ -314,7 +312,7 @@ class CISPOAlgorithm(_GroupRelative):
 class GSPOAlgorithm(_GroupRelative):
     """Importance ratios of whole sequences (arXiv:2507.18071)."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("grpo",), policy_loss_fn="gspo", kl_loss_fn="k2", rollouts_per_group=2
     )
 
@@ -323,7 +321,7 @@ class GSPOAlgorithm(_GroupRelative):
 class SAPOAlgorithm(_GroupRelative):
     """A smooth gate in place of hard clipping (arXiv:2511.20347)."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("grpo",), policy_loss_fn="sapo", kl_loss_fn="k2", rollouts_per_group=2
     )
 
@@ -332,7 +330,7 @@ class SAPOAlgorithm(_GroupRelative):
 class MIXAlgorithm(_GroupRelative):
     """The policy's own data with GRPO and an expert's with SFT, in one step."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("grpo",),
         sample_strategy="mix",
         policy_loss_fn="mix",
@@ -346,7 +344,7 @@ class MIXAlgorithm(_GroupRelative):
 class MIXCHORDAlgorithm(_GroupRelative):
     """MIX with a schedule for its weight, and tokens weighted by doubt (arXiv:2508.11408)."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("grpo",),
         sample_strategy="mix",
         policy_loss_fn="mix_chord",
@@ -361,7 +359,7 @@ class RAFTAlgorithm(_GroupRelative):
     """Supervised fine-tuning on the best answer of each group (arXiv:2304.06767)."""
 
     use_reference: bool = False
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("best_of_group",),
         policy_loss_fn="sft",
         entropy_loss_fn="none",
@@ -374,7 +372,7 @@ class sPPOAlgorithm(_GroupRelative):  # noqa: N801 (the documented name)
     """PPO's clipping, on the logarithm of the ratio; no reference policy."""
 
     use_reference: bool = False
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("opmd",), policy_loss_fn="sppo", entropy_loss_fn="none", rollouts_per_group=2
     )
 
@@ -383,7 +381,7 @@ class sPPOAlgorithm(_GroupRelative):  # noqa: N801 (the documented name)
 class RECAlgorithm(_GroupRelative):
     """Group-relative REINFORCE with a choice of clipping and weights (arXiv:2509.24203)."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("rec",), policy_loss_fn="rec", kl_loss_fn="k2", rollouts_per_group=2
     )
 
@@ -392,16 +390,14 @@ class RECAlgorithm(_GroupRelative):
 class MultiStepGRPOAlgorithm(_GroupRelative):
     """GRPO for rollouts of several steps: the last step's reward scores all."""
 
-    recipe: ClassVar[Recipe] = Recipe(
-        add_strategy=("step_wise_grpo",), kl_loss_fn="k2", rollouts_per_group=8
-    )
+    recipe = Recipe(add_strategy=("step_wise_grpo",), kl_loss_fn="k2", rollouts_per_group=8)
 
 
 @ALGORITHM_TYPE.register_module("gigpo")
 class GiGPOAlgorithm(_GroupRelative):
     """Group-in-group policy optimization (arXiv:2505.10978)."""
 
-    recipe: ClassVar[Recipe] = Recipe(
+    recipe = Recipe(
         add_strategy=("gigpo",),
         kl_loss_fn="k2",
         rollouts_per_group=8,
@@ -415,9 +411,7 @@ class OnPolicyDistillAlgorithm(_GroupRelative):
 
     use_reference: bool = False
     compute_advantage_in_trainer: bool = True
-    recipe: ClassVar[Recipe] = Recipe(
-        advantage_fn="on_policy_distill", entropy_loss_fn="none", rollouts_per_group=8
-    )
+    recipe = Recipe(advantage_fn="on_policy_distill", entropy_loss_fn="none", rollouts_per_group=8)
 
 
 @ALGORITHM_TYPE.register_module("jsd")
@@ -426,9 +420,7 @@ class JSDAlgorithm(_GroupRelative):
 
     use_reference: bool = False
     compute_advantage_in_trainer: bool = True
-    recipe: ClassVar[Recipe] = Recipe(
-        advantage_fn="jsd", entropy_loss_fn="none", rollouts_per_group=8
-    )
+    recipe = Recipe(advantage_fn="jsd", entropy_loss_fn="none", rollouts_per_group=8)
 
 
 @ALGORITHM_TYPE.register_module("grpo_verl")
@@ -436,6 +428,4 @@ class GRPOverlAlgorithm(_GroupRelative):
     """GRPO whose advantages the trainer computes."""
 
     compute_advantage_in_trainer: bool = True
-    recipe: ClassVar[Recipe] = Recipe(
-        advantage_fn="grpo_verl", kl_loss_fn="k2", rollouts_per_group=2
-    )
+    recipe = Recipe(advantage_fn="grpo_verl", kl_loss_fn="k2", rollouts_per_group=2)

@@ -179,6 +179,11 @@ class Algorithm:
         return frozenset(self.policy_loss.select_keys)
 
     @property
+    def reads(self) -> frozenset[str]:
+        """Names of the tensors that the policy loss and the advantage function read."""
+        return self.tensors | frozenset(() if self.advantage is None else self.advantage.tensors)
+
+    @property
     def needs_advantages(self) -> bool:
         """Whether the data must come with advantages: the loss wants them, the trainer has none."""
         return "advantages" in self.tensors and self.advantage is None

@@ -10,11 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from trinity_buffer.errors import (
-    InferenceServerError,
-    InvalidArgumentError,
-    RefusedRequestError,
-)
+from trinity_buffer.errors import InferenceServerError, InvalidArgumentError, RefusedRequestError
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.lazy import extra
 

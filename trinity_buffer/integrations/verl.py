@@ -225,7 +225,7 @@ def _plain(value: Any) -> Any:
 
 def _put(rows: Sequence[Experience]) -> KVBatchMeta:
     """Put the trajectories of ``rows`` into TransferQueue, as verl's agent loop would."""
-    # verl addresses rows by text: batch, run and step are unique within a step of training.
+    # verl addresses trajectories by these texts: of two equal ones the first would be lost.
     keys = [f"{row.eid.batch}_{row.eid.run}_{row.eid.step}" for row in rows]
     if len(set(keys)) < len(keys):
         raise InvalidArgumentError("verl takes each trajectory once: use a strategy without copies")

@@ -400,9 +400,6 @@ def _head_of(model: Any) -> tuple[nn.Linear, OutputHead]:
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)
-    return layer, OutputHead(whole(layer.weight), _whole_bias(layer), scale, cap)
-
-
-def _whole_bias(layer: nn.Linear) -> Tensor | None:
     bias: Tensor | None = layer.bias
-    return None if bias is None else whole(bias)
+    bias = None if bias is None else whole(bias)
+    return layer, OutputHead(whole(layer.weight), bias, scale, cap)

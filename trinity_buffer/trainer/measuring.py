@@ -64,7 +64,7 @@ class StepMeter:
         if not ids.numel():
             return
         mask = microbatch["action_mask"]
-        ratio = _ratio(microbatch, scores.logprob, mask)
+        ratio = _difference(microbatch, "old_logprob", scores.logprob).where(mask, 0.0).exp()
         gap = _difference(microbatch, "rollout_logprob", scores.logprob).abs()
         per_token = {
             "tokens": mask,
@@ -147,10 +147,6 @@ def _difference(microbatch: MicroBatch, name: str, logprob: Tensor) -> Tensor:
         return difference
     there = recorded.to(difference.device)[rows_of_tokens(microbatch)].view_as(difference)
     return difference.where(there, torch.nan)
-
-
-def _ratio(microbatch: MicroBatch, logprob: Tensor, mask: Tensor) -> Tensor:
-    return _difference(microbatch, "old_logprob", logprob).where(mask, 0.0).exp()
 
 
 def _clipped(microbatch: MicroBatch, weight: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def prepare(
 def _score(
     microbatch: MicroBatch, algorithm: Algorithm, models: Models, *, recompute_old_logprob: bool
 ) -> None:
-    wanted = algorithm.tensors | _read_by_advantages(algorithm)
+    wanted = algorithm.reads
     # Where none were recorded, both keys are absent: to compute them unasked would say that the
     # rollouts were made by these very weights.
     left_to_us = recompute_old_logprob or "rollout_logprob" in microbatch
@@ -230,10 +230,6 @@ def _necs(policy: Policy, microbatch: MicroBatch) -> Tensor:
         )
     necs: Tensor = changes(microbatch)
     return necs.where(microbatch["action_mask"], 0.0)
-
-
-def _read_by_advantages(algorithm: Algorithm) -> frozenset[str]:
-    return frozenset(() if algorithm.advantage is None else algorithm.advantage.tensors)
 
 
 def _penalize(

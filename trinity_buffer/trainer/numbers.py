@@ -188,6 +188,7 @@ def report_of(
     metrics: dict[str, float],
     begin: float,
     *,
+    measures: StepMeasures | None,
     committed: bool,
     skipped: bool,
 ) -> StepReport:
@@ -205,4 +206,5 @@ def report_of(
         committed=committed,
         skipped=skipped,
         metrics=metrics,
+        measures=measures,
     )

@@ -96,7 +96,7 @@ def require(
 def _lacking_models(
     algorithm: Algorithm, columns: Collection[str] | None, *, teacher: bool
 ) -> Iterator[str]:
-    if teacher or "teacher_logprob" not in _reads(algorithm):
+    if teacher or "teacher_logprob" not in algorithm.reads:
         return
     if "teacher_logprobs" not in (columns or RECORDED):
         yield (
@@ -105,15 +105,9 @@ def _lacking_models(
         )
 
 
-def _reads(algorithm: Algorithm) -> frozenset[str]:
-    """Return the tensors that the loss and the advantage function read."""
-    advantage = algorithm.advantage
-    return algorithm.tensors | frozenset(() if advantage is None else advantage.tensors)
-
-
 def _lacking_tensors(algorithm: Algorithm) -> Iterator[str]:
     """Yield what its parts read, and nothing in a run of this kind makes."""
-    reads, loss = _reads(algorithm), algorithm.choices["policy_loss_fn"].name
+    reads, loss = algorithm.reads, algorithm.choices["policy_loss_fn"].name
     sampling = algorithm.choices["sample_strategy"].name
     if "values" in reads and not algorithm.type.use_critic:
         yield "values of a critic, which algorithm=ppo trains and this one does not"

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,31 +56,11 @@ from trinity_buffer.trainer.models import (
     values_of,
 )
 from trinity_buffer.trainer.numbers import Number, StepNumbers, StepReport, combined, report_of
-from trinity_buffer.trainer.parallel import (
-    Processes,
-    processes_here,
-    processes_of_writers,
-    whole,
-)
+from trinity_buffer.trainer.parallel import Processes, processes_here, processes_of_writers, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.requirements import require_of, require_same_ranks
 from trinity_buffer.trainer.settings import TrainerSettings
 from trinity_buffer.trainer.sharded import HostCopies
-
-
-class Committed(NamedTuple):
-    """What is committed beside the checkpoint.
-
-    Attributes:
-        metrics: of the step.
-        environment: in which the steps were computed.
-        skipped: steps that the weights did not go through -> uids of the rows to look at.
-    """
-
-    step: TrainStep
-    metrics: Mapping[str, float]
-    environment: Mapping[str, Any]
-    skipped: Mapping[int, Sequence[str]]
 
 
 def is_beside(settings: TrainerSettings, policy: Policy) -> bool:
@@ -122,8 +102,13 @@ class Commits:
         if self._shared:  # in a group of their own: the training goes on in the other
             self._writers = processes_of_writers()
 
-    def commit(self, what: Committed, state: TrainerState[Any]) -> bool:
+    def commit(self, step: TrainStep, state: TrainerState[Any], **beside: Any) -> bool:
         """Commit a step, whose weights ``state`` has; return whether that is done.
+
+        Args:
+            step: that is committed.
+            state: with its weights.
+            beside: what is recorded beside the checkpoint, see `StepStream.commit`.
 
         Raises:
             CheckpointError, NonFiniteError: it cannot be written, or the one before could not.
@@ -132,15 +117,15 @@ class Commits:
         self.finish()
         state = replace(state, random=self._processes.gather(random_state(self._stream.device)))
         if self._processes.rank and not self._shared:
-            self._stream.commit(what.step)  # rank 0 writes for all
+            self._stream.commit(step)  # rank 0 writes for all
             return not self._beside
         reached("before-checkpoint")
         pending = begin(self._settings.checkpoints, state, self._writers, self._copies)
         if self._beside:
             self._copies.hold()  # whatever is computed next, a callback's work too
-            self._begin(partial(self._write, pending, what))
+            self._begin(partial(self._write, pending, step, beside))
             return False
-        self._write(pending, what)
+        self._write(pending, step, beside)
         return True
 
     def look(self) -> None:
@@ -181,20 +166,17 @@ class Commits:
         if isinstance(error, Exception):
             self._stream.fail(error)
 
-    def _write(self, pending: PendingCheckpoint, what: Committed) -> None:
+    def _write(
+        self, pending: PendingCheckpoint, step: TrainStep, beside: Mapping[str, Any]
+    ) -> None:
         saved = pending.finish()
         reached("after-checkpoint")
         if self._processes.rank:
-            self._stream.commit(what.step)
+            self._stream.commit(step)
             return
+        policy = saved.folder / self._file_name
         self._stream.commit(
-            what.step,
-            checkpoint=saved.folder,
-            policy=saved.folder / self._file_name,
-            environment=what.environment,
-            metrics=what.metrics,
-            skipped=what.skipped,
-            digests=saved.digests,
+            step, checkpoint=saved.folder, policy=policy, digests=saved.digests, **beside
         )
         keep = self._settings.keep_checkpoints
         # A trainer that took over may have gone back, to a checkpoint that would be removed here.
@@ -488,8 +470,11 @@ class Trainer:
                 committed = self._commit(step, metrics)
                 last = None
             skipped = self._skipped_in_a_row > 0
-            step_report = report_of(step, metrics, begin, committed=committed, skipped=skipped)
-            stop = report(replace(step_report, measures=measures))
+            stop = report(
+                report_of(
+                    step, metrics, begin, measures=measures, committed=committed, skipped=skipped
+                )
+            )
             if self._gives_up:
                 raise self._given_up(step)
             if stop or ending:
@@ -540,7 +525,8 @@ class Trainer:
             with noted(microbatch):
                 loss, metrics = self._gradient(microbatch, meter)
             parts.append({"loss": loss, **metrics})
-        totals |= combined(parts, step.microbatches, self._row_metrics)
+        row_metrics = [f"actor/{name}" for name in self._algorithm.policy_loss.row_metrics]
+        totals |= combined(parts, step.microbatches, row_metrics)
         norm = self._clipped(self.state.policy, self.state.optimizer)
         # What decides is read in one exchange with everything that is only reported.
         deciding = [totals["loss"].value, norm]
@@ -558,11 +544,6 @@ class Trainer:
         else:
             self._skip(step, coefficients)
         return numbers
-
-    @property
-    def _row_metrics(self) -> list[str]:
-        """Names of the loss's metrics that are means over rows."""
-        return [f"actor/{name}" for name in self._algorithm.policy_loss.row_metrics]
 
     def _rate(self, step: TrainStep) -> float:
         """Return the learning rate of a step: the schedule's, or that of the given optimizer."""
@@ -685,8 +666,10 @@ class Trainer:
     def _commit(self, step: TrainStep, metrics: dict[str, float]) -> bool:
         """Commit all steps up to ``step``; return whether that is done, or only begun."""
         skipped, self._skipped = self._skipped, {}
-        what = Committed(step, metrics, self._bits.environment, skipped)
-        return self._commits.commit(what, self.state)
+        environment = self._bits.environment
+        return self._commits.commit(
+            step, self.state, metrics=metrics, environment=environment, skipped=skipped
+        )
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

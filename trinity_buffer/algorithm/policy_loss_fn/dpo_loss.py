@@ -6,11 +6,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    aggregate_rows,
-    keep,
-    row_sums,
-)
+from trinity_buffer.algorithm.functional import aggregate_rows, keep, row_sums
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,

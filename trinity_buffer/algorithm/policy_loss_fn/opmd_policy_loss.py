@@ -5,11 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    aggregation_mode,
-    keep,
-)
+from trinity_buffer.algorithm.functional import aggregate_loss, aggregation_mode, keep
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,

@@ -13,12 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments, did_you_mean
-from trinity_buffer.algorithm.functional import (
-    aggregate_loss,
-    aggregation_mode,
-    keep,
-    masked_mean,
-)
+from trinity_buffer.algorithm.functional import aggregate_loss, aggregation_mode, keep, masked_mean
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import UnknownNameError

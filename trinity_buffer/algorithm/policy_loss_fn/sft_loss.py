@@ -5,10 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    LikelihoodLossFn,
-)
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, LikelihoodLossFn
 
 
 @POLICY_LOSS_FN.register_module("sft")

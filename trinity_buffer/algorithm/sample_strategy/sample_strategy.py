@@ -10,11 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import (
-    declared_arguments,
-    default_arguments,
-    refuse_unknown,
-)
+from trinity_buffer.algorithm.arguments import declared_arguments, default_arguments, refuse_unknown
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience

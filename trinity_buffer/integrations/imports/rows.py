@@ -10,11 +10,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    InvalidExperienceError,
-    TrinityBufferError,
-)
+from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.write.checks import validate
