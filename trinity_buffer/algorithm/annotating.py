@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,9 +22,48 @@ from trinity_buffer.algorithm.group_scores import (
     likelihood_ranks,
     numbered,
     run_means,
+    scorer_of,
 )
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience, group_by
+
+Unit = Literal["group", "batch"]
+
+
+class WholeUnits:
+    """What the consumer reads of a class that works on whole units of experiences.
+
+    Class attributes:
+        unit: what one call must see whole.
+        families: the column families that are read from the store; the fields of the others are
+            empty.
+        needs: fields without which an experience cannot be used.
+        over: what counts once in the statistics of a group: ``"runs"``, or each of their
+            ``"rows"``. Of an instance that takes it as an argument, that.
+    """
+
+    unit: ClassVar[Unit] = "group"
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
+    over: Over = "rows"
+
+    @classmethod
+    def unit_for(cls, **arguments: Any) -> Unit:
+        """Return the unit that an instance with these constructor arguments needs."""
+        return cls.unit
+
+    @classmethod
+    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
+        """Return the column families that an instance with these constructor arguments reads."""
+        return cls.families
+
+    def from_rewards(self) -> RewardScorer | None:
+        """Return what decides whole groups by their rewards alone; None: only experiences do.
+
+        It is the method ``score_groups`` of a class that looks at nothing else. A subclass that
+        changes anything but the constructor has to write its own.
+        """
+        return scorer_of(self, self.needs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.annotating import (
     Problem,
+    WholeUnits,
     annotate_group,
     reward_of,
     runs_of,
@@ -36,7 +37,6 @@ from trinity_buffer.algorithm.group_scores import (
     as_added,
     inherits,
     over_runs,
-    scorer_of,
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
@@ -54,23 +54,18 @@ __all__ = [
     "group_by",
 ]
 
-Unit = Literal["group", "batch"]
 OnUnknown = Literal["error", "ignore"]
 
 
-class AddStrategy(ABC):
+class AddStrategy(WholeUnits, ABC):
     """Takes experiences from an explorer, gives them to a writer: annotated, filtered, or both.
 
-    Class attributes, which the consumer reads:
-        unit: what one call of `add` must see whole.
-        families: the column families that are read from the store; the fields of the others are
-            empty.
+    Class attributes, which the consumer reads beside those of `WholeUnits`:
         annotates: whether `add` sets advantages (False: it only chooses).
-        needs: fields without which an experience is rejected as ``invalid`` before `add`.
         reference_args: constructor arguments with which the class computes what the reference
             implementation does.
-        over: what counts once in the statistics of a group: ``"runs"``, or each of their
-            ``"rows"``. Of an instance that takes it as an argument, that.
+
+    An experience without the fields that the class ``needs`` is rejected as ``invalid``.
 
     A class that needs nothing but rewards says so by a method ``score_groups(rewards)``, which gets
     the rewards of ``k`` groups of one size, ``[k, G]``, and returns `ScoredGroups`: what `add`
@@ -86,13 +81,10 @@ class AddStrategy(ABC):
         InvalidArgumentError: an argument that no class in the line of inheritance declares.
     """
 
-    unit: ClassVar[Unit] = "group"
     families: ClassVar[tuple[str, ...]] = ("light", "tokens", "text")
     annotates: ClassVar[bool] = True
-    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
     reference_args: ClassVar[Mapping[str, Any]] = {}
     runtime_args: ClassVar[tuple[str, ...]] = ("writer", "on_unknown", "rng")
-    over: Over = "rows"
 
     def __init__(
         self, writer: BufferWriter, *, on_unknown: OnUnknown = "error", **kwargs: Any
@@ -122,24 +114,6 @@ class AddStrategy(ABC):
     def takes_over(cls) -> bool:
         """Return whether the constructor can be told what counts once (``over``)."""
         return "over" in declared_arguments(cls)
-
-    @classmethod
-    def unit_for(cls, **arguments: Any) -> Unit:
-        """Return the unit that a strategy with these constructor arguments needs."""
-        return cls.unit
-
-    @classmethod
-    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
-        """Return the column families that a strategy with these constructor arguments reads."""
-        return cls.families
-
-    def from_rewards(self) -> RewardScorer | None:
-        """Return what decides whole groups by their rewards, as `add` would; None: only `add` can.
-
-        A subclass of a class with ``score_groups`` that changes anything but the constructor has to
-        write its own.
-        """
-        return scorer_of(self, self.needs)
 
     def reject(self, experiences: Sequence[Experience], reason: str) -> bool:
         """Tell the writer why ``experiences`` are left out; False if it is one that only takes.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy, Unit
+from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
 from trinity_buffer.algorithm.advantage_fn import (
     ASYMREGroupAdvantage,
     GiGPOAdvantageFn,
@@ -15,6 +15,7 @@ from trinity_buffer.algorithm.advantage_fn import (
     RECGroupedAdvantage,
     REINFORCEGroupAdvantage,
 )
+from trinity_buffer.algorithm.annotating import Unit
 from trinity_buffer.algorithm.arguments import declared_arguments
 from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.group_scores import RewardScorer, as_added, inherits

@@ -18,6 +18,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.advantage_fn.rows import Columns, Result, Rows, as_mapping
 from trinity_buffer.algorithm.annotating import (
     Problem,
+    WholeUnits,
     annotate_group,
     reward_of,
     share_rewards,
@@ -40,15 +41,12 @@ from trinity_buffer.algorithm.group_scores import (
     inherits,
     numbered,
     over_runs,
-    scorer_of,
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 
 __all__ = ["ADVANTAGE_FN", "AdvantageFn", "GroupAdvantage", "PipelineAdvantage", "TrainerAdvantage"]
-
-Unit = Literal["group", "batch"]
 
 
 class AdvantageFn(ABC):
@@ -98,21 +96,8 @@ class AdvantageFn(ABC):
 ADVANTAGE_FN: Registry[type[AdvantageFn]] = Registry("advantage_fn")
 
 
-class PipelineAdvantage(AdvantageFn):
-    """Computes advantages of lists of experiences.
-
-    Class attributes, which the strategy around it hands on:
-        unit: what one call of `process` must see whole.
-        families: the column families that are read from the store.
-        needs: fields without which an experience cannot be scored.
-        over: what counts once in the statistics of a group: ``"runs"``, or each of their
-            ``"rows"``. Of an instance that takes it as an argument, that.
-    """
-
-    unit: ClassVar[Unit] = "group"
-    families: ClassVar[tuple[str, ...]] = ("light",)
-    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
-    over: Over = "rows"
+class PipelineAdvantage(WholeUnits, AdvantageFn):
+    """Computes advantages of lists of experiences; the strategy around it hands on its unit."""
 
     @classmethod
     @override
@@ -130,24 +115,6 @@ class PipelineAdvantage(AdvantageFn):
     def compute_in_trainer(cls) -> bool:
         """Return False."""
         return False
-
-    @classmethod
-    def unit_for(cls, **arguments: Any) -> Unit:
-        """Return the unit that a function with these constructor arguments needs."""
-        return cls.unit
-
-    @classmethod
-    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
-        """Return the column families that a function with these constructor arguments reads."""
-        return cls.families
-
-    def from_rewards(self) -> RewardScorer | None:
-        """Return what decides whole groups by their rewards, as `process` would; None: only it can.
-
-        It is the method ``score_groups`` of a class that looks at nothing else, as of an
-        `AddStrategy`.
-        """
-        return scorer_of(self, self.needs)
 
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield what keeps experiences from being scored."""

@@ -10,10 +10,11 @@ import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
-from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage, Unit
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
 from trinity_buffer.algorithm.annotating import (
     Problem,
     StepsByRun,
+    Unit,
     annotate,
     reward_of,
     run_problems,

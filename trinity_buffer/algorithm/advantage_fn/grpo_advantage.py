@@ -15,10 +15,10 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     GroupAdvantage,
     GroupScoredAdvantage,
-    Unit,
     gather_groups,
 )
 from trinity_buffer.algorithm.annotating import (
+    Unit,
     annotate,
     num_runs,
     rank_penalized,

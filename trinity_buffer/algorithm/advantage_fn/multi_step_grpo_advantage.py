@@ -11,12 +11,12 @@ from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     PipelineAdvantage,
-    Unit,
     gather_groups,
 )
 from trinity_buffer.algorithm.annotating import (
     Problem,
     StepsByRun,
+    Unit,
     annotate_runs,
     reward_of,
     run_problems,
