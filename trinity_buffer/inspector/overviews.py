@@ -12,7 +12,7 @@ from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.handle import leased_steps
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
-from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.counts import LogEnds, PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.wal import log_state
 
@@ -127,7 +127,7 @@ def _overview(tx: Transaction, name: str, key: int) -> ExperimentOverview:
         rows = _own_rows(leased_steps(tx, key, name, positions).values())
         versions = inspection.known_policy_versions(tx, key, [address for _, address in rows])
         staleness[trainer] = _mean_lag(rows, versions)
-    return _completed(counted, _span(tx, key, None), staleness)
+    return _completed(counted, counts.log_ends(tx, key), staleness)
 
 
 async def overview_of(source: Source) -> ExperimentOverview:
@@ -136,30 +136,20 @@ async def overview_of(source: Source) -> ExperimentOverview:
     As it was, the projections are on a connection of their own, and the log is read on another one.
     """
     counted, served_at = await source.read(_projected, source.name, source.key)
-    span = await source.database.read(_span, source.key, source.position)
+    ends = await source.database.read(counts.log_ends, source.key, source.position)
     staleness = {}
     for trainer, positions in served_at.items():
         rows = _own_rows((await source.leases(positions)).values())
         addresses = [address for _, address in rows]
         versions = await source.read(inspection.known_policy_versions, source.key, addresses)
         staleness[trainer] = _mean_lag(rows, versions)
-    return _completed(counted, span, staleness)
-
-
-_Span = tuple[int, float | None, float | None]
-"""The last position of a log that counts, and when its first and last events were recorded."""
-
-
-def _span(tx: Transaction, key: int, up_to: int | None) -> _Span:
-    head = log.head(tx, key) if up_to is None else up_to
-    times = {at: us / 1e6 for at, us in log.recorded_at(tx, key, [1, head]).items()}
-    return head, times.get(1), times.get(head)
+    return _completed(counted, ends, staleness)
 
 
 def _completed(
-    counted: ExperimentOverview, span: _Span, staleness: Mapping[str, float | None]
+    counted: ExperimentOverview, ends: LogEnds, staleness: Mapping[str, float | None]
 ) -> ExperimentOverview:
-    head, first_at, last_at = span
+    head, first_at, last_at = ends
     trainers = tuple(
         replace(trainer, staleness=staleness[trainer.name]) for trainer in counted.trainers
     )

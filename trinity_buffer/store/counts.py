@@ -14,16 +14,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import Integer, and_, bindparam, case, func, select
+from sqlalchemy import Integer, and_, bindparam, case, func, or_, select
 
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import counters
+from trinity_buffer.store import counters, log
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
 from trinity_buffer.store.tables import (
     annotation,
     batch,
     delivery,
+    event,
     experience,
     plan,
     rejection,
@@ -99,6 +100,26 @@ class PlanCounts:
     def missing(self) -> int:
         """How many are still to be generated."""
         return self.planned - self.stored
+
+
+LogEnds = tuple[int, float | None, float | None]
+"""The last position of a log that counts, and when its first and that event were recorded."""
+
+
+def log_ends(tx: Transaction, experiment: int, up_to: int | None = None) -> LogEnds:
+    """Return the ends of a log, up to a position; times in seconds since 1970."""
+    head = log.head(tx, experiment) if up_to is None else up_to
+    times = {at: us / 1e6 for at, us in _ENDS.rows(tx, of=experiment, last=head)}
+    return head, times.get(1), times.get(head)
+
+
+# Prepared: of a store with a thousand experiments, `stats` asks this a thousand times.
+_ENDS = Prepared(
+    select(event.c.position, event.c.recorded_at).where(
+        event.c.experiment == bindparam("of"),
+        or_(event.c.position == 1, event.c.position == bindparam("last")),
+    )
+)
 
 
 def of_plans(tx: Transaction, experiment: int, numbers: Numbers) -> PlanCounts:
