@@ -109,7 +109,7 @@ LogEnds = tuple[int, float | None, float | None]
 def log_ends(tx: Transaction, experiment: int, up_to: int | None = None) -> LogEnds:
     """Return the ends of a log, up to a position; times in seconds since 1970."""
     head = log.head(tx, experiment) if up_to is None else up_to
-    times = {at: us / 1e6 for at, us in _ENDS.rows(tx, of=experiment, last=head)}
+    times = {at: us / 1e6 for at, us in _ENDS.fetch_all(tx, of=experiment, last=head)}
     return head, times.get(1), times.get(head)
 
 
