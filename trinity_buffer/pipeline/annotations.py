@@ -1,6 +1,6 @@
-"""What strategies compute, as segments: a per-token value that is ``scalar * mask`` is one scalar.
+"""Encodes computed advantages as segments; a per-token ``scalar * mask`` is stored as one scalar.
 
-Most advantages are: GRPO's 65 thousand numbers of a write are 64.
+Most advantages have that form: GRPO's 65 thousand numbers of a write become 64.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode_scores(scores: npt.NDArray[np.float32] | None, rows: int) -> bytes:
-    """Return what `encode_annotations` makes of experiences whose masks are all boolean.
+    """Encode scores to the same bytes as `encode_annotations` does for boolean masks.
 
     Args:
-        scores: by which each row's mask is multiplied, ``[rows]``; None: nothing was computed.
-        rows: how many.
+        scores: factor of each row's mask, ``[rows]``; None: nothing was computed.
+        rows: number of rows.
     """
     if scores is None or not rows:
         return encode_segment([], {}, rows)
@@ -44,7 +44,7 @@ def encode_scores(scores: npt.NDArray[np.float32] | None, rows: int) -> bytes:
 
 
 def encode_annotations(experiences: Sequence[Experience]) -> bytes:
-    """Return the advantages, returns and token-level rewards of ``experiences`` as one segment.
+    """Encode the advantages, returns and token-level rewards of ``experiences`` as one segment.
 
     A tensor that is bit for bit ``scalar * action_mask`` is stored as the scalar, and ``returns``
     that are bit for bit the advantages are not stored again; None stays None.
@@ -61,7 +61,7 @@ def encode_annotations(experiences: Sequence[Experience]) -> bytes:
 
 
 def _same(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
-    """Whether two fields are bit for bit the same in all rows, and not None in all."""
+    """Return whether two fields are bit for bit equal, and not None in every row."""
     pairs = zip_longest(columns_of("", tensors), columns_of("", others))
     return any(t is not None for t in tensors) and all(
         map(_same_columns, *zip(*pairs, strict=True))
@@ -103,7 +103,7 @@ def _scaled_column(field: str, rows: Sequence[int], scalars: Tensor, of: int) ->
 def _scalars(
     rows: Sequence[int], tensors: Sequence[Tensor | None], masks: Sequence[Tensor | None]
 ) -> tuple[list[int], Tensor]:
-    """Return which of ``rows``, of one dtype, are a scalar times their mask, and the scalars."""
+    """Return those of ``rows``, all of one dtype, that are a scalar times their mask, and these."""
     present = [tensor for row in rows if (tensor := tensors[row]) is not None]
     sizes = [tensor.numel() for tensor in present]
     values = torch.cat(present).detach()
@@ -111,7 +111,7 @@ def _scalars(
     scalars = _candidates(values, weights, sizes)
     product = _products(scalars, weights, sizes)
     bits = _BITS[values.element_size()]
-    # Bits, not values: 0.0 and -0.0 are equal, and no NaN is.
+    # Compare bits, not values: 0.0 == -0.0, and NaN != NaN.
     same = product.view(bits) == values.view(bits)
     if bool(same.all()):
         return list(rows), scalars
@@ -122,12 +122,12 @@ def _scalars(
 
 
 def _products(scalars: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return each row's scalar times its piece of ``weights``: the one formula, both ways."""
+    """Return each row's scalar times its piece of ``weights``; encoding and decoding share it."""
     return scalars.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)) * weights
 
 
 def _candidates(values: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the only scalar that each row can be a multiple of its mask by, ``[n]``."""
+    """Return the only possible scalar of each row, from its first selected token, ``[n]``."""
     trained = (weights != 0).numpy()
     starts = np.cumsum([0, *sizes])[:-1].tolist()
     places = [
@@ -161,11 +161,11 @@ def _rows(column: Column) -> npt.NDArray[np.int64]:
 def decode_annotations(
     blob: Buffer, slots: Sequence[int] | None, masks: Sequence[Tensor | None]
 ) -> list[dict[str, Tensor | None]]:
-    """Return, for each of ``slots``, its advantages and returns as full tensors.
+    """Return the advantages and returns of each of ``slots`` as full tensors.
 
     Args:
         blob: from `encode_annotations`.
-        slots: which rows, in which order; None: all.
+        slots: the rows to decode, in their order; None: all.
         masks: the action masks of ``slots``, in their order.
 
     Returns:
@@ -212,14 +212,14 @@ def _fill_tensors(
 
 
 def _full(scalars: Tensor, masks: Sequence[Tensor | None], field: str) -> Sequence[Tensor]:
-    """Return the tensors that scalars stand for."""
+    """Return the full tensors of scalars: each times its mask."""
     present = [mask for mask in masks if mask is not None]
     if len(present) < len(masks):
         raise CodecError(f"{field} is stored as a multiple of an action mask, and there is no mask")
     if not present:
         return []
     sizes = [mask.numel() for mask in present]
-    # One by one to the dtype where they differ: ``torch.cat`` would promote all of them.
+    # Convert each mask first if dtypes differ: ``torch.cat`` would promote all of them.
     alike = len({mask.dtype for mask in present}) == 1
     weights = torch.cat(present if alike else [mask.to(scalars.dtype) for mask in present])
     return _products(scalars, weights.to(scalars.dtype), sizes).split_with_sizes(sizes)
@@ -228,8 +228,8 @@ def _full(scalars: Tensor, masks: Sequence[Tensor | None], field: str) -> Sequen
 def annotation_scalars(blob: Buffer, field: str) -> npt.NDArray[Any] | None:
     """Return the scalars ``[rows]`` of a field whose every row is ``scalar * action_mask``.
 
-    None where that is not so (some row is None, or differs from token to token), or where NumPy
-    does not have the dtype: then `decode_annotations`.
+    None if some row is None or differs from token to token, or if NumPy lacks the dtype: use
+    `decode_annotations` then.
 
     Raises:
         CodecError: a damaged blob.

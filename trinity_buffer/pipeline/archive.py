@@ -1,8 +1,8 @@
-"""Parquet files of segments that have left the database: a row for each part, as the store had it.
+"""Parquet archives of segments that have left the database: one row per part, as it was stored.
 
-Those of older versions have typed columns, with a row for each experience. The columns hold the
-same elements in the same order as the segments, so a segment is encoded from them again byte for
-byte; what would have come out otherwise was kept as it is beside its columns.
+Archives of older versions have typed columns and one row per experience. Their columns hold the
+elements of a segment in its order, so the segment is encoded from them again byte for byte; a
+segment for which that fails is stored whole beside its columns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ArchiveFile(NamedTuple):
 
 
 def require_pyarrow() -> None:
-    """Return if archives can be written here.
+    """Raise unless archives can be written here.
 
     Raises:
         InvalidArgumentError: pyarrow is not installed.
@@ -51,19 +51,18 @@ def require_pyarrow() -> None:
 def write_archive(
     folder: Path, experiment: str, positions: Mapping[bytes, int], parts: SegmentParts
 ) -> ArchiveFile:
-    """Write one file, durably and under a name that its content gives it.
+    """Write one file, durably and named by the digest of its content.
 
-    Processes that write at the same time write files of their own, or the same bytes under the same
-    name.
+    Processes that write at the same time write different files, or the same bytes to one name.
 
     Args:
-        folder: where to; it is made if it is missing.
-        experiment: its name.
+        folder: target folder, created if missing.
+        experiment: name of the experiment.
         positions: key of each segment -> position of the event that names it.
-        parts: of these segments.
+        parts: the parts of these segments.
 
     Raises:
-        InvalidArgumentError: there can be no such folder, or pyarrow cannot be used.
+        InvalidArgumentError: the folder cannot be created, or pyarrow cannot be used.
         StoreError: the file cannot be written there.
     """
     try:
@@ -77,7 +76,7 @@ def write_archive(
     text, number, binary = pyarrow.string(), pyarrow.int64(), pyarrow.binary()
     kinds = (text, number, binary, text, number, number, pyarrow.large_binary())
     schema = pyarrow.schema(zip(_COLUMNS, kinds, strict=True))
-    # No blob comes twice, and a dictionary of them would hold a second copy of each.
+    # Blobs are unique, so dictionary encoding would only hold a second copy of each.
     plain = {"use_dictionary": ["experiment", "family"], "write_statistics": ["segment", "family"]}
     temporary = folder / f"{uuid.uuid4().hex}.writing"
     try:
@@ -100,7 +99,7 @@ _COLUMNS = ("experiment", "position", "segment", "family", "part", "checksum", "
 def _row_groups(parts: SegmentParts) -> Iterator[list[tuple[bytes, str, int, int, Buffer]]]:
     """Yield rows that are compressed and read together.
 
-    Each group is of one family: a reader skips those of the others by their statistics.
+    Each row group holds one family, so that readers skip the others by their statistics.
     """
     rows: list[tuple[bytes, str, int, int, Buffer]] = []
     size = 0
@@ -116,7 +115,7 @@ def _row_groups(parts: SegmentParts) -> Iterator[list[tuple[bytes, str, int, int
 
 
 def _placed(folder: Path, experiment: str, temporary: Path) -> ArchiveFile:
-    """Give a file that is written the name of its content, durably."""
+    """Rename a written file after its digest, durably."""
     with temporary.open("rb") as handle:
         os.fsync(handle.fileno())
     digest = digest_of(temporary)
@@ -137,10 +136,10 @@ def digest_of(path: Path) -> str:
 
 
 def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-    """Return the parts of some segments, unchecked; a family that a segment lacks is absent.
+    """Return the parts of segments, unchecked, without families that a segment lacks.
 
     Raises:
-        StoreError: it cannot be read here; the message says why and what to do.
+        StoreError: the file cannot be read here; the message says why, and what to do.
     """
     if not Path(path).is_file():
         raise StoreError("that file is not there: put it back, or read on the machine that has it")
@@ -186,19 +185,19 @@ def _parquet() -> tuple[Any, Any]:
     return pyarrow, parquet
 
 
-# -- what older versions wrote --------------------------------------------------------------------
+# -- files of older versions ----------------------------------------------------------------------
 
 _ROW = "slot"
 _TEXTS = frozenset({"response_text", "prompt_text", "truncate_status"})
 _PACKED, _SHAPE = ":msgpack", ":shape"
 _KINDS = b"trinity_buffer.columns"
 _KEPT, _CHECKSUM = "kept:", "checksum:"
-"""Before the name of a family: of the first row of a segment, the segment itself where its columns
-do not make it, and the checksum of it."""
+"""Prefixes of columns that hold, in a segment's first row, a family's blob if it cannot be encoded
+from the other columns, and its checksum."""
 
 
 class _Kind(NamedTuple):
-    """Which values a column of a file holds."""
+    """The field, dtype and shape of the values in a column of a file."""
 
     family: str
     field: str
@@ -210,7 +209,7 @@ class _Kind(NamedTuple):
 def _read_columns(
     parquet: Any, path: str, keys: Sequence[bytes], families: Sequence[str]
 ) -> tuple[set[bytes], SegmentParts]:
-    """Do as `_read_parts`, of a file of typed columns."""
+    """Read a file of typed columns; see `_read_parts`."""
     schema = parquet.read_schema(path)
     families = [family for family in families if family in FAMILIES]
     kinds = {_Kind(*kind): name for *kind, name in json.loads(schema.metadata[_KINDS])}
@@ -243,7 +242,7 @@ def _names_of(kinds: Mapping[_Kind, str], families: Sequence[str]) -> set[str]:
 
 
 def _encoded(rows: Any, kinds: Mapping[_Kind, str], family: str) -> bytes | None:
-    """Return the blob of a family of the segment that ``rows`` are; None if it has none."""
+    """Return the blob of a family, encoded from the rows of its segment; None if it has none."""
     present = {name for name in rows.column_names if rows[name].null_count < len(rows)}
     if _KEPT + family in present:
         whole: bytes = rows[_KEPT + family][0].as_py()
@@ -266,7 +265,7 @@ def _encoded(rows: Any, kinds: Mapping[_Kind, str], family: str) -> bytes | None
 
 
 def _place_in_segment(column: Column) -> tuple[int, str, int]:
-    """Return what sorts columns of one family as they were encoded: the bytes depend on it."""
+    """Return the sort key of columns in a segment; the bytes depend on their order."""
     field = column.field.partition(".")[0]
     fields = next(fields for fields in FAMILIES.values() if field in fields)
     first = 0 if column.rows is None else int(column.rows[0])
@@ -285,7 +284,7 @@ def _column(rows: Any, kind: _Kind, name: str) -> Column:
         flat_shapes = rows[name + _SHAPE].combine_chunks().flatten()
         shapes = flat_shapes.to_numpy().reshape(-1, kind.ndim)
     elements = flat.to_numpy(zero_copy_only=False)
-    if kind.dtype == "bfloat16":  # kept as float32, of which it is the upper half
+    if kind.dtype == "bfloat16":  # stored as float32, whose upper half it is
         elements = (elements.view(np.uint32) >> 16).astype(np.uint16)
     return Column(
         kind.field,

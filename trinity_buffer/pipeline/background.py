@@ -1,4 +1,4 @@
-"""What runs beside the event loop: tasks that end with a body."""
+"""Background tasks that end with the body of a context, and a generator that works ahead."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 @cache
 def settle_imports() -> None:
-    """Collect garbage now, once in a process, before it waits for work.
+    """Collect garbage once, before the process waits for work.
 
-    The first full collection walks all that was imported, with torch for 0.1 to 0.3 s. It would
-    come by itself in the midst of work, after some tens of calls; the next comes when a quarter as
-    much was added.
+    The first full collection walks everything imported, with torch for 0.1 to 0.3 s. Left alone, it
+    would happen in the middle of work, after some tens of calls; the next one comes only after the
+    number of objects has grown by a quarter.
     """
     gc.collect()
 
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[TaskGroup]:
-    """Open a group of tasks whose first error comes out as it is, not inside an exception group.
+    """Open a task group that raises its first error bare, not inside an exception group.
 
-    Callers catch errors by name. An error, of the body or of a task, cancels the others.
+    Callers catch errors by type. An error, of the body or of a task, cancels the others.
     """
     failure: BaseException | None = None
     try:
@@ -39,7 +39,7 @@ async def task_group() -> AsyncIterator[TaskGroup]:
             except Exception as error:  # noqa: BLE001 - re-raised below, bare of the group
                 failure = error
                 group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:  # KeyboardInterrupt comes out as it is, too
+    except BaseExceptionGroup as errors:  # KeyboardInterrupt included
         failure = failure or _first_of(errors)
     if failure is not None:
         raise failure
@@ -47,9 +47,9 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
 @asynccontextmanager
 async def running(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run ``tasks`` while the body runs; cancel them when it ends, and it when one of them fails.
+    """Run ``tasks`` during the body; its end cancels them, and an error in one cancels the body.
 
-    An error comes out as `task_group` says.
+    Errors are raised as by `task_group`.
     """
     async with task_group() as group:
         for task in tasks:
@@ -62,9 +62,9 @@ async def running(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncItera
 async def made_ahead(
     make: Callable[[], Coroutine[Any, Any, T | None]],
 ) -> AsyncIterator[AsyncIterator[T]]:
-    """Yield what ``make`` returns until it returns None: one is made while another is worked on.
+    """Yield results of ``make`` until None; the next one is made while the caller uses the last.
 
-    What ``make`` raises comes out at the end of the body, after all that was made before.
+    An error of ``make`` is raised after all earlier results were yielded.
     """
     send, receive = anyio.create_memory_object_stream[T](0)
     failure: list[Exception] = []
@@ -85,6 +85,6 @@ async def made_ahead(
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a group; what else went wrong is most often its consequence."""
+    """Return the first error of a group; the others are most often its consequences."""
     first = errors.exceptions[0]
     return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

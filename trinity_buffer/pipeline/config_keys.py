@@ -1,4 +1,4 @@
-"""The keys of an experiment's configuration: what nobody can read is refused, with what to do."""
+"""Validates keys and values of an experiment's configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from trinity_buffer.errors import InvalidArgumentError
 
 EXTRA = "extra"
-"""The key under which users keep what is their own; nothing here reads it."""
+"""The key for the user's own values; nothing here reads it."""
 
 CONFIG_KEYS = frozenset(
     {
@@ -24,7 +24,7 @@ CONFIG_KEYS = frozenset(
         *("async_checkpoints", "stalled_after_s", "deterministic", "device"),
     }
 )
-"""What somebody reads: the pipeline, or the processes of a run (``cli.run_config``)."""
+"""All keys that the pipeline or the processes of a run (``cli.run_config``) read."""
 
 
 LEAST = {
@@ -32,18 +32,18 @@ LEAST = {
     **dict.fromkeys(("max_waiting_groups", "max_rejected_steps", "tokens_per_microbatch"), 1),
     "max_staleness": 0,
 }
-"""Integers that the pipeline reads, and the least that each may be; None counts as not given."""
+"""Integers that the pipeline reads, and the minimum of each; None counts as unset."""
 
 
 SECONDS = ("lease_ttl_s", "stalled_after_s")
-"""Seconds that the pipeline reads; None counts as not given, or as never."""
+"""Seconds that the pipeline reads; None counts as unset, or as never."""
 
 
 def require_values(experiment: str, config: Mapping[str, Any]) -> None:
-    """Return if the pipeline can do with the values of those keys of ``config`` that it reads.
+    """Raise unless the values of ``config`` that the pipeline reads are valid.
 
     Raises:
-        InvalidArgumentError: names the key, its value and what it must be.
+        InvalidArgumentError: names the key, its value and the accepted values.
     """
     for key, value in config.items():
         least, must = LEAST.get(key), ""
@@ -62,7 +62,7 @@ def require_values(experiment: str, config: Mapping[str, Any]) -> None:
 
 
 LONGEST_S = 1e9
-"""Some thirty years: what is meant to be for ever, and can still be added to a clock."""
+"""Some thirty years: practically for ever, yet it can be added to a clock without overflow."""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -70,10 +70,10 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def require_known(experiment: str, keys: Iterable[str], stored: Iterable[str]) -> None:
-    """Do nothing if every key of ``keys`` is read by somebody, or ``stored`` already.
+    """Raise unless every key is known, or ``stored`` already.
 
     Raises:
-        InvalidArgumentError: it is not; the message names the key that was probably meant.
+        InvalidArgumentError: an unknown key; the message names the one probably meant.
     """
     for key in sorted(set(keys) - CONFIG_KEYS - set(stored)):
         close = difflib.get_close_matches(key, CONFIG_KEYS, n=1)

@@ -1,8 +1,6 @@
-"""Experiences as segments and metadata; `decoding` is the way back.
+"""Encodes experiences as segments and metadata columns, and decodes them again.
 
-The fields of several experiences, column by column: what checks and encoding both look at.
-
-Experiences of segments and metadata; what `encoding` made of them.
+`Fields` gathers each attribute of several experiences once, for both validation and encoding.
 """
 
 from __future__ import annotations
@@ -53,10 +51,10 @@ _address = attrgetter("batch", "task", "run", "step", "suffix")
 
 
 class Fields:
-    """Columns of ``experiences``, each attribute of which is looked up once.
+    """The attributes of ``experiences`` as columns, each looked up once.
 
     Raises:
-        AttributeError: a field of one of them was not loaded.
+        AttributeError: a field of an experience was not loaded.
     """
 
     def __init__(self, experiences: Sequence[Experience]) -> None:
@@ -81,7 +79,7 @@ class Fields:
         return self._kinds[name]
 
     def tensors(self, name: str) -> PresentTensors:
-        """Return the tensors of a field that holds nothing else but None."""
+        """Return the tensors of a field that holds only tensors and None."""
         if name not in self._tensors:
             self._tensors[name] = present_tensors(self._of[name])
         return self._tensors[name]
@@ -96,20 +94,20 @@ class Fields:
 
     @property
     def versions(self) -> list[Any]:
-        """What each ``info`` says of the policy version, as it stands there."""
+        """The policy version in each ``info``, unchecked."""
         return self._in_info("model_version")
 
     @property
     def reasons(self) -> list[Any]:
-        """Why each generation ended, as ``info`` says it, else ``truncate_status``."""
+        """Why each generation ended: from ``info``, else ``truncate_status``."""
         if "reasons" not in self._from_info:
             pairs = zip(self._in_info("finish_reason"), self._of["truncate_status"], strict=True)
-            self._from_info["reasons"] = [said or status for said, status in pairs]
+            self._from_info["reasons"] = [reason or status for reason, status in pairs]
         return self._from_info["reasons"]
 
     @property
     def segments(self) -> list[Any]:
-        """What each ``info`` says of how it was sampled, see `trinity_buffer.sampling`."""
+        """The sampling segments in each ``info``, see `trinity_buffer.sampling`."""
         return self._in_info(SEGMENTS)
 
     def _in_info(self, key: str) -> list[Any]:
@@ -137,7 +135,7 @@ META: dict[str, frozenset[type]] = {
     "finish_reason": _TEXT | _NONE,
     "digest": frozenset({bytes}),
 }
-"""What the event's own body says of every experience, so that projections open no segment."""
+"""Columns in the event's own body, so that projections need not open a segment."""
 
 OBJECTS: dict[str, type] = {
     "info": dict,
@@ -148,11 +146,11 @@ OBJECTS: dict[str, type] = {
     **dict.fromkeys(("messages", "tools", "chosen_messages", "rejected_messages"), list),
     "multi_modal_inputs": list,
 }
-"""Fields that are no tensors -> what they hold on disk; ``multi_modal_inputs``: the names."""
+"""Fields other than tensors -> their type on disk; ``multi_modal_inputs``: the names."""
 
 TENSORS = [name for names in FAMILIES.values() for name in names if name not in OBJECTS]
 MODAL = "multi_modal_inputs."
-"""What the names of their columns begin with."""
+"""Prefix of the names of their columns."""
 
 _memory = BufferPool()
 os.register_at_fork(after_in_child=_memory.forget)
@@ -160,7 +158,7 @@ os.register_at_fork(after_in_child=_memory.forget)
 
 @dataclass(frozen=True, slots=True)
 class EncodedWrite:
-    """What one write records.
+    """The encoded content of one write.
 
     Attributes:
         families: family -> blob of its segment; absent where it would be empty.
@@ -168,8 +166,8 @@ class EncodedWrite:
             ``response_length`` the action mask, ``trained_tokens`` what it selects. Of a ``dpo``
             experience ``length`` is the prompt, ``response_length`` the longer of the two
             responses and ``trained_tokens`` their sum.
-        columns: field -> the columns that went into the segments, for whoever checks the numbers.
-        sampling: of `ExperiencesRecorded`.
+        columns: field -> the columns in the segments, for checks of their numbers.
+        sampling: that of `ExperiencesRecorded`.
     """
 
     families: dict[str, Blob]
@@ -187,7 +185,7 @@ def encode_experiences(
 
     Args:
         experiences: in the order of their slots.
-        fields: theirs, where they were looked up already.
+        fields: their fields, if they were gathered already.
 
     Raises:
         InvalidArgumentError: a value that cannot be stored; the message names the field.
@@ -221,13 +219,13 @@ def encode_experiences(
 
 
 def _bytes_to_join(fields: Fields) -> int:
-    """Return at most how many bytes the columns of tensors need."""
+    """Return an upper bound of the bytes that the columns of tensors need."""
     present = (name for name in TENSORS if not fields.kinds(name) <= _NONE)
     return sum(fields.tensors(name).bytes_to_join for name in present)
 
 
 def content_digest_of(experience: Experience) -> bytes:
-    """Return the 16 bytes that are equal for equal content: all but address and metrics."""
+    """Return a 16-byte digest of the content: everything but address and metrics."""
     digest: bytes = encode_experiences([experience]).meta["digest"][0]
     return digest
 
@@ -235,7 +233,7 @@ def content_digest_of(experience: Experience) -> bytes:
 def _packed(
     contents: Contents, packer: ObjectPacker, field: str, values: Sequence[Any]
 ) -> dict[str, list[bytes]]:
-    """Return the objects of one field as bytes, under its name; nothing where there are none."""
+    """Return {field: packed objects}, or an empty mapping if all are absent."""
     stored = _stored(field, values)
     if _NONE.issuperset(map(type, stored)):
         return {}
@@ -245,7 +243,7 @@ def _packed(
 
 
 def _stored(field: str, values: Sequence[Any]) -> Sequence[Any]:
-    """Return what stands on disk for ``values``; None for what a reader fills in by itself."""
+    """Return the stored form of ``values``; None for values that readers fill in themselves."""
     if field in ("info", "metrics"):
         return [value or None for value in values]
     if field == "custom_fields":
@@ -292,7 +290,7 @@ def _meta(
 
 
 def _sampling(fields: Fields, meta: Mapping[str, list[Any]]) -> dict[int, list[Any]] | None:
-    """Return how those rows were sampled of which a trainer has to know it; None: of none."""
+    """Return slot -> sampling segments, of rows where a trainer needs them; None: no such row."""
     if not any(fields.segments):
         return None
     sizes = zip(fields["info"], meta["prompt_length"], meta["length"], strict=True)
@@ -303,7 +301,7 @@ def _sampling(fields: Fields, meta: Mapping[str, list[Any]]) -> dict[int, list[A
 def _plain_or(
     values: Sequence[Any], kinds: frozenset[type], attribute: str, experiences: Sequence[Experience]
 ) -> Iterable[Any]:
-    """Return what was ``values`` if all of it is of these kinds, else the attribute of each."""
+    """Return ``values`` if all are of these kinds, else the attribute of each experience."""
     return (
         values if kinds.issuperset(map(type, values)) else map(attrgetter(attribute), experiences)
     )
@@ -312,7 +310,7 @@ def _plain_or(
 def _sizes(
     fields: Fields, columns: Mapping[str, Sequence[Column]], field: str, attribute: str
 ) -> Iterable[int]:
-    """Return the ``attribute`` of each experience, from the sizes of ``field`` if all have it."""
+    """Return the ``attribute`` of each experience, from the sizes of ``field`` if all have one."""
     encoded = columns.get(field, ())
     if len(encoded) == 1 and encoded[0].rows is None and "dpo" not in fields["experience_type"]:
         return fields.tensors(field).sizes
@@ -324,7 +322,7 @@ def _trained_tokens(fields: Fields, masks: Sequence[Column]) -> list[int]:
     for column in masks:
         elements, ends = column.elements, column.offsets.tolist()
         rows = range(len(counts)) if column.rows is None else column.rows.tolist()
-        if np.count_nonzero(elements) == len(elements):  # single turns
+        if np.count_nonzero(elements) == len(elements):  # single turns: the masks select everything
             trained = [stop - start for start, stop in pairwise(ends)]
         else:
             trained = [int(np.count_nonzero(elements[a:b])) for a, b in pairwise(ends)]
@@ -348,20 +346,20 @@ def decode_experiences(
     *,
     loaded: Sequence[str] | None = None,
 ) -> list[Experience]:
-    """Return the experiences of one write, with the fields of the families that are given.
+    """Return the experiences of one write, with the fields of the given families.
 
-    Tensors are views: what may be written is not copied, and is written through them without
-    touching the store; bytes are copied first.
+    Tensors are views of writable buffers; read-only bytes are copied first. Writing to a tensor
+    never touches the store.
 
     Args:
         families: family -> blob; any of them may be left out.
         meta: from the event's body.
-        slots: which rows, in which order; all by default.
-        loaded: the families that were asked for, of which some may have been empty and hence not
-            stored: their fields are None. By default those of ``families``.
+        slots: the rows to decode, in their order; all by default.
+        loaded: the families that were asked for. Some may be empty and hence not stored: their
+            fields are None. By default those of ``families``.
 
     Raises:
-        CodecError: a blob that is damaged, or that does not belong to ``meta``.
+        CodecError: a damaged blob, or one that does not belong to ``meta``.
     """
     rows = _check_meta(meta)
     wanted = range(rows) if slots is None else slots
@@ -377,7 +375,7 @@ def decode_experiences(
 
 
 def _check_meta(meta: Any) -> int:
-    """Check that every column of `META` is there and holds what it should; return its length."""
+    """Check presence and types of every column of `META`; return their length."""
     if not isinstance(meta, Mapping) or not isinstance(meta.get("batch"), list):
         raise CodecError("an event has no metadata of experiences: its body is damaged")
     rows = len(meta["batch"])
@@ -395,7 +393,7 @@ def _check_meta(meta: Any) -> int:
 def _states(
     meta: Mapping[str, Sequence[Any]], wanted: Sequence[int], loaded: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Return the attributes that are known without any segment, and None for all loaded fields."""
+    """Return the attributes known without a segment, with None for all loaded fields."""
     unknown = [family for family in loaded if family not in FAMILIES]
     if unknown:
         raise CodecError(f"families {unknown} do not exist; there are {', '.join(FAMILIES)}")

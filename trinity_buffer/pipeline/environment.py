@@ -30,10 +30,10 @@ class Flag(NamedTuple):
 
 
 def environment_of_run(device: str) -> dict[str, Any]:
-    """Return what the bits of a step depend on, as `StepsCommitted` records it.
+    """Return the environment that the bits of a step depend on, as `StepsCommitted` records it.
 
     Args:
-        device: on which the steps are computed.
+        device: the device that computes the steps.
     """
     transformers = sys.modules.get("transformers")
     environment = {
@@ -71,20 +71,20 @@ def flags(device: str) -> dict[str, Flag]:
 
 
 def settle_cublas() -> None:
-    """Choose the workspace of cuBLAS, unless somebody has; call it before a model is used.
+    """Choose the workspace of cuBLAS unless it is set; call it before a model is used.
 
-    Torch looks for it once, at the first product of matrices on a GPU, and refuses deterministic
-    ones from then on if it was not there: nothing that is set or cleared later changes that.
+    Torch reads it once, at the first matrix product on a GPU. If it was unset then, deterministic
+    products are refused for the rest of the process.
     """
     if torch.version.cuda is not None:  # not `is_available()`, after which no child may use a GPU
         os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
 
 
 def differences(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return which recorded values are others here: name -> recorded, here.
+    """Return the recorded values that differ here: name -> recorded, here.
 
-    What older versions did not record is not compared, nor is the seed: a run that goes on has the
-    random numbers of its checkpoint.
+    Values that older versions did not record are not compared, nor is the seed: a run that resumes
+    takes the random state of its checkpoint.
     """
     return {
         name: [value, here.get(name)]
@@ -94,7 +94,7 @@ def differences(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> dict[st
 
 
 def in_words(differing: Mapping[str, list[Any]]) -> str:
-    """Return differences as people say them: ``threads 4 (here 1)``."""
+    """Return differences as text: ``threads 4 (here 1)``."""
     return ", ".join(f"{name} {then} (here {here})" for name, (then, here) in differing.items())
 
 
@@ -104,7 +104,7 @@ def _is_cuda(device: str) -> bool:
 
 def _attribute(owner: Any, name: str) -> Flag:
     def get() -> Any:
-        with suppress(RuntimeError):  # old and new settings of TF32 were mixed: it cannot say
+        with suppress(RuntimeError):  # unreadable after old and new TF32 settings were mixed
             return getattr(owner, name)
         return None
 
@@ -115,10 +115,10 @@ _PRECISIONS = ("highest", "high", "medium")
 
 
 def _matmul_precision() -> str:
-    """Return how exact float32 products are; where the newer setting says it, that."""
+    """Return the precision of float32 products, by the newer setting where torch has it."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # old and new settings were mixed, which only the new one can say
+    except RuntimeError:  # after mixing both settings, only the new one can be read
         return str(torch.backends.cuda.matmul.fp32_precision)
 
 
@@ -170,7 +170,7 @@ def triton_version() -> str | None:
 
 
 def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, which torch does not tell; None: it is not known."""
+    """Return the version of NVIDIA's driver, which torch does not expose; None: unknown."""
     with suppress(OSError):
         words = DRIVER_FILE.read_text().split("\n", 1)[0].split()
         # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024

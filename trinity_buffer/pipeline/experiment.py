@@ -51,25 +51,25 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.write.writer import SQLWriter
 
 IDENTITY_KEYS = frozenset({"schema"})
-"""Configuration that says what the stored experiences are, and hence cannot change."""
+"""Configuration that describes the stored experiences, and hence cannot change."""
 
 SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
-"""What `validation.SCHEMAS` knows; here too, because readers do without torch."""
+"""The names in `checks.SCHEMAS`, repeated here because readers do without torch."""
 
 
 MAX_URI = 4096
-"""Characters of the address of a policy: what a path may have on Linux."""
+"""Longest address of a policy in characters: that of a path on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedPolicy:
-    """Weights that a trainer has announced.
+    """Weights that a trainer has published.
 
     Attributes:
-        version: their number; equals the gradient step after which they are.
-        uri: where they lie.
-        digest: sha256 of the file, "" if nobody computed it.
-        position: of the event.
+        version: their number, equal to the gradient step that produced them.
+        uri: their path or address.
+        digest: sha256 of the file, "" if it was not computed.
+        position: position of the event.
     """
 
     version: int
@@ -79,7 +79,7 @@ class PublishedPolicy:
 
 
 class Experiment(ExperimentHandle):
-    """One named training run: its front door. Made by `Store.experiment`."""
+    """One named training run. Made by `Store.experiment`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Experiment(ExperimentHandle):
         limit = sizes().events_per_page
         state = (0, 0)
         while True:
-            if follow:  # else no news is needed, which a hot standby does not give
+            if follow:  # a hot standby cannot notify, and only followers need it
                 state = await self.database.changes.state()
             head, page, finished = await self.database.read(self._page, after, limit, kinds)
             for stored in page:
@@ -152,10 +152,10 @@ class Experiment(ExperimentHandle):
         log.append(tx, self.key, [event], actor=actor, now_us=now_us())
 
     async def until_finished(self) -> None:
-        """Return once the experiment is finished.
+        """Wait until the experiment is finished.
 
         Raises:
-            RunStalledError: nothing has moved in it for ``stalled_after_s``.
+            RunStalledError: it made no progress for ``stalled_after_s``.
         """
         database, stall = self.database, Stall(self.database, self.key)
         wait = ReportedWait(database.changes, self._waiting_for_end, aloud=False, stall=stall)
@@ -169,7 +169,7 @@ class Experiment(ExperimentHandle):
         return f"the end of experiment {self.name!r} is waited for"
 
     async def finish(self, reason: str, *, actor: str = "user") -> None:
-        """Record that nothing more will be generated or trained; whoever follows it ends."""
+        """Record that nothing more will be generated or trained; its followers end."""
         event = new_event(ExperimentFinished(reason=reason))
         await self.database.write(self._append, event, actor)
 
@@ -191,17 +191,17 @@ class Experiment(ExperimentHandle):
     ) -> AsyncIterator[Experience]:
         """Yield the stored experiences that match every given keyword, oldest first, decoded.
 
-        One that cannot be read comes too, with what the log knows of it: a warning is logged, its
+        An unreadable one is included, with what the log knows of it: a warning is logged, its
         ``damaged`` says why, and its other attributes raise DamagedSegmentError.
 
         Args:
-            families: the column families to load; an attribute of another one raises and says which
-                to name.
-            include_refused: also what was recorded as late or invalid.
-            annotation_set: whose ``state`` it is; alone, what it has annotated.
+            families: the column families to load; attributes of others raise an error that names
+                the family.
+            include_refused: also experiences that were recorded as late or invalid.
+            annotation_set: the set that ``state`` refers to; alone, the experiences it annotated.
             state: ``unseen``, ``waiting``, ``annotated`` or ``rejected`` in ``annotation_set``.
-            trained_in: only what ``trainer`` was handed in this gradient step; the rows of an
-                expert's experiment are read there.
+            trained_in: only experiences of this gradient step of ``trainer``; the rows of an
+                expert's experiment are read from that experiment.
 
         Raises:
             InvalidArgumentError: a ``state`` without a set.
@@ -231,7 +231,7 @@ class Experiment(ExperimentHandle):
                 yield experience
 
     async def _pages(self, wanted: writer_queries.Filter) -> AsyncIterator[list[ExperienceRow]]:
-        """Yield what is wanted, by address; where addresses are known, these are looked up."""
+        """Yield pages of the wanted rows by address; known addresses are looked up directly."""
         most, known = sizes().experiences_per_page, sorted(wanted.addresses or ())
         read, of = self.database.read, self.key
         for start in range(0, len(known), most):
@@ -249,7 +249,7 @@ class Experiment(ExperimentHandle):
     async def _checked_state(
         self, name: str | None, state: writer_queries.State | None
     ) -> writer_queries.State:
-        """Return the state that is read."""
+        """Return the state to read, checked against the registered sets."""
         if name is None:
             raise InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
         consumers = await self.database.read(writer_queries.consumers, self.key)
@@ -260,7 +260,7 @@ class Experiment(ExperimentHandle):
         return state or "annotated"
 
     async def _rows_of_batch(self, batch: Key, task: Key | None) -> tuple[int, ...] | None:
-        """Return the addresses of a batch's rows; None where they are so many that all are read."""
+        """Return the addresses of a batch's rows; None if there are too many to look up singly."""
         most = sizes().rows_looked_up
         addresses = await self.database.read(
             writer_queries.addresses_in_batch, self.key, batch, task, limit=most + 1
@@ -292,11 +292,11 @@ class Experiment(ExperimentHandle):
             version: their number, 0 or more. It may be below the newest one only after a trainer
                 was rewound.
             uri: path, or the address of a server.
-            digest: of the file, as `checkpoint.digest_of` computes it: an explorer refuses another
-                file in its place; "": anything there is loaded.
+            digest: digest of the file, as `checkpoint.digest_of` computes it: explorers refuse a
+                different file; "": explorers load any file.
 
         Raises:
-            InvalidArgumentError: a version, address or digest that is none.
+            InvalidArgumentError: not a valid version, address or digest.
             ConflictError: a newer version is published.
         """
         _check_policy(version, uri, digest)
@@ -316,12 +316,12 @@ class Experiment(ExperimentHandle):
         await self.database.write(publish)
 
     def _rewound(self, tx: Transaction, after: int) -> bool:
-        """Return whether a trainer went back to an older step after position ``after``."""
+        """Return whether a trainer was rewound after position ``after``."""
         kinds = kinds_of(TrainerRewound)
         return bool(log.read_after(tx, self.key, after, limit=1, kinds=kinds))
 
     async def columns(self) -> frozenset[str] | None:
-        """Return which fields the first readable experience has; None where none can be read."""
+        """Return the fields of the first readable experience; None if none can be read."""
         with suppress(ArchivedSegmentError):
             async for experience in self.read():
                 if experience.damaged is not None:
@@ -333,8 +333,8 @@ class Experiment(ExperimentHandle):
     async def newest_policy(self) -> PublishedPolicy | None:
         """Return the policy that was published last, or None.
 
-        Where several trainers publish, only that counts which the configuration names
-        (``trainer``): explorers follow one model.
+        If several trainers publish, only the one that the configuration names (``trainer``) counts:
+        explorers follow one model.
         """
         newest = await self.database.read(writer_queries.newest_policy, self.key, self._trainer)
         if newest is None:
@@ -344,7 +344,7 @@ class Experiment(ExperimentHandle):
         return PublishedPolicy(version, str(path) if digest else uri, digest, position)
 
     async def committed_step(self, trainer: str = "trainer") -> int:
-        """Return the last committed step of the live line of ``trainer``; 0: there is none."""
+        """Return the last committed step of the live line of ``trainer``, or 0."""
         row = await self.database.read(writer_queries.consumer_row, self.key, trainer)
         return 0 if row is None else row.committed_step
 

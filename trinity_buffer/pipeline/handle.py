@@ -1,9 +1,4 @@
-"""What names an experiment in a store: for all that reads or writes it below its front door.
-
-Events as users see them, and the way from a fact to the log.
-
-What steps were handed out with: their manifests as they are served now.
-"""
+"""A handle of an experiment, and the conversion between events of the log, facts and manifests."""
 
 from __future__ import annotations
 
@@ -24,13 +19,13 @@ from trinity_buffer.store.transaction import Transaction
 
 
 class ExperimentHandle:
-    """One named training run of a store; `Experiment` is what its users hold.
+    """One named training run of a store; users hold an `Experiment`.
 
     Attributes:
-        database: of the store.
-        key: of the experiment in its tables.
+        database: database of the store.
+        key: key of the experiment in the tables.
         name: its name in the store.
-        config: its configuration as it was when it was opened here.
+        config: its configuration when it was opened here.
     """
 
     def __init__(self, database: Database, key: int, name: str, config: Mapping[str, Any]) -> None:
@@ -40,16 +35,16 @@ class ExperimentHandle:
         self.config = dict(config)
 
     def finished(self, tx: Transaction) -> bool:
-        """Return whether it was finished since the last change of configuration."""
+        """Return whether it is finished; a later change of configuration reopens it."""
         return writer_queries.is_finished(tx, self.key)
 
     async def is_finished(self) -> bool:
-        """Return the same, of the store as it is now."""
+        """Return whether it is finished now."""
         return await self.database.read(writer_queries.is_finished, self.key)
 
 
 CLOCK_OFFSET = "TRINITY_BUFFER_CLOCK_OFFSET_S"
-"""Environment variable: seconds by which this process's clock is wrong, for tests of that."""
+"""Environment variable: seconds by which this process's clock is off, for tests."""
 
 clock_offset_us = int(float(os.environ.get(CLOCK_OFFSET) or 0) * 1e6)
 """The same in microseconds, for this process."""
@@ -62,12 +57,12 @@ class Event:
     """An immutable fact at a position in the log of one experiment.
 
     Attributes:
-        experiment: name of the experiment whose order it belongs to.
+        experiment: name of the experiment whose log it is in.
         position: 1, 2, ... without gaps.
         kind: in past tense, such as ``ExperiencesRecorded``.
-        actor: who recorded it.
-        recorded_at: seconds since 1970, for people; the order is `position`.
-        body: what happened; see ``docs/events.md``.
+        actor: the process that recorded it.
+        recorded_at: seconds since 1970, for display; events are ordered by `position`.
+        body: its content; see ``docs/events.md``.
         fact: the same as an instance of its class in `trinity_buffer.events`.
     """
 
@@ -86,7 +81,7 @@ def new_event(fact: Fact) -> NewEvent:
 
 
 def decoded(experiment: str, stored: StoredEvent) -> Event:
-    """Return a stored event with its body as it is written today, however old it is.
+    """Return a stored event, its body upgraded to the current version of its kind.
 
     Raises:
         CodecError: the body is damaged, or of a newer version; the message names the position.
@@ -102,7 +97,7 @@ def decoded(experiment: str, stored: StoredEvent) -> Event:
 
 
 def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
-    """Return what a stored event says, which must be of ``kind``.
+    """Return the fact of a stored event, which must be of ``kind``.
 
     Raises:
         CodecError: the body is damaged, of a newer version, or the event is of another kind.
@@ -115,12 +110,12 @@ def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
 
 
 def as_json(what: str, value: Any) -> Any:
-    """Return ``value`` as it will be read back: tuples as lists, keys as texts.
+    """Return ``value`` as it will be read back from JSON: tuples as lists, keys as strings.
 
-    What is recorded is compared with what is said later, which must then be of the same types.
+    Recorded values are compared with later ones, which must have the same types.
 
     Raises:
-        InvalidArgumentError: JSON cannot say it, as NaN; ``what`` names it.
+        InvalidArgumentError: not representable in JSON, such as NaN; ``what`` names the value.
     """
     try:
         return json.loads(json.dumps(value, allow_nan=False))
@@ -133,8 +128,8 @@ def as_json(what: str, value: Any) -> Any:
 def now_us() -> int:
     """Return the wall clock in microseconds since 1970.
 
-    What may depend on it: the times that people read, and the deadline of an incomplete group. The
-    order of the log does not, nor who owns a lease.
+    Only displayed times and the deadlines of incomplete groups may depend on it, never the order of
+    the log or the ownership of a lease.
     """
     return time.time_ns() // 1000 + clock_offset_us
 
@@ -142,12 +137,12 @@ def now_us() -> int:
 def leased_steps(
     tx: Transaction, key: int, experiment: str, positions: Sequence[int]
 ) -> dict[int, BatchLeased]:
-    """Return position -> manifest, for positions where a step says that it was handed out.
+    """Return position -> manifest, of steps that were leased at these positions.
 
-    A step that was dealt anew says so by a `StepDealt`: its rows are those, and come in that order.
+    If a step was repartitioned, its last `StepDealt` determines its rows and their order.
 
     Raises:
-        CodecError: the body of an event is damaged, or it is not of a handed out step.
+        CodecError: the body of an event is damaged, or it is not the lease of a step.
     """
     stored = {event.position: event for event in log.read_at(tx, key, positions)}
     facts = {at: decoded(experiment, event).fact for at, event in stored.items()}
@@ -165,7 +160,7 @@ def leased_steps(
 
 
 def _as_dealt(lease: BatchLeased, dealt: StepDealt) -> BatchLeased:
-    """Return the manifest with its rows in the order in which they are served now."""
+    """Return the manifest with its rows in the order of the latest partition."""
 
     def placed(column: Sequence[int]) -> tuple[int, ...]:
         return tuple(column[place] for place in dealt.order)

@@ -1,6 +1,6 @@
-"""The manifest: what exactly one gradient step trains on, in which order and micro-batches.
+"""The manifest of a gradient step: its rows, their order and micro-batches.
 
-What weights went through: the chain of the manifests of their steps.
+A checkpoint records the chain of the manifests that its weights were trained on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LayoutName = Literal["padded", "packed"]
 class MicroBatchPlan:
     """One micro-batch: the rows ``start`` to ``stop`` of the manifest, on one rank.
 
-    It is empty where its rank has fewer rows than another one has micro-batches.
+    It is empty if its rank has fewer rows than another rank has micro-batches.
 
     Attributes:
         width: padded: the width of the tensors; packed: their total number of tokens.
@@ -43,13 +43,12 @@ class Manifest:
         annotation_set: the set that the annotations belong to.
         annotations, experiences: log addresses, one per row, in the order of the rows.
         groups: per row, a number that rows of one group share.
-        num_planned_groups: how many of the groups were planned (copies and imports are not).
+        num_planned_groups: number of planned groups (copies and imports are not planned).
         layout: ``"padded"`` or ``"packed"``.
-        normalizer: what loss modes that divide by a constant divide by; None: they need their own.
-        sources: names of other experiments of the store, whose rows are an expert's; empty: there
-            can be none.
+        normalizer: divisor of loss modes that divide by a constant; None: they need their own.
+        sources: names of other experiments whose rows are an expert's; empty: no expert rows.
         source: per row, 0 for the trainer's own experiment, k for ``sources[k - 1]``; empty: all 0.
-        by_run: whether micro-batches tell which rows are of one run.
+        by_run: whether micro-batches contain the run of each row.
     """
 
     step: int
@@ -67,23 +66,23 @@ class Manifest:
 
     @property
     def num_groups(self) -> int:
-        """How many groups the step trains on."""
+        """Number of groups that the step trains on."""
         return len(set(self.groups))
 
     @property
     def world_size(self) -> int:
-        """To how many ranks the step is dealt: each has a micro-batch, if only an empty one."""
+        """Number of ranks of the step: each has at least one micro-batch, if an empty one."""
         return 1 + max(plan.rank for plan in self.microbatches)
 
     def rows_by_rank(self) -> list[int]:
-        """Return how many rows each rank is to take."""
+        """Return the number of rows of each rank."""
         numbers = [0] * self.world_size
         for plan in self.microbatches:
             numbers[plan.rank] += plan.stop - plan.start
         return numbers
 
     def dealt(self, order: Sequence[int], microbatches: Sequence[MicroBatchPlan]) -> Manifest:
-        """Return it with row ``order[i]`` as row ``i``, and no others, in these micro-batches."""
+        """Return the manifest of only the rows ``order``, in that order and these micro-batches."""
 
         def placed(column: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(column[place] for place in order)
@@ -105,7 +104,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> bytes:
-        """blake2b-128 over everything that decides what the step computes."""
+        """blake2b-128 over everything that determines what the step computes."""
         content = [
             self.step,
             self.annotation_set,
@@ -123,7 +122,7 @@ class Manifest:
         ).digest()
 
     def leased_by(self, consumer: str, token: int) -> BatchLeased:
-        """Return what is recorded when ``consumer`` takes the step."""
+        """Return the event that records the lease of the step by ``consumer``."""
         return BatchLeased(
             sources=list(self.sources),
             source=list(self.source) if self.sources else (),
@@ -148,7 +147,7 @@ class Manifest:
         """Return the manifest that an event recorded.
 
         Raises:
-            CodecError: a layout or a micro-batch that is none.
+            CodecError: an invalid layout or micro-batch.
         """
         if leased.layout not in ("padded", "packed"):
             raise CodecError(f"the manifest of step {leased.step} is damaged: its layout is none")
@@ -162,7 +161,7 @@ class Manifest:
             layout=cast("LayoutName", leased.layout),
             microbatches=plans_of(leased),
             normalizer=leased.normalizer,
-            # Steps of one source alone do not say so, and older logs never did.
+            # Steps of a single source leave the column empty, as all older logs did.
             sources=tuple(leased.sources),
             source=tuple(leased.source),
             by_run=bool(leased.by_run),
@@ -173,7 +172,7 @@ def plans_of(fact: BatchLeased | StepDealt) -> tuple[MicroBatchPlan, ...]:
     """Return the micro-batches that an event recorded.
 
     Raises:
-        CodecError: one is none.
+        CodecError: an invalid micro-batch.
     """
     plans = fact.microbatches
     if any(len(plan) not in (3, 4) for plan in plans):
@@ -193,17 +192,17 @@ def plan_microbatches(
 ) -> tuple[list[int], list[MicroBatchPlan]]:
     """Return an order of the rows, and the micro-batches over it.
 
-    A group lies on one rank; groups are dealt to the ranks by their tokens, the largest first.
-    Within a rank, padded rows are sorted by length so that little is padding. The budget counts
-    what is computed: rows × width when padded, tokens when packed; a row above it is a micro-batch
-    of its own. Every rank gets the same number of micro-batches; one with too few rows gets empty
-    ones, so that it takes part wherever the ranks wait for each other.
+    A group stays on one rank; groups are assigned by their tokens, the largest first. Within a
+    rank, padded rows are sorted by length to save padding. The budget counts computed tokens:
+    rows × width when padded, tokens when packed; a row above it is a micro-batch of its own. Every
+    rank gets the same number of micro-batches, empty ones if it has too few rows, so that it takes
+    part in every collective.
 
     Args:
         lengths: tokens of each row; of a pair those of its longer half, or packed those of both.
         groups: per row, a number that rows of one group share.
-        pairs: every row stands for two, the chosen and the rejected one; they keep their order, so
-            that what is a pair stays one.
+        pairs: every row stands for two, the chosen and the rejected one, and rows keep their order
+            so that pairs stay together.
         by_length: whether rows may be sorted by length.
 
     Raises:
@@ -220,20 +219,20 @@ def plan_microbatches(
         if by_length and layout == "padded" and tokens_per_microbatch is not None and not pairs:
             rows = sorted(rows, key=lambda row: -lengths[row])
         per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch, size))
-    most = max(1, *map(len, per_rank))  # 1: a step of which nothing is left
+    most = max(1, *map(len, per_rank))  # 1: a step that lost all its rows
     plans = []
     for rank, chunks in enumerate(per_rank):
         for chunk in _split_to(chunks, most):
             start, order = len(order), order + chunk
             sizes = [lengths[row] for row in chunk]
-            # Many models take no rows, but hardly any takes no columns.
+            # Models mostly accept no rows, but hardly any accepts no columns.
             width = max(sizes, default=1) if layout == "padded" else sum(sizes)
             plans.append(MicroBatchPlan(start, len(order), width, rank))
     return order, plans
 
 
 def _deal(lengths: Sequence[int], groups: Sequence[int], world_size: int) -> list[list[int]]:
-    """Return the rows of each rank, whole groups together."""
+    """Return the rows of each rank, with whole groups together."""
     if world_size == 1:
         return [list(range(len(lengths)))]
     members: dict[int, list[int]] = {}
@@ -270,7 +269,7 @@ def _fill(
 
 
 def _split_to(chunks: list[list[int]], number: int) -> list[list[int]]:
-    """Return ``number`` chunks, by halving the longest ones, and then empty ones.
+    """Return exactly ``number`` chunks: halve the longest, then add empty ones.
 
     All ranks must run equally often.
     """
@@ -293,19 +292,19 @@ def chain(previous: bytes, digest: bytes) -> bytes:
 FIRST_LINK = bytes(16)
 
 NAMED_MANIFESTS = 256
-"""Of so many manifests, the last ones, a checkpoint says each; of those before, their chain."""
+"""A checkpoint lists so many of the last manifests, and the chain of those before."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestChain:
-    """The manifests that weights went through, in order: the last ones, and the chain of the rest.
+    """The manifests that weights were trained on, in order: the last ones, and a hash of the rest.
 
-    It does not grow with the run, and is the same wherever the run was interrupted.
+    Its size is bounded, and it does not depend on where the run was interrupted.
 
     Attributes:
-        length: how many there are.
-        before: link of the chain in front of ``last``.
-        last: digests of the last ones.
+        length: number of manifests.
+        before: link of the chain before ``last``.
+        last: digests of the last manifests.
     """
 
     length: int = 0
@@ -314,11 +313,11 @@ class ManifestChain:
 
     @property
     def link(self) -> bytes:
-        """The link of the chain after all of them."""
+        """The link of the chain after the last manifest."""
         return reduce(chain, self.last, self.before)
 
     def after(self, *digests: bytes) -> ManifestChain:
-        """Return these manifests and then those of ``digests``."""
+        """Return the chain extended by the manifests of ``digests``."""
         last = (*self.last, *digests)
         gone, named = last[:-NAMED_MANIFESTS], last[-NAMED_MANIFESTS:]
         return ManifestChain(self.length + len(digests), reduce(chain, gone, self.before), named)

@@ -1,4 +1,4 @@
-"""The front door: a store is opened, and experiments are found or created in it."""
+"""Opens a store, and opens or creates experiments in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Store:
     """An open store. Made by `open_store`; closed by leaving its context.
 
     Attributes:
-        database: connections and transactions; for tools, not for changing anything.
+        database: connections and transactions; for tools that only read.
     """
 
     def __init__(self, database: Database) -> None:
@@ -38,7 +38,7 @@ class Store:
         return self.database.name
 
     async def settle(self) -> None:
-        """Return when every write that was begun has ended, those of cancelled callers too."""
+        """Wait until every write under way has ended, also those of cancelled callers."""
         await self._group_commit.drain()
 
     async def experiments(self) -> list[str]:
@@ -56,21 +56,21 @@ class Store:
         """Open the experiment ``name``; with a ``config``, create it or record what changed.
 
         Args:
-            config: what the run is configured with, JSON values only; what is your own goes under
-                ``extra``. It is the experiment's first event; where it differs later, a
-                ``ConfigurationChanged`` event says which keys. None: the experiment must exist.
-            schema: what its experiences must have: ``experience`` (of a new experiment, the
-                default), ``sft``, ``dpo`` or ``cpt``. It cannot change.
+            config: configuration of the run, JSON values only; your own values go under ``extra``.
+                It is the experiment's first event; later differences are recorded as a
+                ``ConfigurationChanged`` event. None: the experiment must exist.
+            schema: the fields that its experiences must have: ``experience`` (the default of a new
+                experiment), ``sft``, ``dpo`` or ``cpt``. It cannot change.
 
         Raises:
-            UnknownExperimentError: there is none, and no ``config`` to create it with (or the store
-                is read-only).
+            UnknownExperimentError: it does not exist, and there is no ``config`` to create it with
+                (or the store is read-only).
             InvalidArgumentError: the schema would change, an unknown key, or an invalid name.
         """
         if problem_of_text(name):
             require_name("an experiment's name", name)
         key, stored, names = await self.database.read(_find, name)
-        if key is None:  # stores of an older day hold any text
+        if key is None:  # older versions accepted any text
             require_name("an experiment's name", name)
         if key is not None and stored is not None and (config is None or self.database.read_only):
             return Experiment(self.database, self._group_commit, key, name, stored[0])
@@ -102,7 +102,7 @@ class Store:
 def _find(
     tx: Transaction, name: str
 ) -> tuple[int | None, tuple[dict[str, Any], bool] | None, dict[str, int]]:
-    """Return the key of an experiment, its configuration, and what there is if it is not there."""
+    """Return an experiment's key and configuration, or the existing names if it is unknown."""
     key = log.find_experiment(tx, name)
     stored = None if key is None else writer_queries.config_of(tx, key)
     return key, stored, log.experiment_names(tx) if key is None else {}
@@ -116,7 +116,7 @@ def _create_or_change(
     created: NewEvent,
     actor: str,
 ) -> tuple[int, dict[str, Any]]:
-    """Return the key of an experiment and its configuration, new or with what changed."""
+    """Create an experiment or record its changed configuration; return key and configuration."""
     key = log.create_experiment(tx, name)
     lock_experiment(tx, key)
     stored = writer_queries.config_of(tx, key)
@@ -163,7 +163,7 @@ async def open_store(
         create: False: a missing store is an error, as for trainers.
 
     Raises:
-        UnknownStoreError: nothing there to read, a missing folder, or a database that is not ours.
+        UnknownStoreError: no store there, a missing folder, or a database of another program.
         SchemaOutdatedError: written by an older version; `SchemaTooNewError`: by a newer one.
         UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
     """

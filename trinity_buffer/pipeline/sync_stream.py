@@ -1,4 +1,4 @@
-"""The same stream for a plain loop: the trainer's door, with an event loop in a thread."""
+"""The train stream for a synchronous loop; its event loop runs in a thread."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 
 class StepStream(Protocol):
-    """What a trainer takes its steps from: a store that is being filled, or the replay of one.
+    """The source of a trainer's steps: a live store, or the replay of one.
 
     Attributes:
         resume: the last commit, or None at the very beginning.
-        device: where the tensors of its steps are.
+        device: device of the tensors of its steps.
     """
 
     resume: Resume | None
@@ -67,7 +67,7 @@ class StepStream(Protocol):
         """Keep what was measured of a step that was delivered: its commit records that."""
 
     def fail(self, error: Exception) -> None:
-        """Let whoever waits for the next step, now or later, hear of what went wrong elsewhere."""
+        """Raise ``error``, from elsewhere, in the current or next wait for a step."""
         ...
 
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
@@ -88,7 +88,7 @@ class SyncTrainStream(StepStream):
 
     Attributes:
         resume: the last commit (`Resume`), or None at the very beginning.
-        device: where the tensors of its steps are.
+        device: device of the tensors of its steps.
     """
 
     def __init__(self, portal: BlockingPortal, stream: TrainStream, experiment: Experiment) -> None:
@@ -99,7 +99,7 @@ class SyncTrainStream(StepStream):
         self.device = stream.options.device
 
     def _call(self, f: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Return ``await f(*args)`` of the stream's event loop.
+        """Return ``await f(*args)``, run in the stream's event loop.
 
         Raises:
             StoreUseError: the stream is closed, or this is a forked child.
@@ -117,12 +117,12 @@ class SyncTrainStream(StepStream):
 
     @property
     def incomplete_groups(self) -> int:
-        """Groups that were left waiting when the stream ended: their runs are not all stored."""
+        """Number of groups that were left incomplete when the stream ended."""
         return self._stream.incomplete_groups
 
     @override
     def _commit(self, step: TrainStep, commit: Commit) -> None:
-        # Here, not in the thread of the event loop: each thread has its own number of threads.
+        # Not in the event loop's thread: torch's number of threads is a setting of each thread.
         environment = commit.environment or environment_of_run(self.device)
         self._call(self._stream.record, step, replace(commit, environment=environment))
 
@@ -136,11 +136,11 @@ class SyncTrainStream(StepStream):
         self._stream.measure(measures)
 
     def require_commits(self, every_steps: int, what: str) -> None:
-        """Raise unless explorers get on with a trainer that commits after so many steps.
+        """Raise if explorers and a trainer that commits every ``every_steps`` steps would deadlock.
 
         Args:
-            every_steps: its interval.
-            what: sets it, for the message.
+            every_steps: steps between commits.
+            what: the option that sets it, for the message.
 
         Raises:
             InvalidArgumentError: explorers would wait for a commit, and the commit for them.
@@ -151,7 +151,7 @@ class SyncTrainStream(StepStream):
 
     @property
     def options(self) -> StreamOptions:
-        """What it was opened with."""
+        """The options it was opened with."""
         return self._stream.options
 
     @property
@@ -161,17 +161,17 @@ class SyncTrainStream(StepStream):
 
     @property
     def schema(self) -> str:
-        """Of the experiences."""
+        """The schema of the experiences."""
         return str(self._experiment.config.get("schema", "experience"))
 
     @property
     def rollouts_per_group(self) -> int | None:
-        """Runs of a task, as the experiment is configured; None: it does not say."""
+        """Runs per task in the experiment's configuration; None: not configured."""
         runs: int | None = self._experiment.config.get("rollouts_per_group")
         return runs
 
     def columns(self) -> frozenset[str] | None:
-        """Return what the first stored experience has, None where there is none yet."""
+        """Return the fields of the first stored experience, or None if there is none yet."""
         return self._call(self._experiment.columns)
 
     def scoring(self) -> str | None:
@@ -218,11 +218,11 @@ def open_train_stream(
 ) -> Iterator[SyncTrainStream]:
     """Open the stream of gradient steps of ``experiment`` in a store; see `StreamOptions`.
 
-    Closing it releases the lease. Steps that were delivered and not committed are served again to
+    Closing it releases the lease. Steps that were delivered but not committed are served again to
     the next process.
 
     Raises:
-        UnknownStoreError: there is no store at ``url``; none is made.
+        UnknownStoreError: no store at ``url``; it is not created.
         UnknownExperimentError: it holds no experiment of this name.
     """
     with in_portal(_opened(url, experiment, options)) as (portal, (stream, handle)):
@@ -233,8 +233,8 @@ def open_train_stream(
 def in_portal(opened: AbstractAsyncContextManager[T]) -> Iterator[tuple[BlockingPortal, T]]:
     """Open ``opened`` in an event loop of its own; close both on leaving.
 
-    Ctrl-C too closes them as usual, and comes out as it is and not in a group of the portal's. A
-    child that was forked meanwhile leaves both to its parent.
+    Ctrl-C closes them as well, and is raised bare instead of in an exception group of the portal. A
+    forked child leaves both to its parent.
     """
     pid = os.getpid()
     loop = LoopThread()
@@ -254,12 +254,12 @@ def in_portal(opened: AbstractAsyncContextManager[T]) -> Iterator[tuple[Blocking
 class LoopThread:
     """An event loop that runs in a thread, until it is closed or the process ends.
 
-    Not `anyio.from_thread.start_blocking_portal`: what is left of that in a forked child, which has
-    no such thread, waits for the thread when it is collected; and a process that never closes it
-    never ends.
+    Not `anyio.from_thread.start_blocking_portal`: in a forked child, its remains wait for a thread
+    that does not exist there when they are collected; and a process that never closes it hangs at
+    exit.
 
     Attributes:
-        portal: what other threads call the loop by.
+        portal: calls the loop from other threads.
     """
 
     def __init__(self) -> None:
@@ -274,6 +274,6 @@ class LoopThread:
             await portal.sleep_until_stopped()
 
     def close(self) -> None:
-        """End the loop; what runs in it is cancelled."""
+        """End the loop and cancel its tasks."""
         self.portal.call(self.portal.stop, True)  # noqa: FBT003 - only positional
         self._thread.join()

@@ -1,10 +1,7 @@
-"""Between torch's tensors and the codec's columns of bytes.
+"""Converts torch tensors to the codec's columns of bytes and back.
 
-Memory that is used again as soon as nobody looks at it any more.
-
-What a write makes of its tensors is a few hundred kilobytes and lives for milliseconds. Allocated
-anew each time, its pages come from the kernel and go back there, which takes longer than to fill
-them.
+The columns of a write are a few hundred kilobytes that live for milliseconds. `BufferPool` reuses
+their memory: fresh pages from the kernel take longer to map than to fill.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ ALIGNMENT = 64
 
 
 class Block:
-    """The bytes of ``whole``, to be taken from its beginning on."""
+    """Hands out the bytes of ``whole`` from its beginning on."""
 
     def __init__(self, whole: bytearray) -> None:
         self._bytes: Bytes = np.frombuffer(whole, np.uint8)
         self._used = 0
 
     def take(self, size: int) -> Bytes:
-        """Return ``size`` bytes that nobody else has; new ones, if there are not so many left."""
+        """Return ``size`` unused bytes of the block, or newly allocated ones if it is full."""
         begin, end = self._used, self._used + size
         if end > len(self._bytes):
             return np.empty(size, np.uint8)
@@ -44,22 +41,22 @@ class Block:
 
 
 class BufferPool:
-    """A few blocks, of which one that nothing is left of is given out anew. Threads may share it.
+    """A few reusable blocks, shared between threads.
 
-    Python counts who looks at a bytearray, and does not resize it while somebody does. So nothing
-    has to be given back, and nothing can be given back too early.
+    Python refuses to resize a bytearray that has exported views, which tells whether a block is
+    still in use. So blocks need not be released, and cannot be released too early.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, in a forked child: there, nobody gives back a lock that a thread had."""
+        """Reset, in a forked child: a lock held by another thread would never be released there."""
         self._lock = Lock()
         self._blocks: list[bytearray] = []
 
     def block(self, size: int) -> Block:
-        """Return a block of at least ``size`` bytes, or of none where so much is not kept."""
+        """Return a pooled block, or an empty one if ``size`` exceeds the pool's limit."""
         if not 0 < size <= sizes().bytes_per_block:
             return Block(bytearray())
         with self._lock:
@@ -89,11 +86,11 @@ def _allocate(size: int) -> bytearray:
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
 }
-"""Name -> dtype, of those that the installed torch has."""
+"""Name -> dtype, of the dtypes that the installed torch has."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-# What ``torch.cat`` is fast for, and at home with; it warns of complex32.
+# ``torch.cat`` is fast for these dtypes; for complex32, it warns.
 _JOINED = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16}) | {
     *(torch.float16, torch.float32, torch.float64)
 }
@@ -106,13 +103,13 @@ _size_of: Callable[[Tensor], int] = methodcaller("numel")
 
 @dataclass(frozen=True, slots=True)
 class PresentTensors:
-    """The tensors of one field, those that are there, and what is asked of each.
+    """The tensors of one field that are not None, with their kinds and sizes.
 
     Attributes:
-        tensors: those that are not None.
-        rows: which rows have one; None: all.
-        kinds: of each its dtype, number of dimensions, device and layout.
-        sizes: of each its number of elements.
+        tensors: the tensors.
+        rows: the rows that have one; None: all.
+        kinds: dtype, number of dimensions, device and layout of each.
+        sizes: number of elements of each.
     """
 
     tensors: Sequence[Tensor]
@@ -122,13 +119,13 @@ class PresentTensors:
 
     @property
     def bytes_to_join(self) -> int:
-        """At most how many bytes the columns need."""
+        """Upper bound of the bytes that the columns need."""
         kinds = set(self.kinds)
         width = max((dtype.itemsize for dtype, *_ in kinds), default=0)
         return width * sum(self.sizes) + ALIGNMENT * len(kinds)
 
     def only(self, kind: _Kind) -> PresentTensors:
-        """Return those of one kind."""
+        """Return the tensors of one kind."""
         mine = [index for index, other in enumerate(self.kinds) if other == kind]
         rows = range(len(self.tensors)) if self.rows is None else self.rows
         return PresentTensors(
@@ -161,19 +158,19 @@ def columns_of(
 def columns_of_present(
     field: str, tensors: PresentTensors, take: Take | None = None
 ) -> list[Column]:
-    """Return the columns of one field; none where there are no tensors.
+    """Return the columns of one field; an empty list without tensors.
 
     Rows of one dtype and number of dimensions share a column, made with a single ``torch.cat``.
 
     Args:
-        field: its name.
-        tensors: of its rows.
-        take: returns memory of a size for the columns, into which tensors of the CPU are copied;
-            by default a column of a single tensor is a view of it.
+        field: name of the field.
+        tensors: the tensors of its rows.
+        take: returns memory of a given size, into which tensors of the CPU are copied; by default a
+            column of a single tensor is a view of it.
 
     Raises:
-        InvalidArgumentError: a tensor that has no bytes of its own (sparse, meta), or of a dtype
-            that is not an element type.
+        InvalidArgumentError: a tensor without dense memory (sparse, meta), or of a dtype that is
+            not an element type.
     """
     kinds = dict.fromkeys(tensors.kinds)
     if len(kinds) == 1:
@@ -206,28 +203,28 @@ def _column(field: str, tensors: PresentTensors, take: Take | None) -> Column:
 
 
 def bytes_of(tensors: Sequence[Tensor], out: Bytes | None = None) -> Bytes:
-    """Return the bytes of 1-D ``tensors`` of one dtype, one after another; in ``out`` if given."""
+    """Return the concatenated bytes of 1-D ``tensors`` of one dtype; in ``out`` if given."""
     dtype = tensors[0].dtype
     if dtype not in _JOINED:
         tensors = [_raw(tensor) for tensor in tensors]
     if out is None:
         flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
         joined: Bytes = _raw(flat).cpu().numpy()
-    elif len(tensors) == 1:  # torch would wake its threads for a single one
+    elif len(tensors) == 1:  # for one tensor, torch.cat would wake its threads
         np.copyto(out, _raw(tensors[0]).numpy())
         joined = out
     else:
-        with torch.no_grad():  # what has a gradient is copied to no other tensor
+        with torch.no_grad():  # out= refuses tensors that require a gradient
             torch.cat(list(tensors), out=torch.from_numpy(out).view(tensors[0].dtype))
         joined = out
-    # Bytes that are viewed as booleans may hold anything, and torch takes all but 0 for true.
+    # Booleans viewed from other bytes may hold any value, and torch treats all but 0 as true.
     if dtype == torch.bool and joined.max(initial=0) > 1:
         return np.minimum(joined, np.uint8(1))
     return joined
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    # A lazily conjugated or negated view would give the bytes of what it looks at.
+    # The memory of a lazily conjugated or negated view holds the original values.
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
@@ -243,7 +240,7 @@ def flat_tensor(column: Column) -> Tensor:
             f"column {column.field} holds {column.dtype}, which torch {torch.__version__} does not "
             "have: upgrade torch"
         )
-    # NumPy gives no stride to some arrays without elements, and torch cannot view those.
+    # Some empty NumPy arrays have strides of 0, which torch cannot view.
     bare = torch.from_numpy(column.data) if len(column.data) else torch.empty(0, dtype=torch.uint8)
     return bare.view(dtype)
 

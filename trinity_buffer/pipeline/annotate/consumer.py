@@ -1,10 +1,7 @@
-"""Strategies as consumers of the log: units in, and what they decide out, in one commit.
+"""A strategy as a consumer of the log: it reads units, decides them, and commits with its cursor.
 
-What a strategy says of itself when it ends: what it rejected for a fault, and what it left.
-
-Whether a strategy is the one that an annotation set was made with.
-
-What a process of a strategy does while another one of its name decides: next to nothing.
+Several processes may run a strategy under one name: the one that holds the lease decides, and the
+others stand by. A set keeps the configuration it was made with; another one is refused.
 """
 
 from __future__ import annotations
@@ -70,11 +67,11 @@ from trinity_buffer.writer import StagedWriter
 _logger = logging.getLogger(__name__)
 
 ROWS_NAMED = 3
-"""Of those that came late."""
+"""At most so many late rows are named in a warning."""
 
 
 def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
-    """Say what was rejected, if a fault was the reason, or if nothing else came of it."""
+    """Warn of rejections whose reason is a fault, or if every row was rejected."""
     at_fault = any(reason.startswith(FAULTS) for reason in reasons)
     if at_fault or (reasons and not annotated):
         rejected = sum(reasons.values())
@@ -84,7 +81,7 @@ def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
 
 
 def say_late(name: str, eids: Sequence[EID]) -> None:
-    """Say whose rows came after their groups were decided."""
+    """Warn of rows that came after their groups were decided."""
     rows = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids[:ROWS_NAMED])
     more = f" and {len(eids) - ROWS_NAMED} more" if len(eids) > ROWS_NAMED else ""
     _logger.warning(
@@ -98,7 +95,7 @@ def say_late(name: str, eids: Sequence[EID]) -> None:
 
 
 def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:
-    """Say what was left undecided, or that something was not even read (``experiences`` is 0)."""
+    """Warn of experiences left undecided; 0 ``experiences``: some could not even be read."""
     left = f"{counted(experiences, 'experience')} of {counted(groups, 'group')} waiting"
     left = left if experiences else "what it cannot read yet"
     _logger.warning("strategy %r ended and left %s: %s", name, left, one_line(why))
@@ -107,12 +104,12 @@ def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:
 def same_config(
     recorded: Mapping[str, Any], wanted: Mapping[str, Any], strategy: AddStrategy
 ) -> bool:
-    """Return whether two configurations mean the same; a default counts as if it were spelled out.
+    """Return whether two configurations are equal, with defaults filled in.
 
     Args:
-        recorded: with which the set was made.
-        given: with which ``strategy`` was made.
-        strategy: that knows its defaults.
+        recorded: the configuration that the set was made with.
+        wanted: the configuration that ``strategy`` was made with.
+        strategy: supplies the defaults.
     """
     if _paths(recorded) != _paths(wanted):
         return False
@@ -122,7 +119,7 @@ def same_config(
 def config_diff(
     recorded: Mapping[str, Any], wanted: Mapping[str, Any], strategy: AddStrategy
 ) -> tuple[str, str]:
-    """Return what two configurations of sets have each that the other has not; as `same_config`."""
+    """Return the settings that only the first and only the second configuration has, as text."""
     if _paths(recorded) != _paths(wanted):
         before, after = ({"strategy": "+".join(_paths(config))} for config in (recorded, wanted))
     else:
@@ -140,7 +137,7 @@ def config_diff(
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the filled configuration of a set with one key for each value."""
+    """Flatten the filled configuration of a set to one key per value."""
     values = {key: value for key, value in config.items() if key not in ("args", "grouping")}
     values |= config.get("grouping", {})
     names = config["strategy"]
@@ -158,15 +155,15 @@ def _paths(config: Mapping[str, Any]) -> list[str]:
 def with_over(
     args: Mapping[str, Any], strategy: AddStrategy, recorded: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the arguments of a set with what counts once in its statistics, for each strategy.
+    """Return the arguments of a set with ``over``, the unit of its statistics, filled in.
 
-    Runs do, unless the arguments say otherwise; and rows in a set that was made before one could
-    say: its arithmetic stays.
+    By default each run counts once. A set made before ``over`` existed counts rows, so that its
+    arithmetic stays the same.
 
     Args:
-        args: as they were given.
-        strategy: which was made with them.
-        recorded: the configuration of the set, if there is one.
+        args: the arguments from the caller.
+        strategy: the strategy made with them.
+        recorded: the configuration of the set, if it exists.
     """
     if isinstance(strategy, CompositeAddStrategy):
         return {
@@ -198,66 +195,69 @@ def _filled(config: Mapping[str, Any], strategy: AddStrategy) -> dict[str, Any]:
     args = config["args"]
     listed = [(strategy, args)]
     if len(config["strategy"]) > 1:
-        assert isinstance(strategy, CompositeAddStrategy)  # made of as many
+        assert isinstance(strategy, CompositeAddStrategy)  # the paths are equal, so it has stages
         listed = [(stage, args.get(name, {})) for name, stage, _ in strategy.stages]
     filled = [_defaults(stage) | stage_args for stage, stage_args in listed]
-    rules = asdict(GroupingRules()) | config.get("grouping", {})  # a set of before lacks new ones
+    rules = asdict(GroupingRules()) | config.get("grouping", {})  # an old set lacks newer rules
     return {**config, "strategy": _paths(config), "args": filled, "grouping": rules}
 
 
 def _defaults(strategy: AddStrategy) -> dict[str, Any]:
-    """Return the defaults of a strategy that an argument from a configuration can be equal to."""
+    """Return the defaults of a strategy that can be compared with a recorded configuration."""
     usable = {}
     defaults = type(strategy).default_args()
-    if strategy.takes_over():  # what a set does that was made before one could say it
+    if strategy.takes_over():  # what sets from before ``over`` do
         defaults["over"] = "rows"
     for name, default in defaults.items():
         try:
             usable[name] = as_json(name, default)
-        except InvalidArgumentError:  # nothing that was recorded can be equal to it
+        except InvalidArgumentError:  # no JSON value equals it
             continue
     return usable
 
 
 REST_S = 0.25
-"""How long it rests at least, however much is committed meanwhile."""
+"""Least time between two checks of a standby, however busy the log is."""
 
 LOOKS_AFTER_S = 1.0
-"""A holder that has died is noticed after so long; one that ends announces it."""
+"""A standby notices a holder that died after so long; one that ends announces it."""
 
 STILL_S = 1.0
-"""One that has committed nothing for so long may have nothing to decide: that is looked at, then
-half as often each time."""
+"""A holder that commits nothing for so long may have nothing left to decide: the standby checks,
+and doubles the interval each time."""
 
 SELDOM_S = 30.0
-"""But so often at least."""
+"""Upper bound of that interval."""
 
 
 class Standby:
-    """Waits for the lease of a strategy; a run that ends with what is stored waits for no more.
+    """Waits for the lease of a strategy while another process decides.
+
+    Without ``follow`` it ends as soon as the holder has decided everything stored at the start.
 
     Args:
-        experiment: whose log is read.
-        name: of the annotation set.
-        reader: reads what is undecided, where that has to be known.
+        experiment: the experiment whose log is read.
+        name: name of the annotation set.
+        reader: reads undecided units when their number matters.
     """
 
     def __init__(self, experiment: ExperimentHandle, name: str, reader: UnitReader) -> None:
         self._experiment, self._name, self._reader = experiment, name, reader
-        self._stored = self._recorded = -1  # the head when we asked first, and the last experience
+        self._stored = self._recorded = -1  # head and last experience at the first check
         self._cursor = -1
         self._pause_s = STILL_S
         self._due = 0.0
 
     async def rest(self, wait: ReportedWait, state: tuple[int, int]) -> None:
-        """Wait for a commit after ``state``, or a while."""
-        await anyio.sleep(REST_S)  # without it, each commit of the one that decides would wake us
+        """Wait for a commit after ``state``, at most `LOOKS_AFTER_S`."""
+        await anyio.sleep(REST_S)  # else each commit of the holder would wake this process
         await wait.changed(state, LOOKS_AFTER_S)
 
     async def is_over(self) -> bool:
-        """Return whether the other has decided all that was stored when this was asked first.
+        """Return whether the holder has decided everything stored at the first call.
 
-        What is undecided is read only where the other seems to have come to it, or stands still.
+        Reading undecided units is expensive: it happens only when the holder's cursor has passed
+        the last experience, or has stopped moving.
         """
         row, is_done = await self._experiment.database.read(self._load_state)
         if is_done:
@@ -273,7 +273,7 @@ class Standby:
         return not await self._reader.is_left(row, self._stored)
 
     def _load_state(self, tx: Transaction) -> tuple[ConsumerRow, bool]:
-        """Return the state of the last commit, and whether all experiences are decided by it."""
+        """Return the state of the last commit, and whether it decided all experiences."""
         key, name = self._experiment.key, self._name
         if self._stored < 0:
             self._stored = log.head(tx, key)
@@ -313,13 +313,13 @@ class ConsumerReport:
 
 
 class _PageResult(NamedTuple):
-    """What came of a look at the log.
+    """The outcome of reading one page of the log.
 
     Attributes:
         worked: whether there was anything to do.
-        finished: whether the experiment is, if there was nothing to do.
-        left: units that are ready and not decided yet, each list for a commit.
-        late: what came for groups that were decided before.
+        finished: whether the experiment is finished and there was nothing to do.
+        left: ready but undecided units, one list per commit.
+        late: addresses of rows whose groups were decided before.
     """
 
     worked: bool
@@ -382,7 +382,7 @@ class StrategyConsumer:
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
         self._lease = StrategyLease(experiment, self.name, alone=not speaks)
         self._deadlines = Deadlines(experiment, self.name, self.rules.deadline_s)
-        self.has_read_all = False  # of what was stored when it looked last
+        self.has_read_all = False  # up to the head at the last read
         self._annotated = 0
         self._rejected = 0
         self._reasons = Counter[str]()
@@ -394,10 +394,10 @@ class StrategyConsumer:
         return compose(self._staged, [strategy_class(strategy) for strategy in self._listed], args)
 
     def _configure(self, recorded: Mapping[str, Any] | None) -> StrategySetup:
-        """Make the strategy, with what counts once in its statistics.
+        """Make the strategy, with ``over`` filled in.
 
         Args:
-            recorded: the configuration of the set, where it is there already.
+            recorded: the configuration of the set, if it exists.
         """
         args = with_over(self._args, self.strategy, recorded)
         self.strategy = self._made(args)
@@ -424,9 +424,9 @@ class StrategyConsumer:
         return self._report()
 
     async def _decide_all(self, *, follow: bool) -> None:
-        """Decide units, or let another decide, until there are no more and will be no more."""
+        """Decide units, or stand by while another process does, until the work is done."""
         changes = self.experiment.database.changes
-        stall = None  # a trainer that runs it beside its own work ends by itself
+        stall = None  # inside a trainer, the trainer's own stall ends it
         if self._speaks:
             stall = Stall(self.experiment.database, self.experiment.key, self._presence)
         wait = ReportedWait(
@@ -447,7 +447,7 @@ class StrategyConsumer:
                 await other.rest(wait, state)
 
     async def _decide_on(self, wait: ReportedWait, *, follow: bool) -> bool:
-        """Go on from the last commit; return whether that came to an end, or another took over."""
+        """Continue from the last commit; return True at the end, False if the lease is lost."""
         await self._start_over()
         ending = not follow
         while self._lease.is_held:
@@ -465,14 +465,14 @@ class StrategyConsumer:
             self.has_read_all = True
             if ending and not self._reader.becomes_idle:
                 return True
-            ending = ending or page.finished  # what came before the end is read once more
+            ending = ending or page.finished  # one more page: rows may precede the end
             if not ending or self._reader.becomes_idle:
                 settle_imports()
                 await wait.changed(state, self._seconds_to_deadline())
         return False
 
     def _seconds_to_deadline(self) -> float | None:
-        """Return how long it is until a group or a batch must be closed, or None."""
+        """Return the seconds until the next group or batch must be closed, or None."""
         left = (self._reader.seconds_to_deadline(), self._deadlines.seconds_left())
         return min((seconds for seconds in left if seconds is not None), default=None)
 
@@ -482,7 +482,7 @@ class StrategyConsumer:
         return f"strategy {self.name!r} waits: {await self._lacking()}"
 
     async def _lacking(self) -> str:
-        """Return why it decides nothing, and who would bring what it lacks."""
+        """Return why nothing is decided, and which process would bring the missing rows."""
         experiment = self.experiment
         if self._reader.becomes_idle:
             groups = diagnosis.counted(self._reader.num_waiting[1], "group")
@@ -508,10 +508,10 @@ class StrategyConsumer:
         return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
 
     async def _advance(self, *, live: bool = False) -> _PageResult:
-        """Read one page, decide what is ready; return what there was to do.
+        """Read one page and decide the units that are ready.
 
         Args:
-            live: whether a trainer may be waiting for the first of it.
+            live: whether a trainer may be waiting for the first of them.
         """
         database = self.experiment.database
         page = await database.session(lambda s: self._read_page(s, live=live))
@@ -524,13 +524,13 @@ class StrategyConsumer:
         return page
 
     def _read_page(self, s: Session, *, live: bool) -> _PageResult:
-        """Read one page and decide the first that is ready, if its rewards tell all.
+        """Read one page, and decide the first ready units if their rewards suffice.
 
-        On one trip: what follows a log seldom finds more than one group.
+        In one trip to the database: a consumer that follows a log seldom finds more than one group.
         """
         read = self._reader.read(s)
-        # What has no rows first: in the commit that moves the cursor, behind which nothing tells
-        # of it.
+        # Units without rows first: only the commit that moves the cursor past them records that
+        # they are decided.
         units = sorted(self._reader.take_ready(), key=has_rows)
         late = self._reader.take_late()
         in_step = live and not self._reader.behind
@@ -543,14 +543,14 @@ class StrategyConsumer:
         return _PageResult(worked, finished, left, late)
 
     def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:
-        """Decide ``units`` if that needs none of their experiences; return whether it did not."""
+        """Decide ``units`` by rewards alone; return False if experiences have to be loaded."""
         loaded, scored, events = self._decider.partition(s, units)
         if not loaded:
             self._commit(s, self._decider.by_rewards(s, scored, events), scored)
         return not loaded
 
     async def _decide(self, units: Sequence[ReadyUnit]) -> None:
-        """Decide ``units``, those first whose experiences have to be loaded."""
+        """Decide ``units``, beginning with those whose experiences have to be loaded."""
         database = self.experiment.database
         loaded, scored, events = await database.read_session(
             lambda s: self._decider.partition(s, units)
@@ -566,7 +566,7 @@ class StrategyConsumer:
             await database.session(by_rewards)
 
     async def _start_over(self) -> None:
-        """Take up where the last commit of this name left off, whoever made it."""
+        """Continue after the last commit of this name, of this process or another."""
         self._staged.groups.clear()
         self._staged.rejections.clear()
         row = await self.experiment.database.read(
@@ -605,7 +605,7 @@ class StrategyConsumer:
             )
 
     def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
-        """Commit everything that the strategy said of ``units``, with the cursor."""
+        """Commit the decision on ``units`` together with the cursor."""
         if not decision.events:
             return
         store, key = self.experiment.database.segments, self.experiment.key
@@ -633,7 +633,7 @@ class StrategyConsumer:
     def _commit_late(
         self, s: Session, decision: Decision, late: Sequence[int]
     ) -> dict[int, ExperienceRow]:
-        """Commit that what came late is rejected; return its rows."""
+        """Commit the rejection of late rows; return these rows."""
         self._commit(s, decision, [])
         return self._reader.rows(s, late)
 
@@ -648,7 +648,7 @@ async def run_strategy(
     rewards: str | None = None,
     **grouping: Any,
 ) -> ConsumerReport:
-    """Run ``strategy`` over ``experiment`` and return what was done.
+    """Run ``strategy`` over ``experiment`` and report what it did.
 
     Args:
         strategy: a registered name, an `AddStrategy` class, or a list of them.

@@ -1,8 +1,7 @@
-"""What a strategy says of units that are ready: of their experiences, or of their rewards alone.
+"""Calls a strategy on ready units and turns its answers into a decision to commit.
 
-What a strategy said of some units, checked and made ready to be committed.
-
-What a strategy, which may be the user's own, answers: checked, and noted where it goes wrong.
+A strategy decides by rewards alone, in columns, or by whole experiences. It may be the user's own
+code, so that every answer is checked and every error notes which strategy raised it, and where.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from trinity_buffer.store.transaction import ReadSession, Transaction
 from trinity_buffer.writer import StagedWriter, invalid
 
 _Kept = Mapping[str, Sequence[Experience]]
-"""What a strategy wrote, by group."""
+"""Experiences that a strategy wrote, by tid of their group."""
 
 _COPYING = (
     "a copy is made by `trinity_buffer.algorithm.copies.copy_experience`, under a task of its own"
@@ -60,7 +59,7 @@ _COPYING = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is committed for some units: events, the segment that they refer to, and numbers."""
+    """A decision on some units: its events, their segment, and counts for the report."""
 
     events: list[NewEvent]
     segment_rows: list[SegmentRow]
@@ -77,10 +76,10 @@ class Decision:
         *,
         require: Callable[[Transaction], Place | None] | None = None,
     ) -> None:
-        """Record it, as what ``strategy`` says, with what it has put into ``store``.
+        """Append the events of the decision, and attach its segment in ``store``.
 
         Args:
-            require: raises if another may decide; else tells where the log ends, if it has asked.
+            require: raises if this process lost its lease; returns the end of the log if it knows.
         """
         store.attach(tx, self.segment_rows)
         last = None if require is None else require(tx)
@@ -88,7 +87,7 @@ class Decision:
 
 
 class _Annotated(NamedTuple):
-    """Rows that are kept: address and number of the group of each, and tid of each group."""
+    """Annotated rows: the address and group number of each, and the tid of each group."""
 
     addresses: list[int]
     groups: list[int]
@@ -101,11 +100,11 @@ def _tid(group: Group) -> str:
 
 @dataclass(slots=True)
 class DecisionBuilder:
-    """Collects, over several units, what was given to a strategy and what came of it.
+    """Collects the rows that a strategy saw over several units, and its verdicts on them.
 
     Attributes:
         strategy: name of the annotation set.
-        store: where what is annotated is put.
+        store: where annotations are put.
         reasons: address of an experience -> why it is rejected.
         planned: tid of a group -> whether it was planned.
         masks: address of each experience that the strategy saw -> its action mask.
@@ -120,17 +119,17 @@ class DecisionBuilder:
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def reject(self, addresses: Sequence[int], reason: str) -> None:
-        """Leave experiences out without asking the strategy."""
+        """Reject experiences without asking the strategy."""
         self.reasons.update(dict.fromkeys(addresses, reason))
 
     def concern(self, groups: Sequence[Group]) -> None:
-        """Note that ``groups`` are decided now, whatever becomes of them."""
+        """Note that this decision covers ``groups``."""
         self.planned.update({_tid(group): group.planned for group in groups})
 
     def taken_from(self, staged: StagedWriter) -> dict[str, list[Experience]]:
-        """Empty ``staged`` and return what was kept, by group in order of first appearance.
+        """Empty ``staged`` and return the written experiences, by group in order of appearance.
 
-        What was neither written nor rejected is rejected as ``filtered``.
+        Experiences that were neither written nor rejected are rejected as ``filtered``.
 
         Raises:
             InvalidArgumentError: an experience that was not given, or both written and rejected.
@@ -140,7 +139,7 @@ class DecisionBuilder:
         self.reasons.update({self._address(e): reason for e, reason in rejected})
         groups: dict[str, list[Experience]] = {}
         for experience in (e for written_at_once in written for e in written_at_once):
-            # The advantages are read again beside the mask that is stored.
+            # Advantages are decoded beside the stored mask, so they are encoded by it as well.
             experience.action_mask = self.masks[self._address(experience)]
             groups.setdefault(experience.eid.tid, []).append(experience)  # a copy has another tid
         addresses = {self._address(e) for group in groups.values() for e in group}
@@ -155,10 +154,10 @@ class DecisionBuilder:
         return groups
 
     def require_fitting(self, groups: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
-        """Raise unless each experience is there once, as itself, with one number for each token.
+        """Raise unless each experience occurs once, unchanged, with one number per token.
 
         Raises:
-            InvalidArgumentError: names the first that is not.
+            InvalidArgumentError: names the first experience that does not.
         """
         self._require_own_addresses(groups, rows)
         for experience in (e for group in groups.values() for e in group):
@@ -173,10 +172,10 @@ class DecisionBuilder:
                     )
 
     def _require_own_addresses(self, groups: _Kept, rows: Mapping[int, ExperienceRow]) -> None:
-        """Raise unless each experience has its own address, and each copy one that is nobody's.
+        """Raise unless each experience has its own address, and each copy an unused one.
 
         Raises:
-            InvalidArgumentError: names the first that has not.
+            InvalidArgumentError: names the first experience that does not.
         """
         there = set[str]()
         for experience in (e for group in groups.values() for e in group):
@@ -195,7 +194,7 @@ class DecisionBuilder:
             there.add(uid)
 
     def _leave_out_broken(self, groups: _Kept) -> _Kept:
-        """Return what is finite; reject the others as ``invalid``, with all copies of theirs."""
+        """Return the finite experiences; reject the others and all their copies as ``invalid``."""
         if _all_finite([experience for group in groups.values() for experience in group]):
             return groups
         broken = {
@@ -223,14 +222,14 @@ class DecisionBuilder:
     def decision(
         self, groups: _Kept, *, seen: int, calls: int, after: int | None = None
     ) -> Decision:
-        """Return what to commit. Encodes: call it off the event loop.
+        """Return the decision to commit. Encodes: call it off the event loop.
 
         Args:
-            kept: from `taken_from`.
+            groups: from `taken_from`.
             seen: position up to which the log was read.
             calls: how often the strategy was called so far.
-            after: where the cursor must be for the commit to hold. For groups without rows: others
-                are decided once because each row can be taken once.
+            after: where the cursor must stand for the commit to succeed. Only groups without rows
+                need it: a row can be decided only once, which protects the others.
         """
         groups = self._leave_out_broken(groups)
         experiences = [experience for group in groups.values() for experience in group]
@@ -246,11 +245,11 @@ class DecisionBuilder:
     def decision_by_rewards(
         self, groups: Sequence[Group], scored: ScoredRows, *, seen: int, calls: int
     ) -> Decision:
-        """Return what to commit of groups that were decided by their rewards. Encodes.
+        """Return the decision on groups that were scored by their rewards. Encodes.
 
         Args:
             groups: in the order of their numbers in ``scored``.
-            found: what becomes of their rows.
+            scored: the verdict on each row.
             seen, calls: as in `decision`.
         """
         self.reasons |= scored.reasons
@@ -308,7 +307,7 @@ class DecisionBuilder:
         return Decision(events, segment_rows, len(rows.addresses), len(self.reasons), reasons)
 
     def _reason_text(self, reason: object) -> str:
-        """Return a reason as it is recorded."""
+        """Return a reason in the form that is recorded."""
         if not isinstance(reason, str):
             raise InvalidArgumentError(
                 f"strategy {self.strategy!r} rejects with the reason {reason!r:.60}: it must be a "
@@ -318,7 +317,7 @@ class DecisionBuilder:
 
 
 def _misfit(value: object, tokens: int) -> str | None:
-    """Return what a value is that is not a plain tensor of one number for each token."""
+    """Return why a value is not a plain tensor with one number per token, or None."""
     if value is None:
         return None
     if not isinstance(value, Tensor):
@@ -329,7 +328,7 @@ def _misfit(value: object, tokens: int) -> str | None:
 
 
 def _all_finite(experiences: Sequence[Experience]) -> bool:
-    """Return whether all that a strategy computed is finite in float32, as micro-batches are."""
+    """Return whether all computed values are finite in float32, the dtype of micro-batches."""
     tensors = [
         value
         for experience in experiences
@@ -342,7 +341,7 @@ def _all_finite(experiences: Sequence[Experience]) -> bool:
 
 
 def _broken_fields(experience: Experience) -> list[str]:
-    """Return what a strategy computed for an experience and is not finite."""
+    """Return the names of an experience's computed fields that are not finite."""
     computed = [(name, experience.__dict__.get(name)) for name in ANNOTATED]
     return [
         name for name, value in computed if value is not None and not value.float().isfinite().all()
@@ -355,11 +354,11 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @contextmanager
 def noting(strategy: str, uid: Callable[[], str]) -> Iterator[None]:
-    """Note on an error inside the context which strategy raised it, and at which experiences.
+    """Add to errors raised inside which strategy raised them, and at which experience.
 
     Args:
         strategy: name of the annotation set.
-        uid: returns the name of the first experience; asked only then.
+        uid: returns the uid of the first experience; called only on an error.
     """
     try:
         yield
@@ -374,7 +373,7 @@ def metrics_of(answer: object) -> dict[str, float]:
     """Return the metrics of what ``add`` returned.
 
     Raises:
-        TypeError: it is not a number and a mapping of numbers.
+        TypeError: the answer is not a number and a mapping of numbers.
     """
     if not (isinstance(answer, Sequence) and len(answer) == 2 and isinstance(answer[1], Mapping)):
         raise TypeError(
@@ -394,17 +393,17 @@ def _number(name: str, value: object) -> float:
 
 
 def _short(value: object) -> str:
-    """Return the type and the beginning of ``value``."""
+    """Return the type of ``value`` and the beginning of its repr."""
     return f"{type(value).__name__} {value!r:.60}" if value is not None else "None"
 
 
 Events = Mapping[int, ExperiencesRecorded]
-"""Position -> what was recorded there."""
+"""Position -> the event there."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategySetup:
-    """A strategy, and how it is run.
+    """A strategy and the settings it runs with.
 
     Attributes:
         name: of its annotation set.
@@ -423,7 +422,7 @@ class StrategySetup:
 
     @property
     def unit(self) -> Unit:
-        """What one call of the strategy must see whole."""
+        """What one call of the strategy must see as a whole."""
         return self.strategy.unit_for(**self.arguments)
 
     @property
@@ -434,12 +433,12 @@ class StrategySetup:
 
     @property
     def scorer(self) -> RewardScorer | None:
-        """What decides a group by its rewards, if that is all the strategy looks at."""
+        """The function that decides a group by its rewards, if the strategy needs nothing else."""
         return self.strategy.from_rewards() if self.unit == "group" else None
 
 
 class Decider:
-    """Asks a strategy what becomes of units.
+    """Runs a strategy on units.
 
     Attributes:
         calls: how often the strategy was called, by any process of its name.
@@ -462,13 +461,13 @@ class Decider:
 
     @property
     def loads(self) -> tuple[str, ...]:
-        """The column families that it reads of experiences; none where rewards are enough."""
+        """The column families that it loads; none if rewards suffice."""
         return () if self._scorer is not None else self._families
 
     def partition(
         self, s: ReadSession, units: Sequence[ReadyUnit]
     ) -> tuple[list[ReadyUnit], list[ReadyUnit], Events]:
-        """Return the units whose experiences have to be loaded, the others, and their events."""
+        """Return the units to load experiences for, those to score by rewards, and their events."""
         whole = [unit for unit in units if has_rows(unit)]
         if self._scorer is None or not whole:
             return list(units), [], {}
@@ -480,8 +479,8 @@ class Decider:
         return [unit for unit in units if id(unit) not in chosen], scored, events
 
     def by_rewards(self, s: ReadSession, units: Sequence[ReadyUnit], events: Events) -> Decision:
-        """Return what the strategy says of ``units`` by their rewards, from ``events``."""
-        assert self._scorer is not None  # `partition` has seen to that
+        """Return the strategy's decision on ``units`` by the rewards in ``events``."""
+        assert self._scorer is not None  # else `partition` names no such units
         verdicts = self._no_verdicts()
         groups = [group for unit in units for group in self._whole_of(unit, verdicts)]
         assigned = self._assigned(s, [row for group in groups for row in group.members])
@@ -498,7 +497,7 @@ class Decider:
         return s.compute(compute)
 
     async def by_experiences(self, units: Sequence[ReadyUnit], late: Sequence[int]) -> Decision:
-        """Return what the strategy says of the experiences of ``units``; ``late`` is rejected."""
+        """Return the strategy's decision on the experiences of ``units``; ``late`` is rejected."""
         setup, verdicts = self._setup, self._no_verdicts()
         verdicts.reject(late, "late")
         wanted = [row for unit in units for row in unit.addresses]
@@ -514,7 +513,7 @@ class Decider:
                 addresses = [row.address for row in rows if row.address in loaded]
                 if not addresses:
                     continue
-                # Whatever the strategy does with its list, and with the fields of who is in it.
+                # Before the call: the strategy may change its list and the fields of experiences.
                 verdicts.masks.update((a, loaded[a].__dict__.get("action_mask")) for a in addresses)
                 with noting(setup.name, partial(_uid, loaded[addresses[0]])):
                     answer = await setup.strategy.add([loaded[a] for a in addresses], self.calls)
@@ -537,7 +536,7 @@ class Decider:
     async def _load_readable(
         self, rows: Sequence[ExperienceRow], verdicts: DecisionBuilder
     ) -> list[Experience]:
-        """Return the experiences that can be read; others are ``deleted`` or ``damaged``."""
+        """Return the readable experiences; reject the others as ``deleted`` or ``damaged``."""
         if not rows:
             return []
         bad: dict[int | None, str] = {}
@@ -567,12 +566,12 @@ class Decider:
     def _rows_of(
         self, unit: ReadyUnit, known: Mapping[int, ExperienceRow], verdicts: DecisionBuilder
     ) -> list[ExperienceRow]:
-        """Return what the strategy sees of ``unit``, in its order; the rest is rejected."""
+        """Return the rows of ``unit`` that the strategy sees, sorted; reject the others."""
         members = (row for group in self._whole_of(unit, verdicts) for row in group.members)
         return sorted((known[address] for address in members), key=sort_key)
 
     def _whole_of(self, unit: ReadyUnit, verdicts: DecisionBuilder) -> list[Group]:
-        """Return the groups of ``unit`` that the strategy sees; the others are rejected."""
+        """Return the groups of ``unit`` that the strategy sees; reject the others."""
         verdicts.concern(unit.groups)
         if self._setup.rules.incomplete == "keep":
             return list(unit.groups)
@@ -600,7 +599,7 @@ class Decider:
         return experiences
 
     def _assigned(self, s: ReadSession, addresses: Sequence[int]) -> Mapping[int, float] | None:
-        """Return the rewards of the scoring that is used, or None if the recorded ones are."""
+        """Return the rewards of the scoring in use, or None to use the recorded ones."""
         name, key = self._setup.rewards, self._experiment.key
         if name is None:
             return None

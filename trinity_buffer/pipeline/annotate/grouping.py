@@ -1,14 +1,12 @@
 """When a group or a batch is complete, and in which order a strategy sees it.
 
-`Grouping` is a fold over the log that lives in memory and decides nothing durable: a consumer that
-restarts feeds it what is waiting and goes on. A group is ready when its planned runs are stored,
-when its batch is sealed, or at its deadline; a straggling group holds back nobody.
+`Grouping` is a fold over the log in memory that decides nothing durable: a consumer that restarts
+feeds it the waiting rows and goes on. A group is ready when its planned runs are stored, when its
+batch is sealed, or at its deadline; a slow group does not hold back the others.
 
-Planned batches whose deadline is over, which a strategy seals as they are.
-
-The groups of a batch are planned at once, so that their deadlines are one. A group of which nothing
-is stored has no row that a decision could name: only the seal tells whoever starts later that it is
-closed, and bounds that it will not come.
+`Deadlines` seals planned batches whose deadline has passed. The groups of a batch are planned at
+once, so they share one deadline. A group without rows has no row that a decision could name: only
+the seal tells later processes, and the bounds of explorers, that it is closed.
 """
 
 from __future__ import annotations
@@ -40,16 +38,16 @@ class GroupingRules:
     """How experiences become groups.
 
     Attributes:
-        rollouts_per_group: of batches that nobody planned; a plan says it itself. None: such a
-            group waits for a seal, its deadline or ``idle_s``.
-        deadline_s: seconds at which a group is closed as it is: after the plan of its batch, which
-            is sealed then (of a set that no trainer reads, and of a batch that nobody planned:
-            after the group's first experience); None: never.
-        idle_s: seconds after its last experience at which a group is closed whose number of runs is
-            not known; None: never.
-        incomplete: what becomes of a group that is closed before its planned runs are stored, or of
-            which a run was refused at the door: ``"keep"`` gives the strategy what is there,
-            ``"reject"`` records all of it as rejected (``incomplete_group``).
+        rollouts_per_group: runs per group of unplanned batches; plans state their own number. None:
+            such a group waits for a seal, its deadline or ``idle_s``.
+        deadline_s: seconds after which a group is closed as it is. They count from the plan of its
+            batch, which is then sealed; without a plan, or in a set that no trainer reads, from the
+            group's first experience. None: never.
+        idle_s: seconds after its last experience at which a group of unknown size is closed; None:
+            never.
+        incomplete: how to treat a group that is closed before its planned runs are stored, or that
+            lost a run to validation: ``"keep"`` passes the stored rows to the strategy,
+            ``"reject"`` records all of them as rejected (``incomplete_group``).
     """
 
     rollouts_per_group: int | None = None
@@ -74,10 +72,10 @@ class GroupingRules:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], **overrides: Any) -> GroupingRules:
-        """Return the rules that ``config`` of an experiment names, with ``given`` in their place.
+        """Return the rules in the ``config`` of an experiment, replaced by ``overrides``.
 
         Raises:
-            TypeError: ``given`` names a rule that there is not.
+            TypeError: ``overrides`` names an unknown rule.
             InvalidArgumentError: an impossible rule.
         """
         configured = {name: config[name] for name in cls.__slots__ if name in config}
@@ -88,10 +86,10 @@ class RowRange(NamedTuple):
     """Neighbouring experiences of one event that belong to one group.
 
     Attributes:
-        key: of the group.
-        addresses: of the experiences.
-        runs: of which they are.
-        refused: whether they were refused at the door: no strategy will see them.
+        key: key of the group.
+        addresses: their addresses.
+        runs: the run of each.
+        refused: whether validation refused them: no strategy will see them.
     """
 
     key: GroupKey
@@ -101,7 +99,7 @@ class RowRange(NamedTuple):
 
 
 def ranges_of_event(position: int, fact: ExperiencesRecorded) -> list[RowRange]:
-    """Return what an event recorded, group by group as far as its rows lie together."""
+    """Return the rows of an event as ranges of one group each."""
     columns, refused, start = fact.columns, fact.refused, first_address(position)
     left = [slot in refused for slot in range(len(columns))]
     keys = zip(columns.batch, columns.task, left, strict=True)
@@ -117,13 +115,13 @@ def ranges_of_event(position: int, fact: ExperiencesRecorded) -> list[RowRange]:
 
 
 def range_of_row(row: ExperienceRow) -> RowRange:
-    """Return one experience, of which the projection tells."""
+    """Return the range of a single row of the projection."""
     key = (str(row.eid.batch), str(row.eid.task))
     return RowRange(key, range(row.address, row.address + 1), (row.eid.run,), bool(row.refused))
 
 
 def among(rows: RowRange, wanted: set[int]) -> Iterator[RowRange]:
-    """Yield what of a stretch is among ``wanted``: mostly all of it."""
+    """Yield the parts of a range that are in ``wanted``, which mostly is all of it."""
     if wanted.issuperset(rows.addresses):
         yield rows
         return
@@ -163,7 +161,7 @@ class Group:
         return self.rollouts is not None and not self._has_all(self.accepted)
 
     def _has_all(self, runs: set[int]) -> bool:
-        """Return whether these are its runs; another than the planned ones is none of them."""
+        """Return whether ``runs`` covers the group; unplanned runs do not count."""
         if self.rollouts is None or len(runs) < self.rollouts:
             return False
         return not self.planned or runs.issuperset(range(self.rollouts))
@@ -188,7 +186,7 @@ class ReadyUnit:
 
 
 def sort_key(row: ExperienceRow) -> tuple[object, ...]:
-    """Return where a row stands among those that a strategy sees: by task, run, step, suffix."""
+    """Return the sort key of the rows that a strategy sees: batch, task, run, step, suffix."""
     eid = row.eid
     return (order_of(eid.batch), order_of(eid.task), eid.run, eid.step, eid.suffix)
 
@@ -203,10 +201,10 @@ class _Batch:
 
 
 class Grouping:
-    """Collects rows into groups and says which are ready.
+    """Collects rows into groups and returns those that are ready.
 
-    The owner asks `unknown` before it feeds a page, and answers with `apply_plan` or
-    `mark_decided` what the database knows of them.
+    Before it feeds a page, the owner asks for `unknown` groups, looks them up in the database and
+    reports them by `apply_plan` or `mark_decided`.
     """
 
     def __init__(self, unit: Unit, rules: GroupingRules) -> None:
@@ -218,7 +216,7 @@ class Grouping:
 
     @property
     def num_waiting(self) -> int:
-        """How many experiences are seen and not decided."""
+        """Number of experiences that were read and are undecided."""
         return sum(
             len(g.members)
             for b in self._batches.values()
@@ -228,7 +226,7 @@ class Grouping:
 
     @property
     def num_waiting_groups(self) -> int:
-        """How many groups have experiences that are not decided."""
+        """Number of groups with undecided experiences."""
         return sum(
             1
             for b in self._batches.values()
@@ -254,7 +252,7 @@ class Grouping:
         return batch in self._batches
 
     def apply_plan(self, row: BatchRow, *, sealed: bool) -> None:
-        """Take in a plan (or a seal without one), if it is not known already."""
+        """Apply a plan, or a seal without one, unless it is known already."""
         key = str(row.batch)
         known = self._batches.get(key)
         if known is None:
@@ -267,9 +265,9 @@ class Grouping:
         self._candidates.add(key)
 
     def mark_decided(self, keys: Iterable[GroupKey]) -> None:
-        """Mark groups as decided: what comes for them from now on is late.
+        """Mark groups as decided: their rows are late from now on.
 
-        Where the unit is a batch, all of it was decided at once.
+        If the unit is a batch, all its groups were decided at once.
         """
         for batch, task in keys:
             self._group(batch, task).decided = True
@@ -280,14 +278,14 @@ class Grouping:
                     group.decided = True
 
     def mark_run(self, key: GroupKey, run: int) -> None:
-        """Mark a run as stored although its rows do not wait (they were refused at the door)."""
+        """Mark a run as stored although its rows do not wait: validation refused them."""
         self._group(*key).runs.add(run)
 
     def mark_empty_groups(self, batches: Iterable[str]) -> None:
-        """Mark as decided what is ready in ``batches`` and has no members.
+        """Mark ready groups without members in ``batches`` as decided.
 
-        To be called when everything up to the cursor is known: the commit that moved it there said
-        of such groups that they are left out.
+        Call it once everything up to the cursor is known: the commit that moved the cursor there
+        counted such groups as left out.
         """
         for key in batches:
             batch = self._batches[key]
@@ -301,7 +299,7 @@ class Grouping:
                 group.decided = True
 
     def record(self, rows: RowRange, at_us: int) -> None:
-        """Take in experiences that were recorded at ``at_us``."""
+        """Add experiences that were recorded at ``at_us``."""
         batch, task = rows.key
         group = self._group(batch, task)
         if group.decided:
@@ -331,19 +329,19 @@ class Grouping:
             batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
         )
         if task not in known.groups:
-            # Planned are the tasks that the plan names; `apply_plan` says so.
+            # `apply_plan` marks the tasks that the plan names; any other task is unplanned.
             made = Group((batch, task), planned=False, rollouts=known.rollouts)
             made.decided = known.decided
             known.groups[task] = made
         return known.groups[task]
 
     def take_late(self) -> list[int]:
-        """Return, once, what came for groups that were decided before."""
+        """Return, once, the rows that came for groups decided before."""
         late, self._late = self._late, []
         return late
 
     def next_deadline_us(self) -> int | None:
-        """Return when the next open group is closed as it is, or None."""
+        """Return the deadline of the next open group, or None."""
         if self.rules.deadline_s is None and self.rules.idle_s is None:
             return None
         ends = [(self._deadline_us(group), self._idle_us(group)) for _, group in self._open()]
@@ -351,7 +349,7 @@ class Grouping:
 
     @property
     def becomes_idle(self) -> bool:
-        """Whether there are open groups that are closed once nothing has come for them."""
+        """Whether some open group closes once no more rows come for it."""
         return any(self._idle_us(group) is not None for _, group in self._open())
 
     def _deadline_us(self, group: Group) -> int | None:
@@ -371,7 +369,7 @@ class Grouping:
                     yield key, group
 
     def take_ready(self, now_us: int) -> list[ReadyUnit]:
-        """Return, once, every unit that is ready, oldest batch first; forget what is done."""
+        """Return, once, every ready unit, oldest batch first; forget finished batches."""
         due = self.next_deadline_us()
         if due is not None and due <= now_us:
             self._candidates.update(key for key, _ in self._open())
@@ -424,7 +422,7 @@ def has_rows(unit: ReadyUnit) -> bool:
 
 
 def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
-    """Return ``units`` in turn, together up to ``most`` experiences; a larger one stays alone."""
+    """Split ``units``, in order, into lists of at most ``most`` experiences or a single unit."""
     lists: list[list[ReadyUnit]] = []
     room = 0
     for unit in units:
@@ -438,19 +436,19 @@ def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
 
 
 SHORTEST_US = 10_000
-"""So long it is at least from one look to the next."""
+"""Least time between two checks for overdue batches."""
 
 _logger = logging.getLogger(__name__)
 
 
 class Deadlines:
-    """Seals what is overdue of the batches that the trainer of an experiment waits for.
+    """Seals overdue batches of an experiment on behalf of the set that its trainer reads.
 
-    A set that no trainer reads closes its groups for itself alone (`Grouping`).
+    Other sets close overdue groups only for themselves (`Grouping`).
 
     Args:
-        experiment: whose batches they are.
-        name: of the annotation set.
+        experiment: the experiment.
+        name: name of the annotation set.
         deadline_s: seconds after its plan at which a batch is sealed; None: never.
     """
 
@@ -461,11 +459,11 @@ class Deadlines:
         self._due_us = 0.0 if deadline_s is not None else math.inf
 
     def seconds_left(self) -> float | None:
-        """Return how long it is until something may be overdue, or None."""
+        """Return the seconds until a batch may be overdue, or None."""
         return None if math.isinf(self._due_us) else max(0.0, (self._due_us - now_us()) / 1e6)
 
     async def keep(self) -> None:
-        """Seal what is overdue now."""
+        """Seal the batches that are overdue now."""
         if now_us() < self._due_us:
             return
         full_page = True
@@ -488,9 +486,9 @@ class Deadlines:
             )
 
     def _overdue(self, tx: Transaction) -> list[str]:
-        """Return batches that are overdue, and note when to look again."""
+        """Return overdue batches, and note when to check again."""
         key, now = self._experiment.key, now_us()
-        # What is planned from now on is due later.
+        # A batch planned from now on is due later, so this bound holds until then.
         self._due_us = now + max(self._after_us, SHORTEST_US)
         stored = writer_queries.config_of(tx, key)
         config = {} if stored is None else stored[0]

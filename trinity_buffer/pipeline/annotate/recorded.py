@@ -1,4 +1,4 @@
-"""The strategy behind ``strategy=None``: what was recorded, in whole groups, as it is."""
+"""The strategy behind ``strategy=None``: whole groups of recorded rows, nothing computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RecordedStrategy(AddStrategy):
 
 
 def recorder(experiment: ExperimentHandle) -> StrategyConsumer:
-    """Return the consumer that makes the groups of what was recorded."""
+    """Return the consumer that groups recorded rows."""
     config = experiment.config
     alone = {"rollouts_per_group": 1} if config.get("schema") in ("sft", "dpo", "cpt") else {}
     rules = GroupingRules.of({**alone, **config})

@@ -1,4 +1,4 @@
-"""Whole pages of groups, scored by their rewards: columns of events in, a number per row out."""
+"""Scores whole pages of groups by their rewards: columns of events in, one number per row out."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NOT_FINITE = invalid("advantages", "returns")
 
 @dataclass(frozen=True, slots=True)
 class RewardTable:
-    """What strategies see of some groups: rows in the order of groups, then of runs and steps.
+    """The columns that reward strategies read; rows are ordered by group, run and step.
 
     Attributes:
         addresses: of the experiences, ``[n]``.
         group: the number of each row's group, ascending, ``[n]``.
-        rewards: NaN where there is none, ``[n]``.
+        rewards: NaN for a missing reward, ``[n]``.
         runs: the number of each row's run, equal for rows of one run of one group, ``[n]``.
         tokens: how many the action mask covers, ``[n]``.
         trained: how many it selects, ``[n]``.
@@ -45,14 +45,14 @@ class RewardTable:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """What became of the rows of a table.
+    """The verdict on each row of a table.
 
     Attributes:
-        addresses: of those that are kept, in the order of the table.
-        groups: number of the group of each.
-        scores: of each, what its action mask is multiplied by; None: nothing was computed.
+        addresses: addresses of the rows that stay, in the order of the table.
+        groups: group number of each.
+        scores: factor of each row's action mask; None: nothing was computed.
         reasons: address -> why it is rejected.
-        metrics: of each group.
+        metrics: metrics of each group.
     """
 
     addresses: list[int]
@@ -88,7 +88,7 @@ def table_of(
         array: NDArray[Any] = np.array(list(values), dtype)[rows]
         return array
 
-    # Within a group batch and task read alike: what is left is whether they are numbers.
+    # Batch and task of one group read alike as text; 7 and "7" still sort apart, as in `sort_key`.
     run = column("run", np.int64)
     by = [column("suffix", np.str_), column("step", np.int64), run]
     texts = [[isinstance(key, str) for key in column(name, object)] for name in ("task", "batch")]
@@ -105,10 +105,10 @@ def table_of(
 def verdicts_of(
     table: RewardTable, num_groups: int, score: RewardScorer, over: Over = "rows"
 ) -> ScoredRows:
-    """Return what ``score`` makes of all groups of a table: those of one size at a time.
+    """Score all groups of a table, those of one size at a time, and return the verdicts.
 
-    Rows without a finite reward are rejected as ``invalid`` before, rows without a finite score
-    behind it. Over runs, a row without a reward has that of the last row of its run.
+    Rows without a finite reward are rejected as ``invalid`` before scoring, rows without a finite
+    score after it. Over runs, a row without a reward takes that of the last row of its run.
     """
     runs = _runs_of(table) if over == "runs" else None
     rewards = table.rewards if runs is None else _shared(table.rewards, runs)
@@ -163,12 +163,12 @@ def _runs_of(table: RewardTable) -> Integers | None:
 
 
 def _shared(rewards: Numbers, runs: Integers) -> Numbers:
-    """Return the rewards, of a row without one that of the last row of its run."""
+    """Return the rewards; a row without one takes that of the last row of its run."""
     lacking = np.isnan(rewards)
     if not lacking.any():
         return rewards
     last = np.zeros(int(runs.max()) + 1)
-    last[runs] = rewards  # of several, the last one stays
+    last[runs] = rewards  # NumPy keeps the last of repeated indices
     return np.where(lacking, last[runs], rewards)
 
 
@@ -191,7 +191,7 @@ def _numbered(runs: Integers) -> Integers | None:
 
 
 def _weights(scores: Numbers, table: RewardTable) -> NDArray[np.float32]:
-    """Return what each row's mask is multiplied by: of one that selects nothing a zero."""
+    """Return the factor of each row's mask; a signed zero if the mask selects nothing."""
     with np.errstate(over="ignore"):
         weights = scores.astype(np.float32)
     nothing = (table.trained == 0) & np.isfinite(weights)
@@ -201,7 +201,7 @@ def _weights(scores: Numbers, table: RewardTable) -> NDArray[np.float32]:
 
 
 def _metrics_of(scored: ScoredGroups, number: int) -> list[dict[str, float]]:
-    """Return the metrics of each of so many groups, without what is not finite."""
+    """Return the finite metrics of each of ``number`` groups."""
     columns = [np.asarray(values, np.float64) for values in scored.metrics.values()]
     finite = all(bool(np.isfinite(values).all()) for values in columns)
     rows = zip(*(values.tolist() for values in columns), strict=True) if columns else [()] * number

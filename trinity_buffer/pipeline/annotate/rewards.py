@@ -1,4 +1,4 @@
-"""Rewards of a later scoring: a new reward function over stored rollouts, beside what was recorded.
+"""Scores stored rollouts by a new reward function, beside the recorded rewards.
 
 A scoring has a name. Its rewards are events (`RewardsAssigned`); a strategy that is run with
 ``rewards=NAME`` sees them in place of the recorded ones, in an annotation set of its own. All
@@ -77,7 +77,7 @@ async def assign_rewards(
 
 
 def _page(tx: Transaction, experiment: int, after: int) -> tuple[list[ExperienceRow], int]:
-    """Return the next experiences, and where the log ends: all up to there, if there are none."""
+    """Return the next experiences and the head of the log; no experiences: all are scored."""
     limit = sizes().experiences_per_page
     rows = writer_queries.experiences(
         tx, experiment, writer_queries.Filter(), after=after, limit=limit

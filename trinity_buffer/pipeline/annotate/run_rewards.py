@@ -13,9 +13,9 @@ Integers = npt.NDArray[Any]
 
 
 def rewards_by_run(rewards: Floats, groups: Integers, runs: Integers, steps: Integers) -> Floats:
-    """Return for each row the reward of its run: the mean over the run's rows; NaN: none has one.
+    """Return the reward of each row's run: the mean over the run's rows, NaN if none has one.
 
-    A row without a reward has that of the last row of its run.
+    A row without a reward takes that of the last row of its run.
 
     Args:
         rewards: of each row, NaN where it has none.

@@ -1,4 +1,4 @@
-"""A strategy by its name or its class: what it is called, and an instance of it."""
+"""Resolves a strategy, given by name or class, to its name, its class and an instance."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def name_of(strategy: str | StrategyClass) -> str:
 def make_strategy(
     strategy: str | StrategyClass, writer: StagedWriter, args: Mapping[str, Any]
 ) -> AddStrategy:
-    """Return a strategy that writes to ``writer``; advantages of a class of one's own are one.
+    """Return a strategy that writes to ``writer``; a `PipelineAdvantage` class becomes one.
 
     Raises:
-        UnknownNameError: there is none of this name, or it is none.
+        UnknownNameError: unknown name, or not a strategy.
     """
     return made(strategy_class(strategy), writer, **args)
 
@@ -54,7 +54,7 @@ def strategy_class(strategy: str | StrategyClass) -> type[AddStrategy]:
     """Return the class of a strategy.
 
     Raises:
-        UnknownNameError: there is none of this name, or it is none.
+        UnknownNameError: unknown name, or not a strategy.
     """
     kind: object = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
     if isinstance(kind, type) and issubclass(kind, PipelineAdvantage):

@@ -1,4 +1,4 @@
-"""What a strategy has to decide: the log behind its cursor, folded into units."""
+"""Reads the log behind a strategy's cursor and folds it into units to decide."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ Reads = ExperiencesRecorded | BatchPlanned | BatchSealed
 
 
 class UnitReader:
-    """Reads on from where the last commit of a strategy left off, and says which units are ready.
+    """Reads the log after the last commit of a strategy, and returns units that are ready.
 
     Attributes:
         seen: position up to which the log was read; goes into the strategy's next commit.
-        cursor: where the last commit that we know of has moved the cursor.
-        behind: whether the last page was full: there is more to read at once.
-        unscored: position of the next experiences, where the scoring that takes the place of their
-            rewards does not reach so far yet; else None. Nothing is read from there on.
+        cursor: position of the cursor after the last commit that this process knows of.
+        behind: whether the last page was full, so that more can be read at once.
+        unscored: position of the first experiences that the scoring in use does not cover yet, or
+            None. The reader stops before it.
     """
 
     def __init__(
@@ -78,37 +78,37 @@ class UnitReader:
         self.cursor = 0
         self.behind = False
         self.unscored: int | None = None
-        self._read_at: int | None = None  # when the last event was recorded, where more follow it
+        self._read_at: int | None = None  # time of the last event read, while more follow
 
     @property
     def num_waiting(self) -> tuple[int, int]:
-        """How many experiences are seen and not decided, and in how many groups."""
+        """Number of undecided experiences that were read, and of their groups."""
         return self._grouping.num_waiting, self._grouping.num_waiting_groups
 
     @property
     def becomes_idle(self) -> bool:
-        """Whether there are open groups that are closed once nothing has come for them."""
+        """Whether some open group closes once no more rows come for it."""
         return self._grouping.becomes_idle
 
     def seconds_to_deadline(self) -> float | None:
-        """Return how long it is until the next group must be closed, or None."""
+        """Return the seconds until the next group must be closed, or None."""
         deadline = self._grouping.next_deadline_us()
         return None if deadline is None else max(0.0, (deadline - now_us()) / 1e6)
 
     def take_ready(self) -> list[ReadyUnit]:
         """Return, once, every unit that is ready.
 
-        As long as more is recorded, time has passed only up to what was read: what came in time for
-        a group that is closed by the clock may lie on the next page.
+        While more pages follow, the clock stands at the last event read: the next page may hold
+        rows that came before a group's deadline.
         """
         return self._grouping.take_ready(now_us() if self._read_at is None else self._read_at)
 
     def take_late(self) -> list[int]:
-        """Return, once, what came for groups that were decided before."""
+        """Return, once, the rows that came for groups decided before."""
         return self._grouping.take_late()
 
     async def load(self, row: ConsumerRow) -> None:
-        """Take up where the last commit, whose state ``row`` holds, left off."""
+        """Continue after the last commit, whose state ``row`` holds."""
         self._grouping = Grouping(self._unit, self._rules)
         self.seen = self.cursor = row.cursor
         after: int | None = -1
@@ -117,7 +117,7 @@ class UnitReader:
         self._grouping.mark_empty_groups(self._grouping.batches)
 
     async def is_left(self, row: ConsumerRow, up_to: int) -> bool:
-        """Return whether something is ready and undecided that was recorded up to ``up_to``.
+        """Return whether rows up to the position ``up_to`` are ready and undecided.
 
         Args:
             row: the state of the last commit.
@@ -132,7 +132,7 @@ class UnitReader:
         return any(all(address < end for address in addresses) for addresses in (*units, *late))
 
     def _load_page(self, after: int, s: ReadSession) -> int | None:
-        """Feed a page of what waits to the grouping; return its last address, None at the end."""
+        """Feed a page of waiting rows to the grouping; return its last address, None at the end."""
         addresses, events = s.read(self._waiting_after, after)
         if not addresses:
             return None
@@ -144,7 +144,7 @@ class UnitReader:
         return addresses[-1]
 
     def _waiting_after(self, tx: Transaction, after: int) -> tuple[list[int], list[StoredEvent]]:
-        """Return a page of what waits, and the events that recorded it."""
+        """Return a page of waiting addresses, and the events that recorded them."""
         key, most = self._experiment.key, sizes().waiting_rows_per_page
         page = writer_queries.waiting_addresses(
             tx, key, self._name, after=after, up_to=self.seen, limit=most
@@ -154,7 +154,7 @@ class UnitReader:
     def _recorded(
         self, s: ReadSession, page: Sequence[StoredEvent]
     ) -> tuple[list[Reads | None], list[tuple[int, RowRange]]]:
-        """Return what events say, None where that cannot be read; and when what was recorded."""
+        """Return the facts of events, None if unreadable, and (time, range) of recorded rows."""
         facts, ranges = s.compute(_read_page, self._experiment.name, page)
         unreadable = [
             event.position for event, fact in zip(page, facts, strict=True) if fact is None
@@ -168,7 +168,7 @@ class UnitReader:
         return facts, recorded
 
     def committed(self) -> None:
-        """Note that what was read is in a commit of ours."""
+        """Note that a commit of this process covers everything read."""
         self.cursor = max(self.cursor, self.seen)
 
     def read(self, s: ReadSession) -> bool:
@@ -215,9 +215,9 @@ class UnitReader:
     def events(
         self, s: ReadSession, positions: Collection[int]
     ) -> Mapping[int, ExperiencesRecorded]:
-        """Return position -> what was recorded there, of those that tell all that scores a group.
+        """Return position -> event, of events whose columns suffice to score a group.
 
-        Left out are also events whose segment has left the database; all, if one cannot be read.
+        Events whose segment has left the database are left out; if one cannot be read, all are.
         """
         try:
             events = self._cache.events(s, positions)
@@ -234,7 +234,7 @@ class UnitReader:
         return {at: fact for at, fact in facts.items() if fact.segment not in gone}
 
     def rows(self, s: ReadSession, addresses: Collection[int]) -> dict[int, ExperienceRow]:
-        """Return address -> what the log knows of the experience there."""
+        """Return address -> row of the experience there."""
         held = self._cache.held({position_of(address) for address in addresses})
         recorded = {at: fact for at, fact in held.items() if isinstance(fact, ExperiencesRecorded)}
         rows = s.compute(_rows_of, recorded, set(addresses))
@@ -259,10 +259,10 @@ class UnitReader:
                 assert_never(fact)
 
     def _learn(self, s: ReadSession, groups: set[GroupKey], batches: set[str]) -> set[str]:
-        """Tell the grouping what the database knows of what is not in its memory.
+        """Look up groups and batches that the grouping does not have in memory.
 
         Returns:
-            The batches that were not.
+            The batches that were new to it.
         """
         named = {batch for batch, _ in groups} | batches
         new = {batch for batch in named if not self._grouping.knows(batch)}
@@ -276,7 +276,7 @@ class UnitReader:
         ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
             known = writer_queries.batches(tx, key, names)
             planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
-            # Of what is in memory, and beyond the cursor, the database knows less than we do.
+            # Groups in memory were read beyond the cursor, so they are newer than the projection.
             asked = sorted(g for g in groups | planned if not self._grouping.knows_group(g))
             decided = writer_queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
             return known, decided, writer_queries.refused_runs(tx, key, asked, cursor=self.seen)
@@ -293,11 +293,11 @@ class UnitReader:
 
 
 class _Scoring:
-    """How far a scoring reaches.
+    """Tracks up to which position a scoring has rewards.
 
     Args:
-        experiment: whose log is read.
-        name: of the scoring.
+        experiment: the experiment whose log is read.
+        name: name of the scoring.
     """
 
     def __init__(self, experiment: ExperimentHandle, name: str) -> None:
@@ -305,7 +305,7 @@ class _Scoring:
         self._read = self._seen = 0
 
     def first_beyond(self, tx: Transaction, page: Sequence[StoredEvent], head: int) -> int | None:
-        """Return where the first event of ``page`` is whose experiences are not scored, or None."""
+        """Return the position of the first event of ``page`` with unscored rows, or None."""
         recorded = kinds_of(ExperiencesRecorded)
         places = [event.position for event in page if event.kind in recorded]
         if places and places[-1] > self._seen:
@@ -313,7 +313,7 @@ class _Scoring:
         return next((place for place in places if place > self._seen), None)
 
     def _read_on(self, tx: Transaction, head: int) -> None:
-        """Take in what was assigned up to ``head``."""
+        """Read the assignments up to ``head``."""
         kinds, limit = kinds_of(RewardsAssigned), sizes().tail_events
         while self._read < head:
             page = log.read_after(
@@ -330,7 +330,7 @@ class _Scoring:
 def _read_page(
     experiment: str, page: Sequence[StoredEvent]
 ) -> tuple[list[Reads | None], dict[int, list[RowRange]]]:
-    """Return what the events of a page say, and position -> what was recorded there."""
+    """Return the facts of a page of events, and position -> ranges of recorded rows."""
     facts = [_fact_of(experiment, event) for event in page]
     recorded = {
         event.position: ranges_of_event(event.position, fact)
@@ -348,13 +348,13 @@ def _rows_of(
 
 
 def _fact_of(experiment: str, stored: StoredEvent) -> Reads | None:
-    """Return what an event says; None of one that recorded experiences and cannot be read.
+    """Return the fact of an event; None if it recorded experiences and cannot be read.
 
-    Their rows are in the projection, and nobody can make experiences of them: the strategy rejects
-    them one by one.
+    The rows of such an event are in the projection but cannot be decoded: the strategy rejects them
+    one by one.
 
     Raises:
-        CodecError: another one that cannot be read, or one of a newer version.
+        CodecError: an unreadable event of another kind, or one of a newer version.
     """
     try:
         fact = decoded(experiment, stored).fact

@@ -1,7 +1,7 @@
-"""Why nothing comes, and who would bring it: sentences from the projections and from who is there.
+"""Explains why a process waits and which process would unblock it.
 
 A trainer waits for a strategy, a strategy for explorers, and explorers for the trainer. Each
-function tells one link of that ring, and goes on to the next where that one waits itself.
+function explains one link of that ring, and continues with the next if that process waits too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ BATCHES_NAMED = 2
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Groups of one batch that are not whole.
+    """Incomplete groups of one batch.
 
     Attributes:
-        actor: who planned it, "" if nobody did.
-        planned_at: position of the plan, None if nobody did.
-        groups: how many lack something.
-        fewest, most: runs that each lacks; None: nobody knows how many it shall have.
+        actor: the explorer that planned it, "" if it is unplanned.
+        planned_at: position of the plan, None if it is unplanned.
+        groups: number of incomplete groups.
+        fewest, most: number of runs that each lacks; None: their size is unknown.
     """
 
     batch: str
@@ -46,7 +46,7 @@ class Lack:
     most: int | None
 
     def describe(self) -> str:
-        """Return it as people say it."""
+        """Describe the missing runs in words."""
         what = f"{counted(self.groups, 'group')} of batch {self.batch}"
         verb = "lacks" if self.groups == 1 else "lack"
         if self.most is None:
@@ -64,7 +64,7 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Who is there, and what is registered, as one transaction saw it."""
+    """Processes and registered consumers of an experiment, as one transaction saw them."""
 
     here: Sequence[PresenceRow]
     consumers: dict[str, ConsumerRow]
@@ -77,19 +77,19 @@ class Surroundings:
         return cls(here, writer_queries.consumers(tx, experiment))
 
     def who(self, role: str, name: str | None = None) -> PresenceRow | None:
-        """Return a process in this role, of this name or of any; one that works before others."""
+        """Return a process in this role, of this name or any, preferably one that works."""
         fitting = [r for r in self.here if r.role == role and name in (None, r.name)]
         return min(fitting, key=lambda row: row.waiting_for is not None, default=None)
 
 
 def counted(number: int, noun: str) -> str:
-    """Return how many there are, as people say it."""
+    """Return a number with its noun, in the singular or plural."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{'' if number == 1 else ending}"
 
 
 def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
-    """Return why a trainer of this set is given nothing, whose ready rows it has taken."""
+    """Explain why a trainer that has taken all ready rows of this set gets no more."""
     around = Surroundings.of(tx, experiment)
     strategy = around.consumers.get(annotation_set)
     number, _ = counts.unseen(tx, experiment, strategy)
@@ -109,7 +109,7 @@ def _unseen(number: int) -> str:
 
 
 def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: bool = False) -> str:
-    """Return why a strategy that has read everything decides nothing.
+    """Explain why a strategy that has read everything decides nothing.
 
     Args:
         tx: a transaction.
@@ -144,16 +144,16 @@ def _describe(around: Surroundings, lacks: Sequence[Lack]) -> str:
 
 
 def left_of(tx: Transaction, experiment: int, annotation_set: str) -> str:
-    """Return what a trainer leaves because nobody has decided it, and why; "" if nothing."""
+    """Describe the undecided rows that a trainer leaves, and why; "" if there are none."""
     if _is_undecided(tx, experiment, writer_queries.consumers(tx, experiment).get(annotation_set)):
         return of_trainer(tx, experiment, annotation_set)
     return ""
 
 
 def is_being_decided(tx: Transaction, experiment: int, annotation_set: str) -> bool:
-    """Return whether something is undecided in a set, and its strategy is at work.
+    """Return whether a set has undecided rows and its strategy is at work.
 
-    A process that lives and has said nothing for long is not: its strategy may have ended alone.
+    A live process without heartbeats does not count: its strategy may have ended alone.
     """
     around = Surroundings.of(tx, experiment)
     at_work = around.who("strategy", annotation_set)
@@ -170,7 +170,7 @@ def _is_undecided(tx: Transaction, experiment: int, strategy: ConsumerRow | None
 
 
 def outcome_of(tx: Transaction, experiment: int, trainer: str) -> str:
-    """Return what became of the rows of a trainer's set, where none is left for it."""
+    """Describe what happened to the rows of a trainer's set when none is left to train."""
     row = writer_queries.consumer_row(tx, experiment, trainer)
     if row is None:
         return "it is not registered"
@@ -187,7 +187,7 @@ def outcome_of(tx: Transaction, experiment: int, trainer: str) -> str:
 
 
 def explorers_of(around: Surroundings, lacks: Sequence[Lack]) -> str:
-    """Return who would bring what is lacking."""
+    """Return which explorer would bring the missing runs."""
     actor = next((lack.actor for lack in lacks if lack.actor), None)
     explorer = around.who("explorer", actor)
     if explorer is not None:
@@ -196,7 +196,7 @@ def explorers_of(around: Surroundings, lacks: Sequence[Lack]) -> str:
 
 
 def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
-    """Return who would make room for another batch, or why that one cannot."""
+    """Return which process would make room for another batch, or why it cannot."""
     around = Surroundings.of(tx, experiment)
     at_work, known = around.who("trainer", trainer), around.consumers.get(trainer)
     if at_work is None:
@@ -208,7 +208,7 @@ def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
 
 
 def abandoned_groups(tx: Transaction, experiment: int) -> int:
-    """Return how many planned groups lack runs that no process will bring: their actor is gone."""
+    """Return the number of planned groups whose missing runs will never come: the actor is gone."""
     around = Surroundings.of(tx, experiment)
     batches = counts.open_batches(tx, experiment)
     gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]
@@ -224,7 +224,7 @@ def lacks_of(
     *,
     whole_batches: bool = False,
 ) -> list[Lack]:
-    """Return what the groups lack that a strategy has not decided, the oldest batch first.
+    """Return the incomplete groups that a strategy has not decided, the oldest batch first.
 
     Args:
         tx: a transaction.
@@ -241,7 +241,7 @@ def lacks_of(
     for key in islice(dict.fromkeys((*planned, *stored)), counts.BATCHES_LOOKED_AT):
         row = rows.get(key)
         if row is not None and row.sealed_at is not None:
-            continue  # nothing is lacking of it any more
+            continue  # sealed: no more runs will come
         if row is None or row.rollouts_per_group is None:
             lack = _unplanned(key, stored.get(key, {}), size)
         else:
@@ -255,7 +255,7 @@ def lacks_of(
 
 
 def _unplanned(key: str, stored: dict[str, int], size: int | None) -> Lack | None:
-    """Return what the groups of a batch lack that nobody planned."""
+    """Return the incomplete groups of an unplanned batch."""
     if size is None:
         return Lack(key, "", None, len(stored), None, None) if stored else None
     short = [size - count for count in stored.values() if count < size]
@@ -263,7 +263,7 @@ def _unplanned(key: str, stored: dict[str, int], size: int | None) -> Lack | Non
 
 
 def _planned(row: BatchRow, runs: Collection[tuple[str, int]]) -> Lack | None:
-    """Return what the groups of a planned batch lack, of which these (task, run) are stored."""
+    """Return the incomplete groups of a planned batch, given its stored (task, run) pairs."""
     size = row.rollouts_per_group or 0
     stored = Counter(task for task, run in runs if run < size)
     short = [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]

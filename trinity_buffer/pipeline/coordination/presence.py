@@ -1,9 +1,8 @@
-"""Who is there: each process says so while it works, so that a wait can name who would end it.
+"""Process heartbeats, so that a waiting process can name the one it waits for.
 
-Processes of this machine: which machine it is, who lives on it, and who is still the same.
-
-Two processes can look at each other where their numbers mean the same. A container has numbers of
-its own, so that a name alone does not tell a machine.
+A process of this machine is also checked directly, by its number and start time. Process numbers
+are comparable only within one PID namespace: containers have their own, so a host is identified by
+more than its name.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 
 PROC = Path("/proc")
-"""What Linux tells of  Where it is missing, as on macOS, less is known of each."""
+"""Where Linux describes processes. Without it, as on macOS, only their numbers can be checked."""
 
 _SECOND_US = 1_000_000
-_ENDED = ("Z", "X")  # states of what is still listed, but has ended
+_ENDED = ("Z", "X")  # process states: zombie, dead
 
 
 def this_host() -> str:
-    """Return what is stored of this machine: ``name#digest``, or its name where there is no /proc.
+    """Return the identity of this machine, ``name#digest``, or just its name without /proc.
 
-    The digest is of the boot and of the namespace in which a process number means a process.
+    The digest covers the boot id and the PID namespace.
     """
     name = socket.gethostname()
     try:
@@ -49,32 +48,32 @@ def this_host() -> str:
 
 
 def is_this_host(host: str) -> bool:
-    """Return whether process numbers that were stored with ``host`` are those of this machine.
+    """Return whether process numbers stored with ``host`` are those of this machine.
 
-    Older versions stored the name alone: it is taken at its word.
+    Older versions stored the name alone, which then has to suffice.
     """
     return host in (this_host(), socket.gethostname())
 
 
 def lives(pid: int, start: str = "") -> bool:
-    """Return whether a process has the number ``pid``, and, where known, ``start`` as its start."""
+    """Return whether process ``pid`` is alive and, where both are known, started at ``start``."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's, and alive
+    except PermissionError:  # of another user, so it exists
         pass
     state, started = _told_of(pid)
     return state not in _ENDED and (not start or not started or start == started)
 
 
 def is_paused(pid: int) -> bool:
-    """Return whether the process ``pid`` was stopped (``kill -STOP``), where that can be told."""
+    """Return whether the process ``pid`` is stopped (``kill -STOP``); False without /proc."""
     return _told_of(pid)[0] == "T"
 
 
 def start_of(pid: int) -> str:
-    """Return when a process started, in ticks since boot; "" where nothing tells."""
+    """Return the start of a process in ticks since boot; "" without /proc."""
     return _told_of(pid)[1]
 
 
@@ -86,11 +85,11 @@ def process_has_ended(pid: int, seen_us: int) -> bool:
     if not ticks:
         return False
     started_us = _boot_us() + int(ticks) * _SECOND_US // os.sysconf("SC_CLK_TCK")
-    return started_us > seen_us + 2 * _SECOND_US  # the boot time is told in whole seconds
+    return started_us > seen_us + 2 * _SECOND_US  # btime in /proc/stat has whole seconds
 
 
 def _told_of(pid: int) -> tuple[str, str]:
-    """Return (state, start) of a process, both "" where nothing tells."""
+    """Return (state, start) of a process, both "" without /proc."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -106,28 +105,28 @@ def _boot_us() -> int:
 
 
 FIRST_AFTER_S = 1.0
-"""What is over before need not be known to anybody."""
+"""The first heartbeat comes after so long: a shorter task need not announce itself."""
 
 SEEN_EVERY_S = 30.0
 UNSEEN_S = 120.0
-"""A process of another machine that was silent for so long is said to be gone."""
+"""A process of another machine counts as gone after so long without a heartbeat."""
 
 
 AT_WORK = "at work"
-"""Role, beside its own, of a process that makes something which will become an event."""
+"""Second role of a process while it computes something that will become an event."""
 
 
 class Presence:
-    """Says in the store that this process has a role in an experiment; a read-only store is left.
+    """Records heartbeats of this process in one role; does nothing in a read-only store.
 
     Args:
-        database: of the store.
+        database: database of the store.
         experiment: key of the experiment.
         role: ``explorer``, ``strategy``, ``trainer`` or ``rank N``; `AT_WORK`.
         name: actor, annotation set or trainer.
 
     Attributes:
-        waiting_for: what it has said that it waits for; None: it works.
+        waiting_for: the reported reason why it waits; None: it works.
     """
 
     def __init__(self, database: Database, experiment: int, role: str, name: str) -> None:
@@ -141,17 +140,17 @@ class Presence:
 
     @property
     def due_s(self) -> float:
-        """In how many seconds it is to be said again."""
+        """Seconds until the next heartbeat."""
         never = self._database.read_only
         return math.inf if never else max(0.0, self._next - time.monotonic())
 
     async def seen(self, *, at_once: bool = False) -> None:
-        """Say that this process is there, if that is news or was not said for a while.
+        """Record a heartbeat if one is due or `waiting_for` has changed.
 
-        A store that is busy is not waited for twice: it is said the next time.
+        If the store is busy, the heartbeat is left to the next call.
 
         Args:
-            at_once: say so the first time too, however short it may be there.
+            at_once: record the first heartbeat now, even if the process may end soon.
         """
         row = self._news(at_once=at_once)
         if row is not None:
@@ -159,21 +158,21 @@ class Presence:
                 await self._database.write(heartbeats.record, self._experiment, row)
 
     def first(self) -> PresenceRow:
-        """Return what says at once that this process is there; the same again until it is gone."""
+        """Return the row of a heartbeat that is written in the caller's transaction."""
         self._started_at = self._started_at or now_us()
         self._reported, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
         return self._row()
 
     def note(self, tx: Transaction) -> None:
-        """Say the same as the last thing in a transaction that is made anyway."""
+        """Record a heartbeat in a transaction that happens anyway."""
         row = self._news()
         if row is not None:
             heartbeats.record(tx, self._experiment, row)
 
     async def keep(self) -> None:
-        """Go on saying it until cancelled, also while nothing else of this process gets to it.
+        """Record heartbeats until cancelled, also while the process is busy elsewhere.
 
-        Where the store cannot be reached, whoever works with it hears of that, and not from here.
+        Errors of the store are left to the code that works with it.
         """
         while True:
             await anyio.sleep(min(self.due_s, SEEN_EVERY_S))
@@ -182,7 +181,7 @@ class Presence:
 
     @asynccontextmanager
     async def heartbeats(self) -> AsyncIterator[None]:
-        """Keep saying it inside the context, and take it back at the end."""
+        """Record heartbeats inside the context, and remove the row at the end."""
         try:
             async with running(self.keep):
                 yield
@@ -190,28 +189,28 @@ class Presence:
             await self.gone()
 
     async def gone(self) -> None:
-        """Take it back; where the store cannot be reached, time will."""
+        """Remove the row; if the store cannot be reached, it expires by itself."""
         if self._started_at:
             with anyio.CancelScope(shield=True):
                 await self._database.try_to_write(heartbeats.remove, self._experiment, self._row())
         self._started_at = 0
 
     def at_work(self) -> Presence:
-        """Return another one of this process: that it is at work."""
+        """Return a second presence of this process in the role `AT_WORK`."""
         return Presence(self._database, self._experiment, AT_WORK, f"{self.role} {self.name}")
 
     def is_own(self, row: PresenceRow) -> bool:
-        """Return whether this process has said it, in this role and under this name."""
+        """Return whether this presence wrote ``row``."""
         is_self = is_this_host(row.host) and row.pid == os.getpid()
         return is_self and (row.role, row.name) == (self.role, self.name)
 
     def is_namesake(self, row: PresenceRow) -> bool:
-        """Return whether another process is there in the same role, under the same name."""
+        """Return whether ``row`` is another live process with the same role and name."""
         same = (row.role, row.name) == (self.role, self.name)
         return same and not self.is_own(row) and is_here(row)
 
     def _news(self, *, at_once: bool = False) -> PresenceRow | None:
-        """Return what is to be said now, and counts as said from here on; None if nothing is."""
+        """Return the heartbeat that is due and count it as sent; None if none is due."""
         due = time.monotonic() >= self._next or self.waiting_for != self._reported
         first = at_once and not self._started_at
         if not (due or first) or self._database.read_only:
@@ -233,11 +232,11 @@ class Presence:
 
 
 class Work:
-    """Says in the store, while a process is at work, that it is: its run has not stalled.
+    """Records that a process is at work, so that its run does not count as stalled.
 
     Args:
-        of: the presence of the process.
-        is_under_way: whether it is at work now.
+        of: presence of the process.
+        is_under_way: returns whether it is at work now.
     """
 
     def __init__(self, of: Presence, is_under_way: Callable[[], bool]) -> None:
@@ -245,11 +244,11 @@ class Work:
         self._is_under_way = is_under_way
 
     async def keep(self, every_s: float) -> None:
-        """Look so often until cancelled, and then take it back."""
+        """Check every ``every_s`` seconds until cancelled, then remove the row."""
         try:
             while True:
                 await anyio.sleep(min(every_s, SEEN_EVERY_S))
-                with suppress(StoreError):  # whoever works with the store hears of it
+                with suppress(StoreError):  # the code that uses the store reports its errors
                     if self._is_under_way():
                         await self._presence.seen(at_once=True)
                     else:
@@ -259,27 +258,27 @@ class Work:
 
 
 def is_here(row: PresenceRow) -> bool:
-    """Return whether a process is there, as far as can be told from this machine."""
+    """Return whether a process is alive, as far as this machine can tell."""
     if is_this_host(row.host):
         return not process_has_ended(row.pid, row.started_at)
     return not was_silent(row)
 
 
 def was_silent(row: PresenceRow) -> bool:
-    """Return whether nothing was heard of a process for longer than it is ever silent."""
+    """Return whether the last heartbeat is older than any regular interval."""
     return now_us() - row.last_seen >= UNSEEN_S * 1e6
 
 
 def is_unheard(row: PresenceRow, *, lease_expired: bool = False) -> bool:
-    """Return whether a process that is there says nothing any more: it is paused, or hangs.
+    """Return whether a live process sends no heartbeats: it is paused, or hangs.
 
-    Trainers, strategies and ranks say beside their work that they are there. Not every explorer
-    does: a writer may say so only as it writes, so that one counts only if it is paused.
+    Trainers, strategies and ranks send heartbeats beside their work. An explorer may do so only
+    when it writes, so it counts only if it is paused.
 
     Args:
-        row: of the process.
-        lease_expired: it let its trainer's lease run out, which it renews oftener: it is known
-            sooner.
+        row: last heartbeat of the process.
+        lease_expired: whether its trainer's lease has expired; leases are renewed more often than
+            heartbeats, so this shows sooner.
     """
     if lease_expired:
         return now_us() - row.last_seen > SEEN_EVERY_S * 1e6
@@ -288,22 +287,22 @@ def is_unheard(row: PresenceRow, *, lease_expired: bool = False) -> bool:
 
 
 def has_ended(row: PresenceRow) -> bool:
-    """Return whether a process is certainly gone: of this machine, where none has its number.
+    """Return whether a process of this machine is certainly gone: no process has its number.
 
-    When it started is not asked: a clock that was set forward would end whoever is there.
+    Start times are not compared: after a clock change, live processes would count as gone.
     """
     return is_this_host(row.host) and not lives(row.pid)
 
 
 def own_wait_of(row: PresenceRow) -> str:
-    """Return what a process waits for, without what it says of the processes that it waits for.
+    """Return what a process waits for, without its description of the processes it waits for.
 
-    Those quote it in turn: with all of it, each line would hold the one before, and grow for ever.
+    They quote it in turn: with the whole text, each line would contain the last one and grow.
     """
     return (row.waiting_for or "").partition("; ")[0]
 
 
 def describe_process(row: PresenceRow) -> str:
-    """Return where a process runs and when it was seen, as people say it."""
+    """Describe where a process runs and when its last heartbeat was."""
     ago = max(0.0, (now_us() - row.last_seen) / 1e6)
     return f"pid {row.pid} on host {leases.name_of(row.host)}, seen {ago:.0f} s ago"

@@ -1,4 +1,4 @@
-"""Whether anything still moves in a run: who waits for what nobody brings ends, with the reason."""
+"""Ends a wait with an error once nothing in the run makes progress any more."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ STALLED_AFTER_S = 1800.0
 """Default of the configuration's key ``stalled_after_s``."""
 
 LOOKS = 4
-"""So often it is looked during that time: somebody may be at work for a part of it."""
+"""Number of checks during that time: a process may be at work for only a part of it."""
 
 LATE_S = 10.0
-"""A look that comes so late was kept from it by a machine that has much to do."""
+"""A check delayed by more than this factor shows that the machine is overloaded."""
 
 
 class _Seen(NamedTuple):
     mark: tuple[
         int, frozenset[PresenceRow]
-    ]  # moves with the logs, and with what says it is at work
+    ]  # changes with the heads of the logs and with heartbeats of work
     after_s: float
     at_work: bool
 
 
 class Stall:
-    """Ends a wait once nothing has moved in an experiment for ``stalled_after_s``.
+    """Ends a wait once an experiment has made no progress for ``stalled_after_s``.
 
-    That is: no event came (nor a turn of its recorder, or an expert's row), no explorer says that
-    rollouts are under way, and no trainer, rank or strategy is at work. By the waiter's own clock:
-    those of other machines may be wrong. Time in which it could not look does not count: the run
-    was paused with it, or the server was away.
+    Progress is an event (also a recorder's turn, or an expert's row), an explorer with rollouts
+    under way, or a trainer, rank or strategy at work. Time is measured by the waiter's own clock,
+    as those of other machines may be wrong. Time without checks does not count: the run was paused
+    too, or the server was away.
 
     Args:
-        database: of the store.
+        database: database of the store.
         experiment: key of the experiment.
-        presence: of who waits, which does not count; None: it has none.
+        presence: presence of the waiting process, which does not count as progress, or None.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Stall:
         self._next: float | None = None
 
     def begin(self) -> None:
-        """Note that the next wait is a new one."""
+        """Start a new wait."""
         self._mark, self._next = None, None
 
     async def require_moving(
         self, tell: Callable[[], Awaitable[str]], first_look_s: float
     ) -> float:
-        """Return after how many seconds to ask again: something may still move.
+        """Return the seconds until the next check, as long as the run may make progress.
 
         Args:
-            tell: returns what is waited for; asked only where that is said.
-            first_look_s: how long a new wait lasts before it is looked at all.
+            tell: describes the wait; called only for the error.
+            first_look_s: length of a new wait before its first check.
 
         Raises:
-            RunStalledError: nothing has moved for too long.
+            RunStalledError: no progress for too long.
         """
         now = time.monotonic()
         if self._next is None:
@@ -100,13 +100,13 @@ class Stall:
         if stored is not None:
             after_s = stored[0].get("stalled_after_s", STALLED_AFTER_S)
         rows = _others(tx, self._experiment, self._presence)
-        names = [log.experiment_name(tx, self._experiment) + TURNS]  # a recorder's turns come there
+        names = [log.experiment_name(tx, self._experiment) + TURNS]  # a recorder writes there
         if stored is not None and isinstance(expert := stored[0].get("expert_experiment"), str):
             names.append(expert)
         beside = [log.find_experiment(tx, name) for name in names]
         keys = {self._experiment, *(key for key in beside if key is not None)}
         head = sum(log.head(tx, key) for key in keys)
-        # What is said anew is news, however wrong the clock of who says it may be.
+        # A changed heartbeat is progress, however wrong the clock of its process may be.
         mark = head, frozenset(row for row in rows if row.role == AT_WORK)
         at_work = any(map(_is_at_work, rows))
         return _Seen(mark, math.inf if after_s is None else after_s, at_work)
@@ -126,9 +126,9 @@ def _others(tx: Transaction, experiment: int, but: Presence | None) -> list[Pres
 
 
 def _is_at_work(row: PresenceRow) -> bool:
-    """Return whether a process is there and does something that may become an event.
+    """Return whether a live process computes something that may become an event.
 
-    Explorers, trainers and ranks say so by a row of their own; a strategy is unless it waits.
+    Explorers, trainers and ranks have a row of their own for it; a strategy is unless it waits.
     """
     if not is_here(row) or was_silent(row):
         return False

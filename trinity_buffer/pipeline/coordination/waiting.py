@@ -1,6 +1,7 @@
-"""A wait that says what it waits for, and who would bring it, once it takes long.
+"""Waits that report what they wait for, and a watch for consumers that reject everything.
 
-A consumer that rejects everything says so aloud, and ends where only a fault explains it.
+A long wait logs which process would end it. A consumer that rejects every row logs a warning, and
+ends if only a fault in the rows can explain it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from trinity_buffer.store.notify import Changes
 from trinity_buffer.writer import INVALID, OVERSIZE
 
 WAIT_REPORT = "TRINITY_BUFFER_WAIT_REPORT_S"
-"""Environment variable: after so many seconds a wait speaks."""
+"""Environment variable: seconds until a wait is reported."""
 
 WAIT_REPORT_S = 5.0
 REPEATED_AFTER = 6
-"""Times as long passes until it speaks again: what is known already is said less often."""
+"""Reports after the first come by this factor less often: their content is known already."""
 
 _logger = logging.getLogger(__name__)
 
 
 def wait_report_s() -> float:
-    """Return after how many seconds a wait speaks.
+    """Return the number of seconds until a wait is reported.
 
     Raises:
-        InvalidArgumentError: the environment variable holds no positive number.
+        InvalidArgumentError: the environment variable is not a positive number.
     """
     setting = os.environ.get(WAIT_REPORT)
     try:
@@ -44,10 +45,10 @@ def wait_report_s() -> float:
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` with everything spelled out that a terminal would obey.
+    """Return ``text`` with unprintable characters escaped.
 
-    A log line goes to a terminal as it is; names, hosts and batches come out of the store, where
-    whoever writes SQL can put anything.
+    Log lines reach a terminal unchanged, and names, hosts and batches come from the store, where
+    any SQL client may have put control sequences.
     """
     return "".join(
         character if character.isprintable() else ascii(character)[1:-1] for character in text
@@ -55,21 +56,21 @@ def one_line(text: str) -> str:
 
 
 class ReportedWait:
-    """Waits for commits to a store on behalf of somebody who needs more than any one commit.
+    """Waits for commits to a store until the caller has what it needs, and reports long waits.
 
-    After 5 seconds, and every 30 seconds from then on, it says so in one line at WARNING, which
-    Python prints to standard error where nobody has set up logging.
+    After 5 seconds, and every 30 seconds from then on, it logs one line at WARNING, which Python
+    prints to standard error unless logging is configured.
 
     Args:
-        changes: of the store.
-        tell: returns the sentence; asked only when it is said.
-        presence: of who waits, which tells others of it too.
-        aloud: False where somebody else of the process speaks for it.
-        stall: ends the wait where nothing moves any more; None: nothing does.
+        changes: changes of the store.
+        tell: returns the line to log; called only for a report.
+        presence: presence of the waiting process, which shows the reason to others.
+        aloud: False if another part of the process reports the wait.
+        stall: ends the wait when the run makes no progress; None: it never ends.
 
     Attributes:
-        is_waited_for: whether anybody needs what is waited for: nobody does, as long as what is
-            there already is worked on.
+        is_waited_for: whether the result is needed now: False while the process still works on
+            earlier results, so that nothing is reported.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ReportedWait:
         self._due: float | None = None
 
     def over(self) -> None:
-        """Note that what was waited for came: the next wait is a new one."""
+        """End this wait: the next one is a new one."""
         self._due = None
         if self._stall is not None:
             self._stall.begin()
@@ -101,12 +102,12 @@ class ReportedWait:
         return one_line(await self._tell())
 
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
-        """Return once there was a commit after ``state``, or after ``timeout_s``, or early.
+        """Return after a commit later than ``state``, after ``timeout_s``, or spuriously.
 
-        As `Changes.changed` does: whoever calls looks again, and calls again.
+        Like `Changes.changed`: the caller checks again, and calls again.
 
         Raises:
-            RunStalledError: nothing has moved for too long.
+            RunStalledError: no progress for too long.
         """
         if self._due is None:
             self._due = time.monotonic() + wait_report_s()
@@ -128,30 +129,30 @@ class ReportedWait:
 
 
 WARN_AFTER_STEPS = 3
-"""Steps in a row of which everything was rejected, before that is said."""
+"""Consecutive fully rejected steps until the first warning."""
 
 MAX_REJECTED_STEPS = 6
-"""So many in a row end the consumer, where the rows themselves are at fault."""
+"""So many in a row end the consumer if the rows themselves are at fault."""
 
 USUAL_GROUPS_PER_STEP = 16
-"""Groups of a step where nobody says how many: a filter may reject a few of them in a row."""
+"""Groups that count as a step if its size is unknown: a filter may reject a few in a row."""
 
 FAULTS = (INVALID, "damaged")
-"""How reasons begin that more rows of the same kind will not mend; a filter or an age may."""
+"""Prefixes of reasons that are faults of the rows, unlike those of a filter or of staleness."""
 
 UNREAD = frozenset({"stale", OVERSIZE})
-"""Reasons that say nothing of what a row holds: nobody looked."""
+"""Reasons that are assigned without reading the row."""
 
 
 class RejectionWatch:
-    """Counts what was rejected since anything was kept.
+    """Counts rejected groups since the last accepted one.
 
     Args:
-        who: the consumer, as a message names it.
-        groups_per_step: so many groups count as a step. None: one where a fault is the reason, else
-            `USUAL_GROUPS_PER_STEP`.
+        who: name of the consumer in messages.
+        groups_per_step: number of groups that count as a step. None: 1 if the reason is a fault,
+            else `USUAL_GROUPS_PER_STEP`.
         max_rejected_steps: see `MAX_REJECTED_STEPS`.
-        counts: what a message counts: a strategy has no steps.
+        counts: the unit that messages count, as a strategy has no steps.
     """
 
     def __init__(
@@ -172,19 +173,19 @@ class RejectionWatch:
         self._warned = False
 
     def accepted(self) -> None:
-        """Note that something was kept."""
+        """Note that at least one row was accepted."""
         self._groups, self._reasons, self._first, self._warned = {}, set(), "", False
 
     def rejected(self, groups: int, reasons: Collection[str], uid: Callable[[], str]) -> None:
-        """Note that of ``groups`` groups nothing was kept.
+        """Note that all rows of ``groups`` groups were rejected.
 
         Args:
-            groups: how many.
-            reasons: of the rejections.
-            uid: returns the name of one row of theirs; asked for the first ones alone.
+            groups: number of groups.
+            reasons: reasons of the rejections.
+            uid: returns the uid of one of the rows; called only for the first rejection.
 
         Raises:
-            TrainingError: nothing was kept for too long, and a fault is the reason.
+            TrainingError: nothing was accepted for too long, and a fault is the reason.
         """
         read = not UNREAD.issuperset(reasons)
         self._groups[read] = self._groups.get(read, 0) + groups

@@ -1,7 +1,7 @@
-"""Fields of many rows as blocks: values that lie one after another in a segment.
+"""Fields of many rows as blocks of values that are contiguous in a segment.
 
-A step is made of rows that were written together, so that most of a batch is a few large copies and
-not thousands of small ones, in whatever order its rows are.
+The rows of a step were mostly written together, so a batch takes a few large copies instead of
+thousands of small ones, in whatever order its rows are.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from trinity_buffer.store.rows import position_of, slot_of
 
 Array: TypeAlias = npt.NDArray[Any]
 Value: TypeAlias = "Array | float | None"
-"""A vector as a view, one number that stands for ``number * action_mask``, or nothing."""
+"""A vector as a view, one number that stands for ``number * action_mask``, or None."""
 
 _ONLY_TORCH = ("bfloat", "float8", "float4")
-"""Beginnings of the names of floats that NumPy lacks."""
+"""Prefixes of the names of float dtypes that NumPy lacks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """The values of one field in some rows of a step; views that must not be written.
+    """The values of one field in some rows of a step; views that must not be written to.
 
     Attributes:
-        rows: ``[n]``, which rows of the step.
-        data: their elements, one row after another; scaled: one number per row.
-        ends: ``[n + 1]``, where the elements of each row begin and end in ``data``.
+        rows: ``[n]``, the rows of the step.
+        data: their elements, row after row; if scaled, one number per row.
+        ends: ``[n + 1]``, offsets of the rows in ``data``.
         scaled: whether each number stands for ``number * action_mask``.
-        size: elements of each row where that is the same number; -1 where it may not be.
+        size: number of elements of every row, -1 if rows may differ.
     """
 
     rows: Array
@@ -45,13 +45,13 @@ class Block:
     size: int = -1
 
     def values(self) -> list[Value]:
-        """Return the value of each of its rows."""
+        """Return the value of each row."""
         if self.scaled:
             return [float(number) for number in self.data]
         return [self.data[a:z] for a, z in pairwise(self.ends.tolist())]
 
     def without(self, dropped: Array) -> list[Block]:
-        """Return what is left of it without the rows of the step that are ``dropped``."""
+        """Return the blocks that remain without the ``dropped`` rows of the step."""
         left = np.flatnonzero(~dropped[self.rows])
         parts = []
         for a, z in contiguous_ranges(left):
@@ -65,12 +65,12 @@ class Block:
 
 @dataclass(slots=True)
 class Field:
-    """One field of the rows of a step; rows that are in none of the blocks have none."""
+    """One field of the rows of a step; rows outside all blocks have no value."""
 
     blocks: list[Block] = field(default_factory=list)
 
     def values(self, rows: int) -> list[Value]:
-        """Return the value of each of the ``rows`` rows, None where there is none."""
+        """Return the values of ``rows`` rows, None for missing ones."""
         values: list[Value] = [None] * rows
         for block in self.blocks:
             for row, value in zip(block.rows.tolist(), block.values(), strict=True):
@@ -78,28 +78,28 @@ class Field:
         return values
 
     def present(self, rows: int) -> Array:
-        """Return ``[rows]`` bool: which rows have one."""
+        """Return ``[rows]`` bool: which rows have a value."""
         there = np.zeros(rows, np.bool_)
         for block in self.blocks:
             there[block.rows] = True
         return there
 
     def missing(self, rows: int) -> list[int]:
-        """Return which of the ``rows`` rows have none."""
-        if sum(len(block.rows) for block in self.blocks) == rows:  # none comes twice
+        """Return which of ``rows`` rows have no value."""
+        if sum(len(block.rows) for block in self.blocks) == rows:  # blocks do not overlap
             return []
         rows_without: list[int] = np.flatnonzero(~self.present(rows)).tolist()
         return rows_without
 
     def sizes(self, rows: int) -> Array:
-        """Return ``[rows]``: the number of elements of each row, 0 where it has none."""
+        """Return ``[rows]``: the number of elements of each row, 0 for missing ones."""
         sizes = np.zeros(rows, np.int64)
         for block in self.blocks:
             sizes[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
         return sizes
 
     def misfits(self, sizes: Array) -> list[int]:
-        """Return which rows have another number of elements than ``sizes`` (``[rows]``) says."""
+        """Return the rows whose number of elements differs from ``sizes`` (``[rows]``)."""
         wrong: list[int] = []
         for block in self.blocks:
             if not block.scaled:
@@ -108,24 +108,24 @@ class Field:
         return wrong
 
     def without(self, dropped: Array) -> Field:
-        """Return it without the rows that are ``dropped`` (``[rows]`` bool)."""
+        """Return the field without the ``dropped`` rows (``[rows]`` bool)."""
         return Field([part for block in self.blocks for part in block.without(dropped)])
 
     def moved(self, places: Array | Sequence[int]) -> Field:
-        """Return it with row ``i`` as row ``places[i]``."""
+        """Return the field with row ``i`` as row ``places[i]``."""
         new = np.asarray(places)
         return Field([replace(block, rows=new[block.rows]) for block in self.blocks])
 
 
 def field_of_values(values: Sequence[Array]) -> Field:
-    """Return the field of one vector for each row."""
+    """Return a field made of one vector per row."""
     sizes = np.array([len(value) for value in values], np.int64)
     ends, size = _ends(sizes)
     return Field([Block(np.arange(len(values)), np.concatenate(values), ends, size=size)])
 
 
 def contiguous_ranges(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, stop) of the stretches in which each number is one more than the last."""
+    """Return (start, stop) of the ranges in which each number is one more than the last."""
     if not len(numbers):
         return []
     breaks = np.flatnonzero(np.diff(np.asarray(numbers)) != 1) + 1
@@ -133,7 +133,7 @@ def contiguous_ranges(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
 
 
 class SlotRange(NamedTuple):
-    """Rows of a step that follow each other in one event: which rows, and where they are there."""
+    """Rows of a step that are consecutive slots of one event."""
 
     rows: Array
     position: int
@@ -141,12 +141,12 @@ class SlotRange(NamedTuple):
 
 
 def slot_ranges(addresses: Sequence[int]) -> list[SlotRange]:
-    """Return the rows at these addresses, in the order of the addresses."""
+    """Return the rows at these addresses as ranges, ordered by address."""
     unordered = np.array(addresses)
     order = np.argsort(unordered, kind="stable")
     ordered = unordered[order]
-    # Addresses of one event that follow each other are rows of its segment that do, too; those of
-    # the next event are far away.
+    # Consecutive addresses are consecutive rows of one segment: an address holds the position in
+    # its high bits, so the next event's addresses are far away.
     ranges = []
     for a, z in contiguous_ranges(ordered):
         first = int(ordered[a])
@@ -156,7 +156,7 @@ def slot_ranges(addresses: Sequence[int]) -> list[SlotRange]:
 
 
 def blocks_of(column: Column, rows: Array, slots: range) -> list[Block]:
-    """Return the rows ``slots`` of a column as the ``rows`` of a step; those that it has."""
+    """Return the ``slots`` that a column has as blocks of the step's ``rows``."""
     if column.rows is None:
         return [_block(column, rows, slots.start, slots.stop)]
     low, high = np.searchsorted(column.rows, [slots.start, slots.stop]).tolist()
@@ -166,7 +166,7 @@ def blocks_of(column: Column, rows: Array, slots: range) -> list[Block]:
 
 
 def _block(column: Column, rows: Array, first: int, last: int) -> Block:
-    """Return the entries ``first`` to ``last`` of a column as ``rows``."""
+    """Return the entries ``first`` to ``last`` of a column as a block of ``rows``."""
     if column.encoding == "scaled_mask":
         ends = np.arange(len(rows) + 1)
         return Block(rows, _numbers(column, first, last), ends, scaled=True, size=1)
@@ -177,7 +177,7 @@ def _block(column: Column, rows: Array, first: int, last: int) -> Block:
 
 
 def _ends(sizes: Array) -> tuple[Array, int]:
-    """Return where rows of these sizes begin and end, and their size; -1 if they differ."""
+    """Return the offsets of rows of these sizes, and their common size or -1."""
     size, number = int(sizes[0]), len(sizes)
     if (sizes == size).all():
         return np.arange(0, (number + 1) * size, size) if size else np.zeros(number + 1, int), size
@@ -187,7 +187,7 @@ def _ends(sizes: Array) -> tuple[Array, int]:
 
 
 def _numbers(column: Column, first: int, last: int) -> Array:
-    """Return some elements, as float32 where NumPy has no type of their own."""
+    """Return elements of a column, as float32 if NumPy lacks their dtype."""
     elements = column.elements
     if not column.dtype.startswith(_ONLY_TORCH):
         return elements[first:last]

@@ -1,4 +1,4 @@
-"""The rows of a manifest: as columns, views of their segments, or as `Experience`s."""
+"""Loads the rows of a manifest, as columns that are views of their segments or as experiences."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class LoadedRows:
     """Columns of the rows of one manifest, in its order.
 
     Attributes:
-        facts: what the log knows of each row.
-        fields: columns of vectors, views that must not be written.
-        multi_modal: of each row, name -> tensor with memory of its own.
-        unrecorded: where only some rows have log-probabilities: ``usual`` or ``expert`` -> uid of a
-            row of that kind that has none.
-        unscorable: uid of a row that no trainer can score -> the option that it was sampled with.
+        facts: columns from the log.
+        fields: columns of vectors, views that must not be written to.
+        multi_modal: name -> tensor with its own memory, for each row.
+        unrecorded: if only some rows have log-probabilities, ``usual`` or ``expert`` -> uid of a
+            row of that kind without them.
+        unscorable: uid of a row that no trainer can score -> the sampling option that prevents it.
     """
 
     facts: Facts
@@ -63,7 +63,7 @@ class LoadedRows:
     unscorable: Mapping[str, str]
 
     def reordered(self, order: Sequence[int]) -> LoadedRows:
-        """Return them with row ``order[i]`` as row ``i``."""
+        """Return the rows with row ``order[i]`` as row ``i``."""
         places = np.empty(len(order), np.int64)
         places[list(order)] = np.arange(len(order))
         fields = {name: field.moved(places) for name, field in self.fields.items()}
@@ -75,7 +75,7 @@ class LoadedRows:
         return self.fields.get(name) or Field()
 
     def lacking(self, name: str) -> list[int]:
-        """Return the rows without the field ``name``; a reward for each token is a reward."""
+        """Return the rows without the field ``name``; token-level rewards count as a reward."""
         missing = self.field("token_level_reward" if name == "reward" else name).missing(
             len(self.facts)
         )
@@ -84,7 +84,7 @@ class LoadedRows:
         return missing
 
     def values(self, name: str) -> list[Value]:
-        """Return the values of one column, None where a row has none."""
+        """Return the values of one column, None for rows without one."""
         return self.field(name).values(len(self.facts))
 
 
@@ -93,7 +93,7 @@ _Columns = dict[str, list[Column]]
 
 @dataclass(slots=True)
 class _Kept:
-    """A decoded segment, and how many of its rows nobody asked for yet."""
+    """A decoded segment and its number of unserved rows."""
 
     columns: _Columns
     num_bytes: int
@@ -101,7 +101,7 @@ class _Kept:
 
 
 class _Segments:
-    """Decoded segments by key, the least recently used forgotten first."""
+    """An LRU cache of decoded segments by key."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, _Kept] = OrderedDict()
@@ -110,7 +110,7 @@ class _Segments:
         return key in self._known
 
     def use(self, key: bytes, rows: int) -> _Columns:
-        """Return the columns of a segment of which so many ``rows`` are taken now."""
+        """Return the columns of a segment and count ``rows`` of its rows as served."""
         self._known.move_to_end(key)
         entry = self._known[key]
         entry.left -= rows
@@ -126,9 +126,9 @@ class _Segments:
         self._known[key] = _Kept(columns, sum(map(len, families.values())), rows)
 
     def shrink(self) -> None:
-        """Forget what is wholly served, and the least recently used beyond the budget.
+        """Drop fully served segments, and the least recently used ones beyond the budget.
 
-        Their memory is what the next ones are read into: fresh memory costs more than reading.
+        The next segments are read into the memory this frees: fresh pages cost more than reading.
         """
         num_bytes = 0
         for key in reversed(list(self._known)):
@@ -138,10 +138,10 @@ class _Segments:
 
 
 class RowLoader:
-    """Loads what manifests name, each segment once while it is in use.
+    """Loads the rows of manifests; reads each segment once while it is in use.
 
     Attributes:
-        events: of the experiment that the manifests are of.
+        events: event cache of the experiment of the manifests.
     """
 
     def __init__(self, events: EventCache) -> None:
@@ -155,8 +155,8 @@ class RowLoader:
         Raises:
             CodecError: the body of an event cannot be read.
             DamagedSegmentError: a checksum does not hold.
-            ArchivedSegmentError: tensors have left the database, and cannot be fetched.
-            UnknownExperimentError: rows come from an experiment that the store does not hold.
+            ArchivedSegmentError: tensors have left the database and cannot be fetched.
+            UnknownExperimentError: rows of an experiment that is not in the store.
         """
         if not manifest.groups:
             return LoadedRows(no_facts(), {}, [], {}, {})
@@ -170,7 +170,7 @@ class RowLoader:
     def _unrecorded(
         self, s: ReadSession, manifest: Manifest, rows: LoadedRows
     ) -> Mapping[str, str]:
-        """Return which kinds of rows lack log-probabilities that others of the step have."""
+        """Return the kinds of rows that lack log-probabilities while others have them."""
         if not (manifest.source or rows.field("logprobs").missing(len(manifest.groups))):
             return {}
         there = rows.field("logprobs").present(len(manifest.groups))
@@ -189,7 +189,7 @@ class RowLoader:
     def _unscorable(
         self, s: ReadSession, manifest: Manifest, rows: LoadedRows
     ) -> Mapping[str, str]:
-        """Return the first row of the policy's own that no trainer can score, and why."""
+        """Return the first of the policy's own rows that no trainer can score, and why."""
         for place, spans in enumerate(rows.facts.sampling if any(rows.facts.sampling) else ()):
             options = [option for *_, option in spans or () if option is not None]
             if options and not (manifest.source and manifest.source[place]):
@@ -213,7 +213,7 @@ class RowLoader:
         return _merged(parts, len(manifest.experiences))
 
     def unreadable(self, s: ReadSession, manifest: Manifest) -> dict[int, str]:
-        """Return the places of the rows that can never be read -> ``deleted`` or ``damaged``."""
+        """Return place -> ``deleted`` or ``damaged``, of rows that can never be read."""
         reasons: dict[int, str] = {}
         for number, name in enumerate(("", *manifest.sources)):
             places = manifest.rows_of(number) if manifest.source else [*range(len(manifest.groups))]
@@ -225,7 +225,7 @@ class RowLoader:
     def unreadable_rows(
         self, s: ReadSession, manifest: Manifest, places: Sequence[int]
     ) -> dict[int, str]:
-        """Return which of ``places``, all of this experiment, and why; see `unreadable`."""
+        """Do the same for ``places`` of this experiment alone; see `unreadable`."""
         reasons: dict[int, str] = {}
         for addresses, families in (
             (manifest.experiences, FAMILIES),
@@ -239,7 +239,7 @@ class RowLoader:
         return reasons
 
     def lengths(self, s: ReadSession, manifest: Manifest) -> list[int]:
-        """Return how many tokens each row of a manifest has, by the log alone; of a pair, one half.
+        """Return the tokens of each row of a manifest from the log; of a pair, one half.
 
         Raises:
             CodecError: the body of an event cannot be read.
@@ -256,7 +256,7 @@ class RowLoader:
         return lengths
 
     def eid_of(self, s: ReadSession, address: int) -> EID:
-        """Return the name of an experience of this experiment."""
+        """Return the EID of an experience of this experiment."""
         (row,) = s.read(writer_queries.experience_rows, self.events.experiment, [address])
         return row.eid
 
@@ -326,7 +326,7 @@ class RowLoader:
         modal: Sequence[dict[str, Tensor]],
         events: Mapping[int, WithSegment],
     ) -> dict[str, Field]:
-        """Return the columns of some rows; what is no vector is put into ``modal``."""
+        """Return the vector columns of rows; other tensors are put into ``modal``."""
         by_name: dict[str, Field] = {}
         for rows, position, slots in ranges:
             key = events[position].segment
@@ -341,12 +341,12 @@ class RowLoader:
 
 
 def _families_of(events: Iterable[WithSegment], families: Collection[str]) -> dict[bytes, set[str]]:
-    """Return the key of each segment of ``events`` -> those of ``families`` that it has."""
+    """Return segment key -> those of ``families`` that the segment has."""
     return {event.segment: event.families.keys() & families for event in events if event.segment}
 
 
 def _left(fields: Mapping[str, Field], name: str, computed: Field, rows: int) -> list[Block]:
-    """Return what was recorded of a field in the rows for which a strategy computed none."""
+    """Return the recorded blocks of a field, for rows without a value from the strategy."""
     recorded = fields.get(name)
     return recorded.without(computed.present(rows)).blocks if recorded else []
 
@@ -361,7 +361,7 @@ def _add_modal(
 
 
 def _copied(column: Column, index: int) -> Tensor:
-    """Return one tensor of a column, with memory of its own."""
+    """Return a copy of one tensor of a column."""
     width = column.elements.itemsize
     begin, end = (column.offsets[index : index + 2] * width).tolist()
     data = np.array(column.data[begin:end])
@@ -371,7 +371,7 @@ def _copied(column: Column, index: int) -> Tensor:
 
 
 def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> LoadedRows:
-    """Return the rows of several experiments in the order of the manifest: (their places, they)."""
+    """Merge (places, rows) of several experiments into the order of the manifest."""
     places = {row: (part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows)}
     fields: dict[str, Field] = {}
     for rows, loaded in parts:
@@ -389,7 +389,7 @@ async def experiences_of(experiment: ExperimentHandle, manifest: Manifest) -> li
     """Return the rows of a step in their order, each with the advantages that it trains on.
 
     Args:
-        manifest: of the step, of a trainer of ``experiment``.
+        manifest: manifest of a step of a trainer of ``experiment``.
 
     Raises:
         InvalidArgumentError: rows of another experiment are mixed in.
@@ -416,7 +416,7 @@ async def experiences_of(experiment: ExperimentHandle, manifest: Manifest) -> li
 def _annotate(
     s: ReadSession, cache: EventCache, annotations: tuple[int, ...], ordered: list[Experience]
 ) -> None:
-    """Give each experience what its annotation computed; one without tensors keeps its own."""
+    """Set each experience's computed tensors; one without an annotation segment keeps its own."""
     events = cache.events(s, {position_of(address) for address in annotations})
     places: dict[bytes, list[int]] = {}
     for place, address in enumerate(annotations):

@@ -1,7 +1,7 @@
-"""The events that rows point into, each read and decoded once, and what they say as columns.
+"""A cache of decoded events, and their columns for the rows of a step.
 
-A step is made of hundreds of rows and a handful of events: an event gives the columns of all of its
-rows for less than a query by row.
+A step has hundreds of rows but only a handful of events: reading the columns of a whole event
+costs less than a query per row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trinity_buffer.store.transaction import ReadSession
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of experiences without their tensors; one entry per row in each column."""
+    """The columns that events hold of experiences, one entry per row."""
 
     rewards: list[float | None]
     policy_versions: list[int | None]
@@ -39,12 +39,12 @@ class Facts:
         return len(self.lengths)
 
     def reordered(self, order: Sequence[int]) -> Facts:
-        """Return them with row ``order[i]`` as row ``i``."""
+        """Return the columns with row ``order[i]`` as row ``i``."""
         columns = (getattr(self, column.name) for column in fields(self))
         return Facts(*([column[row] for row in order] for column in columns))
 
     def append(self, other: Facts, first: int, stop: int) -> None:
-        """Add the rows ``first`` to ``stop`` of another."""
+        """Append the rows ``first`` to ``stop`` of ``other``."""
         self.rewards.extend(other.rewards[first:stop])
         self.policy_versions.extend(other.policy_versions[first:stop])
         self.prompt_lengths.extend(other.prompt_lengths[first:stop])
@@ -56,16 +56,16 @@ class Facts:
 
 
 def no_facts() -> Facts:
-    """Return those of no rows, to be added to."""
+    """Return empty columns to append to."""
     return Facts([], [], [], [], [], [], [], [])
 
 
 def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> Facts:
-    """Return what ``events`` know of the experiences at these addresses, in their order."""
+    """Return the columns of the experiences at these addresses, in their order."""
     facts = no_facts()
     for a, z in contiguous_ranges(experiences):
         first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
-        assert isinstance(event, ExperiencesRecorded)  # where the experiences are of
+        assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
         chosen, columns = slice(first, first + z - a), event.columns
         facts.rewards.extend(columns.reward[chosen])
         facts.policy_versions.extend(columns.policy_version[chosen])
@@ -82,10 +82,10 @@ def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> F
 
 
 class EventCache:
-    """Reads the events that rows point into, each once while it is in use.
+    """Reads events by position, each once while it is in use.
 
     Args:
-        experiment: key of the experiment that the rows are of.
+        experiment: key of the experiment.
         name: its name, for errors.
     """
 
@@ -96,12 +96,12 @@ class EventCache:
         self._num_rows = 0
 
     def events(self, s: ReadSession, positions: Collection[int]) -> Mapping[int, WithSegment]:
-        """Return position -> what the event there says.
+        """Return position -> event.
 
-        Ask for all that is used together at once: the others may be forgotten for it.
+        Ask for everything that is used together in one call: it may evict all other events.
 
         Raises:
-            CodecError: there is none, it cannot be read, or it has no rows.
+            CodecError: no event, an unreadable one, or one without rows.
         """
         unknown = sorted(position for position in positions if position not in self._known)
         if unknown:
@@ -121,11 +121,11 @@ class EventCache:
         return events
 
     def held(self, positions: Collection[int]) -> dict[int, WithSegment]:
-        """Return those events at ``positions`` that are in memory."""
+        """Return the cached events among ``positions``."""
         return {at: self._known[at] for at in positions if at in self._known}
 
     def keep(self, events: Mapping[int, WithSegment]) -> None:
-        """Remember events that somebody else has read."""
+        """Add events that were read elsewhere to the cache."""
         self._add({at: event for at, event in events.items() if at not in self._known})
         self._shrink(0)
 

@@ -1,4 +1,4 @@
-"""From rows to experiences in memory: segments are read, checked and decoded off the loop."""
+"""Loads experiences by their rows: segments are read, checked and decoded off the event loop."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _logger = logging.getLogger(__name__)
 def unreadable_among(
     s: ReadSession, wanted: Mapping[bytes, Collection[str]], families: Sequence[str]
 ) -> dict[bytes, str]:
-    """Return of segments that can never be read why: ``deleted``, else ``damaged``.
+    """Return key -> ``deleted`` or ``damaged``, of segments that can never be read.
 
-    What was deleted comes alone, the damaged with the next call. An archive that cannot be read now
-    is neither.
+    If some were deleted, only those are returned, and damaged ones with the next call. An archive
+    that cannot be read at the moment is neither.
 
     Args:
-        wanted: key -> those of ``families`` that it must have, if that is known.
-        families: which are read.
+        wanted: key -> those of ``families`` that the segment must have, if known.
+        families: the families to read.
     """
     stored = read_segments(s, wanted, families)
     deleted = {key: "deleted" for key, absence in stored.absent.items() if absence.deleted}
@@ -40,7 +40,7 @@ def unreadable_among(
 
 
 def _damaged(parts: SegmentParts, wanted: Mapping[bytes, Collection[str]]) -> list[bytes]:
-    """Return the keys of segments that are not there, or not whole."""
+    """Return the keys of segments that are missing or incomplete."""
     by_key: dict[bytes, SegmentParts] = {key: {} for key in wanted}
     for (key, family), parts_of_blob in parts.items():
         by_key[key][key, family] = parts_of_blob
@@ -62,9 +62,8 @@ async def load_experiences(
 ) -> list[Experience]:
     """Return the experiences of ``rows``, in their order, with the columns of ``families``.
 
-    Each carries its log address as ``address``. What a caller changes in its tensors never reaches
-    the store. Of rows whose tensors cannot be had any more, ``archived`` says why; ``damaged``, of
-    rows of which no experience can be made.
+    Each carries its log address as ``address``. Changes to its tensors never reach the store. If
+    its tensors are gone, ``archived`` says why; if it cannot be decoded, ``damaged`` does.
 
     Raises:
         CodecVersionError: bytes of a newer version.
@@ -78,7 +77,7 @@ async def load_experiences(
         except (CodecError, DamagedSegmentError) as error:
             if len(asked) == 1:
                 return [_damaged_experience(asked[0], error)]
-        middle = len(asked) // 2  # the few that are damaged are found in a few steps
+        middle = len(asked) // 2  # bisect: damaged rows are few
         return load(s, asked[:middle]) + load(s, asked[middle:])
 
     return await database.read_session(lambda s: load(s, rows))
@@ -87,10 +86,10 @@ async def load_experiences(
 def experiences_in(
     s: ReadSession, cache: EventCache, rows: Sequence[ExperienceRow], families: Sequence[str]
 ) -> list[Experience]:
-    """Return what `load_experiences` does, all of which can be read.
+    """Load experiences like `load_experiences`, but raise if one cannot be read.
 
     Raises:
-        CodecError, DamagedSegmentError: something cannot.
+        CodecError, DamagedSegmentError: a row cannot be read.
     """
     stored = read_segments(s, (row.segment for row in rows), families)
     events = cache.events(s, {position_of(row.address) for row in rows})
@@ -98,7 +97,7 @@ def experiences_in(
 
 
 def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
-    """Return what the projection knows of a row of which no experience can be made."""
+    """Return an experience with what the projection knows of an undecodable row."""
     _logger.warning(
         "experience %s cannot be read: %s", one_line(f"{row.eid}"), one_line(f"{error}")
     )
@@ -125,7 +124,7 @@ def _decoded(
     stored: StoredSegments,
     families: Sequence[str],
 ) -> list[Experience]:
-    """Return the experiences of ``rows``, whose events and segments are given."""
+    """Decode ``rows`` from their events and segments."""
     blobs = blobs_of(stored.parts)
     by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
     for row in rows:
@@ -135,7 +134,7 @@ def _decoded(
         buffers = blobs.get(rows_of_event[0].segment, {})
         slots = [slot_of(row.address) for row in rows_of_event]
         event = events[position]
-        assert isinstance(event, ExperiencesRecorded)  # where the rows are of
+        assert isinstance(event, ExperiencesRecorded)  # rows are recorded by no other kind
         absence = stored.absent.get(rows_of_event[0].segment)
         if absence is None and any(f in event.families and f not in buffers for f in families):
             raise DamagedSegmentError(

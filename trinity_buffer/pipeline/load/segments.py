@@ -1,4 +1,4 @@
-"""Segments by key, from the database or from the archive that they went to; knows no torch."""
+"""Reads segments by key, from the database or from their archive; without torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Why the tensors of a segment cannot be had.
+    """Why the tensors of a segment are not available.
 
     Attributes:
-        why: for people: the event that took them out of the database, and what to do.
-        deleted: for good. Otherwise they are in an archive that cannot be read here and now.
+        why: the event that removed them from the database, and the remedy.
+        deleted: whether they are gone for good; else their archive cannot be read here and now.
     """
 
     why: str
@@ -28,11 +28,11 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class StoredSegments:
-    """What was found of some segments.
+    """Parts of segments, and the segments that are absent.
 
     Attributes:
-        parts: unchecked, see `blobs_of`; a family that a segment does not have is not in it.
-        absent: key -> why, of those that have left the database and cannot be fetched.
+        parts: unchecked parts, see `blobs_of`, without families that a segment lacks.
+        absent: key -> why, of segments that left the database and cannot be fetched.
     """
 
     parts: SegmentParts
@@ -50,7 +50,7 @@ class StoredSegments:
 
 
 def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]) -> StoredSegments:
-    """Return the parts of some segments; those that were archived come from their archive."""
+    """Return the parts of segments, from the database or from their archive."""
     parts: SegmentParts = {}
     absent: dict[bytes, Absence] = {}
     wanted = list(dict.fromkeys(keys)) if families else []
@@ -67,7 +67,7 @@ def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]
 
 
 def _fetched(s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> StoredSegments:
-    """Return what the archives hold of segments of which the database holds nothing."""
+    """Fetch segments that are not in the database from their archives."""
     left = s.read(segments.archived_at, keys)
     parts: SegmentParts = {}
     absent: dict[bytes, Absence] = {}
