@@ -454,6 +454,7 @@ class Demo:
             if checkpoint is None
             else backend.load(checkpoint / backend.policy_file)
         )
+        # Far from the seeds of the trainer's evaluations, which are seed + step.
         return backend.accuracy(policy, problems=1000, seed=self.config.seed + 1_000_000)
 
     def _show(

@@ -90,7 +90,7 @@ def replay(
             f"steps {report.first} to {report.last}: weights {_verdict(report, changed)}\n"
             f"replayed {report.digest}\nrecorded {report.recorded}{_distance(report, tolerance)}",
             markup=False,
-            soft_wrap=True,
+            soft_wrap=True,  # a digest is for copying, so it must stay in one piece
         )
     passed = report.within
     if passed is None:  # no tolerance, or the recorded weights are gone: then the bits decide

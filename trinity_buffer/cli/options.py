@@ -185,6 +185,7 @@ def require_no_database(path: Path) -> None:
 
 def require_folder(path: Path) -> None:
     """Raise InvalidArgumentError unless the folder ``path`` exists or can be made; make none."""
+    # Nothing is made yet: the command may still be refused for another reason.
     whole = path.absolute()
     parent = next(folder for folder in (whole, *whole.parents) if folder.exists())
     wrong = None

@@ -164,7 +164,7 @@ class Supervisor:
     def _spawn(self, child: Child) -> None:
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",  # the processes share few cores
             "PYTHONUNBUFFERED": "1",
             ENDS_WITH_PARENT: str(os.getpid()),
         }
