@@ -41,14 +41,21 @@ settings.register_profile("trinity_buffer", deadline=None)
 settings.load_profile("trinity_buffer")
 
 
-QUICK_ON_A_SERVER = ("contract", "migration", "store")
-"""Folders whose tests run on PostgreSQL in `make test`; of the others, in `make check`."""
+QUICK_ON_A_SERVER = (
+    "migration",
+    "store",
+    "test_writing.py",
+    "test_committing.py",
+    "test_sessions.py",
+)
+"""Folders and files whose tests run on PostgreSQL in `make test`; of others, in `make check`."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Count what is tested once more on a server, above the store, among the long tests."""
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    if "postgresql" in item.name.partition("[")[2] and folder not in QUICK_ON_A_SERVER:
+    is_quick = {folder, item.path.name} & set(QUICK_ON_A_SERVER)
+    if "postgresql" in item.name.partition("[")[2] and not is_quick:
         item.add_marker(pytest.mark.long)
 
 

@@ -207,6 +207,7 @@ def test_what_is_made_late_is_made_and_moved_once(slow: SlowDevice) -> None:
     assert len(calls) == len(slow.copies) == 2
 
 
+@pytest.mark.long  # torch imports its compiler
 def test_a_compiled_function_may_be_the_first_to_look(slow: SlowDevice) -> None:
     def total(batch: LazyTensors) -> Tensor:
         found: Tensor = batch["ids"].sum() + batch["scores"].sum()

@@ -243,6 +243,7 @@ begun.wait()
 """
 
 
+@pytest.mark.long  # a process of its own
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_trainer_in_a_thread_goes_on_when_the_main_thread_has_ended(
     sqlite_url: str, tmp_path: Path, *, beside: bool
