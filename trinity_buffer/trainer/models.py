@@ -156,7 +156,7 @@ def prepare(
     algorithm: Algorithm,
     models: Models,
     *,
-    noted: Callable[[MicroBatch], AbstractContextManager[object]] = nullcontext,
+    blaming: Callable[[MicroBatch], AbstractContextManager[object]] = nullcontext,
     reduce: Reduce | None = None,
     recompute_old_logprob: bool = False,
 ) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def prepare(
         step: changed in place.
         algorithm: what is trained.
         models: of the trainer.
-        noted: what is done with a micro-batch is done inside this context.
+        blaming: what is done with a micro-batch is done inside this context.
         reduce: sums a tensor over data-parallel ranks.
         recompute_old_logprob: whatever the explorers recorded.
 
@@ -180,7 +180,7 @@ def prepare(
         for microbatch in step.microbatches:
             if recompute_old_logprob:
                 microbatch.drop("old_logprob")
-            with noted(microbatch):
+            with blaming(microbatch):
                 _score(microbatch, algorithm, models, recompute_old_logprob=recompute_old_logprob)
     metrics: dict[str, Any] = {}
     if algorithm.choices["kl_penalty_fn"].name != "none":
@@ -253,7 +253,7 @@ READERS = {
 
 
 @contextmanager
-def noting(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[None]:
+def blame_rows(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[None]:
     """Note on an error inside the context in which step it was raised, and at which rows."""
     try:
         yield

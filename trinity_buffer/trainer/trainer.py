@@ -44,9 +44,9 @@ from trinity_buffer.trainer.determinism import SameBits
 from trinity_buffer.trainer.measuring import StepMeter, rows_of_tokens
 from trinity_buffer.trainer.models import (
     Models,
+    blame_rows,
     held_by,
     new_critic,
-    noting,
     prepare,
     require_known,
     require_models,
@@ -507,13 +507,13 @@ class Trainer:
         settle_sampling(step, self._algorithm, recomputed=recomputed)
         require_taken(step, self._stream.uids, self._models)
         require_known(step, self._stream.uids, self._models)
-        noted = partial(noting, step, self._stream.uids)
+        blaming = partial(blame_rows, step, self._stream.uids)
         coefficients = self._coefficients()
         prepared = prepare(
             step,
             self._algorithm,
             self._models,
-            noted=noted,
+            blaming=blaming,
             reduce=self._processes.sum if self._processes.world_size > 1 else None,
             recompute_old_logprob=recomputed,
         )
@@ -522,7 +522,7 @@ class Trainer:
         self.state.optimizer.zero_grad(set_to_none=True)
         parts = []
         for microbatch in step.microbatches:
-            with noted(microbatch):
+            with blaming(microbatch):
                 loss, metrics = self._gradient(microbatch, meter)
             parts.append({"loss": loss, **metrics})
         row_metrics = [f"actor/{name}" for name in self._algorithm.policy_loss.row_metrics]
