@@ -83,9 +83,12 @@ async def _awaited(experiment: Experiment, trainer: str | None) -> str:
 
     async def tell() -> str:
         named = "a trainer" if trainer is None else f"trainer {trainer!r}"
+        consumers = await experiment.database.read(writer_queries.consumers, experiment.key)
+        names = [repr(row.name) for row in consumers.values() if row.kind == "trainer"]
+        there = f"there {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
         return (
-            f"track waits for {named} in {experiment.name!r}, where "
-            f"{await _known(experiment)}: start it (`trinity-buffer train`), or name another one"
+            f"track waits for {named} in {experiment.name!r}, where {there}: start it "
+            "(`trinity-buffer train`), or name another one"
         )
 
     wait = ReportedWait(changes, tell)
@@ -99,12 +102,6 @@ async def _awaited(experiment: Experiment, trainer: str | None) -> str:
             if is_finished:
                 raise
         await wait.changed(state)
-
-
-async def _known(experiment: Experiment) -> str:
-    consumers = await experiment.database.read(writer_queries.consumers, experiment.key)
-    names = [repr(row.name) for row in consumers.values() if row.kind == "trainer"]
-    return f"there {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
 
 
 async def _committed(
@@ -139,8 +136,8 @@ def numbers_of(line: StepLine) -> dict[str, float]:
         "batch/seconds": line.seconds,
     }
     numbers: dict[str, Any] = {**line.metrics, **known}
-    return {name: float(value) for name, value in numbers.items() if _is_finite(value)}
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return {
+        name: float(value)
+        for name, value in numbers.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

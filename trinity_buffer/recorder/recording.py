@@ -260,7 +260,9 @@ class Recording:
             if not turns:
                 raise InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
             # From the stored turns, so that a recorder that was restarted closes it alike.
-            made = _closed(turns, reward)
+            completions, last = [turn.completion for turn in turns], turns[-1]
+            messages = [*map(dict, last.messages), last.completion.message()]
+            made = experiences_of(completions, reward, messages=messages, tools=last.tools)
             for step, experience in enumerate(made):
                 experience.eid = EID(rollout.batch, rollout.task, rollout.run, step)
             try:
@@ -374,11 +376,3 @@ def _parsed(arguments: Any) -> Any:
         return json.loads(arguments)
     except (TypeError, ValueError):
         return arguments
-
-
-def _closed(turns: Sequence[Turn], reward: float | None) -> list[Experience]:
-    last = turns[-1]
-    messages = [*map(dict, last.messages), last.completion.message()]
-    return experiences_of(
-        [turn.completion for turn in turns], reward, messages=messages, tools=last.tools
-    )

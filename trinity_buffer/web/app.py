@@ -104,18 +104,20 @@ class _Earlier:
         """Yield ``experiment`` as it was at ``position``."""
         key = (experiment.name, position)
         async with self._free:
-            one = self._opened[key] = self._opened.pop(key, _Opened())
+            opened = self._opened[key] = self._opened.pop(key, _Opened())
             idle = [other for other, of in self._opened.items() if not of.lock.locked()]
             await self._close(*[other for other in idle if other != key][: 1 - EARLIER])
-            async with one.lock:
-                if one.source is None:
-                    one.source = await one.stack.enter_async_context(as_of(experiment, position))
+            async with opened.lock:
+                if opened.source is None:
+                    opened.source = await opened.stack.enter_async_context(
+                        as_of(experiment, position)
+                    )
                 try:
                     with as_of_position(position):
-                        yield one.source
+                        yield opened.source
                 except StoreError:  # its connection may be lost: the next page opens another
-                    await one.stack.aclose()
-                    one.source = None
+                    await opened.stack.aclose()
+                    opened.source = None
                     raise
 
     async def _close(self, *keys: tuple[str, int]) -> None:

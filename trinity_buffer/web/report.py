@@ -57,29 +57,21 @@ async def report(store: Store, experiment: str) -> str:
     return rendered("report.html", page)
 
 
-def charts_of(lines_of_steps: Sequence[StepLine]) -> list[Lines]:
+def charts_of(step_lines: Sequence[StepLine]) -> list[Lines]:
     """Return a curve of everything that is known of steps."""
-    own: dict[str, list[float | None]] = {
-        "reward": [line.reward for line in lines_of_steps],
-        "staleness": [line.staleness for line in lines_of_steps],
-        "tokens": [float(line.tokens) for line in lines_of_steps],
-        "seconds to the commit": [line.seconds for line in lines_of_steps],
+    curves: dict[str, list[float | None]] = {
+        "reward": [line.reward for line in step_lines],
+        "staleness": [line.staleness for line in step_lines],
+        "tokens": [float(line.tokens) for line in step_lines],
+        "seconds to the commit": [line.seconds for line in step_lines],
     }
-    names = sorted({name for line in lines_of_steps for name in line.metrics})
-    recorded = {
-        name: [_number(line.metrics.get(name)) for line in lines_of_steps] for name in names
-    }
-    made = [
-        lines(
-            name, [(line.step, value) for line, value in zip(lines_of_steps, values, strict=True)]
-        )
-        for name, values in {**own, **recorded, **own}.items()
-    ]
+    # What the log knows is not replaced by a metric of the same name.
+    for name in sorted({name for line in step_lines for name in line.metrics} - curves.keys()):
+        values = [line.metrics.get(name) for line in step_lines]
+        curves[name] = [float(v) if isinstance(v, int | float) else None for v in values]
+    steps = [line.step for line in step_lines]
+    made = [lines(name, [*zip(steps, values, strict=True)]) for name, values in curves.items()]
     return [chart for chart in made if chart is not None]
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 async def _last_step(source: Source, lines: Sequence[StepLine]) -> Mapping[str, Any] | None:
