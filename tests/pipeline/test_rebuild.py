@@ -96,7 +96,7 @@ async def test_differences_name_table_row_and_column(sample: SampleRun) -> None:
     wanted = f"experience(address={address}): finish_reason is 'bored', the log says None"
     assert str(found) == wanted
     async with open_store(sample.url) as store:
-        assert await store.database.write(refold.mend, [found]) == 1
+        await store.database.write(refold.mend, [found])
         assert await diff_projections(store.database, 1) == []
 
 

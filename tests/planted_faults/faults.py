@@ -638,7 +638,7 @@ FAULTS = [
     Fault(
         "verify takes two rows of one key for the same",
         "store/refold.py",
-        "    return all(map(_same, row, other))",
+        "    return all(map(_same, live, folded))",
         "    return True",
         "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
     ),

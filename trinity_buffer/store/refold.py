@@ -6,7 +6,6 @@ seconds this way. The folded side sets the limits of each span, as its keys can 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import (
     Boolean,
+    Column,
     FromClause,
     MetaData,
     Table,
     and_,
     delete,
     func,
-    insert,
     select,
     true,
     type_coerce,
@@ -40,7 +39,6 @@ from trinity_buffer.store.connection import SQLiteTransaction, StoreFiles
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.tables import (
     PROJECTIONS,
-    CanonicalJSON,
     annotation,
     archived,
     assigned_reward,
@@ -134,9 +132,9 @@ def _shown(value: Any) -> str:
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 
-def _same(value: Any, other: Any) -> bool:
+def _same(live: Any, folded: Any) -> bool:
     # SQLite stores NaN as NULL, PostgreSQL as it is.
-    return bool(value == other) or (_is_nothing(value) and _is_nothing(other))
+    return bool(live == folded) or (_is_nothing(live) and _is_nothing(folded))
 
 
 def _is_nothing(value: Any) -> bool:
@@ -145,16 +143,16 @@ def _is_nothing(value: Any) -> bool:
 
 def spans(tx: Transaction, experiment: int) -> list[Span]:
     """Return the unlimited spans that together are all projections."""
-    parts = []
+    whole = []
     for name, table in _TABLES.items():
         if name not in _OWNER:
-            parts.append(Span(name))
+            whole.append(Span(name))
             continue
-        names = [_OWNER[name]] + ["source"] * (table is delivery)
-        query = select(*(table.c[owner] for owner in names)).where(table.c.experiment == experiment)
-        owners = [tuple(row) for row in tx.execute(query.distinct()).all()]
-        parts += [Span(name, owner, source=(*of, None)[0]) for owner, *of in sorted(owners)]
-    return parts
+        columns = [table.c[key] for key in (_OWNER[name], "source") if key in table.c]
+        query = select(*columns).where(table.c.experiment == experiment).distinct()
+        owners = sorted(tuple(row) for row in tx.execute(query).all())
+        whole += [Span(name, owner, source=(*source, None)[0]) for owner, *source in owners]
+    return whole
 
 
 def next_limit(folded: Transaction, experiment: int, span: Span) -> int | None:
@@ -235,53 +233,41 @@ def differences(span: Span, live: Sequence[Row], folded: Sequence[Row]) -> list[
     return [
         _difference(table, here.get(key), there.get(key))
         for key in dict.fromkeys((*there, *here))
-        if not same_row(here.get(key), there.get(key))
+        if not _same_row(here.get(key), there.get(key))
     ]
 
 
-def same_row(row: Row | None, other: Row | None) -> bool:
-    """Return whether two rows hold the same, or neither is there."""
-    if row is None or other is None:
-        return row is other
-    return all(map(_same, row, other))
+def _same_row(live: Row | None, folded: Row | None) -> bool:
+    if live is None or folded is None:
+        return live is folded
+    return all(map(_same, live, folded))
 
 
-def _difference(table: Table, live: Row | None, folded: Row | None) -> Difference:
+def _difference(table: Table, *rows: Row | None) -> Difference:
     names = [column.name for column in table.c]
-    rows = [None if row is None else dict(zip(names, row, strict=True)) for row in (live, folded)]
-    present = rows[0] or rows[1] or {}
-    key = {c.name: present[c.name] for c in table.primary_key if c.name != "experiment"}
-    return Difference(table.name, key, *rows)
+    live, folded = (None if row is None else dict(zip(names, row, strict=True)) for row in rows)
+    row = live or folded or {}
+    key = {c.name: row[c.name] for c in table.primary_key if c.name != "experiment"}
+    return Difference(table.name, key, live, folded)
 
 
-def mend(tx: Transaction, wrong: Iterable[Difference]) -> int:
-    """Make the live rows what the log says; return how many."""
-    count = 0
-    missing: dict[str, list[dict[str, Any]]] = {}
+def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
+    """Make the live rows what the log says."""
+    missing: dict[str, list[Row]] = {}
     for difference in wrong:
         table = _TABLES[difference.table]
-        if difference.live is not None:
-            live = difference.live
-            key = (column == live[column.name] for column in table.primary_key)
-            tx.execute(delete(table).where(*key))
-        if difference.folded is not None:
-            missing.setdefault(table.name, []).append(_typed(table, difference.folded))
-        count += 1
+        if (live := difference.live) is not None:
+            tx.execute(delete(table).where(*(c == live[c.name] for c in table.primary_key)))
+        if (folded := difference.folded) is not None:
+            # The scratch is SQLite's, which knows no booleans.
+            row = (bool(folded[c.name]) if _is_boolean(c) else folded[c.name] for c in table.c)
+            missing.setdefault(table.name, []).append(tuple(row))
     for name, rows in missing.items():
-        tx.execute(insert(_TABLES[name]), rows)
-    return count
+        tx.insert_many(_TABLES[name], rows)
 
 
-def _typed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row as SQLAlchemy wants it, from one as the driver gave it."""
-    typed = dict(row)
-    for column in table.c:
-        value = typed[column.name]
-        if isinstance(column.type, Boolean) and value is not None:
-            typed[column.name] = bool(value)
-        elif isinstance(column.type, CanonicalJSON) and value is not None:
-            typed[column.name] = json.loads(value)
-    return typed
+def _is_boolean(column: Column[Any]) -> bool:
+    return isinstance(column.type, Boolean)
 
 
 def counts(tx: Transaction, experiment: int) -> dict[str, int]:
@@ -291,6 +277,11 @@ def counts(tx: Transaction, experiment: int) -> dict[str, int]:
         query = select(func.count()).select_from(table).where(table.c.experiment == experiment)
         numbers[name] = int(tx.execute(query).scalar_one())
     return numbers
+
+
+def _raw(table: Table) -> list[Any]:
+    """Return the columns as the driver gives them, past SQLAlchemy's types."""
+    return [type_coerce(column, NULLTYPE) for column in table.c]
 
 
 P = ParamSpec("P")

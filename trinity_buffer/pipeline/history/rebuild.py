@@ -10,22 +10,17 @@ from trinity_buffer.events import PlacedFact
 from trinity_buffer.pipeline.verify.log_audit import EventChain
 from trinity_buffer.pipeline.verify.projections import (
     Progress,
-    catch_up,
-    confirmed,
+    compare,
     decoded_events,
     diff_projections,
-    fold_tail,
     no_progress,
     scratch_for,
-    suspects,
     unfoldable_error,
-    whole_spans,
 )
-from trinity_buffer.store import log, refold
+from trinity_buffer.store import log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.refold import Difference
-from trinity_buffer.store.transaction import Transaction, lock_experiment
+from trinity_buffer.store.refold import Unfoldable
 
 __all__ = ["RebuildReport", "diff_projections", "rebuild"]
 
@@ -65,25 +60,8 @@ async def rebuild(
         return decoded_events(page)
 
     with scratch_for(database, experiment) as scratch:
-        wrong = await catch_up(database, scratch, progress, decode)
-        if wrong is not None:
-            raise unfoldable_error(database.name, wrong)
-        found = await suspects(database, scratch, progress)
-        wrong = await catch_up(database, scratch, progress, decode)
-
-        def replace(tx: Transaction) -> list[Difference]:
-            lock_experiment(tx, experiment)
-            contradiction = wrong or fold_tail(tx, scratch, decode)
-            if contradiction is not None:
-                raise unfoldable_error(database.name, contradiction)
-            # Events that came meanwhile were folded on the live side with whatever is wrong there,
-            # so what they may have spoilt is looked at again beside what was found.
-            again = [span for span in found.to_confirm(tx, scratch) if not span.is_stateful]
-            again += [s for s in whole_spans(tx, scratch) if s.is_stateful]
-            differences = confirmed(tx, scratch, again)
-            refold.mend(tx, differences)
-            tx.announce()
-            return differences
-
-        mended = Counter(difference.table for difference in await database.write(replace))
-        return RebuildReport(scratch.position, dict(sorted(mended.items())))
+        mended = await compare(database, scratch, progress, decode, mends=True)
+        if isinstance(mended, Unfoldable):
+            raise unfoldable_error(database.name, mended)
+        tables = Counter(difference.table for difference in mended)
+        return RebuildReport(scratch.position, dict(sorted(tables.items())))

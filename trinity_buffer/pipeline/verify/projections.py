@@ -24,12 +24,13 @@ from trinity_buffer.store.refold import (
     agrees_with_live,
     counts,
     differences,
+    mend,
     next_limit,
     open_scratch,
     rows_of,
     spans,
 )
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -61,23 +62,23 @@ def decoded_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
     Raises:
         CodecError: a body is damaged; the message names its position.
     """
-    found = []
+    events = []
     for event in page:
         try:
             fact = codec.decode_fact(event.kind, event.body)
         except CodecError as error:
             raise type(error)(f"event {event.position}: {error}") from error
-        found.append(PlacedFact(event.position, event.actor, fact))
-    return found
+        events.append(PlacedFact(event.position, event.actor, fact))
+    return events
 
 
 def readable_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
     """Return a page with its bodies, without the events whose body is damaged."""
-    found = []
+    events = []
     for event in page:
         with suppress(CodecError):
-            found += decoded_events([event])
-    return found
+            events += decoded_events([event])
+    return events
 
 
 def scratch_for(database: Database, experiment: int) -> AbstractContextManager[Scratch]:
@@ -108,18 +109,6 @@ async def catch_up(
             return None
 
 
-def fold_tail(
-    tx: Transaction, scratch: Scratch, decode: Decode = decoded_events
-) -> Unfoldable | None:
-    """Fold what ``tx`` sees beyond the scratch. `catch_up` first: this is to be short.
-
-    Raises:
-        CodecError: a body is damaged.
-    """
-    tail = log.read_after(tx, scratch.experiment, scratch.position, limit=1 << 31)
-    return scratch.fold(decode(tail))
-
-
 @dataclass(frozen=True, slots=True)
 class Suspects:
     """Where live and folded rows may differ.
@@ -141,8 +130,8 @@ class Suspects:
 
 def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
     """Return the unlimited spans that together are all projections, live and folded."""
-    found = spans(tx, scratch.experiment)
-    return list(dict.fromkeys([*found, *scratch.ask(spans, scratch.experiment)]))
+    live, folded = spans(tx, scratch.experiment), scratch.ask(spans, scratch.experiment)
+    return list(dict.fromkeys([*live, *folded]))
 
 
 async def suspects(
@@ -150,22 +139,16 @@ async def suspects(
 ) -> Suspects:
     """Compare live and folded rows span by span; no transaction is long.
 
-    Others go on appending meanwhile, so a difference may be news: `confirmed` tells.
+    Others go on appending meanwhile, so a difference may be news: `_confirmed` tells.
     """
     closed: list[Span] = []
     last: list[Span] = []
-
-    def look(tx: Transaction) -> tuple[list[Span], int]:
-        return whole_spans(tx, scratch), sum(counts(tx, scratch.experiment).values())
-
-    whole, total = await database.read(look)
-    done = 0
-    for part in whole:
-        span = part
+    experiment, done = scratch.experiment, 0
+    total = sum((await database.read(counts, experiment)).values())
+    for whole in await database.read(whole_spans, scratch):
+        span = whole
         while True:
-            limit = await anyio.to_thread.run_sync(
-                scratch.ask, next_limit, scratch.experiment, span
-            )
+            limit = await anyio.to_thread.run_sync(scratch.ask, next_limit, experiment, span)
             if limit is None:
                 last.append(span)
                 break
@@ -184,25 +167,21 @@ async def _differs(database: Database, scratch: Scratch, span: Span) -> tuple[in
     """Return how many live rows a span has, and whether they are others than the folded ones."""
     if scratch.sees_live:
         agreement = partial(scratch.ask, agrees_with_live, scratch.experiment, span)
-        count, agrees = await anyio.to_thread.run_sync(agreement)
-        return count, not agrees
+        number, agrees = await anyio.to_thread.run_sync(agreement)
+        return number, not agrees
     live = await database.read(rows_of, scratch.experiment, span)
-
-    def differ() -> bool:
-        folded = scratch.ask(rows_of, scratch.experiment, span)
-        return bool(differences(span, live, folded))
-
-    return len(live), await anyio.to_thread.run_sync(differ)
+    folded = await anyio.to_thread.run_sync(scratch.ask, rows_of, scratch.experiment, span)
+    return len(live), bool(differences(span, live, folded))
 
 
-def confirmed(tx: Transaction, scratch: Scratch, spans: Sequence[Span]) -> list[Difference]:
+def _confirmed(tx: Transaction, scratch: Scratch, spans: Sequence[Span]) -> list[Difference]:
     """Return the rows of ``spans`` that differ, ``tx`` and the scratch being at one position."""
-    found: list[Difference] = []
+    confirmed: list[Difference] = []
     for span in spans:
         live = rows_of(tx, scratch.experiment, span)
         folded = scratch.ask(rows_of, scratch.experiment, span)
-        found += differences(span, live, folded)
-    return found
+        confirmed += differences(span, live, folded)
+    return confirmed
 
 
 def unfoldable_error(name: str, wrong: Unfoldable) -> StoreError:
@@ -218,25 +197,46 @@ async def compare(
     scratch: Scratch,
     progress: Progress = no_progress,
     decode: Decode = decoded_events,
+    *,
+    mends: bool = False,
 ) -> list[Difference] | Unfoldable:
     """Fold the rest of the log into ``scratch``; return every live row that is not what it says.
+
+    Args:
+        database: the store.
+        scratch: of one experiment.
+        progress: called with what is being done, how much of it is done, and how much there is.
+        decode: returns a page with its bodies.
+        mends: also make these rows what the log says, in the transaction that confirms them.
 
     Raises:
         CodecError: a body is damaged.
     """
-    wrong = await catch_up(database, scratch, progress, decode)
-    if wrong is not None:
+    if (wrong := await catch_up(database, scratch, progress, decode)) is not None:
         return wrong
-    found = await suspects(database, scratch, progress)
+    suspected = await suspects(database, scratch, progress)
     wrong = await catch_up(database, scratch, progress, decode)
 
-    def look(tx: Transaction) -> list[Difference] | Unfoldable:
-        contradiction = wrong or fold_tail(tx, scratch, decode)
-        if contradiction is not None:
+    def settle(tx: Transaction) -> list[Difference] | Unfoldable:
+        if mends:
+            lock_experiment(tx, scratch.experiment)
+        # What came since `catch_up`: some events, so that the transaction is short.
+        tail = log.read_after(tx, scratch.experiment, scratch.position, limit=1 << 31)
+        if (contradiction := wrong or scratch.fold(decode(tail))) is not None:
             return contradiction
-        return confirmed(tx, scratch, found.to_confirm(tx, scratch))
+        again = suspected.to_confirm(tx, scratch)
+        if mends:
+            # Events that came meanwhile were folded on the live side with whatever is wrong there,
+            # so what they may have spoilt is looked at again beside what is suspected.
+            again = [span for span in again if not span.is_stateful]
+            again += [span for span in whole_spans(tx, scratch) if span.is_stateful]
+        confirmed = _confirmed(tx, scratch, again)
+        if mends:
+            mend(tx, confirmed)
+            tx.announce()
+        return confirmed
 
-    return await database.read(look)
+    return await (database.write(settle) if mends else database.read(settle))
 
 
 async def diff_projections(
@@ -249,7 +249,7 @@ async def diff_projections(
         CodecError: a body is damaged.
     """
     with scratch_for(database, experiment) as scratch:
-        found = await compare(database, scratch, progress)
-    if isinstance(found, Unfoldable):
-        raise unfoldable_error(database.name, found)
-    return found
+        compared = await compare(database, scratch, progress)
+    if isinstance(compared, Unfoldable):
+        raise unfoldable_error(database.name, compared)
+    return compared
