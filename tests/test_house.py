@@ -29,14 +29,13 @@ LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
     f"{PACKAGE}/cli/run_backends.py": "the user's code failed: one sentence, with its line",
     f"{PACKAGE}/algorithm/registry.py:importing": "one's own module failed: told as a sentence",
-    f"{PACKAGE}/pipeline/train/follow.py:run": "handed to whoever reads the stream",
+    f"{PACKAGE}/pipeline/train/lead.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/connection.py:execute": "raised again where the trip is waited for",
     f"{PACKAGE}/pipeline/background.py:task_group": "raised again, bare of the group",
     f"{PACKAGE}/pipeline/write/group_commit.py:prepare": "handed to its caller",
     f"{PACKAGE}/pipeline/background.py:run": "raised at the end of the body",
     f"{PACKAGE}/pipeline/write/group_commit.py:_commit": "handed to every caller of the group",
     f"{PACKAGE}/pipeline/write/group_commit.py:_commit_singly": "handed to its caller",
-    f"{PACKAGE}/pipeline/train/lead.py:run": "handed to whoever reads the stream",
 }
 LAZY_IMPORTS = {
     f"{PACKAGE}/inspector/table.py:pyarrow": "pyarrow is an extra",

@@ -291,7 +291,7 @@ async def test_a_value_that_nothing_can_be_made_with_is_refused(
 
 def test_every_key_of_a_run_is_known_to_the_door() -> None:
     from trinity_buffer.cli.run_config import RunConfig  # noqa: PLC0415
-    from trinity_buffer.pipeline.config_keys import CONFIG_KEYS  # noqa: PLC0415
+    from trinity_buffer.pipeline.store import CONFIG_KEYS  # noqa: PLC0415
 
     assert set(RunConfig.model_fields) | {"schema", "extra"} == CONFIG_KEYS
 

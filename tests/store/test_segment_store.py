@@ -16,7 +16,7 @@ from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compact import compact, restore
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import tables
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, TableSegments

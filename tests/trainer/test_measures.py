@@ -24,7 +24,7 @@ from trinity_buffer.inspector.token_table import tokens
 from trinity_buffer.pipeline.history.replay import open_replay_stream
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
-from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import Models, prepare
@@ -228,7 +228,7 @@ def test_verify_finds_measures_that_were_changed(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anyio.run(prepared, sqlite_url, ALGORITHM())
-    digest = "trinity_buffer.pipeline.train.measures.content_digest"
+    digest = "trinity_buffer.pipeline.train.commit.content_digest"
     with open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", groups_per_step=2
     ) as stream:

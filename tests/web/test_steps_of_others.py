@@ -16,7 +16,7 @@ from trinity_buffer.inspector import blame
 from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.web.app import inspector
 
 

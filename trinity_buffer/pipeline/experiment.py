@@ -23,8 +23,7 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import problem_of_name
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.background import settle_imports
-from trinity_buffer.pipeline.coordination.stall import Stall
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall
 from trinity_buffer.pipeline.handle import (
     Event,
     ExperimentHandle,

@@ -20,8 +20,7 @@ from trinity_buffer.errors import UnknownExperimentError
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train.commit import Commit, PolicyPath
-from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.commit import Commit, PolicyPath, StepMeasures
 from trinity_buffer.pipeline.train.options import Resume, StreamKeywords, StreamOptions, takes
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream

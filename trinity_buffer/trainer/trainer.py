@@ -26,7 +26,7 @@ from trinity_buffer.faultpoints import reached
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.step import TrainStep

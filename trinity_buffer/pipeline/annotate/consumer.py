@@ -49,12 +49,12 @@ from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
 from trinity_buffer.pipeline.coordination.presence import Presence
-from trinity_buffer.pipeline.coordination.stall import Stall
 from trinity_buffer.pipeline.coordination.waiting import (
     FAULTS,
     MAX_REJECTED_STEPS,
     RejectionWatch,
     ReportedWait,
+    Stall,
     one_line,
 )
 from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event, now_us

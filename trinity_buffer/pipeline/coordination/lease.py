@@ -33,8 +33,7 @@ from trinity_buffer.pipeline.coordination.presence import (
     start_of,
     this_host,
 )
-from trinity_buffer.pipeline.coordination.stall import Stall
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall, one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database

@@ -21,8 +21,7 @@ from trinity_buffer.events import RankJoined, RanksAssembled, StepPartDone, Stre
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
 from trinity_buffer.pipeline.coordination.presence import Presence, describe_process, has_ended
-from trinity_buffer.pipeline.coordination.stall import Stall
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import heartbeats, leases, log

@@ -16,10 +16,14 @@ from trinity_buffer.pipeline.coordination.lease import hold_lease
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.train.commit import Commit, DeliveredSteps, LastCommits, PolicyPath
-from trinity_buffer.pipeline.train.follow import FollowingRank
-from trinity_buffer.pipeline.train.lead import LeadingRank
-from trinity_buffer.pipeline.train.measures import StepMeasures
+from trinity_buffer.pipeline.train.commit import (
+    Commit,
+    DeliveredSteps,
+    LastCommits,
+    PolicyPath,
+    StepMeasures,
+)
+from trinity_buffer.pipeline.train.lead import FollowingRank, LeadingRank
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.pipeline.train.ranks import require_one_process
 from trinity_buffer.pipeline.train.step import StepQueue, TrainStep
