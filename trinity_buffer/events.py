@@ -379,6 +379,7 @@ def _columns(kind: str, value: Mapping[str, Any]) -> ExperienceColumns:
 
 def _plans(kind: type[Any]) -> tuple[_Plan, ...]:
     if kind not in _PLANS:
+        # Once per kind: resolving type hints takes longer than reading an event.
         hints = get_type_hints(kind)
         _PLANS[kind] = tuple(_plan(each, _form(hints[each.name])) for each in fields(kind))
     return _PLANS[kind]
@@ -390,10 +391,6 @@ def _plan(each: Field[Any], form: _Form) -> _Plan:
 
 
 _PLANS: dict[type[Any], tuple[_Plan, ...]] = {}
-
-
-# isort: off
-# isort: on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,9 @@ class EID:
             AttributeError: the name is in a store, or there is no such field.
         """
         if self._written:
-            raise AttributeError(f"{self.uid} is written: its {name} cannot become {value!r}")
+            raise AttributeError(
+                f"{self.uid} is written: its {name} cannot be changed to {value!r}"
+            )
         _assign(self, name, value)
 
     @property
@@ -132,7 +134,7 @@ def parse_uid(uid: str) -> EID:
         parts.append("")
     if len(parts) != 4 or not (parts[1].isdigit() and parts[2].isdigit()):
         raise InvalidArgumentError(
-            f"{uid!r} is no uid; one is batch/task/run/step/suffix, as 'e0-7/3/1/0/'"
+            f"{uid!r} is not a uid; a uid is batch/task/run/step/suffix, such as 'e0-7/3/1/0/'"
         )
     task, run, step, suffix = parts
     return EID(batch, task, int(run), int(step), suffix)

@@ -29,7 +29,7 @@ def lazy_exports(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name]), name)
-        setattr(sys.modules[package], name, value)
+        setattr(sys.modules[package], name, value)  # found without this function from now on
         return value
 
     return load, lambda: sorted({*vars(sys.modules[package]), *homes})

@@ -211,7 +211,7 @@ def test_algorithms_are_listed(cli: Cli) -> None:
             ("stats", "--store", "/nowhere/a.db"),
             "/nowhere/a.db: there is no store to read, nor is there its folder",
         ),
-        (("show", "nonsense"), "is no uid"),
+        (("show", "nonsense"), "is not a uid"),
         (("show", "b9/0/0/0/"), "holds no experience 'b9/0/0/0/'"),
         (("events", "--kind", "Nonsense"), "no event is a 'Nonsense'"),
         (("groups", "--set", "nonsense"), "no annotation set 'nonsense'"),

@@ -197,7 +197,7 @@ OPTIONS: dict[str, dict[str, str]] = {
         "--resume-from 9": "resume_from=9",
         "--resume-from -1": "resume_from=-1",
         "--drop-damaged-rows": TRAINS,
-        "--drop x": "'x' is no uid",
+        "--drop x": "'x' is not a uid",
         "--keep-checkpoints 1": TRAINS,
         "--keep-checkpoints all": TRAINS,
         "--keep-checkpoints 0": "--keep-checkpoints 0",

@@ -337,7 +337,7 @@ def test_a_demo_reads_in_its_file_where_the_run_is(cli: Cli, tmp_path: Path) -> 
 def test_a_password_that_breaks_the_url_is_not_shown_as_its_host(cli: Cli) -> None:
     ended = cli("stats", "--store", "postgresql://me:un@told@127.0.0.1:1/db")
     assert ended.code == 2
-    assert "in a password @ is %40" in ended.err
+    assert "write @ in a password as %40" in ended.err
     assert "told" not in ended.err
 
 

@@ -116,6 +116,6 @@ async def test_who_reads_a_file_as_it_lies_hears_that_somebody_writes(
     assert await reader.experiments() == ["sort"]
     async with open_store(str(file)) as store:
         await store.experiment("other", config={})
-        with pytest.raises(StoreReplacedError, match="somebody writes to the store"):
+        with pytest.raises(StoreReplacedError, match="another process writes to the store"):
             await reader.experiments()
     await still.__aexit__(None, None, None)

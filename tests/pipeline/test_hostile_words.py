@@ -40,7 +40,7 @@ async def test_a_reason_is_recorded_without_what_no_database_stores(store_url: s
 
 
 async def test_nobody_is_called_as_the_door_is(store_url: str) -> None:
-    taken = "consumer 'door': by this name questions tell what was refused"
+    taken = "consumer 'door': this name is reserved for rows that are refused"
     async with opened(store_url, rollouts_per_group=2) as experiment:
         await experiment.writer("e0").write(group(rewards=[0.0, 1.0]))
         with pytest.raises(InvalidArgumentError, match=taken):

@@ -143,7 +143,7 @@ async def _a_database_that_nobody_supports(scene: Scene) -> None:
         pass
 
 
-@mistake(r"in memory would not survive anything; name a file")
+@mistake(r"in memory is lost with its process; name a file")
 async def _a_store_in_memory(scene: Scene) -> None:
     async with tb.open_store("sqlite://"):
         pass

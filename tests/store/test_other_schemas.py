@@ -38,7 +38,9 @@ async def test_a_role_does_not_make_a_second_store_beside_one_that_it_cannot_see
 ) -> None:
     owner, alice = urls
     assert len(await written(alice, 0)) == 1  # in her own schema
-    told = r"a store in the schema 'alice', where the role 'postgres' does not look: ALTER ROLE"
+    told = (
+        r"a store in the schema 'alice', not on the search path of the role 'postgres': ALTER ROLE"
+    )
     for read_only in (True, False):
         with pytest.raises(UnknownStoreError, match=told):
             async with open_store(owner, read_only=read_only):

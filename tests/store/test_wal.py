@@ -128,5 +128,5 @@ def test_who_reads_only_for_a_moment_is_not_told_of_as_a_reader(
     assert held.remedy == "end the process that reads"
     free = wal.log_state(tmp_path / "a.db")
     assert free.readers == ()
-    assert "no other process that is seen here holds an old state open" in free.message()
+    assert "no process that is visible here holds an old state open" in free.message()
     assert free.remedy.startswith("look again when the writers pause")

@@ -130,7 +130,7 @@ async def test_what_is_left_needs_no_more_memory_than_the_other_pieces_did(sqlit
     ("drop", "what"),
     [
         ("b0/0/1/0/", r"drop='b0/0/1/0/': write it as a list, drop=\[UID\]"),
-        (["b0/0"], "'b0/0' is no uid"),
+        (["b0/0"], "'b0/0' is not a uid"),
         (["b0/0/1/0/", "b0/9/1/0/"], "drop: no row b0/9/1/0/ is stored in experiment 'run'"),
     ],
 )

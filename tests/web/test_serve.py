@@ -276,7 +276,7 @@ def test_every_answer_forbids_foreign_and_inline_scripts(client: TestClient) -> 
         ("/sort/steps/99", 404, "never handed step 99"),
         ("/sort/steps/x", 400, "a whole number"),
         ("/sort/steps?after=99999999999", 400, "a whole number"),
-        ("/sort/rollout?uid=none", 400, "is no uid"),
+        ("/sort/rollout?uid=none", 400, "is not a uid"),
         ("/sort/rejected?by=nobody", 404, "nobody is called"),
         ("/sort/search?text=%00", 400, "NUL"),
     ],

@@ -181,7 +181,7 @@ class ObjectPacker:
         if tensor is not None:
             if len(tensor.shape) > (most := _arrays().MAX_DIMENSIONS):
                 raise InvalidArgumentError(
-                    f"{_name(place)} is a tensor of {len(tensor.shape)} dimensions, the most are "
+                    f"{_name(place)} is a tensor of {len(tensor.shape)} dimensions, the limit is "
                     f"{most}"
                 )
             return msgpack.ExtType(
@@ -247,7 +247,7 @@ def _plain_int(value: int, place: Place) -> object:
     size = value.bit_length() // 8 + 1
     if size > MAX_INT_BYTES:
         raise InvalidArgumentError(
-            f"{_name(place)} is an int of {size} bytes, the longest has {MAX_INT_BYTES}"
+            f"{_name(place)} is an int of {size} bytes, the limit is {MAX_INT_BYTES}"
         )
     return msgpack.ExtType(_BIG_INT, value.to_bytes(size, "big", signed=True))
 
@@ -277,7 +277,9 @@ def unpack_object(blob: Buffer, as_tensor: AsTensor | None = None) -> Any:
 
 def _unpack(blob: Buffer, as_tensor: AsTensor | None, depth: int) -> Any:
     if depth == 0:
-        raise CodecError(f"a value is nested deeper than {MAX_DEPTH} levels: not written by us")
+        raise CodecError(
+            f"a value is nested deeper than {MAX_DEPTH} levels: it was not written here"
+        )
     unpack = partial(
         msgpack.unpackb,
         strict_map_key=False,
@@ -329,7 +331,7 @@ def _arrays() -> Any:
 def _listed(data: bytes, depth: int, as_tensor: AsTensor | None = None) -> list[Any]:
     items = _unpack(data, as_tensor, depth - 1)
     if not isinstance(items, list):
-        raise CodecError("an extension holds no list: its bytes are damaged")
+        raise CodecError("an extension does not hold a list: its bytes are damaged")
     return items
 
 
@@ -422,7 +424,7 @@ def decode_body(kind: str, blob: Buffer) -> dict[str, Any]:
     body = unpack_object(blob)
     version = body.pop(_VERSION, None) if isinstance(body, dict) else None
     if type(version) is not int or version < 1:
-        raise CodecError(f"the body of an event {kind} is damaged: it is no map with a version")
+        raise CodecError(f"the body of an event {kind} is damaged: it is not a map with a version")
     latest = version_of(kind)
     if version > latest:
         raise CodecVersionError(

@@ -96,11 +96,14 @@ def segment_blob(
 
 
 def _assembled(header: bytes, body: _Body) -> Blob:
+    # The body begins at a multiple, so that views of its columns are aligned for every dtype.
     filler = -(_HEAD + len(header) + 2 * _BIN_HEAD) % ALIGNMENT
     if max(len(header), body.size) > _MAX_BYTES:
         raise InvalidArgumentError(
             f"a segment of {body.size} bytes: the limit is 4 GiB, write fewer experiences at once"
         )
+    # An array of four in msgpack, which any reader of it opens: length of the header, the header,
+    # filler, body. Lengths have a fixed width, so that the place of the body is known before.
     pieces = [
         b"\x94\xce" + len(header).to_bytes(4, "big"),
         header,
@@ -175,15 +178,15 @@ def _is_count(value: object) -> bool:
 def _split(view: memoryview) -> tuple[dict[Any, Any], memoryview]:
     """Return the parsed header and the body."""
     if len(view) < _HEAD or view[0] != 0x94 or view[1] != 0xCE:
-        raise _damaged("it does not begin like one")
+        raise _damaged("bad magic bytes")
     end = _HEAD + int.from_bytes(view[2:_HEAD], "big")
     _, at = _binary(view, end)
     body, end_of_body = _binary(view, at)
     if end_of_body != len(view) or (len(view) - len(body)) % ALIGNMENT:
-        raise _damaged("its length is not what its header says")
+        raise _damaged("its length differs from its header")
     header = unpack_object(view[_HEAD:end])
     if not isinstance(header, dict):
-        raise _damaged("its header is no map")
+        raise _damaged("its header is not a map")
     return header, body
 
 
@@ -213,7 +216,7 @@ def _region(entry: Sequence[Any], body: memoryview, used: int) -> tuple[memoryvi
     """Return the bytes that an entry names by its last two items, and where they end."""
     offset, size = entry[-2:]
     if not _is_count(offset) or not _is_count(size) or offset % ALIGNMENT:
-        raise _damaged(f"column {entry[0]!r} begins nowhere")
+        raise _damaged(f"column {entry[0]!r} has no offset")
     if offset < used or offset + size > len(body):
         raise _damaged(f"column {entry[0]!r} claims bytes that are not its own")
     return body[offset : offset + size], offset + size
@@ -222,9 +225,9 @@ def _region(entry: Sequence[Any], body: memoryview, used: int) -> tuple[memoryvi
 def _claim_name(segment: Segment, entry: object, length: int) -> list[Any]:
     """Return ``entry`` if it has the right form."""
     if not isinstance(entry, list) or len(entry) != length or not isinstance(entry[0], str):
-        raise _damaged("an entry of its header has no form that we know")
+        raise _damaged("an entry of its header has an unknown form")
     if entry[0] in segment.objects:
-        raise _damaged(f"field {entry[0]!r} comes twice")
+        raise _damaged(f"field {entry[0]!r} appears twice")
     return entry
 
 
@@ -232,11 +235,11 @@ def _read_column(segment: Segment, entry: object, body: memoryview, used: int) -
     name, dtype, encoding, rows, ndim, shapes, *_ = items = _claim_name(segment, entry, 8)
     known = isinstance(dtype, str) and dtype in DTYPES and encoding in ENCODINGS
     if not known or not _is_count(ndim) or ndim > (0 if encoding != "raw" else MAX_DIMENSIONS):
-        raise _damaged(f"column {name!r} is of a dtype or encoding that we do not know")
+        raise _damaged(f"column {name!r} has an unknown dtype or encoding")
     raw, end = _region(items, body, used)
     present = None if rows is None else _integers(rows, name)
     if present is not None and not _ascending(present, segment.rows):
-        raise _damaged(f"column {name!r} names rows that are not there")
+        raise _damaged(f"column {name!r} names rows that do not exist")
     count = segment.rows if present is None else len(present)
     column = Column(
         name,
@@ -300,7 +303,7 @@ def _read_objects(segment: Segment, entry: object, body: memoryview, used: int) 
     raw, end = _region(items, body, used)
     head = (segment.rows + 1) * _U32.itemsize
     if head > len(raw) or name in segment.columns:
-        raise _damaged(f"objects {name!r} are fewer than its rows, or come twice")
+        raise _damaged(f"objects {name!r} do not match its rows, or appear twice")
     offsets = np.frombuffer(raw[:head], _U32)
     whole = offsets[0] == 0 and int(offsets[-1]) == len(raw) - head
     if not whole or (offsets[1:] < offsets[:-1]).any():

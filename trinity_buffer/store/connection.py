@@ -156,8 +156,8 @@ class StoreFiles:
             identity = _identity(path)
             if known is None and identity is not None:
                 raise StoreReplacedError(
-                    f"somebody writes to the store ({path} has come), which was opened to be read "
-                    "as it lay: open it again"
+                    f"another process writes to the store ({path} appeared), which was opened as a "
+                    "file that does not change: open it again"
                 )
             if identity != known:
                 what = "removed" if identity is None else "replaced by another file"
@@ -178,7 +178,7 @@ def _identity(path: str) -> _Identity:
 
 POOLED = (
     "is behind a pooler (PgBouncer) that lends a server connection for one transaction: prepared "
-    "statements and news of changes do not survive that. Connect to PostgreSQL itself, or set "
+    "statements and notifications do not survive that. Connect to PostgreSQL itself, or set "
     "pool_mode = session"
 )
 
@@ -201,19 +201,19 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
             ) from error
         if isinstance(error, PoolTimeoutError):
             raise StoreBusyError(
-                f"{self.name}: every connection of this process waits, for another process that "
+                f"{self.name}: all connections of this process wait, for another process that "
                 "holds a lock or for a server that does not answer"
             ) from error
         if isinstance(error, OverflowError):
             raise InvalidArgumentError(f"{self.name}: {_TOO_LARGE} ({error})") from error
         if isinstance(error, UnicodeEncodeError):  # bytes of a command line that are not UTF-8
             raise InvalidArgumentError(
-                f"{self.name}: {error.object!r:.80} is no text, and the store holds nothing of "
-                f"that name ({error.reason})"
+                f"{self.name}: {error.object!r:.80} is not valid UTF-8, and nothing in the store "
+                f"has that name ({error.reason})"
             ) from error
         if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes a damaged schema
             raise StoreError(
-                f"{self.name} is damaged, its schema is no text ({error}): put a copy back"
+                f"{self.name} is damaged, its schema is not valid text ({error}): put a copy back"
             ) from error
 
 
@@ -232,7 +232,7 @@ def _translate(error: Exception, name: str) -> Exception:
     return StoreError(f"{name}: {cause}")
 
 
-_TOO_LARGE = "a number is larger than any that a store holds"
+_TOO_LARGE = "a number is larger than a store can hold"
 _MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
     (
         ("database is locked", "database is busy", "due to lock timeout"),

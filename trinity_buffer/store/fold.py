@@ -296,6 +296,7 @@ def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
             f"{fact.after} to {cursor}; this one goes on from there"
         )
     if seen > cursor:
+        # Inside the database: a cursor may move over many thousands of rows.
         end = first_address(seen + 1)
         _UNSEEN.fetch_all(tx, **mine, start=first_address(cursor + 1), end=end)
     _SEE.execute_later(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
@@ -332,6 +333,7 @@ def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]
     if not addresses:
         return
     mine = {"of": experiment, "by": name}
+    # One DELETE that returns its rows: of two processes, only one can get a row.
     gone = _taken(tx.dialect.name).fetch_all(tx, **mine, addresses=bind_list(tx, addresses))
     if len(gone) != len(addresses):
         raise CursorConflictError(

@@ -106,6 +106,7 @@ def append_of_actors(
     """
     for actor in {actor for actor, _ in events}:
         require_name("an actor's name", actor)
+    # Under the lock, so that no other event comes between the end that is read and ours.
     lock_experiment(tx, experiment_id)
     last = last or end(tx, experiment_id)
     places, facts, rows = [], [], []
@@ -115,6 +116,7 @@ def append_of_actors(
         places.append(last)
         rows.append((experiment_id, *event_says, last.head))
         facts.append(PlacedFact(last.position, actor, new.fact))
+    # Where a server does not answer a commit, this place tells later whether it happened.
     tx.appended[experiment_id] = last
     tx.insert_many(event, rows)
     fold.fold_all(tx, experiment_id, facts)
@@ -159,8 +161,8 @@ def place(position: int, known: bytes | None) -> Place:
     """
     if known is None:
         raise StoreError(
-            f"the event at position {position} has no head, so none can follow it: somebody took "
-            "it away; run `trinity-buffer verify` and restore the store from a backup"
+            f"the event at position {position} has no head, so none can follow it: it was "
+            "removed; run `trinity-buffer verify` and restore the store from a backup"
         )
     return Place(position, known)
 
@@ -205,6 +207,7 @@ def _stored(row: Sequence[Any]) -> StoredEvent:
     SQLite keeps a type beside each value, so a flipped bit can make a number of a body, or bytes of
     a text. That is empty here: the event is damaged, and its head does not hold.
     """
+    # Nearly every row: a set of known type tuples is quicker than a check of each value.
     if tuple(map(type, row)) in _SOUND:
         return StoredEvent(*row)
     values: list[Any] = [

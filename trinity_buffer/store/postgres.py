@@ -153,7 +153,7 @@ class PostgresTransaction(Transaction):
         """Begin, if that is still to be done, and send the changes that are kept."""
         if self._statements_left is not None:
             if not self._statements_left:
-                raise RuntimeError("a function of one statement has executed another one")
+                raise RuntimeError("a function of `one_statement` executed a second one")
             self._statements_left -= 1
         self._started()
         if self._changes:
@@ -343,7 +343,7 @@ class Server:
             version, encoding, lock_ms = str(about[0]), str(about[1]), float(about[2])
             if encoding != "UTF8":
                 raise UnsafeStoreError(
-                    f"{name} stores texts as {encoding}, which has no room for most of them: make "
+                    f"{name} stores texts as {encoding}, which cannot represent most of them: make "
                     "a database with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
                 )
             mark = uuid4().hex
@@ -437,7 +437,7 @@ class _Connected:
             if self._connection is None:
                 self._connection = self._engine.connect()
             if self._connection.invalidated:  # it would connect anew, and have nothing temporary
-                raise ConnectionError("the connection was lost: ask again")
+                raise ConnectionError("the connection was lost: try again")
             tx = PostgresTransaction(self._connection, _WRITING if writes else _READING)
             return _transact(tx, f)
 

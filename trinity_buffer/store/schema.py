@@ -214,7 +214,8 @@ def _require_no_other(tx: Transaction, name: str) -> None:
         return
     for where, role, own in tx.fetch_all(_OTHER_STORE, ()):
         raise UnknownStoreError(
-            f"{name} holds a store in the schema {where!r}, where the role {role!r} does not look: "
+            f"{name} holds a store in the schema {where!r}, not on the search path of the role "
+            f"{role!r}: "
             f'ALTER ROLE "{role}" SET search_path = "{where}", or "{own}" if it is to have a '
             "second one"
         )
@@ -281,12 +282,17 @@ def _foreign(tx: Transaction, query: str) -> Iterator[str]:
     for kind, name, table in tx.fetch_all(query, ()):
         if table in metadata.tables and name not in ours:
             what = f"{kind} {name}".strip()
-            yield f"{what} on {table} is none of ours: writes may be changed or lost, drop it"
+            yield (
+                f"{what} on {table} was not created by trinity-buffer and may alter or drop "
+                "writes: remove it"
+            )
 
 
-_GUARD_GONE = "trigger {guard.name} is gone or off: {guard.table} is not kept from change"
-_INDEX_GONE = "index {index.name} of {index.table.name} is gone or another"
-_VIEW_GONE = "view {name} is gone or another: who asks it in SQL is told something else"
+_GUARD_GONE = (
+    "trigger {guard.name} is missing or disabled: {guard.table} is not protected from changes"
+)
+_INDEX_GONE = "index {index.name} of {index.table.name} is missing or was changed"
+_VIEW_GONE = "view {name} is missing or was changed: SQL queries on it return wrong results"
 
 
 def _other_words(tx: Transaction) -> Iterator[str]:
@@ -297,18 +303,18 @@ def _other_words(tx: Transaction) -> Iterator[str]:
         if name not in statements:
             yield gone
         elif clauses_of(statements[name]) != clauses_of(statement):
-            yield f"{gone}; what stands there: {statements[name]}"
+            yield f"{gone}; found: {statements[name]}"
 
 
 def _made_with(tx: Transaction) -> Iterator[tuple[str, str, str]]:
     """Yield name, statement and what is wrong without it, of everything in a store on SQLite."""
     for table in metadata.sorted_tables:
         made = str(CreateTable(table).compile(dialect=tx.dialect))
-        yield table.name, made, f"table {table.name} is gone or another"
+        yield table.name, made, f"table {table.name} is missing or was changed"
         for index in table.indexes:
             made = str(CreateIndex(index).compile(dialect=tx.dialect))
             yield str(index.name), made, _INDEX_GONE.format(index=index)
-    yield "alembic_version", _REVISION_TABLE, "table alembic_version is gone or another"
+    yield "alembic_version", _REVISION_TABLE, "table alembic_version is missing or was changed"
     for guard in guards("sqlite"):
         yield guard.name, guard.statements("sqlite")[0], _GUARD_GONE.format(guard=guard)
     for name in VIEWS:
@@ -354,7 +360,7 @@ def _other_tables(tx: Transaction) -> Iterator[str]:
         wanted |= {(str(rule.name), False) for rule in rules}
         if there != wanted:
             differ = ", ".join(sorted({name for name, _ in there ^ wanted}))
-            yield f"table {table.name} is gone or another: look at {differ}"
+            yield f"table {table.name} is missing or was changed: compare {differ}"
 
 
 _TRIGGERS = (
@@ -371,7 +377,7 @@ def _lacking_guards(tx: Transaction) -> Iterator[str]:
         if not there:
             yield _GUARD_GONE.format(guard=guard)
         elif body != function.split("$$")[1] or _plain(there, guard) != _plain(made, guard):
-            yield f"{_GUARD_GONE.format(guard=guard)}; what stands there: {there} {body}"
+            yield f"{_GUARD_GONE.format(guard=guard)}; found: {there} {body}"
 
 
 def _plain(made: str, guard: Guard) -> str:

@@ -75,6 +75,7 @@ class TableSegments(SegmentStore):
 
     @override
     def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
+        # Checksums are computed here, before the transaction that `attach` is part of.
         rows, size = [], sizes().bytes_per_part
         for family, whole in families.items():
             blob = whole if isinstance(whole, Blob) else Blob([whole])
@@ -198,9 +199,10 @@ def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, Buffer]]) -
     for expected, (part, recorded, data) in enumerate(parts):
         if part != expected or not _holds(key, family, part, recorded, data):
             raise DamagedSegmentError(
-                f"segment {key.hex()} family {family!r} part {part}: the checksum does not hold; "
+                f"segment {key.hex()} family {family!r} part {part}: the checksum does not match; "
                 "`trinity-buffer verify` lists every damaged segment, restore it from a backup"
             )
     if not parts:
         raise DamagedSegmentError(f"segment {key.hex()} family {family!r} is missing")
+    # Most segments have one part, which is not copied.
     return parts[0][2] if len(parts) == 1 else b"".join(data for _, _, data in parts)

@@ -154,7 +154,7 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
     _require_not_inherited(path)
     if not read_only and not os.access(path if exists else folder, os.W_OK):
         raise ReadOnlyStoreError(
-            f"{path if exists else folder} cannot be written; open it with read_only=True or mend "
+            f"{path if exists else folder} cannot be written; open it with read_only=True or fix "
             "its permissions"
         )
     return exists
@@ -174,8 +174,8 @@ def _require_one_name(path: Path) -> None:
         )
     if left is not None and left.st_size and (there is None or there.st_size == 0):
         raise UnsafeStoreError(
-            f"{path} is gone or empty, but its log {log.name} may hold the last commits, which a "
-            "new store would throw away: put the store back beside its log, or move the log away"
+            f"{path} is missing or empty, but its log {log.name} may hold the last commits, which "
+            "a new store would throw away: put the store back beside its log, or move the log away"
         )
 
 

@@ -92,6 +92,7 @@ def _positions() -> Prepared:
         annotation.c.consumer == bindparam("by"),
         annotation.c.address >= bindparam("start"),
     )
+    # The limit comes before the DISTINCT, which would read all rows that follow.
     page = following.order_by(annotation.c.address).limit(bindparam("most")).subquery()
     return Prepared(select(page.c.position).distinct().order_by(page.c.position))
 
@@ -110,6 +111,7 @@ def _spent() -> Prepared:
         rejection.c.address >= bindparam("start"),
         rejection.c.address < bindparam("end"),
     )
+    # Two ranges of two primary keys; a join of the tables would visit each row of both.
     return Prepared(held.union_all(left_out))
 
 

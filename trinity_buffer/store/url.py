@@ -38,13 +38,15 @@ def parse_url(url: StoreURL) -> URL:
     if backend == "sqlite":
         if parsed.database in (None, "", ":memory:"):
             raise InvalidArgumentError(
-                "a store in memory would not survive anything; name a file: sqlite:///runs/a.db"
+                "a store in memory is lost with its process; name a file: sqlite:///runs/a.db"
             )
         path = str(Path(parsed.database or "").expanduser())
         return parsed.set(drivername="sqlite", database=path)
     if backend == "postgresql":
         if address.partition("://")[2].count("@") > 1:  # or the rest of a password would be shown
-            raise InvalidArgumentError("the store's URL cannot be read; in a password @ is %40")
+            raise InvalidArgumentError(
+                "the store's URL cannot be read; write @ in a password as %40"
+            )
         query = {"sslmode" if key == "ssl" else key: value for key, value in parsed.query.items()}
         for key in query.keys() - _POSTGRESQL_QUERY:
             raise InvalidArgumentError(

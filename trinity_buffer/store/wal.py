@@ -56,8 +56,8 @@ class LogState:
             pids = ", ".join(map(str, self.readers))
             return f"{text}a reader holds an old state open (pid {pids}); end its read transaction"
         return (
-            f"{text}no other process that is seen here holds an old state open; a reader of "
-            "another container may, or writers leave it no pause in which to begin anew"
+            f"{text}no process that is visible here holds an old state open; a reader in "
+            "another container may, or writers leave no pause in which it could restart"
         )
 
     @property

@@ -289,12 +289,12 @@ def registered(
     if row is None:
         if "/" in name:
             raise InvalidArgumentError(
-                f"consumer {name!r}: a name with a slash is that of a trainer of another "
+                f"consumer {name!r}: a name with a slash belongs to a trainer of another "
                 "experiment, which rejects rows here; choose one without"
             )
         if name == DOOR:
             raise InvalidArgumentError(
-                f"consumer {name!r}: by this name questions tell what was refused when it was "
+                f"consumer {name!r}: this name is reserved for rows that are refused when they are "
                 "written; choose another one"
             )
         log.append(tx, experiment, [event], actor=name, now_us=clock())
