@@ -107,7 +107,7 @@ DEALT = StepDealt(
 def test_what_is_wrong_with_a_step_that_is_dealt_anew_is_told_with_its_place() -> None:
     audit, leased = TrainerAudit("t"), Manifest.of(LEASED)
     assert list(audit.leased(5, replace(LEASED, digest=leased.digest))) == []
-    dealt = leased.dealt(DEALT.order, plans_of(DEALT)).digest.hex()
+    dealt = leased.repartitioned(DEALT.order, plans_of(DEALT)).digest.hex()
     place = "position 7 (trainer 't')"
     assert list(audit.dealt(7, DEALT)) == [
         Problem(

@@ -152,14 +152,14 @@ def leased_steps(
         for event in log.read_at(tx, key, sorted({fact.leased_at for fact in dealt.values()}))
     }
     return {
-        at: _as_dealt(first[dealt[at].leased_at], dealt[at])
+        at: _as_repartitioned(first[dealt[at].leased_at], dealt[at])
         if at in dealt
         else fact_at(experiment, stored[at], BatchLeased)
         for at in stored
     }
 
 
-def _as_dealt(lease: BatchLeased, dealt: StepDealt) -> BatchLeased:
+def _as_repartitioned(lease: BatchLeased, dealt: StepDealt) -> BatchLeased:
     """Return the manifest with its rows in the order of the latest partition."""
 
     def placed(column: Sequence[int]) -> tuple[int, ...]:

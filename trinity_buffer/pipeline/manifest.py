@@ -81,7 +81,9 @@ class Manifest:
             numbers[plan.rank] += plan.stop - plan.start
         return numbers
 
-    def dealt(self, order: Sequence[int], microbatches: Sequence[MicroBatchPlan]) -> Manifest:
+    def repartitioned(
+        self, order: Sequence[int], microbatches: Sequence[MicroBatchPlan]
+    ) -> Manifest:
         """Return the manifest of only the rows ``order``, in that order and these micro-batches."""
 
         def placed(column: tuple[int, ...]) -> tuple[int, ...]:
@@ -215,7 +217,7 @@ def plan_microbatches(
     order: list[int] = []
     per_rank = []
     size = 2 if pairs and layout == "padded" else 1
-    for rows in _deal(lengths, groups, world_size):
+    for rows in _assign_to_ranks(lengths, groups, world_size):
         if by_length and layout == "padded" and tokens_per_microbatch is not None and not pairs:
             rows = sorted(rows, key=lambda row: -lengths[row])
         per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch, size))
@@ -231,7 +233,9 @@ def plan_microbatches(
     return order, plans
 
 
-def _deal(lengths: Sequence[int], groups: Sequence[int], world_size: int) -> list[list[int]]:
+def _assign_to_ranks(
+    lengths: Sequence[int], groups: Sequence[int], world_size: int
+) -> list[list[int]]:
     """Return the rows of each rank, with whole groups together."""
     if world_size == 1:
         return [list(range(len(lengths)))]

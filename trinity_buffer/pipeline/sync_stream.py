@@ -74,7 +74,7 @@ class StepStream(Protocol):
         ...
 
     def leads(self) -> bool:
-        """Return whether this is rank 0 and nobody has taken over, by the store as it is now."""
+        """Return whether this is rank 0 and still holds the lease, by the current store."""
         ...
 
     def finish(self, reason: str) -> None:
@@ -186,7 +186,7 @@ class SyncTrainStream(StepStream):
 
     @override
     def leads(self) -> bool:
-        """Return whether this is rank 0 and nobody has taken over, by the store as it is now."""
+        """Return whether this is rank 0 and still holds the lease, by the current store."""
         return self._call(self._stream.leads)
 
     @override

@@ -106,7 +106,7 @@ def _dealt(manifest: Manifest, rows: LoadedRows, world_size: int) -> tuple[Manif
     if manifest.world_size == world_size:
         return manifest, rows
     order, plans = repartitioned(world_size, manifest, rows)
-    return manifest.dealt(order, plans), rows.reordered(order)
+    return manifest.repartitioned(order, plans), rows.reordered(order)
 
 
 async def _steps(

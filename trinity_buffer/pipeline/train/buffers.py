@@ -1,7 +1,7 @@
-"""The flat columns of a step: where its rows lie in them, and how what was stored is put there.
+"""The flat columns of a step: places of its rows in them, and copying of stored blocks.
 
-Rows of one shape at equal distances are one rectangle: a few large copies, which write each byte of
-a column once. What is 0 between rows is written with them, while they are in the cache.
+Rows of one shape at equal distances form a rectangle: a few large copies write each byte of a
+column once. The zeros between rows are written with them, while both are in the cache.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Rectangle(NamedTuple):
     """Rows of one shape at equal distances in a column.
 
     Attributes:
-        first: where the first one begins.
-        distance: from where one begins to where the next does.
-        rows: how many there are.
-        prompt: where the response begins in each.
-        length: tokens of each.
-        extent: elements of each, its padding included.
+        first: begin of the first row.
+        distance: distance between the begins of two rows.
+        rows: number of rows.
+        prompt: begin of the response in each row.
+        length: number of tokens of each row.
+        extent: number of elements of each row, padding included.
     """
 
     first: int
@@ -42,14 +42,14 @@ class Rectangle(NamedTuple):
     extent: int
 
     def of(self, column: Array) -> Array:
-        """Return them as a view of ``column``, ``[rows, extent]``."""
+        """Return the rectangle as a view of ``column``, ``[rows, extent]``."""
         width = column.itemsize
         shape, strides = (self.rows, self.extent), (self.distance * width, width)
         return np.ndarray(shape, column.dtype, column, self.first * width, strides)
 
 
 class Part(NamedTuple):
-    """A micro-batch in the columns of its rank: which rows, which elements, and its shape."""
+    """A micro-batch in the columns of its rank: its rows, its elements, and its shape."""
 
     rows: slice
     elements: slice
@@ -58,16 +58,16 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Places:
-    """Where the rows of one rank lie in the columns of a step.
+    """The places of one rank's rows in the columns of a step.
 
-    A column holds the micro-batches of the rank one after another, each padded or packed.
+    A column is the concatenation of the rank's micro-batches, each padded or packed.
 
     Attributes:
-        begins: ``[rows]``, where each row of the step begins; below 0: on another rank.
-        prompts, lengths: ``[rows]``, tokens of the prompt, and of the whole.
-        extents: ``[rows]``, elements of each row, its padding included.
-        parts: of each micro-batch.
-        padded: whether the micro-batches are.
+        begins: ``[rows]``, begin of each row of the step; negative: on another rank.
+        prompts, lengths: ``[rows]``, number of tokens of the prompt and of the whole row.
+        extents: ``[rows]``, number of elements of each row, padding included.
+        parts: the part of each micro-batch.
+        padded: whether micro-batches are padded.
     """
 
     begins: Array
@@ -80,17 +80,17 @@ class Places:
 
     @property
     def size(self) -> int:
-        """Elements of a column."""
+        """Number of elements of a column."""
         return self.parts[-1].elements.stop if self.parts else 0
 
     @property
     def number(self) -> int:
-        """How many rows are on this rank."""
+        """Number of rows on this rank."""
         return int((self.begins >= 0).sum())
 
     def rectangle(self, rows: Array) -> Rectangle | None:
-        """Return ``rows`` as one; None if they differ, or are not all on this rank."""
-        # Blocks of one segment share the array that says which rows they are.
+        """Return ``rows`` as a rectangle; None if they differ, or are not all on this rank."""
+        # Blocks of one segment share their array of rows, so its identity can be the cache key.
         known = self._known.get(id(rows))
         if known is None or known[0] is not rows:
             known = self._known[id(rows)] = rows, self._rectangle(rows)
@@ -117,7 +117,7 @@ class PackedMask:
 
     @classmethod
     def of(cls, mask: Array) -> PackedMask:
-        """Return ``mask``, whatever becomes of its memory."""
+        """Return a packed copy of ``mask``, whose memory may be reused afterwards."""
         return cls(np.packbits(mask), len(mask))
 
     def unpacked(self) -> Array:
@@ -133,16 +133,16 @@ def put_rows(
     *,
     after_prompt: bool = True,
 ) -> Iterator[None]:
-    """Write a whole column: the rows of ``blocks``, and zeros wherever they do not reach.
+    """Write a whole column: the rows of ``blocks``, and zeros everywhere else.
 
-    Yields after each block, which is let go of.
+    Yields after each block, which is released by then.
 
     Args:
-        column: may hold anything.
-        blocks: no two have a row in common; they are taken out as they are written.
-        places: of the rows.
-        weights: a column, the mask that scaled values are multiples of; None: all are trained.
-        after_prompt: whether they are of the responses.
+        column: uninitialized memory.
+        blocks: disjoint blocks, removed as they are written.
+        places: places of the rows.
+        weights: column of factors of scaled values; None: all tokens are trained.
+        after_prompt: whether the blocks cover responses instead of whole rows.
     """
     rectangles = [_rectangle_of(block, places, after_prompt=after_prompt) for block in blocks]
     whole = None not in rectangles and sum(len(block.rows) for block in blocks) == places.number
@@ -170,7 +170,7 @@ def _put_rectangle(target: Array, block: Block, mask: Array | None) -> None:
 
 
 def _rectangle_of(block: Block, places: Places, *, after_prompt: bool) -> Rectangle | None:
-    """Return where a block is put at once; None if its rows are put one by one."""
+    """Return the rectangle of a block; None if its rows must be written one by one."""
     where = places.rectangle(block.rows)
     if where is None or block.scaled:
         return where
@@ -198,7 +198,7 @@ def _put_each(
 
 
 def put_text(column: Array, places: Places) -> Iterator[None]:
-    """Write the attention mask: where the tokens of the rows are."""
+    """Write the attention mask."""
     column.fill(1)
     for rows, elements, shape in places.parts if places.padded else ():
         lengths = places.lengths[rows]
@@ -208,7 +208,7 @@ def put_text(column: Array, places: Places) -> Iterator[None]:
 
 
 def put_positions(column: Array, places: Places) -> Iterator[None]:
-    """Write the place of each token in its row, of packed rows."""
+    """Write the position of each token in its packed row."""
     for rows, elements, _ in places.parts:
         lengths = places.lengths[rows]
         longest = np.arange(lengths.max(initial=0))
@@ -221,12 +221,12 @@ def put_positions(column: Array, places: Places) -> Iterator[None]:
 
 
 class Arena:
-    """The memory of all columns of a step, one after another.
+    """The memory of all columns of a step in one piece.
 
     Args:
-        memory: of earlier steps.
-        size: elements of a column.
-        dtypes: of the columns, in the order in which they are asked for.
+        memory: reusable memory of earlier steps.
+        size: number of elements of a column.
+        dtypes: dtypes of the columns, in the order in which `column` is called.
     """
 
     def __init__(self, memory: StepMemory, size: int, dtypes: Sequence[type[np.generic]]) -> None:
@@ -238,7 +238,7 @@ class Arena:
         self._used = 0
 
     def column(self) -> Array:
-        """Return the next column, which holds anything."""
+        """Return the next column, uninitialized."""
         dtype = next(self._dtypes)
         begin, end = self._used, self._used + self._size * np.dtype(dtype).itemsize
         self._used = aligned(end)
@@ -246,12 +246,12 @@ class Arena:
 
 
 def aligned(size: int) -> int:
-    """Return the place where the next column may begin."""
+    """Return ``size`` rounded up to where the next column may begin."""
     return size + -size % 64
 
 
 _OUR_REFERENCES = 3
-"""To a piece that no tensor looks at: the deque's, the loop's, and that of the question itself."""
+"""References to an unused piece: by the deque, the loop, and the call of `sys.getrefcount`."""
 
 
 def _usual(size: int) -> npt.NDArray[np.uint8]:
@@ -259,14 +259,14 @@ def _usual(size: int) -> npt.NDArray[np.uint8]:
 
 
 class StepMemory:
-    """Hands out memory, all columns of a step in a single piece.
+    """Reuses memory, in one piece for all columns of a step.
 
-    The first touch of fresh memory costs more than what is then written to it: the kernel has to
-    find, clear and map each page. So pieces are kept, and one that no array and no tensor refers to
-    is handed out again. Not to be shared by threads that run at the same time.
+    Touching fresh memory costs more than writing to it: the kernel has to find, clear and map each
+    page. So pieces are kept, and handed out again once no array or tensor refers to them. Not for
+    concurrent use by threads.
 
     Args:
-        allocate: returns so many fresh bytes; None: of the usual memory.
+        allocate: returns fresh bytes; None: ordinary memory.
     """
 
     def __init__(self, allocate: _Allocate | None = None) -> None:
@@ -274,11 +274,11 @@ class StepMemory:
         self._pieces: deque[npt.NDArray[np.uint8]] = deque(maxlen=sizes().pieces_kept)
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return ``size`` bytes that hold anything."""
+        """Return ``size`` uninitialized bytes."""
         for piece in self._pieces:
             fits = size <= len(piece) <= 4 * size
             if fits and sys.getrefcount(piece) <= _OUR_REFERENCES:
                 return piece[:size]
-        new = self._allocate(size + size // 8)  # steps differ a little
+        new = self._allocate(size + size // 8)  # slack: sizes of steps differ a little
         self._pieces.append(new)
         return new[:size]

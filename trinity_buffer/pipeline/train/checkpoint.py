@@ -1,9 +1,7 @@
-"""Checkpoints on disk: made durable before a commit names them, and recognised by their digest.
+"""Checkpoints on disk: flushed before a commit names them, and identified by their digest.
 
-What is hashed of the files of a checkpoint: a small one whole, a large one in pieces.
-
-Several threads hash the pieces of a large file side by side. Digests of checkpoints that were
-recorded before are of version 1, where each file is hashed whole.
+A small file is hashed whole, a large one in pieces that several threads hash in parallel. Digests
+of version 1, in older stores, hash each file whole.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.manifest import FIRST_LINK, ManifestChain
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""The largest file that is hashed whole in version 2. Part of the format: another number would make
-another digest of the same files."""
+"""The largest file that is hashed whole in version 2. Part of the format: another value would
+change the digest of the same files."""
 
 VERSION = 2
-"""Of the digests that are made now."""
+"""Version of new digests."""
 
 THREADS = 16
-"""The most that read, hash or write files side by side, however many files there are."""
+"""Upper bound of threads that read, hash or write files in parallel."""
 
 _IN_PIECES = "pieces:"
 _VERSION = re.compile(r"v(\d+):")
@@ -45,10 +43,10 @@ Result = TypeVar("Result")
 
 
 def version_of(digest: str | None) -> int:
-    """Return the version of a recorded digest; of None, that of the digests that are made now.
+    """Return the version of a recorded digest; for None, that of new digests.
 
     Raises:
-        CheckpointError: a later version of this package made it.
+        CheckpointError: a newer version of this package made it.
     """
     if digest is None:
         return VERSION
@@ -63,24 +61,24 @@ def version_of(digest: str | None) -> int:
 
 
 def marked(digest: str, contents: Sequence[str]) -> str:
-    """Return the digest of a checkpoint as it is recorded: with its version, where that matters.
+    """Return the digest of a checkpoint as recorded, with its version if a file is in pieces.
 
     Args:
-        contents: of its files, as `contents_of` returned them.
+        contents: hashes of its files from `contents_of`.
     """
     return f"v{VERSION}:{digest}" if any(map(_is_in_pieces, contents)) else digest
 
 
 def is_content(text: str | None, size: int) -> bool:
-    """Return whether ``text`` may be what `contents_of` returns now of a file of ``size`` bytes."""
+    """Return whether ``text`` has the form of a new hash of a file of ``size`` bytes."""
     return text is not None and _is_in_pieces(text) == (size > PIECE_BYTES)
 
 
 def contents_of(files: Sequence[Path], version: int = VERSION) -> list[str]:
     """Return the hash of the content of each of ``files``.
 
-    That is sha256 of all of it; in version 2, of a file larger than `PIECE_BYTES`, sha256 over the
-    sha256 of its pieces, in order, with a prefix that says so.
+    It is the sha256 of the file; in version 2, for files larger than `PIECE_BYTES`, the sha256 over
+    the sha256 of each piece in order, marked by a prefix.
     """
     pieces = [_pieces_of(file.stat().st_size, version) for file in files]
     parts = [(file, *part) for file, own in zip(files, pieces, strict=True) for part in own]
@@ -89,9 +87,9 @@ def contents_of(files: Sequence[Path], version: int = VERSION) -> list[str]:
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return the result of ``work`` for each of ``items``, in their order, computed in threads.
+    """Return ``work(item)`` for each of ``items``, in order, computed in threads.
 
-    Without threads ``work`` may be called twice with an item, one after the other.
+    If threads cannot be started, ``work`` may be called twice with an item.
     """
     threads = min(THREADS, os.cpu_count() or 1, len(items))
     if threads < 2:
@@ -99,7 +97,7 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
     try:
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
             results = pool.map(work, items)
-    except RuntimeError:  # there are no more threads, or the main one has ended while we train
+    except RuntimeError:  # the thread limit is reached, or the main thread has ended
         return [work(item) for item in items]
     return [*results]
 
@@ -109,9 +107,9 @@ def _is_in_pieces(content: str) -> bool:
 
 
 def _pieces_of(size: int, version: int) -> list[tuple[int, int]]:
-    """Return the begin and the length of what is hashed at once of a file of ``size`` bytes."""
+    """Return (begin, length) of the pieces of a file of ``size`` bytes."""
     if version == 1 or size <= PIECE_BYTES:
-        return [(0, sys.maxsize)]  # all that there is: not every file knows its size
+        return [(0, sys.maxsize)]  # read to the end: some files report a size of 0
     return [(at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)]
 
 
@@ -125,15 +123,15 @@ def _sha256(part: tuple[Path, int, int]) -> bytes:
     file, begin, length = part
     digest = hashlib.sha256()
     for chunk in _chunks(file, begin, length):
-        digest.update(chunk)  # lets other threads go on
+        digest.update(chunk)  # hashlib releases the interpreter lock for large chunks
     return digest.digest()
 
 
 def _chunks(file: Path, begin: int, length: int) -> Iterator[memoryview]:
-    """Yield the bytes of a part of ``file``, each time in the same memory."""
+    """Yield the bytes of a part of ``file`` in one reused buffer."""
     with file.open("rb", buffering=0) as handle:
         there = max(os.fstat(handle.fileno()).st_size, _LEAST_MEMORY)
-        # Few large ones: each waits for the interpreter, which a trainer beside us may be using.
+        # Few large reads: after each, this thread waits for the interpreter lock of the trainer.
         memory = memoryview(bytearray(min(length, there, sizes().bytes_per_hash)))
         handle.seek(begin)
         while length and (read := handle.readinto(memory[:length])):
@@ -142,24 +140,24 @@ def _chunks(file: Path, begin: int, length: int) -> Iterator[memoryview]:
 
 
 MANIFESTS_FILE = "manifests.json"
-"""In the folder of a checkpoint: which manifests its weights went through (`ManifestChain`)."""
+"""File in a checkpoint's folder with the manifests its weights were trained on."""
 
 
 def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
-    """Write a checkpoint (a file or a folder) through to the disk and return its digest.
+    """Flush a checkpoint (a file or a folder) to disk and return its digest.
 
-    The digest is sha256 over the sorted (relative path, size, hash of the content) of its files,
-    those that symbolic links lead to included: what is loaded through a link is part of the
-    checkpoint. Where a file is hashed in pieces (`contents_of`) it begins with its version, "v2:".
+    The digest is the sha256 over the sorted (relative path, size, content hash) of its files.
+    Symbolic links are followed: a file loaded through a link is part of the checkpoint. If a file
+    is hashed in pieces (`contents_of`), the digest begins with its version, "v2:".
 
     Args:
-        checkpoint: its path.
-        known: file -> what `written` returned of it; the other files are added, and those whose
-            hash is not of the form that is computed now.
+        checkpoint: path of the checkpoint.
+        known: file -> hash from `written`; missing files, and those with a hash of an old form, are
+            added.
 
     Raises:
-        CheckpointError: there is nothing at this path, it is empty, it goes meanwhile, or it has a
-            link that leads nowhere or in a circle, or what is neither file nor folder.
+        CheckpointError: nothing at this path, an empty folder, a file that disappears meanwhile, a
+            broken or circular link, or an entry that is neither file nor folder.
     """
     known = {} if known is None else known
     with _staying(checkpoint):
@@ -178,17 +176,17 @@ def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
 
 
 def written(file: Path) -> str:
-    """Write a file through to the disk and return the hash of its content, see `contents_of`."""
+    """Flush a file to disk and return the hash of its content, see `contents_of`."""
     return _written([file])[0]
 
 
 def _written(files: Sequence[Path]) -> list[str]:
-    """Write ``files`` through to the disk and return the hashes of their contents."""
+    """Flush ``files`` to disk and return the hashes of their contents."""
     if sum(file.stat().st_size for file in files) <= PIECE_BYTES:
         for file in files:
             _fsync(file)
         return contents_of(files)
-    # The disk and the processors have work for some time: both at once.
+    # Flushing keeps the disk busy and hashing the processors, so run both at the same time.
     contents: list[str] = []
 
     def read() -> None:
@@ -202,16 +200,16 @@ def _written(files: Sequence[Path]) -> list[str]:
 def digest_of(
     checkpoint: Path, known: Mapping[Path, str] | None = None, *, like: str | None = None
 ) -> str:
-    """Return the digest of a checkpoint, as `make_durable` does, without touching the disk.
+    """Return the digest of a checkpoint, like `make_durable` but without flushing.
 
     Args:
-        checkpoint: its path.
-        known: file -> hash of its content, of those that need not be read.
-        like: a recorded digest that this one is compared with: it is of the same version then.
+        checkpoint: path of the checkpoint.
+        known: file -> hash, of files that need not be read.
+        like: a recorded digest to compare with: the result has the same version.
 
     Raises:
-        CheckpointError: there is nothing at this path, it is empty, or it goes meanwhile; or the
-            version of ``like`` is not known.
+        CheckpointError: nothing at this path, an empty folder, a file that disappears meanwhile, or
+            an unknown version of ``like``.
     """
     total, known, version = hashlib.sha256(), {} if known is None else known, version_of(like)
     with _staying(checkpoint):
@@ -221,13 +219,13 @@ def digest_of(
         for file in files:
             name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
             line = f"\0{file.stat().st_size}\0{contents[file]}\n".encode()
-            total.update(os.fsencode(name) + line)  # a name may be no text at all
+            total.update(os.fsencode(name) + line)  # a name may be any bytes
     return marked(total.hexdigest(), [contents[file] for file in files])
 
 
 @contextmanager
 def _staying(checkpoint: Path) -> Iterator[None]:
-    """Say what it means if a file that was just there is gone, or cannot be read or written."""
+    """Turn errors of files that disappear or cannot be read or written into CheckpointError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -244,18 +242,18 @@ def _staying(checkpoint: Path) -> Iterator[None]:
 
 @contextmanager
 def being_read(path: Path) -> Iterator[None]:
-    """Keep `may_remove` from saying yes to the file ``path`` while the body runs.
+    """Make `may_remove` return False for the file ``path`` while the body runs.
 
-    A lock of the operating system's, so that whoever dies lets go of it. A path that is no file
-    here, as the address of a server, is nobody's to remove.
+    By a lock of the operating system, which a process that dies releases. A path that is not a file
+    here, such as the address of a server, needs no lock.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
-        yield  # whoever reads it says what is wrong
+        yield  # the body reports that it cannot read it
         return
     try:
-        with suppress(OSError):  # a file system without locks: then it may be gone, and asked again
+        with suppress(OSError):  # a file system without locks: the reader retries if it is gone
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
     finally:
@@ -263,7 +261,7 @@ def being_read(path: Path) -> Iterator[None]:
 
 
 def may_remove(path: Path) -> bool:
-    """Return whether nobody is reading the file ``path`` right now; see `being_read`."""
+    """Return whether no process is reading the file ``path`` now; see `being_read`."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -280,10 +278,10 @@ def may_remove(path: Path) -> bool:
 
 
 def require_digest(checkpoint: Path, digest: str) -> None:
-    """Do nothing if the checkpoint is the one that was committed.
+    """Raise unless the checkpoint is the one that was committed.
 
     Raises:
-        CheckpointError: it is missing, or its content is another.
+        CheckpointError: it is missing, or its content differs.
     """
     actual = digest_of(checkpoint, like=digest)
     if actual != digest:
@@ -294,15 +292,15 @@ def require_digest(checkpoint: Path, digest: str) -> None:
 
 
 def read_manifest_chain(folder: Path) -> ManifestChain:
-    """Return the manifests that the weights in ``folder`` went through.
+    """Return the manifests that the weights in ``folder`` were trained on.
 
     Raises:
-        CheckpointError: there are none in this folder.
+        CheckpointError: the folder does not name them.
     """
     try:
         content = json.loads((folder / MANIFESTS_FILE).read_text())
         last = tuple(bytes.fromhex(digest) for digest in content["manifests"])
-        if "before" not in content:  # then they are all there, as old versions wrote them
+        if "before" not in content:  # older versions listed all of them
             return ManifestChain(len(last), FIRST_LINK, last)
         return ManifestChain(int(content["length"]), bytes.fromhex(content["before"]), last)
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -314,7 +312,7 @@ def read_manifest_chain(folder: Path) -> ManifestChain:
 
 
 def write_manifest_chain(folder: Path, manifests: ManifestChain, log_head: str) -> None:
-    """Write what `read_manifest_chain` and `read_head` read."""
+    """Write the file that `read_manifest_chain` and `read_head` read."""
     content = {
         "manifests": [digest.hex() for digest in manifests.last],
         "before": manifests.before.hex(),
@@ -365,18 +363,19 @@ def _raised(error: OSError) -> None:
 
 
 def _refuse_circle(folder: Path) -> None:
-    """Do nothing unless ``folder`` is a link to one that it lies in."""
+    """Raise if ``folder`` is a link to a folder that contains it."""
     if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(f"checkpoint: the link {folder} leads back to where it lies")
 
 
 def found_again(path: str, digest: str | None, beside: Path | None) -> Path:
-    """Return where a recorded file is: at its path, or moved together with the store.
+    """Return the current path of a recorded file, which may have moved together with the store.
 
-    A run's folder may be moved as a whole. Then what lay beside the store, or below, still does.
+    A run's folder may be moved as a whole: files beside the store, or below it, move along.
 
     Args:
-        digest: of what was recorded. Without one, what is found elsewhere might be anything.
+        path: the recorded path.
+        digest: the recorded digest. Without one, a file elsewhere cannot be identified.
         beside: folder of the store; None: it is on a server.
     """
     recorded = Path(path)

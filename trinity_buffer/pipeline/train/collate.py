@@ -1,13 +1,11 @@
-"""From rows to micro-batches: full-length, token-aligned tensors, padded or packed.
+"""Collates rows into micro-batches of full-length, token-aligned tensors, padded or packed.
 
 Element t describes token t; a response-aligned column is placed from ``prompt_length`` on, and
 position 0 holds 0.
 
-The columns of a step: made with it, or when somebody first looks at them.
-
-What most losses read of a step of usual size is made ahead, while the trainer computes. Of a large
-one, of long rows, nothing is: until then it is the bytes that were stored, and a column that no
-loss reads is never made.
+In a step of usual size, the columns that most losses read are made ahead, while the trainer
+computes. In a large step of long rows, every column stays in its stored bytes until it is first
+read, and a column that no loss reads is never made.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ from trinity_buffer.pipeline.train.moving import Column, Mover
 
 REWARDS = "token_level_rewards"
 WITH_IDS = ("input_ids", "rollout_logprob")
-"""Columns that are stored together: to keep the bytes of one takes more than to make it."""
+"""Columns stored in one family: bytes kept for one of them take more than making it."""
 
 Weights: TypeAlias = Callable[[], "Array | None"]
-"""Returns what scaled values are multiples of: the mask, with its weights if it has any.
+"""Returns the factors of scaled values: the action mask, with its weights if it has any.
 
 None: every token of each response is trained.
 """
@@ -57,9 +55,9 @@ None: every token of each response is trained.
 
 @dataclass(frozen=True, slots=True)
 class RowColumns:
-    """Per row of the step; ``responses`` begin at the row's prompt length.
+    """The inputs of collation, per row of the step; ``responses`` begin at the prompt length.
 
-    ``recorded`` says which rows have log-probabilities, None where all have or none has.
+    ``recorded`` tells which rows have log-probabilities, None if all or none have.
     """
 
     tokens: Field
@@ -76,9 +74,9 @@ class ColumnRecipe(NamedTuple):
     """How a column is made, once.
 
     Attributes:
-        dtype: of its elements.
-        fill: writes all of them into memory that may hold anything; yields after each block of
-            rows, of which it lets go.
+        dtype: dtype of its elements.
+        fill: writes all elements into uninitialized memory; yields after each block of rows, which
+            it has released by then.
     """
 
     dtype: type[np.generic]
@@ -86,26 +84,27 @@ class ColumnRecipe(NamedTuple):
 
 
 class LazyColumns:
-    """Columns that are made when somebody first looks at one of them: of the same stored bytes.
+    """Columns of the same stored bytes, all made when one of them is first read.
 
-    After each block these are let go of, so that never both are there whole.
+    Stored bytes are released block by block, so that they and the columns never exist in full at
+    the same time.
 
     Args:
-        size: elements of each.
-        ways: how each is made; let go of then, and with it what it is made of.
+        size: number of elements of each.
+        ways: recipe of each, released afterwards together with its inputs.
     """
 
     def __init__(self, size: int, ways: Mapping[str, ColumnRecipe]) -> None:
         self._size = size
         self._ways: Mapping[str, ColumnRecipe] | None = ways
         self._made: dict[str, Array] = {}
-        self._lock = Lock()  # threads of a trainer may look at the same time
+        self._lock = Lock()  # threads of a trainer may read at the same time
 
     def column(self, name: str) -> Array:
-        """Return one of them.
+        """Return a column.
 
         Raises:
-            TrainingError: making them was interrupted before, and what they are made of is gone.
+            TrainingError: an earlier attempt was interrupted, and the inputs are gone.
         """
         with self._lock:
             ways, self._ways = self._ways, None
@@ -113,7 +112,7 @@ class LazyColumns:
                 made = {name: self._room(how) for name, how in ways.items()}
                 _done(zip_longest(*(how.fill(made[name]) for name, how in ways.items())))
                 self._made = made
-        if not self._made:  # no KeyError: to a mapping it would mean that there is no such column
+        if not self._made:  # not a KeyError, which a mapping turns into "no such column"
             raise TrainingError(
                 f"{name} of a step cannot be made: an error or Ctrl-C ended that half-way before; "
                 "open the stream again, which serves the uncommitted steps as they were"
@@ -127,20 +126,20 @@ class LazyColumns:
 
 
 class LazyColumn(NamedTuple):
-    """A column that is made when somebody first looks at a part of it."""
+    """A column that is made when a part of it is first read."""
 
     of: LazyColumns
     name: str
 
     def part(self, elements: slice) -> Array:
-        """Return some of its elements, as a view that is the caller's."""
+        """Return a view of some elements, which the caller may change."""
         return self.of.column(self.name)[elements]
 
 
 def columns_of_step(
     columns: RowColumns, places: Places, memory: StepMemory
 ) -> Mapping[str, Array | LazyColumn]:
-    """Return the flat columns of all micro-batches by name, made or to be made."""
+    """Return the flat columns of all micro-batches by name, made or lazy."""
     ways = _ways(columns, places, partial(_weights, columns.masks.blocks, places))
     width = sum(np.dtype(how.dtype).itemsize for how in ways.values())
     if places.size * width > sizes().bytes_made_ahead:
@@ -157,7 +156,7 @@ def _late(places: Places, name: str, how: ColumnRecipe) -> LazyColumn:
 
 
 def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, ColumnRecipe]:
-    """Return how each column is made."""
+    """Return the recipe of each column."""
     tokens, masks = deque(columns.tokens.blocks), deque(columns.masks.blocks)
     ids = partial(put_rows, blocks=tokens, places=places, after_prompt=False)
     recipes = {
@@ -167,7 +166,7 @@ def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, Co
         "action_mask": ColumnRecipe(np.bool_, partial(put_rows, blocks=masks, places=places)),
     }
     if places.padded:
-        del recipes["position_ids"]  # those of the longest row are those of all
+        del recipes["position_ids"]  # one row of positions serves all padded rows
     for name, field in columns.responses.items():
         fill = partial(_put_response, blocks=deque(field.blocks), places=places, weights=weights)
         if name == REWARDS:
@@ -183,13 +182,13 @@ def _put_response(
     weights: Weights,
     last: Array | None = None,
 ) -> Iterator[None]:
-    """Write a column of the responses, as `put_rows` does.
+    """Write a column of the responses by `put_rows`.
 
     Args:
-        column: may hold anything.
-        blocks, places: of it.
-        weights: of what is scaled.
-        last: ``[rows]``, a number for the last token of each row, NaN for none.
+        column: uninitialized memory.
+        blocks, places: its blocks, and the places of the rows.
+        weights: factors of scaled values.
+        last: ``[rows]``, a value for the last token of each row, NaN for none.
     """
     scaled = any(block.scaled for block in blocks)
     yield from put_rows(column, blocks, places, weights() if scaled else None)
@@ -200,18 +199,18 @@ def _put_response(
 
 
 def _rewards_of_whole(columns: RowColumns) -> Array:
-    """Return ``[rows]``: the reward of each row that has none for each token; NaN for none."""
-    rewards = np.array(columns.rewards, np.float64)  # None becomes NaN, which no reward is
+    """Return ``[rows]``: the reward of rows without token-level rewards; NaN for the others."""
+    rewards = np.array(columns.rewards, np.float64)  # None becomes NaN; stored rewards are finite
     rewards[columns.responses[REWARDS].present(len(rewards))] = np.nan
     return rewards
 
 
 def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) -> Array | None:
-    """Return `Weights`.
+    """Return the result of `Weights`.
 
     Args:
-        masks, places: of the step.
-        mask: the column of the masks, if it is there.
+        masks, places: blocks of the action mask, and the places of the rows.
+        mask: the column of the mask, if it is made already.
     """
     if all(block.data.dtype == np.bool_ for block in masks):
         if all(block.data.all() for block in masks):
@@ -234,7 +233,7 @@ def _done(blocks: Iterator[object]) -> None:
 def _made_ahead(
     columns: RowColumns, places: Places, memory: StepMemory, ways: Mapping[str, ColumnRecipe]
 ) -> dict[str, Array | LazyColumn]:
-    """Return the columns of a step of usual size, most of them made."""
+    """Return the columns of a step of usual size, most of them made ahead."""
     late = _waiting(columns, places)
     arena = Arena(memory, places.size, [how.dtype for n, how in ways.items() if n not in late])
     made = {name: arena.column() for name in ways if name not in late}
@@ -249,10 +248,10 @@ def _made_ahead(
 
 
 def _waiting(columns: RowColumns, places: Places) -> set[str]:
-    """Return the columns that wait for somebody to look at them.
+    """Return the columns that are made only when read.
 
-    Few losses read returns, rewards, or advantages that nobody computed. They wait only if nothing
-    but a number of each row, and the mask, has to be kept for them.
+    Few losses read returns, rewards, or advantages that were not computed. They stay lazy only if
+    that keeps no more than the mask and one number per row alive.
     """
     by_mask = all(block.data.dtype == np.bool_ for block in columns.masks.blocks)
     names = {
@@ -267,9 +266,9 @@ def _waiting(columns: RowColumns, places: Places) -> set[str]:
 def _detached(
     columns: RowColumns, late: Collection[str], places: Places, weights: Array | None
 ) -> dict[str, ColumnRecipe]:
-    """Return how columns are made later without the bytes that were stored.
+    """Return recipes of lazy columns that do not refer to the stored bytes.
 
-    The mask that they are multiples of is that of now, whatever becomes of its memory.
+    The mask is copied, since the memory of its column may change before they are made.
     """
     responses = {n: _copied(field) for n, field in columns.responses.items() if n in late}
     scaled = any(field.blocks for field in responses.values())
@@ -285,7 +284,7 @@ def _copied(field: Field) -> Field:
 T = TypeVar("T")
 
 OPTIONAL = {"teacher_logprobs": "teacher_logprob"}
-"""Response-aligned columns that a step has only if all of its rows do: stored -> batch."""
+"""Response-aligned columns that a step has only if all rows have them: stored -> batch name."""
 
 
 def collate_step(
@@ -303,13 +302,13 @@ def collate_step(
     the shapes ``[0, 1]``, packed ``[0]``. A step of which no row is left has no micro-batches.
 
     Args:
-        manifest, rows: of the step, and what it names.
-        rank, world: whose micro-batches, of how many ranks.
-        mover: puts the tensors where they are computed with; None: that is here.
-        memory: of earlier steps, to be used again.
+        manifest, rows: the manifest of the step, and its rows.
+        rank, world: the rank, and the number of ranks.
+        mover: moves the tensors to their device; None: they stay on the CPU.
+        memory: memory of earlier steps to reuse.
 
     Raises:
-        InvalidArgumentError: the step is dealt to another number of ranks.
+        InvalidArgumentError: the step is partitioned over another number of ranks.
     """
     _require_ranks(manifest, world)
     if not manifest.groups:
@@ -347,9 +346,9 @@ def collate_step(
 
 
 def _temperature(manifest: Manifest, rows: LoadedRows, places: Places) -> dict[str, Array]:
-    """Return the column of temperatures, if some row of the step has another one than 1.
+    """Return the column of temperatures, if some row was sampled at another one than 1.
 
-    An expert's rows have none: they were not the policy's.
+    An expert's rows have none: they were not sampled from the policy.
     """
     expert = manifest.source or [0] * len(rows.facts)
     hot = [
@@ -376,13 +375,13 @@ def _require_ranks(manifest: Manifest, world: int) -> None:
 
 
 def rows_in(microbatches: Sequence[MicroBatch], rows: LoadedRows) -> int:
-    """Return how many rows of a manifest the micro-batches hold; a pair is one."""
+    """Return the number of rows of a manifest in the micro-batches; a pair counts as one."""
     size = 2 if rows.field("chosen").blocks else 1
     return sum(len(microbatch.policy_versions) for microbatch in microbatches) // size
 
 
 def _each(items: Sequence[T], size: int) -> Sequence[T]:
-    """Return every item ``size`` times."""
+    """Repeat every item ``size`` times."""
     return items if size == 1 else [item for item in items for _ in range(size)]
 
 
@@ -393,7 +392,7 @@ def _per_row(
     recorded: Array | None,
     runs: Array | None,
 ) -> dict[str, Column]:
-    """Return the columns ``[N]`` that say of each row what it is."""
+    """Return the columns ``[N]`` that identify each row."""
     chosen = slice(plan.start, plan.stop)
     slots = np.arange(plan.start, plan.stop, dtype=np.int32).repeat(size)
     groups = np.array(manifest.groups[chosen], np.int32).repeat(size)
@@ -412,7 +411,7 @@ def _per_row(
 
 
 def run_numbers(manifest: Manifest, rows: LoadedRows) -> Array:
-    """Return a number for each row of a step, ``int32``, that only the rows of its run have."""
+    """Return an ``int32`` for each row of a step that is equal for the rows of one run."""
     groups = np.array(manifest.groups, np.int64)
     keys = (groups << 32) + np.array(rows.facts.runs, np.int64)
     order = np.argsort(keys, kind="stable")
@@ -422,7 +421,7 @@ def run_numbers(manifest: Manifest, rows: LoadedRows) -> Array:
 
 
 def rewards_of(manifest: Manifest, rows: LoadedRows) -> Sequence[float | None]:
-    """Return the reward of each row of a step: of one without, that of the last row of its run."""
+    """Return the reward of each row; a row without one takes that of the last row of its run."""
     facts = rows.facts
     if not manifest.by_run or None not in facts.rewards:
         return facts.rewards
@@ -438,7 +437,7 @@ def rewards_of(manifest: Manifest, rows: LoadedRows) -> Sequence[float | None]:
 def mean_reward(manifest: Manifest, rows: LoadedRows) -> float | None:
     """Return the mean reward of the trainer's own rows of a step, each run once; None: unknown.
 
-    A row that recorded rewards of its tokens alone has their sum.
+    The reward of a row with token-level rewards alone is their sum.
     """
     facts = rows.facts
     rewards = np.array(facts.rewards, np.float64)
@@ -457,7 +456,7 @@ def mean_reward(manifest: Manifest, rows: LoadedRows) -> float | None:
 
 
 def known_versions(manifest: Manifest, rows: LoadedRows) -> list[int]:
-    """Return the policy versions of the trainer's own rows of a step, where they are known."""
+    """Return the known policy versions of the trainer's own rows of a step."""
     versions = rows.facts.policy_versions
     expert = manifest.source or repeat(0)
     return [v for v, of in zip(versions, expert, strict=False) if v is not None and not of]
@@ -473,7 +472,7 @@ def lacking_of(field: str, manifest: Manifest, rows: LoadedRows) -> list[int]:
 
 
 def _layout_of_step(manifest: Manifest, columns: RowColumns, size: int, world: int) -> BatchLayout:
-    """Return the denominators: over all rows, over the usual ones, over the expert's."""
+    """Return the denominators over all rows, over the usual and over the expert's rows."""
     groups, tokens = _each(manifest.groups, size), columns.trained_tokens
     of = _each(manifest.source, size)
     total = usual = _totals(groups, tokens)
@@ -490,7 +489,7 @@ def _layout_of_step(manifest: Manifest, columns: RowColumns, size: int, world: i
 
 
 def _totals(groups: Sequence[int], tokens: Sequence[int]) -> Totals:
-    """Return the denominators over rows of these groups, with so many trained tokens each."""
+    """Return the denominators over rows with these groups and numbers of trained tokens."""
     return Totals(
         tokens=sum(tokens),
         sequences=len(tokens),
@@ -500,14 +499,14 @@ def _totals(groups: Sequence[int], tokens: Sequence[int]) -> Totals:
 
 
 def _part(column: Array | LazyColumn, part: Part) -> Column:
-    """Return what a column is in one micro-batch, or what makes that."""
+    """Return the part of a column in one micro-batch, or a function that makes it."""
     if isinstance(column, LazyColumn):
         return lambda: column.part(part.elements).reshape(part.shape)
     return column[part.elements].reshape(part.shape)
 
 
 def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
-    """Return the columns, and how many rows they have for each of the manifest: two of a pair."""
+    """Return the columns, and their number of rows per row of the manifest: 2 for pairs."""
     if rows.field("chosen").blocks:
         return _halves(rows), 2
     masks, number = rows.field("action_mask"), len(rows.facts)
@@ -520,7 +519,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
     responses = {name: rows.field(field) for name, field in stored.items()}
     rewards = rewards_of(manifest, rows)
     if any(manifest.source):
-        # What an expert's rows hold of a rollout was not the policy's: it is 0.
+        # Log-probabilities of an expert's rows are not the policy's, so they become 0.
         expert = np.array(manifest.source) > 0
         responses = {name: field.without(expert) for name, field in responses.items()}
         rewards = [None if of else value for value, of in zip(rewards, expert, strict=True)]
@@ -529,10 +528,10 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
         if not field.missing(number):
             responses[name] = field
     recorded = responses["rollout_logprob"].present(number)
-    # What is left of a mixed step may be the expert's rows alone, whose 0 no loss reads.
+    # A mixed step may have only the expert's rows left, whose zeros no loss reads.
     is_of_experts = bool(manifest.source) and all(manifest.source)
     if not (recorded.any() or is_of_experts):
-        del responses["rollout_logprob"]  # zeros would be read as probabilities of 1
+        del responses["rollout_logprob"]  # zeros would mean probabilities of 1
     if masks.missing(number):
         raise InvalidArgumentError(
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
@@ -553,7 +552,7 @@ def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
 
 
 def _halves(rows: LoadedRows) -> RowColumns:
-    """Return the columns of pairs: prompt and chosen answer, prompt and rejected one, in turn."""
+    """Return the columns of pairs as alternating rows: prompt + chosen, prompt + rejected."""
     pairs = zip(*(rows.values(name) for name in ("tokens", "chosen", "rejected")), strict=True)
     answers: list[Any] = [(prompt, half) for prompt, *both in pairs for half in both]
     names = ("advantages", "returns", REWARDS)
@@ -570,7 +569,7 @@ def _halves(rows: LoadedRows) -> RowColumns:
 
 
 def row_lengths(manifest: Manifest, rows: LoadedRows, *, longest: bool = False) -> list[int]:
-    """Return per stored pair what `plan_microbatches` asks, or the tokens of its longer half."""
+    """Return the length of each stored pair for `plan_microbatches`, or of its longer half."""
     sizes = _halves(rows).lengths.tolist()
     of_pair = max if longest or manifest.layout == "padded" else sum
     return [of_pair(pair) for pair in zip(sizes[0::2], sizes[1::2], strict=True)]
@@ -598,9 +597,9 @@ def _places(columns: RowColumns, plans: Sequence[MicroBatchPlan], *, padded: boo
 
 
 def _boundaries(lengths: Array, mover: Mover) -> dict[str, Any]:
-    """Return where rows of these lengths end that are packed one after another.
+    """Return the ends of packed rows of these lengths.
 
-    They are read of the layout, too, which is there whole.
+    Not lazy, since the layout needs them too.
     """
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])

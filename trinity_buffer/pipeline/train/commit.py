@@ -36,12 +36,12 @@ Numbers = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class StepMeasures:
-    """What was measured of one step.
+    """Measurements of one step.
 
     Attributes:
-        rows: name -> ``[rows of the manifest]``, NaN where a row has no such number.
+        rows: name -> ``[rows of the manifest]``, NaN for missing values.
         metrics: numbers of the whole step.
-        tokens: name -> for each row of the manifest ``[its tokens]``; empty where not asked for.
+        tokens: name -> ``[its tokens]`` for each row of the manifest; empty if not requested.
     """
 
     step: int
@@ -53,7 +53,7 @@ class StepMeasures:
 def measured_events(
     consumer: str, measures: Sequence[StepMeasures], store: SegmentStore
 ) -> tuple[list[NewEvent], list[SegmentRow]]:
-    """Return the events that record ``measures``, and what was put into ``store`` for them.
+    """Put ``measures`` into ``store``; return the events that record them, and their segments.
 
     Encodes: call it off the event loop.
     """
@@ -103,12 +103,12 @@ _logger = logging.getLogger(__name__)
 
 
 PolicyPath = str | Path | Literal[False] | None
-"""What a commit publishes: a path, None for the checkpoint, False for nothing."""
+"""The weights that a commit publishes: a path, None for the checkpoint, False for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What is recorded of trained steps beside their manifests; see `TrainStream.commit`."""
+    """The arguments of a commit; see `TrainStream.commit`."""
 
     checkpoint: str | Path | None = None
     policy: PolicyPath = None
@@ -126,7 +126,7 @@ class Commit:
 
     @property
     def published(self) -> str | Path | None:
-        """Where explorers shall load the weights from; None: nothing is published."""
+        """Path of the weights that explorers load; None: nothing is published."""
         if self.policy is False:
             return None
         return self.checkpoint if self.policy is None else self.policy
@@ -138,7 +138,7 @@ class _Delivered(NamedTuple):
 
 
 class DeliveredSteps:
-    """Steps that were delivered and are not committed, without their tensors."""
+    """Delivered but uncommitted steps, without their tensors."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Delivered] = {}
@@ -152,7 +152,7 @@ class DeliveredSteps:
         """Return the steps after ``committed`` up to ``last``.
 
         Raises:
-            InvalidArgumentError: one of them was not delivered, or ``last`` is another stream's.
+            InvalidArgumentError: a step was not delivered, or ``last`` is of another stream.
         """
         steps = list(range(committed + 1, last.step + 1))
         missing = [number for number in steps if number not in self._steps]
@@ -169,18 +169,18 @@ class DeliveredSteps:
         return [self._steps[step].manifest.digest for step in steps]
 
     def rows(self, steps: Sequence[int]) -> list[int]:
-        """Return how many rows of each of ``steps`` this rank was given."""
+        """Return the number of rows of each of ``steps`` on this rank."""
         return [self._steps[step].rows for step in steps]
 
     def require_rows(self, steps: Sequence[int], by_rank: Sequence[Sequence[int]]) -> None:
-        """Return if each rank took the rows of ``steps`` that it was dealt.
+        """Raise unless each rank took the rows of ``steps`` that were assigned to it.
 
         Args:
-            steps: about to be committed.
-            by_rank: of each step, how many rows each rank took, by its own account.
+            steps: the steps about to be committed.
+            by_rank: for each step, the number of rows that each rank reports.
 
         Raises:
-            InvalidArgumentError: rows of a step were not taken, or too many.
+            InvalidArgumentError: a rank took too few or too many rows of a step.
         """
         for step, taken in zip(steps, by_rank, strict=True):
             dealt = self._steps[step].manifest.rows_by_rank()
@@ -191,11 +191,11 @@ class DeliveredSteps:
                 )
 
     def measure(self, measures: StepMeasures) -> None:
-        """Keep what was measured of a step, until it is committed."""
+        """Keep measurements of a step until it is committed."""
         self._measures[measures.step] = measures
 
     def measured(self, steps: Sequence[int]) -> list[StepMeasures]:
-        """Return what was measured of those of ``steps`` that were measured."""
+        """Return the measurements of those of ``steps`` that have any."""
         return [self._measures[step] for step in steps if step in self._measures]
 
     def forget(self, steps: Sequence[int]) -> None:
@@ -206,32 +206,32 @@ class DeliveredSteps:
 
 
 COMMITS_KEPT = 64
-"""Of a stream, so that a commit that is repeated is told from one that names something else."""
+"""Number of commits that are remembered, to tell a repeated commit from a contradicting one."""
 
 
 class LastCommits:
-    """What the last commits of a stream named, by their steps.
+    """The checkpoints and policies of the last commits of a stream, by step.
 
     Args:
-        trainer: its name, for messages.
+        trainer: name of the trainer, for messages.
     """
 
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
         self._named: dict[int, tuple[Path | None, Path | None]] = {}
-        self._unknown: int | None = None  # the last step of which nobody remembers how
+        self._unknown: int | None = None  # the last step whose commit is not remembered
         self._saved_at = 0  # the last step with a checkpoint
         self._warned = self._warned_of_path = False
 
     def require_same(self, step: int, commit: Commit) -> None:
-        """Return if a commit of ``step``, which is committed, names nothing that was not recorded.
+        """Raise unless a repeated commit of ``step`` names what the first one recorded.
 
         Raises:
-            InvalidArgumentError: its checkpoint or policy would be dropped in silence.
+            InvalidArgumentError: its checkpoint or policy would be silently ignored.
         """
         new = _named_by(commit)
         if new == (None, None) or self._unknown is None or step <= self._unknown:
-            return  # an earlier stream committed it, or this one long ago: nobody remembers as what
+            return  # committed by an earlier stream, or too long ago to remember how
         recorded = self._named.get(step, (None, None))
         for what, path, known in zip(("checkpoint", "policy"), new, recorded, strict=True):
             if path is not None and path != known:
@@ -243,10 +243,7 @@ class LastCommits:
                 )
 
     def add(self, steps: Sequence[int], commit: Commit) -> None:
-        """Note a commit; warn, once, of the first that names no checkpoint after one that did.
-
-        And of the first that names the checkpoint of an earlier step.
-        """
+        """Note a commit; warn once if checkpoints stop, and once if one reuses an earlier path."""
         if self._unknown is None:
             self._unknown = steps[0] - 1
         step = steps[-1]
@@ -290,16 +287,16 @@ def _named_by(commit: Commit) -> tuple[Path | None, Path | None]:
 
 
 NON_FINITE = "non_finite"
-"""Why the weights did not go through a step that is committed all the same."""
+"""Reason of a committed step that did not change the weights."""
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that are finite: a number of an event is a number."""
+    """Return the finite metrics: events hold no NaN or infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def skips(skipped: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-    """Return the fields of `StepsCommitted` that say which steps were skipped, and their rows."""
+    """Return the fields of `StepsCommitted` for skipped steps and their rows."""
     if not skipped:
         return {}
     return {
@@ -310,7 +307,7 @@ def skips(skipped: Mapping[int, Sequence[str]]) -> dict[str, Any]:
 
 
 class CommitRecords(NamedTuple):
-    """What the transaction of a commit appends: events, and rows of the segments they name."""
+    """The events of a commit, and the rows of the segments that they refer to."""
 
     events: list[NewEvent]
     segment_rows: list[SegmentRow]
@@ -322,20 +319,19 @@ async def commit_records(
     store: SegmentStore,
     measured: Sequence[StepMeasures] = (),
 ) -> CommitRecords:
-    """Write the files of a commit through to the disk; return what records it.
+    """Flush the files of a commit to disk; return the events that record it.
 
     Args:
-        commit: without its checkpoint.
-        kept: the file or folder that holds the weights after its last step, and where explorers
-            shall load those of that version from.
-        store: where what was measured is put.
-        measured: of its steps.
+        commit: the event, still without its checkpoint.
+        request: names the checkpoint and the policy to publish.
+        store: receives the segments of measurements.
+        measured: measurements of its steps.
 
     Raises:
         CheckpointError: no file at ``checkpoint`` or ``policy``.
     """
     path = content = None
-    known = dict(request.digests or {})  # what lies in both is read once
+    known = dict(request.digests or {})  # checkpoint and policy may share files
     if request.checkpoint is not None:
         path, content = await anyio.to_thread.run_sync(_make_durable, request.checkpoint, known)
     events = [new_event(replace(commit, checkpoint=path, checkpoint_digest=content))]
@@ -352,6 +348,6 @@ async def commit_records(
 
 
 def _make_durable(path: str | Path, known: dict[Path, str]) -> tuple[str, str]:
-    """Return the absolute path and the digest of what is there, which is on the disk then."""
+    """Flush a file or folder to disk; return its absolute path and its digest."""
     whole = Path(path).absolute()
     return str(whole), checkpoints.make_durable(whole, known)

@@ -58,11 +58,11 @@ from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Session, Transaction
 
 IN_ONE_GO_S = 0.05
-"""For so long steps are made in one go, while the trainer asks for more of them: others of this
-process cannot write meanwhile."""
+"""Steps are made in one session for so long while the trainer asks for more: other writers of this
+process have to wait meanwhile."""
 
 LOOK_AGAIN_S = 1.0
-"""So often it is seen whether the strategy of a finished experiment is still there."""
+"""Interval of checks whether the strategy of a finished experiment is still alive."""
 
 _logger = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class LeadingRank:
     """Makes the steps of a trainer, for the other ranks too, and commits them.
 
     Args:
-        experiment: the trainer's own.
-        options: of the stream.
-        loader: of the trainer's rows.
-        lease: held by this process.
+        experiment: the trainer's own experiment.
+        options: options of the stream.
+        loader: loads the trainer's rows.
+        lease: the trainer's lease, held by this process.
         expert: the experiment of the expert's rows, if the stream mixes.
     """
 
@@ -100,7 +100,7 @@ class LeadingRank:
         recorded = (None if options.strategy else experiment, expert)
         self._recorders = {e.key: recorder(e) for e in recorded if e}
         self._begun = False
-        self._without_expert = self._passed_over = False  # which was said
+        self._without_expert = self._passed_over = False  # already warned of
         self.resume: Resume | None = None
         self.committed = 0
         self.incomplete_groups = 0
@@ -108,26 +108,26 @@ class LeadingRank:
 
     @property
     def lost(self) -> LeaseLostError | None:
-        """Why the lease is not held any more."""
+        """Why the lease was lost, or None."""
         return self._lease.lost
 
     async def leads(self) -> bool:
-        """Return whether nobody has taken over, by the store as it is now."""
+        """Return whether this process still holds the lease, by the current store."""
         return await self._lease.is_held()
 
     # -- opening
 
     async def prepare(self) -> None:
-        """Begin, if the set that is trained on is there; otherwise `run` waits for it.
+        """Begin, if the annotation set exists; otherwise `run` waits for it.
 
         Raises:
-            UnknownNameError: there is no such set, and it is not waited for.
+            UnknownNameError: the set does not exist, and ``wait_for_set`` is False.
         """
         if await has_set(self._experiment, self._options):
             await self._begin()
 
     async def _begin(self) -> None:
-        """Register, rewind if asked to, find the last commit and what was handed out after it."""
+        """Register, rewind if asked to, and find the last commit and the steps leased after it."""
         row = await register(self._experiment, self._options.consumer, self._options.annotation_set)
         if self._options.resume_from is not None:
             row = await self._rewind(row, self._options.resume_from)
@@ -138,8 +138,10 @@ class LeadingRank:
             self.resume = await last_commit(self._experiment, row.name, done[-1], chain)
             self._say_without_checkpoint(self.resume)
         dropped = await rows_to_drop(self._experiment, self._expert, self._options)
-        dealer = Repartitioner(self._experiment, self._lease, self._loader, self._options, dropped)
-        self._recorded = deque(await dealer.dealt(leased))
+        repartitioner = Repartitioner(
+            self._experiment, self._lease, self._loader, self._options, dropped
+        )
+        self._recorded = deque(await repartitioner.repartition(leased))
         self._next_step = row.leased_step + 1
         await self._database.read(self._sampler.start, dropped)
         await self._ranks.assemble(self._lease, row.committed_step)
@@ -164,7 +166,7 @@ class LeadingRank:
     # -- serving
 
     async def run(self) -> None:
-        """Make and serve steps until there are no more; errors come out where it is read."""
+        """Make and serve steps until the end; errors are raised to the reader of the stream."""
         try:
             if not self._begun:
                 await wait_for_set(self._experiment, self._options, self._lease.presence)
@@ -180,7 +182,7 @@ class LeadingRank:
             self.queue.end()
 
     async def _gather(self) -> None:
-        """Make the groups of what is trained as it was recorded, while the stream is read."""
+        """Group recorded rows in the background, for sets that no strategy annotates."""
         async with task_group() as tasks:
             for key, consumer in list(self._recorders.items()):
                 tasks.start_soon(self._record, key, consumer)
@@ -201,7 +203,7 @@ class LeadingRank:
             await self.queue.room()
 
     async def _next(self) -> bool:
-        """Make the next step, and more if they are asked for; return False if there is none."""
+        """Make the next step, and more while they are asked for; return False at the end."""
         presence = self._lease.presence
         stall = Stall(self._database, self._experiment.key, presence)
         wait = ReportedWait(self._database.changes, self._waiting_for, presence, stall=stall)
@@ -212,7 +214,7 @@ class LeadingRank:
             recorders = dict(self._recorders)
             ending = not recorders and not self._options.follow
             made, finished = await self._make(partial_ok=ending)
-            if finished and not ending:  # what came before the end is read once more
+            if finished and not ending:  # one more pass: rows may precede the end
                 through = self._experiment.key not in recorders
                 ending = through and not await self._more_is_to_come()
                 if ending:
@@ -224,7 +226,7 @@ class LeadingRank:
             goes_on = self._options.follow and not finished
             if goes_on and expert not in recorders:  # there is one, and it is finished
                 self._sampler.require_expert()
-            # Nobody says that a strategy was killed.
+            # A killed strategy commits nothing that would wake this wait.
             await wait.changed(state, LOOK_AGAIN_S if finished else None)
 
     async def _more_is_to_come(self) -> bool:
@@ -237,14 +239,14 @@ class LeadingRank:
         """Make steps while there is room and there are rows.
 
         Returns:
-            Whether there was one; if there was none, whether the experiment is finished.
+            Whether a step was made; if not, whether the experiment is finished.
         """
 
         def work(s: Session) -> tuple[bool, bool]:
             until, made = time.monotonic() + IN_ONE_GO_S, False
             while self._make_one(s, partial_ok=partial_ok):
                 made = True
-                # Who waits for the step gets the interpreter once this thread has no more to do.
+                # The reader of the step gets the interpreter lock only once this thread is idle.
                 more = self.queue.has_room() and not self._sampler.is_through
                 if not more or time.monotonic() > until:
                     break
@@ -253,10 +255,10 @@ class LeadingRank:
         return await self._database.session(work)
 
     def _make_one(self, s: Session, *, partial_ok: bool) -> bool:
-        """Make the next step, if there are rows for it; return whether there were.
+        """Make the next step if there are rows for it; return whether there were.
 
-        What it was read from is let go of on return: the next step is read into the same memory,
-        and a trainer's step does not hold the bytes of the one after it.
+        Its segments are released on return: the next step is read into the same memory, and the
+        trainer's step does not keep the bytes of the next one alive.
         """
         taken = self._sampler.take(s, self._next_step, partial_ok=partial_ok)
         if taken is not None:
@@ -266,7 +268,7 @@ class LeadingRank:
         return taken is not None
 
     def _lease_step(self, s: Session, manifest: Manifest, rows: LoadedRows) -> TrainStep:
-        """Return the step of these rows, leased."""
+        """Lease these rows as a step and return it."""
         name, token = self._options.consumer, self._lease.token
 
         def collate() -> tuple[list[MicroBatch], NewEvent]:
@@ -284,7 +286,7 @@ class LeadingRank:
         reached("after-lease")
         return self._maker.step(manifest, rows, microbatches, head)
 
-    # -- what it says
+    # -- reporting
 
     def _say_without_checkpoint(self, resume: Resume) -> None:
         if resume.checkpoint is None:
@@ -296,7 +298,7 @@ class LeadingRank:
             )
 
     def _say_without_expert(self) -> None:
-        """Say once that the steps from here on mix in fewer of the expert's groups, or none."""
+        """Warn once that steps from here on mix in fewer of the expert's groups, or none."""
         if self._sampler.lacks_expert and not self._without_expert:
             self._without_expert = True
             _logger.warning(
@@ -312,7 +314,7 @@ class LeadingRank:
         return f"trainer {self._options.consumer!r} waits for {lacking}{self._not_committed()}"
 
     def _not_committed(self) -> str:
-        """Return which steps keep explorers waiting, if their commit waits for the next one."""
+        """Return the uncommitted steps that keep explorers waiting, as text; "" if none do."""
         rules, steps = Admission.of(self._experiment.config), self._next_step - 1 - self.committed
         most = rules.most_uncommitted_steps
         if most is None or steps < most or self._options.consumer != rules.trainer:
@@ -324,7 +326,7 @@ class LeadingRank:
         )
 
     async def _say_what_is_left(self, served: int) -> None:
-        """Say what is left, if anything, and why, at the end of a stream of ``served`` steps."""
+        """Report untrained rows, and why they are left, at the end of a stream."""
         left = await self._database.read(self._sampler.left)
         if not (left or served):
             left = await self._database.read(self._sampler.outcome)
@@ -371,7 +373,7 @@ class LeadingRank:
             self._say_if_passed_over(request.published, newest[1] if newest else "")
 
     def _say_if_passed_over(self, published: str | Path, newest: str) -> None:
-        """Say once that explorers load the weights of another trainer, those at ``newest``."""
+        """Warn once that explorers load another trainer's weights, those at ``newest``."""
         own = self._options.consumer
         if own != self._followed and newest != str(Path(published).absolute()):
             self._passed_over = True
@@ -398,15 +400,15 @@ class LeadingRank:
 
 
 class FollowingRank:
-    """Leases nothing; its commit tells rank 0 how far it is.
+    """Serves leased steps; its commit only reports its progress to rank 0.
 
     Args:
-        experiment: the trainer's own.
-        options: of the stream.
-        loader: of the trainer's rows.
+        experiment: the trainer's own experiment.
+        options: options of the stream.
+        loader: loads the trainer's rows.
 
     Attributes:
-        presence: of this rank, to be kept as long as it is there.
+        presence: heartbeats of this rank; the caller keeps them going.
     """
 
     incomplete_groups = 0
@@ -429,11 +431,11 @@ class FollowingRank:
         self.queue = StepQueue(options.prefetch)
 
     async def leads(self) -> bool:
-        """Return False: the lease is rank 0's."""
+        """Return False: only rank 0 holds the lease."""
         return False
 
     async def prepare(self) -> None:
-        """Join the other ranks, find the last commit and what was handed out after it."""
+        """Join the other ranks, and find the last commit and the steps leased after it."""
         if not await has_set(self._experiment, self._options):
             await wait_for_set(self._experiment, self._options, self.presence)
         await self._ranks.join()
@@ -447,7 +449,7 @@ class FollowingRank:
         self._next_step = self.committed + 1
 
     async def run(self) -> None:
-        """Serve what rank 0 leases until it says that there is no more."""
+        """Serve the steps that rank 0 leases until it records the end."""
         try:
             work = Work(self.presence, lambda: not self.queue.is_waited_for())
             async with running(partial(work.keep, wait_report_s())):
@@ -482,9 +484,7 @@ class FollowingRank:
     async def commit(
         self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, request: Commit
     ) -> None:
-        """Tell rank 0 that this rank went through ``steps``; rank 0 commits them.
-
-        The ``request`` is rank 0's to carry out.
+        """Tell rank 0 that this rank went through ``steps``; rank 0 carries out the ``request``.
 
         Raises:
             LeaseLostError: the ranks assembled anew without this one.

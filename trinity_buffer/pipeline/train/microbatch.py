@@ -1,4 +1,4 @@
-"""What a trainer gets for one forward and backward pass: tensors by name."""
+"""Micro-batches: tensors by name for one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trinity_buffer.errors import TrainingError
 
 
 class Lazy:
-    """A value that is made when somebody first looks at it.
+    """A value that is made when it is first read.
 
     Args:
-        make: makes it; let go of then.
+        make: makes the value; released afterwards.
     """
 
     __slots__ = ("_made", "_make")
@@ -32,19 +32,19 @@ class Lazy:
         """The value."""
         make = self._make
         if make is not None:
-            # Autograd can keep nothing that is made in inference mode.
+            # Autograd cannot save tensors that were made in inference mode.
             with torch.inference_mode(False):  # noqa: FBT003 - torch.compile takes no keyword
                 self._made.append(make())
-            del self._made[1:]  # of threads that look at once, all get what came first
+            del self._made[1:]  # threads that race all get the first value
             self._make = None
         return self._made[0]
 
 
 class LazyTensors(MutableMapping[str, Any]):
-    """Tensors by name, some of which are made when they are first looked at.
+    """Tensors by name, some of which are made when they are first read.
 
     Args:
-        held: tensors and other values, and what makes some of them.
+        held: tensors, lazy values and other values.
     """
 
     __slots__ = ("_held",)
@@ -81,7 +81,7 @@ class LazyTensors(MutableMapping[str, Any]):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a copy hold tensors alone: what makes them may hold all of the step."""
+        """Pickle tensors alone: a lazy value may hold the whole step."""
         return LazyTensors, (dict(self),)
 
 
@@ -98,18 +98,17 @@ class MicroBatch(Mapping[str, Any]):
     ``[N]``; packed also ``cu_seqlens`` int32 ``[N + 1]`` and ``max_seqlen``.
 
     Attributes:
-        tensors: the mapping itself; assign to it what the trainer computes (``values``,
-            ``ref_logprob``, ...). What few losses read is made when it is first looked at, of large
-            steps every column; so is it moved to another device, unless it was looked at in an
-            earlier step.
+        tensors: the mapping itself; assign what the trainer computes to it (``values``,
+            ``ref_logprob``, ...). Columns that few losses read, and all columns of large steps, are
+            made when first read, and moved to another device then unless earlier steps read them.
         layout: sequence boundaries, and the denominators of the whole step.
         multi_modal_inputs: one mapping per row, name -> tensor.
-        policy_versions: one per row, None where unknown.
+        policy_versions: one per row, None if unknown.
         unrecorded: ``usual`` or ``expert`` -> uid of a row of the step without log-probabilities,
-            where others have some.
-        unscorable: uid of a row of the step -> an option that it was sampled with and no trainer
-            can score, such as ``top_p=0.9``.
-        read_zeros: called when ``advantages`` are read that nobody computed; None: there are some.
+            if other rows have them.
+        unscorable: uid of a row of the step -> the sampling option that no trainer can score, such
+            as ``top_p=0.9``.
+        read_zeros: called when ``advantages`` are read that were never computed; None: they were.
     """
 
     tensors: MutableMapping[str, Any]
@@ -135,7 +134,7 @@ class MicroBatch(Mapping[str, Any]):
         """Raise unless log-probabilities of a trainer can be compared with the recorded ones.
 
         Args:
-            compared: whether they are; None: they are where ``old_logprob`` is what was recorded.
+            compared: whether they are; None: if ``old_logprob`` is the recorded one.
 
         Raises:
             TrainingError: names a row of the step, and the option that forbids it.
@@ -153,11 +152,11 @@ class MicroBatch(Mapping[str, Any]):
             )
 
     def require_plain(self, temperature: float) -> None:
-        """Raise unless a trainer that is given tokens alone can train it at its one temperature.
+        """Raise unless a trainer that knows only tokens and one temperature can train on it.
 
         Raises:
-            TrainingError: rows have pictures or the like, were sampled at another temperature, or
-                no trainer can score them; see `require_scorable`.
+            TrainingError: rows have other inputs such as pictures, were sampled at another
+                temperature, or cannot be scored; see `require_scorable`.
         """
         self.require_scorable()
         if any(self.multi_modal_inputs):
@@ -177,7 +176,7 @@ class MicroBatch(Mapping[str, Any]):
             )
 
     def drop(self, key: str) -> None:
-        """Let go of a tensor, if it is there: without making it, as ``pop`` would."""
+        """Remove a tensor if present, without making it first as ``pop`` would."""
         if key in self.tensors:
             del self.tensors[key]
 

@@ -1,8 +1,7 @@
-"""How the columns of a micro-batch get to the device: once, and only if somebody looks at them.
+"""Moves the columns of a micro-batch to the device, once, and only if they are read.
 
-A GPU copies from pinned memory while it computes. All columns of a micro-batch that were looked at
-in steps before go there in one copy, out of one piece of memory that is used again when the copy is
-done; others follow when they are first looked at.
+A GPU copies from pinned memory while it computes. The columns that were read in earlier steps go
+there in a single copy from one reusable piece of memory; the others follow when first read.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from trinity_buffer.pipeline.train.buffers import StepMemory, aligned
 from trinity_buffer.pipeline.train.microbatch import Lazy, LazyTensors
 
 Column: TypeAlias = "Array | Callable[[], Array] | Lazy"
-"""A column, what makes it when it is first looked at, or one that lies on the device already."""
+"""A column, a function that makes it when first read, or one that is on the device already."""
 
 
 class Event(Protocol):
@@ -39,26 +38,26 @@ class Event(Protocol):
 
 
 class Transfers(Protocol):
-    """What a device that copies beside its computing is asked for."""
+    """The interface to a device that copies while it computes."""
 
     def pinned(self, size: int) -> Array:
-        """Return ``size`` bytes of memory that the device reads itself."""
+        """Return ``size`` bytes of memory that the device can read directly."""
         ...
 
     def send(self, source: Array) -> tuple[Tensor, Event]:
-        """Begin to copy bytes to the device; return them there, and the end of the copy."""
+        """Start copying bytes to the device; return the copy there, and the event of its end."""
         ...
 
     def receive(self, there: Tensor, done: Event) -> None:
-        """Let what this thread asks of the device next wait for a copy, and own its memory."""
+        """Make this thread's next work on the device wait for a copy, and own its memory."""
         ...
 
 
 class CudaTransfers:
-    """Copies on a stream of their own.
+    """Copies on a separate CUDA stream.
 
     Args:
-        device: one GPU.
+        device: the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +70,7 @@ class CudaTransfers:
         return memory
 
     def send(self, source: Array) -> tuple[Tensor, Event]:
-        """Copy into memory of the stream, so that nothing that is computed is waited for."""
+        """Copy into memory of the copy stream, so that it need not wait for any computation."""
         with torch.cuda.stream(self._stream):
             there = torch.empty(len(source), dtype=torch.uint8, device=self._device)
             there.copy_(torch.from_numpy(source), non_blocking=True)
@@ -80,19 +79,19 @@ class CudaTransfers:
         return there, done
 
     def receive(self, there: Tensor, done: Any) -> None:
-        """Let the current stream wait, and the allocator not reuse the memory before its work."""
+        """Make the current stream wait, and keep the memory from reuse until its work is done."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(done)
         there.record_stream(current)
 
 
 def transfers_of(device: torch.device) -> Transfers | None:
-    """Return how a device is copied to beside its computing; None: it is not."""
+    """Return the transfers of a device, or None if it does not copy while it computes."""
     return CudaTransfers(device) if device.type == "cuda" else None
 
 
 class _Sent(NamedTuple):
-    """Columns that lie on the device when the copy is done."""
+    """Columns on the device, valid once the copy is done."""
 
     columns: Mapping[str, Tensor]
     there: Tensor
@@ -102,24 +101,24 @@ class _Sent(NamedTuple):
 class Mover:
     """Moves the columns of one rank's micro-batches to their device.
 
-    The stream makes the next step while the trainer's threads look at this one: they may call it at
-    the same time.
+    The stream makes the next step while threads of the trainer read this one, so calls may be
+    concurrent.
 
     Args:
-        device: where the columns are put.
+        device: the target device.
     """
 
     def __init__(self, device: str) -> None:
         self._named = device
         self._is_here = device == "cpu"
-        # An error names the row of its micro-batch, and may be that there is no memory left there.
+        # Always moved ahead: an error has to name its rows even when the device has no memory left.
         self._looked_at = {"sample_index"}
         self._under_way: deque[tuple[Event, Array]] = deque()
         self._lock = Lock()
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the columns are put, by its number."""
+        """The target device, with its index."""
         device = torch.device(self._named)
         if device.type == "cuda" and device.index is None:
             return torch.device("cuda", torch.cuda.current_device())
@@ -135,7 +134,7 @@ class Mover:
         return StepMemory(self._transfers.pinned)
 
     def columns(self, columns: Mapping[str, Column]) -> dict[str, Any]:
-        """Return the columns of a micro-batch as tensors, or what makes each of them."""
+        """Return the columns of a micro-batch as tensors or lazy ones."""
         tensors: dict[str, Any] = {}
         ahead: dict[str, Array] = {}
         for name, column in columns.items():
@@ -156,33 +155,33 @@ class Mover:
         return tensors
 
     def now(self, column: Array) -> Tensor:
-        """Return a column that is on the device, for whatever is asked of it next."""
+        """Return a column on the device, ready for any stream."""
         there = torch.from_numpy(column)
         if self._is_here or self._transfers is None:
             return there.to(self.device)
         sent = self._send({"": there})
         tensor = self._received("", sent)
-        sent.done.synchronize()  # whatever the stream that asks
+        sent.done.synchronize()  # the column may be used on any stream
         return tensor
 
     def inputs(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Return tensors of a row that are no columns, such as pixels, by name."""
+        """Move a row's tensors that are not columns, such as pixels."""
         if self._is_here:
             return dict(tensors)
         late = {n: Lazy(partial(self._sent_and_received, value)) for n, value in tensors.items()}
         return LazyTensors(late)
 
     def positions(self, shape: tuple[int, ...]) -> Lazy:
-        """Return the places ``0, 1, …`` in each row, made on the device."""
+        """Return the positions ``0, 1, …`` in each row, made on the device."""
         return Lazy(lambda: torch.arange(shape[1], device=self.device).expand(shape))
 
     def _made(self, name: str, make: Callable[[], Array]) -> Tensor:
-        """Return a column that is made now; `torch.compile` does not look into its making."""
+        """Make a column now; `torch.compile` does not trace it."""
         made = torch.from_numpy(_untraced(make)())
         return made if self._is_here else self._moved(name, made)
 
     def _moved(self, name: str, column: Tensor) -> Tensor:
-        """Return a column that is looked at for the first time."""
+        """Move a column that is read for the first time."""
         self._looked_at.add(name)
         return self._sent_and_received(column)
 
@@ -198,7 +197,7 @@ class Mover:
         return sent.columns[name]
 
     def _send(self, columns: Mapping[str, Tensor]) -> _Sent:
-        """Begin to copy columns to the device, all in one piece."""
+        """Start copying columns to the device in one piece."""
         assert self._transfers is not None
         begins, size = dict[str, int](), 0
         for name, column in columns.items():
@@ -207,13 +206,13 @@ class Mover:
         with self._lock:
             while self._under_way and self._under_way[0][0].query():
                 self._under_way.popleft()
-            # Small ones are all of one size, so that each fits where another was.
+            # Small pieces get one common size, so that each can reuse the memory of another.
             source = self._memory.take(max(size, _SMALL))[:size]
             whole = torch.from_numpy(source)
             for name, column in columns.items():
                 _place(whole, begins[name], column).copy_(column)
             there, done = self._transfers.send(source)
-            # It is looked at as long as it is read, so that the memory is not given out again.
+            # Keep a reference until the copy is done, or the memory would be handed out again.
             self._under_way.append((done, source))
         placed = {name: _place(there, begins[name], column) for name, column in columns.items()}
         return _Sent(placed, there, done)
@@ -223,13 +222,15 @@ _SMALL = 64 * 1024
 
 
 def _place(whole: Tensor, begin: int, column: Tensor) -> Tensor:
-    """Return the part of some bytes where a column lies, as that column."""
+    """Return the column that lies at ``begin`` in the bytes of ``whole``."""
     return whole[begin : begin + column.nbytes].view(column.dtype).view(column.shape)
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that `torch.compile` does not look into."""
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled; to import it takes a second
+    """Return a function that `torch.compile` does not trace."""
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # importing it takes a second, and without it nothing is compiled
         untraced: Callable[..., Any] = torch.compiler.disable(function)
         return untraced
     return function

@@ -1,7 +1,7 @@
-"""What a train stream is asked for, and where it goes on.
+"""Options of a train stream, and the commit that it resumes from.
 
-`StreamKeywords` shows a caller the options: types for checkers, a signature too. What each means,
-and its default, is said once, in `StreamOptions`; a test holds the two together.
+`StreamOptions` defines the meaning and default of each option. `StreamKeywords` repeats their types
+for the signatures of functions; a test keeps the two equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trinity_buffer.pipeline.coordination.lease import TTL_S
 from trinity_buffer.pipeline.manifest import LayoutName
 
 CONFIGURED = ("groups_per_step", "tokens_per_microbatch", "layout", "lease_ttl_s")
-"""Options that are the experiment's configuration unless they are given."""
+"""Options that default to the experiment's configuration."""
 
 
 DamagedRows = Literal["refuse", "drop"]
@@ -27,43 +27,41 @@ DamagedRows = Literal["refuse", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How a train stream forms its steps; steps that are already recorded are served as recorded.
+    """How a train stream forms its steps; recorded steps are served as recorded.
 
-    They lose only rows that ``damaged_rows``, ``drop`` or ``max_tokens`` takes out of them.
+    Recorded steps lose only rows that ``damaged_rows``, ``drop`` or ``max_tokens`` removes.
 
     ``groups_per_step``, ``tokens_per_microbatch``, ``layout`` and ``lease_ttl_s`` default to the
     experiment's configuration, if it has them.
 
     Attributes:
-        strategy: the annotation set to train on; None: the experiences as they were recorded.
+        strategy: the annotation set to train on; None: the experiences as recorded.
         consumer: name of this trainer; its steps, manifests and commits belong to it.
-        groups_per_step: groups of one gradient step.
+        groups_per_step: number of groups of one gradient step.
         tokens_per_microbatch: budget of computed tokens (rows × width padded, tokens packed); None:
             one micro-batch.
         layout: ``"padded"`` (right-padded rows) or ``"packed"``.
-        device: where the tensors of a micro-batch are put.
+        device: device of the tensors of a micro-batch.
         max_tokens: an experience with more is rejected (``oversize``), from an uncommitted step
             too; also the default normalizer of the losses.
-        follow: wait for more; otherwise end, with a smaller last step, when what is stored has been
-            served.
-        prefetch: how many steps are leased and decoded ahead.
+        follow: wait for more rows; otherwise end, with a smaller last step, after the stored ones.
+        prefetch: number of steps that are leased and decoded ahead.
         lease_ttl_s: after this many seconds without a heartbeat another process may take over.
         wait_for_lease: wait for the holder of the lease, or raise `LeaseHeldError`.
-        wait_for_set: with ``follow``, wait, with a warning, for a set that nobody has annotated
-            yet; if False it is refused at once, and nothing is registered.
-        damaged_rows: what to do with rows that were damaged or deleted since their step was leased,
-            and can never be read again: ``"refuse"`` ends the trainer with an error that names
-            them; ``"drop"`` takes them out of the step, which a `StepDealt` records, and rejects
-            them (``damaged``, ``deleted``). What is left of the step is trained.
-        drop: uids of rows that shall not be trained, such as one that is too long for the memory:
-            they are rejected (``dropped``), and the rest of an uncommitted step that holds them is
-            dealt anew, which a `StepDealt` records. A uid of the expert's experiment is looked for
-            where the trainer's own has none.
+        wait_for_set: with ``follow``, wait, with a warning, for a set that does not exist yet; if
+            False, such a set is an error at once, and nothing is registered.
+        damaged_rows: how to treat rows that became unreadable for good after their step was leased:
+            ``"refuse"`` ends the trainer with an error that names them; ``"drop"`` removes them
+            from the step, recorded by a `StepDealt`, and rejects them (``damaged``, ``deleted``).
+            The rest of the step is trained.
+        drop: uids of rows not to train on, such as one too long for the memory: they are rejected
+            (``dropped``), and uncommitted steps that hold them are repartitioned, recorded by a
+            `StepDealt`. A uid that the trainer's own experiment lacks is looked up in the expert's.
         resume_from: rewind to this committed step first; later commits are superseded.
         rank, world_size: this process of a data-parallel trainer. Rank 0 leases, the others read
             the manifests from the log; all must open the stream, and all must commit. The number
-            of ranks may change on restart: uncommitted steps are dealt anew. A rank without a group
-            in a step gets micro-batches without rows, and takes part as usual.
+            of ranks may change on restart: uncommitted steps are repartitioned. A rank without a
+            group in a step gets micro-batches without rows, and takes part as usual.
         sample_strategy: which groups a step takes, by its registered name: ``"default"``,
             ``"staleness_control"`` or ``"mix"``.
         max_staleness: ``staleness_control``: groups that are older, in policy versions, are
@@ -132,10 +130,10 @@ class StreamOptions:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], **overrides: Any) -> StreamOptions:
-        """Return the options ``given``, and for the others what ``config`` of an experiment says.
+        """Return the options ``overrides``, and the others from the ``config`` of an experiment.
 
         Raises:
-            TypeError: ``given`` names an option that there is not.
+            TypeError: ``overrides`` names an unknown option.
             UnknownNameError, InvalidArgumentError: an impossible option.
         """
         configured = {name: config[name] for name in CONFIGURED if name in config}
@@ -143,11 +141,11 @@ class StreamOptions:
 
     @property
     def annotation_set(self) -> str:
-        """Name of the set that is trained on."""
+        """Name of the annotation set to train on."""
         return RECORDED if self.strategy is None else self.strategy
 
     def sampling(self) -> SampleStrategy:
-        """Return the strategy that plans what a step takes.
+        """Return the strategy that selects the groups of a step.
 
         Raises:
             UnknownNameError: no such strategy.
@@ -169,16 +167,16 @@ def _require_count(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The last commit of the live line: where to go on.
+    """The last commit of the live line, from which to resume.
 
     Attributes:
         step: the last committed gradient step.
         checkpoint: its checkpoint, None if it was committed without one.
-        digest: sha256 of the checkpoint, already compared with what lies on the disk.
+        digest: sha256 of the checkpoint, already verified against the files.
         chain: link of the manifest chain after that step.
-        skipped: how many steps in a row, up to and including ``step``, changed no weight.
-        metrics: the numbers that its commit remembers.
-        environment: in which that commit was made; empty: it is not known.
+        skipped: number of consecutive steps up to ``step`` that changed no weight.
+        metrics: the numbers recorded with its commit.
+        environment: the environment of that commit; empty: unknown.
     """
 
     step: int
@@ -194,7 +192,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class GoingOn(TypedDict, total=False):
-    """How a stream goes on from what its trainer was handed before."""
+    """Options that concern steps recorded before."""
 
     damaged_rows: DamagedRows
     drop: Sequence[str]
@@ -202,7 +200,7 @@ class GoingOn(TypedDict, total=False):
 
 
 class StreamKeywords(GoingOn, total=False):
-    """What `StreamOptions` takes, by keyword."""
+    """The keywords of `StreamOptions`."""
 
     strategy: Required[str | None]
     consumer: str
@@ -227,7 +225,7 @@ class StreamKeywords(GoingOn, total=False):
 
 
 def takes(options: Callable[..., object]) -> Callable[[F], F]:
-    """Let the signature of a function show the keywords of ``options`` for its ``**options``."""
+    """Show the keywords of ``options`` in the signature of a function with ``**options``."""
 
     def show(function: F) -> F:
         own = inspect.signature(function)
@@ -236,7 +234,7 @@ def takes(options: Callable[..., object]) -> Callable[[F], F]:
             p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(options).parameters.values()
         ]
         shown = own.replace(parameters=[*named, *passed_on])
-        function.__signature__ = shown  # type: ignore[attr-defined]  # what inspect reads
+        function.__signature__ = shown  # type: ignore[attr-defined]  # read by inspect.signature
         return function
 
     return show

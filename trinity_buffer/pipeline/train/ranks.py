@@ -30,7 +30,7 @@ from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction
 
 OfRanks = RankJoined | RanksAssembled | StepPartDone | StreamEnded
-"""What the ranks say to each other."""
+"""Events by which the ranks communicate."""
 
 
 def require_one_process() -> None:
@@ -39,7 +39,7 @@ def require_one_process() -> None:
     Each would be a trainer on its own: the first would train, and the others would wait for it.
 
     Raises:
-        InvalidArgumentError: it is; says what to give.
+        InvalidArgumentError: it is; the message names the missing options.
     """
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -59,9 +59,9 @@ class RankSession:
 
     Attributes:
         committed: the last committed step when the ranks assembled.
-        presence: of a rank above 0.
-        wait: for the other ranks.
-        ended: the last step of the stream, once rank 0 said that there are no more.
+        presence: heartbeats of a rank above 0.
+        wait: wait for the other ranks.
+        ended: the last step of the stream, once rank 0 has recorded it.
     """
 
     def __init__(self, experiment: ExperimentHandle, options: StreamOptions) -> None:
@@ -86,7 +86,7 @@ class RankSession:
             Presence(self._database, experiment.key, role, self._name) if self._rank else None
         )
         self._lacking = ""
-        stall = None  # rank 0 waits for ranks alone, which are there or gone
+        stall = None  # rank 0 waits for processes alone, whose end it detects
         if self.presence is not None:
             stall = Stall(self._database, experiment.key, self.presence)
         changes = self._database.changes
@@ -99,7 +99,7 @@ class RankSession:
     # ------------------------------------------------------------------------------------------
 
     async def assemble(self, lease: TrainerLease, committed: int) -> None:
-        """Wait for all ranks, then record that they are together, and where they begin."""
+        """Wait for all ranks, then record their assembly and the step after which they begin."""
         if self._world == 1:
             return
         others = set(range(1, self._world))
@@ -130,15 +130,15 @@ class RankSession:
     async def all_parts(
         self, steps: Sequence[int], own: Sequence[int], lease: TrainerLease
     ) -> list[list[int]]:
-        """Wait until every other rank has said that its part of ``steps`` is done.
+        """Wait until every other rank has recorded that its part of ``steps`` is done.
 
         Args:
-            steps: about to be committed, in order.
-            own: how many rows of each rank 0 took.
-            lease: of the trainer.
+            steps: the steps about to be committed, in order.
+            own: number of rows that rank 0 took of each.
+            lease: lease of the trainer.
 
         Returns:
-            Of each step, how many rows each rank took.
+            The number of rows that each rank took, for each step.
 
         Raises:
             LeaseLostError: another process took over, or a rank started again, or its process is
@@ -167,7 +167,7 @@ class RankSession:
         ]
 
     async def _late(self, ranks: Sequence[int], step: int) -> str:
-        """Return who these ranks are, whose part of ``step`` is not done, and when each was seen.
+        """Describe these ranks, which are late with ``step``, and when each was last seen.
 
         Raises:
             LeaseLostError: the process of one is certainly gone.
@@ -179,7 +179,7 @@ class RankSession:
             lives = [row for row in processes if (row.role, row.name) == who]
             place = describe_process(lives[0]) if lives else "which is not there"
             if lives and all(map(has_ended, lives)):
-                await self._read()  # it may have done its part just before
+                await self._read()  # it may have finished its part before it ended
                 if self._parts.get(rank, 0) < step:
                     raise LeaseLostError(
                         f"rank {rank} of trainer {self._name!r} ({place}) is gone: start all ranks "
@@ -199,7 +199,7 @@ class RankSession:
     # ------------------------------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Record that this rank is here, and wait for the assembly that answers it.
+        """Record that this rank joined, and wait for the assembly that names it.
 
         Raises:
             InvalidArgumentError: rank 0 was started with another number of ranks.
@@ -222,8 +222,8 @@ class RankSession:
         """Record that this rank went through ``step``.
 
         Args:
-            step: the last one.
-            rows: how many rows it took of each step since the last time.
+            step: the last step.
+            rows: number of rows it took of each step since the last call.
 
         Raises:
             LeaseLostError: the ranks assembled anew without this one.
@@ -236,12 +236,13 @@ class RankSession:
         await self._append(done)
 
     async def wait_for_news(self, state: Any) -> None:
-        """Return when something happened since ``state``.
+        """Wait for a commit after ``state``.
 
         Raises:
             LeaseLostError: rank 0 is gone, or the ranks assembled anew without this one.
         """
-        # First the lease, then the log: rank 0 lets go of it, or ends, after its last word.
+        # Lease before log: rank 0 releases the lease only after its last event, so a lease that is
+        # gone means that the log is complete.
         held = await self._database.read(leases.holder, self._experiment.key, self._name)
         is_gone = held is None or is_dead(held[0]) or self._watch.is_silent(held)
         await self._read()
@@ -280,7 +281,7 @@ class RankSession:
         return places[0].position
 
     async def _read(self) -> None:
-        """Take in what the ranks have recorded since the last time."""
+        """Apply the events of ranks since the last call."""
         while True:
             limit = sizes().events_per_page
             head, page = await self._database.read(self._page, limit)

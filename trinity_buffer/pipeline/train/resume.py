@@ -1,17 +1,14 @@
-"""How a trainer begins: registered, on a set that is there, after its last commit.
+"""Starts a trainer after its last commit, and repartitions steps leased but not committed.
 
-Steps that were leased and not committed: as the log has them, and how they are dealt anew.
+A step belongs to its rows, not to the ranks that existed when it was leased. A trainer that resumes
+with another number of ranks repartitions uncommitted steps and records that: the rows, the groups,
+their order within a group and the denominators stay the same, and so does the gradient.
 
-A step belongs to its rows and not to the ranks that were there when it was leased. Whoever resumes
-with another number of them deals what is not committed anew, and records it: the rows, the groups,
-their order within a group and the denominators stay, so that the gradient does.
-
-Rows that were damaged or deleted since the step was leased can never be served again. By default
-that ends the trainer; where it is told to drop them, they leave the step by the same event, and the
-trainer rejects them in its transaction. So do rows that the trainer is told to drop by name, and
-those that are longer than it takes now: else a row that no memory holds would come back for ever.
-What is left of their groups is trained, as it is of groups that lost rows before they were leased:
-denominators count what is left, advantages stay.
+Rows that became unreadable since the step was leased end the trainer by default. If it may drop
+them, the same event removes them from the step, and the same transaction rejects them. So it does
+with rows to drop by uid, and with rows above ``max_tokens``: otherwise a row that no memory holds
+would come back for ever. The rest of their groups is trained: denominators count the remaining
+rows, advantages stay.
 """
 
 from __future__ import annotations
@@ -63,10 +60,9 @@ from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
 async def steps_at_start(
     experiment: ExperimentHandle, trainer: str, committed: int
 ) -> tuple[list[StepRow], list[StepRow]]:
-    """Return the steps that ``trainer`` goes on after, and those that it was handed since.
+    """Return the committed steps to resume after, and the steps leased since.
 
-    The former are the last committed one, and those before it up to one whose commit recorded the
-    link of the chain, if it did not itself.
+    The former begin with the last step whose commit recorded the link of the manifest chain.
     """
     steps = await experiment.database.read(trainer_queries.steps_at_start, experiment.key, trainer)
     done = [row for row in steps if row.step <= committed]
@@ -76,13 +72,13 @@ async def steps_at_start(
 async def last_commit(
     experiment: ExperimentHandle, trainer: str, last: StepRow, chain: bytes
 ) -> Resume:
-    """Return where ``trainer`` goes on after ``last``, the last committed step of the live line.
+    """Return the commit of ``last``, the last committed step of the live line, to resume from.
 
     Args:
         chain: link of the manifest chain after it.
 
     Raises:
-        CheckpointError: the checkpoint is missing or is not the one that was committed.
+        CheckpointError: the checkpoint is missing or has changed.
     """
     path = None if last.checkpoint is None else _path_of(last, experiment.database.folder)
     if path is not None and last.checkpoint_digest is not None:
@@ -101,7 +97,7 @@ async def last_commit(
 
 
 async def _commit_of(experiment: ExperimentHandle, row: StepRow) -> StepsCommitted:
-    assert row.committed_at is not None  # on the live line all before a commit are
+    assert row.committed_at is not None  # steps before a commit are committed
     (stored,) = await experiment.database.read(log.read_at, experiment.key, [row.committed_at])
     return fact_at(experiment.name, stored, StepsCommitted)
 
@@ -109,7 +105,7 @@ async def _commit_of(experiment: ExperimentHandle, row: StepRow) -> StepsCommitt
 async def _skipped_in_a_row(
     experiment: ExperimentHandle, trainer: str, commit: StepsCommitted
 ) -> int:
-    """Return how many of the last steps up to those of ``commit`` changed no weight."""
+    """Return the number of consecutive last steps, including ``commit``, without a change."""
     read, skipped = experiment.database.read, 0
     while True:
         for step in reversed(commit.steps):
@@ -128,12 +124,12 @@ async def _skipped_in_a_row(
 async def require_checkpoint_of(
     database: Database, experiment: int, trainer: ConsumerRow, step: int
 ) -> None:
-    """Return if ``trainer`` can go on from ``step``: 0, or one whose checkpoint is as committed.
+    """Raise unless ``trainer`` can resume from ``step``: 0, or a step with an intact checkpoint.
 
-    Asked before a rewind is recorded, which nobody could take back.
+    Checked before a rewind is recorded, which cannot be undone.
 
     Raises:
-        CheckpointError: there is no such checkpoint; the message names those that there are.
+        CheckpointError: no such checkpoint; the message names the usable ones.
     """
     if step == 0:
         return
@@ -166,10 +162,10 @@ def _path_of(row: StepRow, folder: Path | None) -> Path:
 
 
 async def register(experiment: ExperimentHandle, consumer: str, annotation_set: str) -> ConsumerRow:
-    """Return the trainer ``consumer`` of ``annotation_set``, registered now if it was not.
+    """Return the trainer ``consumer`` of ``annotation_set``, and register it if it is new.
 
     Raises:
-        ConflictingStrategyError: the name is taken by something else.
+        ConflictingStrategyError: the name belongs to another consumer.
     """
     config = {"strategy": annotation_set}
     event = new_event(ConsumerRegistered(consumer=consumer, kind="trainer", config=config))
@@ -185,17 +181,17 @@ async def register(experiment: ExperimentHandle, consumer: str, annotation_set: 
 
 
 Dropped = Mapping[str, Collection[int]]
-"""Name of an experiment, "" for the trainer's own -> addresses of experiences that are dropped."""
+"""Name of an experiment, "" for the trainer's own -> addresses of experiences to drop."""
 
 
 async def rows_to_drop(
     experiment: ExperimentHandle, expert: ExperimentHandle | None, options: StreamOptions
 ) -> Dropped:
-    """Return the rows that a stream shall drop.
+    """Return the rows that a stream drops.
 
     Raises:
-        InvalidArgumentError: what is named is no uid, or its row is in a committed step.
-        UnknownNameError: there is no row of this uid.
+        InvalidArgumentError: an invalid uid, or one whose row is in a committed step.
+        UnknownNameError: no row has this uid.
     """
     eids = {uid: parse_uid(uid) for uid in options.drop}
     sources = {"": experiment} if expert is None else {"": experiment, expert.name: expert}
@@ -222,8 +218,8 @@ def _require_not_committed(
 ) -> None:
     consumer = writer_queries.consumer_row(tx, experiment, trainer)
     of = experiment if not source else log.find_experiment(tx, source)
-    assert consumer is not None  # it is registered
-    assert of is not None  # the row is of it
+    assert consumer is not None  # the stream registered it
+    assert of is not None  # the row was read from it
     notes = [note for _, _, note in inspection.annotation_rows(tx, of, [row.address])]
     for _, _, step in inspection.deliveries(tx, experiment, [trainer], notes, source):
         if step <= consumer.committed_step:
@@ -234,10 +230,10 @@ def _require_not_committed(
 
 
 async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
-    """Return whether the set of a stream is there; False if it is to be waited for.
+    """Return whether the set of a stream exists; False if the stream waits for it.
 
     Raises:
-        UnknownNameError: it is not, and no wait was asked for.
+        UnknownNameError: the set does not exist, and the stream does not wait.
     """
     known = await _sets(experiment)
     if options.strategy is None or options.strategy in known:
@@ -250,7 +246,7 @@ async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
 async def wait_for_set(
     experiment: ExperimentHandle, options: StreamOptions, presence: Presence
 ) -> None:
-    """Return once somebody annotates the set of a stream; say so aloud meanwhile.
+    """Wait until the set of a stream exists, and report the wait.
 
     Raises:
         UnknownNameError: the experiment is finished without it.
@@ -291,19 +287,19 @@ def _unknown(experiment: ExperimentHandle, name: str, known: list[str]) -> str:
 
 
 UNREADABLE = (ArchivedSegmentError, CodecError, DamagedSegmentError)
-"""What loading rows raises where some cannot be read."""
+"""Errors of rows that cannot be read."""
 
 NAMED_ROWS = 3
-"""So many of the rows that cannot be read are named."""
+"""At most so many unreadable rows are named in a message."""
 
 _logger = logging.getLogger(__name__)
 
 
 class LeasedStep(NamedTuple):
-    """A step as the log holds it: where it was leased, its first manifest, and how it is served.
+    """A leased step: its position, its first manifest, and the manifest it is served by.
 
-    ``order`` are the places of the rows in the first manifest, as they are served; ``log_head`` is
-    of the event that says how.
+    ``order`` are the places of the served rows in the first manifest; ``log_head`` belongs to the
+    last event that determines the partition.
     """
 
     leased_at: int
@@ -314,7 +310,7 @@ class LeasedStep(NamedTuple):
 
 
 def leased_step(s: ReadSession, experiment: ExperimentHandle, row: StepRow) -> LeasedStep:
-    """Return the manifest of a step that was handed out.
+    """Return a leased step with its current partition.
 
     Raises:
         CodecError: the body of its event is damaged.
@@ -326,16 +322,16 @@ def leased_step(s: ReadSession, experiment: ExperimentHandle, row: StepRow) -> L
         return LeasedStep(row.leased_at, first, range(len(first.groups)), first, head)
     (stored,) = s.read(log.read_at, experiment.key, [dealt.leased_at])
     first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
-    manifest = first.dealt(dealt.order, plans_of(dealt))
+    manifest = first.repartitioned(dealt.order, plans_of(dealt))
     return LeasedStep(dealt.leased_at, first, dealt.order, manifest, head)
 
 
 def load_leased(s: ReadSession, loader: RowLoader, manifest: Manifest, trainer: str) -> LoadedRows:
-    """Return the rows of a step that ``trainer`` was handed.
+    """Return the rows of a step that ``trainer`` leased.
 
     Raises:
-        ArchivedSegmentError, CodecError, DamagedSegmentError: some cannot be read; the message
-            names the step, such rows, and the ways out.
+        ArchivedSegmentError, CodecError, DamagedSegmentError: unreadable rows; the message names
+            the step, some of the rows, and the remedies.
     """
     try:
         return loader.load(s, manifest)
@@ -352,11 +348,11 @@ def _refusal(
     lost: Mapping[int, str],
     error: Exception,
 ) -> TrinityBufferError:
-    """Return the error for a step of which rows cannot be read.
+    """Return the error for a step with unreadable rows.
 
     Args:
-        lost: places of those that can never be read -> why.
-        error: what loading them raised; it names the segment.
+        lost: place of a row that can never be read -> why.
+        error: the error of loading them, which names the segment.
     """
     kind = type(error) if isinstance(error, UNREADABLE) else DamagedSegmentError
     step = f"step {manifest.step} of trainer {trainer!r} was leased and"
@@ -378,21 +374,21 @@ def _named(s: ReadSession, loader: RowLoader, manifest: Manifest, lost: Mapping[
 def repartitioned(
     world_size: int, first: Manifest, rows: LoadedRows, readable: Sequence[int] | None = None
 ) -> tuple[list[int], list[MicroBatchPlan]]:
-    """Return an order of the rows of a manifest, and micro-batches over it for so many ranks.
+    """Return an order of a manifest's rows, and micro-batches over it for ``world_size`` ranks.
 
-    No micro-batch computes more than the largest one that was recorded, without the rows that are
-    gone: one of them may have been more than the budget.
+    No micro-batch computes more than the largest recorded one, counted without lost rows: a lost
+    row may have exceeded the budget.
 
     Args:
-        world_size: how many ranks there are.
+        world_size: number of ranks.
         first: the manifest.
-        rows: the columns of the rows that are kept.
+        rows: columns of the readable rows.
         readable: places of these rows in the manifest, in order; None: all.
     """
     places = [*range(len(first.groups))] if readable is None else [*readable]
     if first.world_size == world_size and len(places) == len(first.groups):
         return places, [*first.microbatches]
-    left = first.dealt(places, first.microbatches)
+    left = first.repartitioned(places, first.microbatches)
     pairs = bool(rows.field("chosen").blocks)
     lengths = row_lengths(left, rows) if pairs else rows.facts.lengths
     order, plans = plan_microbatches(
@@ -402,16 +398,16 @@ def repartitioned(
         tokens_per_microbatch=_largest(first, dict(zip(places, lengths, strict=True)), pairs=pairs),
         world_size=world_size,
         pairs=pairs,
-        by_length=False,  # rows of a group stay in their order
+        by_length=False,  # the order within a group is part of the gradient
     )
     return [places[row] for row in order], plans
 
 
 def _largest(first: Manifest, lengths: Mapping[int, int], *, pairs: bool) -> int:
-    """Return what the largest micro-batch of a manifest computes, of the rows that are kept.
+    """Return the tokens that the largest micro-batch of a manifest computes for readable rows.
 
     Args:
-        lengths: place of a row that is kept -> its tokens, of a pair as in `plan_microbatches`.
+        lengths: place of a readable row -> its tokens, of a pair as in `plan_microbatches`.
     """
     padded, largest = first.layout == "padded", 1
     for plan in first.microbatches:
@@ -422,14 +418,14 @@ def _largest(first: Manifest, lengths: Mapping[int, int], *, pairs: bool) -> int
 
 
 class Repartitioner:
-    """Deals the steps that a trainer has not committed to the ranks that are there now.
+    """Repartitions the uncommitted steps of a trainer over its current ranks.
 
     Args:
-        experiment: the trainer's own.
-        lease: of the trainer.
-        loader: of its rows.
-        options: of the stream.
-        dropped: the rows that it drops.
+        experiment: the trainer's own experiment.
+        lease: lease of the trainer.
+        loader: loads its rows.
+        options: options of the stream.
+        dropped: the rows to drop.
     """
 
     def __init__(
@@ -450,8 +446,8 @@ class Repartitioner:
         self._needs = options.needs
         self._pairs = experiment.config.get("schema") == "dpo"
 
-    async def dealt(self, steps: Sequence[StepRow]) -> list[StepRow]:
-        """Return ``steps``, each dealt to the ranks that there are; record how, where it is new.
+    async def repartition(self, steps: Sequence[StepRow]) -> list[StepRow]:
+        """Return ``steps``, repartitioned over the current ranks; record each new partition.
 
         Raises:
             LeaseLostError: another process took over.
@@ -460,19 +456,19 @@ class Repartitioner:
         if not steps:
             return []
         database, name = self._experiment.database, self._lease.consumer
-        await database.session(lambda s: self._deal(s, steps))
+        await database.session(lambda s: self._repartition_steps(s, steps))
         after = steps[0].step - 1
         return await database.read(trainer_queries.steps, self._experiment.key, name, after=after)
 
-    def _deal(self, s: Session, steps: Sequence[StepRow]) -> None:
+    def _repartition_steps(self, s: Session, steps: Sequence[StepRow]) -> None:
         for row in steps:
             leased = leased_step(s, self._experiment, row)
             unwanted = self._unwanted(s, leased)
             if unwanted or self._drops or leased.manifest.world_size != self._world_size:
-                self._deal_anew(s, leased, unwanted)
+                self._repartition_step(s, leased, unwanted)
 
     def _unwanted(self, s: ReadSession, leased: LeasedStep) -> dict[int, str]:
-        """Return the rows of a step that this stream does not train: place in it first -> why."""
+        """Return the rows of a step that this stream drops: place in its first manifest -> why."""
         manifest = leased.manifest
         names = ("", *manifest.sources)
         source = manifest.source or (0,) * len(manifest.groups)
@@ -483,7 +479,7 @@ class Repartitioner:
         return {leased.order[place]: why for place, why in unwanted.items()}
 
     def _too_long(self, s: ReadSession, manifest: Manifest, source: Sequence[int]) -> list[int]:
-        """Return the places of the rows that `StepSampler` would reject as too long."""
+        """Return the places of rows that `StepSampler` would reject as too long."""
         if self._max_tokens is None:
             return []
         if not self._pairs:
@@ -491,19 +487,21 @@ class Repartitioner:
             return [place for place, length in enumerate(lengths) if length > self._max_tokens]
         try:
             rows = self._loader.load(s, manifest)
-        except UNREADABLE:  # which is said when the step is served
+        except UNREADABLE:  # reported when the step is served
             return []
         lengths = row_lengths(manifest, rows, longest=True)
         long = (place for place, length in enumerate(lengths) if length > self._max_tokens)
         return [place for place in long if not source[place]]
 
-    def _deal_anew(self, s: Session, leased: LeasedStep, unwanted: Mapping[int, str]) -> None:
-        """Record how a step is served from here on, if that is new."""
+    def _repartition_step(
+        self, s: Session, leased: LeasedStep, unwanted: Mapping[int, str]
+    ) -> None:
+        """Record a new partition of a step, if it has changed."""
         places, rows, lost = self._readable(s, leased, unwanted)
         if not lost and leased.manifest.world_size == self._world_size:
             return
         order, plans = s.compute(repartitioned, self._world_size, leased.first, rows, places)
-        dealt = self._dealt(leased, order, plans, sorted(lost))
+        dealt = self._new_partition(leased, order, plans, sorted(lost))
         rejected = [*self._rejections(s, leased.first, lost)]
         s.write(self._record, dealt, rejected)
         if lost:
@@ -521,16 +519,16 @@ class Repartitioner:
     def _readable(
         self, s: ReadSession, leased: LeasedStep, unwanted: Mapping[int, str]
     ) -> tuple[list[int], LoadedRows, dict[int, str]]:
-        """Return the rows of a step that can be read, and those that it loses here.
+        """Return the readable rows of a step and the rows that it loses.
 
-        By their places in its first manifest: those that stay, in order; their columns; place ->
-        why of the others, the ``unwanted`` ones among them.
+        Rows are given by their places in its first manifest: those that stay, in order; their
+        columns; and place -> why of the lost ones, including ``unwanted``.
         """
         places, lost = sorted(leased.order), dict[int, str]()
         lost |= unwanted
         places = [place for place in places if place not in lost]
         while True:
-            manifest = leased.first.dealt(places, leased.first.microbatches)
+            manifest = leased.first.repartitioned(places, leased.first.microbatches)
             try:
                 rows = self._loader.load(s, manifest)
                 gone = self._without_reward(manifest, rows) if lost else {}
@@ -545,21 +543,21 @@ class Repartitioner:
             places = [place for place in places if place not in lost]
 
     def _without_reward(self, manifest: Manifest, rows: LoadedRows) -> dict[int, str]:
-        """Return the rows whose reward was that of the last row of their run, which is lost."""
+        """Return the rows without a reward whose run has lost the row that carried it."""
         if "reward" not in self._needs:
             return {}
         source = manifest.source or (0,) * len(manifest.groups)
         lacking = lacking_of("reward", manifest, rows)
         return {place: invalid("reward") for place in lacking if not source[place]}
 
-    def _dealt(
+    def _new_partition(
         self,
         leased: LeasedStep,
         order: list[int],
         plans: Sequence[MicroBatchPlan],
         lost: Sequence[int],
     ) -> StepDealt:
-        first, manifest = leased.first, leased.first.dealt(order, plans)
+        first, manifest = leased.first, leased.first.repartitioned(order, plans)
         names = ("", *first.sources)
         sources = [names[first.source[place]] for place in lost] if first.source else []
         return StepDealt(
@@ -579,7 +577,7 @@ class Repartitioner:
     def _rejections(
         self, s: ReadSession, first: Manifest, lost: Mapping[int, str]
     ) -> Iterator[tuple[int, ExperiencesRejected]]:
-        """Yield the rejections of rows, each with the experiment that they are of."""
+        """Yield (experiment, rejection) for the lost rows of each experiment."""
         key, trainer = self._experiment.key, self._lease.consumer
         for number, source in enumerate(("", *first.sources)):
             places = [place for place in first.rows_of(number) if place in lost]
@@ -591,17 +589,17 @@ class Repartitioner:
                 by="trainer",
                 experiences=[first.annotations[place] for place in places],
                 reasons=[lost[place] for place in places],
-                planned_groups=0,  # they count as handed out, with the step
+                planned_groups=0,  # they were counted when the step was leased
             )
             yield self._loader.key_of(s, source) if source else key, rejected
 
     def _record(
         self, tx: Transaction, dealt: StepDealt, rejected: Sequence[tuple[int, ExperiencesRejected]]
     ) -> None:
-        """Append all of it; the rows of another experiment are rejected in its log."""
+        """Append the partition and the rejections, those of another experiment to its log."""
         own = self._experiment.key
         for key, fact in rejected:
-            if key != own:  # first, so that both locks are taken in their order
+            if key != own:  # first, so that locks are always taken in one order
                 self._lease.append(tx, [new_event(fact)], experiment=key)
         mine = [new_event(fact) for key, fact in rejected if key == own]
         self._lease.append(tx, [*mine, new_event(dealt)])

@@ -1,8 +1,6 @@
-"""Which rows a gradient step takes: whole groups, the oldest first, of one experiment or of two.
+"""Selects the rows of a gradient step: whole groups, oldest first, of one or two experiments.
 
-What cannot be trained is rejected with a reason, and the step takes the next.
-
-The groups that wait for a trainer, oldest first.
+Rows that cannot be trained are rejected with a reason, and the step takes the next groups.
 """
 
 from __future__ import annotations
@@ -44,15 +42,15 @@ from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
 
 
 class ReadyGroup(NamedTuple):
-    """Rows of one group that no step holds yet; one entry per row in each column.
+    """Rows of one group that are in no step yet; one entry per row in each column.
 
     Attributes:
-        key: what the rows of one group share: (source, position, number in the event); source 0 is
-            the trainer's experiment, 1 the expert's.
+        key: key of the group: (source, position, number in the event); source 0 is the trainer's
+            experiment, 1 the expert's.
         planned: whether the group was planned (copies and imports are not).
         annotations, experiences: log addresses.
-        lengths: tokens.
-        policy_versions: of the weights that generated it, None where unknown.
+        lengths: numbers of tokens.
+        policy_versions: versions of the weights that generated the rows, None if unknown.
     """
 
     key: tuple[int, int, int]
@@ -64,11 +62,11 @@ class ReadyGroup(NamedTuple):
 
     @property
     def source(self) -> int:
-        """Which experiment it is of."""
+        """Number of the experiment that it belongs to."""
         return self.key[0]
 
     def only(self, stays: Sequence[bool]) -> ReadyGroup:
-        """Return it with those of its rows that are ``stays``, one entry per row."""
+        """Return the group with only the rows whose entry in ``stays`` is true."""
         return ReadyGroup(
             self.key,
             self.planned,
@@ -80,14 +78,14 @@ class ReadyGroup(NamedTuple):
 
 
 class ReadyGroups:
-    """Hands out whole groups of one annotation set in the order of their annotation.
+    """Returns whole groups of one annotation set in the order of their annotation.
 
-    Reads ahead: the trainer's lease makes it the only one that takes from this set under this name.
+    It may read ahead: the trainer's lease makes it the only reader of the set under this name.
 
     Args:
-        annotation_set: the set.
-        reader: who reads.
-        rows: what the log of the experiment says that is read.
+        annotation_set: name of the set.
+        reader: name of the trainer.
+        rows: loader of the rows of the experiment that is read.
         source: number of that experiment in the manifests.
     """
 
@@ -104,38 +102,38 @@ class ReadyGroups:
         self._source = source
         self._groups: deque[ReadyGroup] = deque()
         self._start = 0
-        self._at_end = False  # of the store, when it was read last
+        self._at_end = False  # whether the last read reached the end of the store
         self._asked = 0
 
     def start(self, tx: Transaction) -> None:
-        """Find the place behind everything that was handed out before."""
+        """Continue after everything that was leased before."""
         self._start = trainer_queries.first_undelivered(tx, self._reader)
 
     @property
     def is_through(self) -> bool:
-        """Whether fewer are here than were asked for last, and the store had no more then."""
+        """Whether the last `fill` fell short because the store had no more groups."""
         return self._at_end and len(self._groups) < self._asked
 
     def fill(self, s: ReadSession, number: int) -> int:
-        """Read until ``number`` groups are here, or all; return how many are here."""
+        """Read until ``number`` groups are buffered, or all; return the number of buffered ones."""
         self._asked = number
         while len(self._groups) < number and self._read(s):
             pass
         return len(self._groups)
 
     def pop(self, number: int) -> list[ReadyGroup]:
-        """Return the first ``number`` groups, or as many as are here."""
+        """Remove and return the first ``number`` buffered groups, or fewer."""
         return [self._groups.popleft() for _ in range(min(number, len(self._groups)))]
 
     def pop_unwanted(self, unwanted: Callable[[ReadyGroup], bool]) -> list[ReadyGroup]:
-        """Return the ``unwanted`` ones among the groups that are here."""
+        """Remove and return the ``unwanted`` buffered groups."""
         gone = [group for group in self._groups if unwanted(group)]
         if gone:
             self._groups = deque(group for group in self._groups if not unwanted(group))
         return gone
 
     def _read(self, s: ReadSession) -> bool:
-        """Read the events that hold the next page of rows; return whether there were any."""
+        """Read the events with the next page of rows; return whether there were any."""
         positions, spent = s.read(self._page)
         self._at_end = not positions
         if not positions:
@@ -158,7 +156,7 @@ class ReadyGroups:
         return True
 
     def _page(self, tx: Transaction) -> tuple[list[int], set[int]]:
-        """Return the positions of the next events, and which of their rows are gone."""
+        """Return the positions of the next events, and which of their rows are spent."""
         positions = trainer_queries.annotated_positions(
             tx,
             self._rows.experiment,
@@ -185,14 +183,14 @@ class ReadyGroups:
         num_before: int,
         spent: Collection[int],
     ) -> Iterator[ReadyGroup]:
-        """Yield the groups of an event, without the rows that were handed out or rejected.
+        """Yield the groups of an event, without rows that were leased or rejected.
 
         Args:
-            position: of the event.
-            event: what it says.
-            facts: of the experiences of the whole page.
-            num_before: how many of those are of the events before it.
-            spent: annotations that were handed out or rejected.
+            position: position of the event.
+            event: the event.
+            facts: columns of the experiences of the whole page.
+            num_before: number of those that belong to earlier events of the page.
+            spent: annotations that were leased or rejected.
         """
         first = first_address(position)
         breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
@@ -221,13 +219,13 @@ Unfit = Mapping[tuple[int, int], str]
 
 
 class StepSampler:
-    """Takes and loads the rows of one step after another, before it is leased.
+    """Selects and loads the rows of each step before it is leased.
 
     Args:
-        experiment: the trainer's own.
-        options: of the stream.
-        lease: of the trainer, which records what is rejected.
-        loader: of the trainer's rows.
+        experiment: the trainer's own experiment.
+        options: options of the stream.
+        lease: lease of the trainer, which records rejections.
+        loader: loads the trainer's rows.
         expert: the experiment of the expert's rows, if the stream mixes.
     """
 
@@ -265,13 +263,13 @@ class StepSampler:
             )
 
     def start(self, tx: Transaction, dropped: Dropped | None = None) -> None:
-        """Find the place behind everything that was handed out before; reject the rows dropped."""
+        """Continue after everything that was leased before; reject the dropped rows."""
         self._dropped = [(dropped or {}).get(reader.source, ()) for reader in self._readers]
         for ready in self._ready:
             ready.start(tx)
 
     def waiting_for(self, tx: Transaction) -> str:
-        """Return what the next step lacks, and who would bring it."""
+        """Explain what the next step lacks, and which process would bring it."""
         options, key = self._options, self._experiments[0].key
         plan = self._sampling.plan(1, options.groups_per_step)
         if self.lacks_expert and self._num_ready[0] >= plan.usual:
@@ -289,11 +287,11 @@ class StepSampler:
         )
 
     def left(self, tx: Transaction) -> str:
-        """Return what of the set nobody has decided, and why; "" if nothing."""
+        """Describe the undecided rows of the set, and why they are; "" if there are none."""
         return diagnosis.left_of(tx, self._experiments[0].key, self._set)
 
     def outcome(self, tx: Transaction) -> str:
-        """Return what became of the rows of the set, where none is left."""
+        """Describe what happened to the rows of the set when none is left."""
         return diagnosis.outcome_of(tx, self._experiments[0].key, self._options.consumer)
 
     @property
@@ -303,10 +301,12 @@ class StepSampler:
         return len(self._num_ready) > 1 and self._num_ready[1] < wanted
 
     def require_expert(self) -> None:
-        """Return if the expert's experiment, to which nothing more comes, has enough for a step.
+        """Raise if the expert's experiment is finished and too small for a step.
+
+        Call it after `take` had too few groups.
 
         Raises:
-            TrainingError: it has not; asked after `take` had too few.
+            TrainingError: the expert's experiment has too few groups.
         """
         if self.lacks_expert:
             wanted = self._sampling.plan(1, self._options.groups_per_step).expert
@@ -319,19 +319,19 @@ class StepSampler:
 
     @property
     def is_through(self) -> bool:
-        """Whether there is no other step before somebody commits more."""
+        """Whether no further step is possible until more rows are committed."""
         return any(ready.is_through for ready in self._ready)
 
     def take(
         self, s: Session, step: int, *, partial_ok: bool
     ) -> tuple[Manifest, LoadedRows] | None:
-        """Return the manifest of ``step`` and its columns, None if there are too few groups.
+        """Return the manifest of ``step`` and its columns, or None if there are too few groups.
 
         Args:
-            partial_ok: whether fewer groups will do.
+            partial_ok: whether fewer groups suffice.
 
         Raises:
-            TrainingError: no row could be trained, of too many steps in a row.
+            TrainingError: no row of too many consecutive steps could be trained.
         """
         while (groups := self._groups(s, step, partial_ok=partial_ok)) is not None:
             rows = self._trainable(s, step, groups)
@@ -360,7 +360,7 @@ class StepSampler:
         return self._without_oversize(s, taken)
 
     def _ready_groups(self, s: Session, source: int, number: int, min_version: int) -> int:
-        """Have ``number`` groups of a source ready, none too old; return how many there are."""
+        """Buffer ``number`` groups of a source, reject stale ones; return how many there are."""
 
         def stale(group: ReadyGroup) -> bool:
             versions = group.policy_versions
@@ -397,7 +397,7 @@ class StepSampler:
         return left
 
     def _say(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
-        """Tell the watch of groups of which nothing is left."""
+        """Report fully rejected groups to the rejection watch."""
         key = self._experiments[gone[0].source].key
 
         def uid() -> str:
@@ -457,10 +457,10 @@ class StepSampler:
         return unfit
 
     def _require_advantages(self, s: Session, rows: LoadedRows, manifest: Manifest) -> None:
-        """Return if every row of the trainer's own experiment has advantages.
+        """Raise unless every row of the trainer's own experiment has advantages.
 
         Raises:
-            InvalidArgumentError: names the set, a row, and what to do.
+            InvalidArgumentError: names the set, a row without them, and the remedy.
         """
         missing = _own(rows.lacking("advantages"), manifest)
         if missing:
@@ -474,7 +474,7 @@ class StepSampler:
     def _of_pairs(
         self, manifest: Manifest, rows: LoadedRows, taken: Sequence[ReadyGroup]
     ) -> tuple[Manifest, LoadedRows]:
-        """Plan the micro-batches with the lengths of the pairs, which only the tensors tell."""
+        """Plan the micro-batches anew with the lengths of pairs, which only the tensors have."""
         lengths = dict(zip(manifest.annotations, row_lengths(manifest, rows), strict=True))
         exact = [lengths[address] for group in taken for address in group.annotations]
         final = _planned(manifest.step, taken, self._options, lengths=exact)
@@ -495,10 +495,10 @@ class StepSampler:
     def _reject(
         self, s: Session, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]
     ) -> None:
-        """Record that the rows of ``gone`` are not trained.
+        """Record the rejection of the rows of ``gone``.
 
         Args:
-            left: what is trained of the same groups all the same.
+            left: the parts of the same groups that are still trained.
         """
         trained = {group.key for group in left}
         for source, reader in enumerate(self._readers):
@@ -522,7 +522,7 @@ class StepSampler:
 def _parted(
     groups: Sequence[ReadyGroup], fits: Callable[[ReadyGroup], Sequence[bool]]
 ) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
-    """Return the groups with the rows that fit, and with the others; without those of no rows."""
+    """Split groups into those of fitting rows and those of the others, without empty groups."""
     fitting, gone = [], []
     for group in groups:
         which = fits(group)

@@ -1,9 +1,7 @@
-"""What a gradient step trains on: made of a manifest and its rows, and seen as one batch.
+"""A gradient step and its micro-batches, and the queue between its maker and the trainer.
 
-Advantages that compare rows, and penalties whose coefficient adapts, are of the step and not of the
-pieces into which memory forces it.
-
-Steps on their way from who makes them to who trains on them, in whatever threads they are.
+`TrainStep.compute` and `apply` see the step as one batch: advantages that compare rows, and
+penalties with an adaptive coefficient, must not depend on the split into micro-batches.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class TrainStep:
-    """What one gradient step trains on.
+    """The input of one gradient step.
 
     Attributes:
         step: 1, 2, ... of this trainer.
@@ -55,11 +53,10 @@ class TrainStep:
         recorded: True if this step was leased before a restart and is served again.
         policy_versions: of the trainer's own experiences, where known.
         reward: mean over the trainer's own runs, each once, as it was recorded; None: unknown.
-        skipped: True in a replay of a step whose commit says that the weights did not go through
-            it.
-        rows: how many rows of the manifest this rank was given.
-        log_head: of the event that leased the step, as hex; it proves the log up to there.
-        environment: in a replay, that in which the step was committed; else empty.
+        skipped: True in a replay of a step that was committed without changing the weights.
+        rows: number of rows of the manifest on this rank.
+        log_head: hash of the log up to the event that leased the step, as hex.
+        environment: in a replay, the environment of the step's commit; else empty.
     """
 
     step: int
@@ -76,7 +73,7 @@ class TrainStep:
 
     @property
     def staleness(self) -> float | None:
-        """Mean of (step - 1 - policy version) over the rows whose version is known."""
+        """Mean of (step - 1 - policy version) over rows with a known version."""
         lags = [self.step - 1 - version for version in self.policy_versions]
         return sum(lags) / len(lags) if lags else None
 
@@ -86,13 +83,14 @@ class TrainStep:
         *,
         reduce: Reduce | None = None,
     ) -> dict[str, Any]:
-        """Put advantages over this rank's whole step into the micro-batches; return metrics.
+        """Compute advantages over this rank's whole step into its micro-batches; return metrics.
 
-        The micro-batches must hold what the function reads (``values``, ``teacher_logprob``, ...).
+        The micro-batches must hold the inputs of the function (``values``, ``teacher_logprob``,
+        ...).
 
         Args:
             advantage_fn: a trainer-side advantage function, such as ``ADVANTAGE_FN.get("rloo")()``.
-            reduce: sums a tensor over ranks; for statistics of a step that several ranks share.
+            reduce: sums a tensor over ranks, for statistics over all ranks of the step.
         """
         return self.apply(lambda batch, _: advantage_fn(batch, reduce=reduce)[1], reduce=reduce)
 
@@ -104,8 +102,8 @@ class TrainStep:
     ) -> dict[str, Any]:
         """Let ``change(batch, layout)`` alter the step as one batch; return the metrics it returns.
 
-        Per-token tensors that it adds or replaces are put back into the micro-batches. With another
-        action mask come other denominators.
+        Per-token tensors that it adds or replaces are put back into the micro-batches. A new action
+        mask also changes the denominators.
         """
         if not self.microbatches:
             return {}
@@ -120,9 +118,9 @@ class TrainStep:
 
 
 def _joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
-    """Return all micro-batches as one: padded to the widest, or packed one after another.
+    """Return all micro-batches as one: padded to the widest, or concatenated.
 
-    Only tensors that every micro-batch holds are in it.
+    It has only the tensors that every micro-batch holds.
     """
     first = microbatches[0]
     packed = "cu_seqlens" in first
@@ -142,7 +140,7 @@ def _joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
 def _scatter(
     batch: Mapping[str, Any], microbatches: Sequence[MicroBatch], names: Sequence[str]
 ) -> None:
-    """Put the tensors ``names`` of a joined batch back into the micro-batches they belong to."""
+    """Split the tensors ``names`` of a joined batch back into the micro-batches."""
     start = 0
     for microbatch in microbatches:
         ids = microbatch["input_ids"]
@@ -154,10 +152,10 @@ def _scatter(
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of the per-token tensors that were put into a batch, or replaced.
+    """Return the names of per-token tensors that were added to a batch or replaced.
 
     Raises:
-        InvalidArgumentError: one has another shape than the tokens.
+        InvalidArgumentError: one does not have the shape of the tokens.
     """
     names = [name for name, value in after.items() if before.get(name) is not value]
     for name in names:
@@ -172,7 +170,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def _recount(
     batch: Mapping[str, Any], microbatches: Sequence[MicroBatch], reduce: Reduce | None
 ) -> None:
-    """Give the micro-batches the denominators of the action mask that a joined batch has now."""
+    """Set the denominators of the micro-batches by the action mask of the joined batch."""
     boundaries, groups = batch.get("cu_seqlens"), batch["group_index"]
     expert = batch.get("expert_mask", torch.zeros_like(groups, dtype=torch.bool))
     mask = batch["action_mask"]
@@ -182,7 +180,7 @@ def _recount(
         mine = Totals.count(mask, cu_seqlens=boundaries, group_index=groups, rows=rows)
         counts = torch.tensor([mine.tokens, mine.active_sequences or 0], dtype=torch.float64)
         tokens, active = (counts if reduce is None else reduce(counts)).tolist()
-        # Rows and groups are what they were.
+        # A changed mask does not change rows and groups.
         denominators.append(replace(before, tokens=int(tokens), active_sequences=int(active)))
     for microbatch in microbatches:
         microbatch.layout = replace(
@@ -208,14 +206,14 @@ def _of_one_width(pieces: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(slots=True)
 class _Zeros:
-    """Zeros that were taken for advantages. Goes with a micro-batch that is copied or pickled."""
+    """Warns once if advantages are read that were never computed; can be pickled."""
 
     consumer: str
     annotation_set: str
     has_told: bool = False
 
     def warn(self) -> None:
-        """Warn of them, once."""
+        """Warn once."""
         if not self.has_told:
             self.has_told = True
             _logger.warning(
@@ -228,12 +226,12 @@ class _Zeros:
 
 
 class StepMaker:
-    """Makes the steps of one rank, in order: each is a link of the chain of manifests.
+    """Makes the steps of one rank in order, as each is a link of the manifest chain.
 
     Args:
-        experiment: the trainer's own.
-        options: of the stream.
-        loader: of the trainer's rows.
+        experiment: the trainer's own experiment.
+        options: options of the stream.
+        loader: loads the trainer's rows.
     """
 
     def __init__(
@@ -248,9 +246,9 @@ class StepMaker:
         self._zeros = _Zeros(options.consumer, options.annotation_set)
 
     def go_on_after(self, committed: Iterable[StepRow]) -> bytes:
-        """Begin behind the ``committed`` steps; return the link of the chain after them.
+        """Begin after the ``committed`` steps; return the link of the chain after them.
 
-        They begin with the first one, or with one whose commit recorded the link.
+        ``committed`` begins with the first step, or with one whose commit recorded the link.
         """
         self._chain = FIRST_LINK
         for done in committed:
@@ -274,7 +272,7 @@ class StepMaker:
         return microbatches
 
     async def leased(self, row: StepRow) -> TrainStep:
-        """Return a step that was leased before, as the log has it.
+        """Return a step that was leased before, by the log.
 
         Raises:
             ArchivedSegmentError, CodecError, DamagedSegmentError: as `load_leased`.
@@ -299,7 +297,7 @@ class StepMaker:
         """Return the next step.
 
         Args:
-            log_head: of the event that leased it.
+            log_head: head of the log at the event that leased it.
         """
         if self._options.recompute_old_logprob:
             for microbatch in microbatches:
@@ -319,13 +317,13 @@ class StepMaker:
 
 
 class StepQueue:
-    """A queue of steps that asks for no more than ``ahead`` of what was received.
+    """A queue of steps between threads, which holds at most ``ahead`` unreceived ones.
 
-    Whoever puts or gets does so in its own thread; the event loop is woken only if somebody in it
-    waits. Between two threads that is one wake-up a step instead of five.
+    The event loop is woken only if a task in it waits. Between two threads, that is one wake-up per
+    step instead of five.
 
     Args:
-        ahead: how many steps are made before they are asked for.
+        ahead: number of steps that are made before they are requested.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -337,12 +335,12 @@ class StepQueue:
         self._news = asyncio.Event()
         self._failure: Exception | None = None
 
-    # -- who makes them
+    # -- for the maker
     # --------------------------------------------------------------------------------------------
 
     @property
     def num_put(self) -> int:
-        """How many steps were handed over."""
+        """Number of steps put."""
         return self._num_put
 
     def has_room(self) -> bool:
@@ -350,48 +348,48 @@ class StepQueue:
         return self._num_put < self._num_asked + self._ahead
 
     def is_waited_for(self) -> bool:
-        """Return whether somebody has asked for a step that is not made."""
+        """Return whether a reader waits for a step that does not exist yet."""
         return self._num_asked > self._num_put
 
     async def room(self) -> None:
-        """Return once another step may be made."""
+        """Wait until another step may be made."""
         await self._until(self.has_room)
 
     def put(self, step: TrainStep) -> None:
-        """Hand over the next step."""
+        """Add the next step."""
         self._num_put += 1
         self._steps.put(step)
         self._tell()
 
     def fail(self, error: Exception) -> None:
-        """Say why there will be no more: whoever asks for the next step is told so."""
+        """End the queue by ``error``, which the next request raises."""
         self._failure = error
 
     def end(self) -> None:
-        """Say that there will be no more."""
+        """End the queue."""
         self._steps.put(None)
         self._tell()
 
-    # -- who trains on them
+    # -- for the trainer
     # --------------------------------------------------------------------------------------------
 
     def get(self) -> TrainStep | None:
-        """Return the next step, or None at the end; until there is one, the thread waits.
+        """Return the next step, or None at the end; blocks the thread until there is one.
 
         Raises:
-            Exception: what `fail` was told.
+            Exception: the error passed to `fail`.
         """
         self._ask()
         return self._received(self._steps.get())
 
     async def receive(self) -> TrainStep | None:
-        """Return what `get` does, without holding up the event loop."""
+        """Return the next step like `get`, without blocking the event loop."""
         self._ask()
         await self._until(lambda: not self._steps.empty())
         return self._received(self._steps.get_nowait())
 
     def discard(self) -> None:
-        """Let go of the steps that nobody asked for."""
+        """Drop the steps that were not requested."""
         try:
             while True:
                 self._steps.get_nowait()
@@ -399,13 +397,13 @@ class StepQueue:
             self.end()
 
     def _ask(self) -> None:
-        # Asked for again is what somebody was cancelled while waiting for.
+        # A request that was cancelled while it waited is repeated, not counted twice.
         self._num_asked = self._num_received + 1
         self._tell()
 
     def _received(self, step: TrainStep | None) -> TrainStep | None:
         if step is None:
-            self._steps.put(None)  # for a caller that asks again
+            self._steps.put(None)  # the end must be readable again
             if self._failure is not None:
                 raise self._failure from None
         else:
@@ -416,8 +414,8 @@ class StepQueue:
     # --------------------------------------------------------------------------------------------
 
     async def _until(self, done: Callable[[], bool]) -> None:
-        # Who waits says so before it looks, and who changes something looks for waiters after it:
-        # one of the two sees the other.
+        # A waiter registers before it checks the condition, and a writer looks for waiters after
+        # its change: one of the two always sees the other, so no wake-up is lost.
         self._num_waiting += 1
         try:
             while not done():

@@ -1,4 +1,4 @@
-"""The stream of gradient steps: served by rank 0 with the lease, by any other rank without it."""
+"""The stream of gradient steps: rank 0 leases and serves them, other ranks only serve them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from trinity_buffer.store.transaction import Transaction
 
 
 class Rank(Protocol):
-    """Where the steps of one rank come from, and who records that they were trained.
+    """The source of one rank's steps, which also commits them.
 
     Attributes:
         queue: the steps that are ready.
-        resume: the last commit, or None at the very beginning; known once it has begun.
-        committed: its step, 0 at the very beginning.
-        incomplete_groups: left waiting when the steps ended.
+        resume: the last commit, or None at the very beginning; known after `prepare`.
+        committed: step of the last commit, or 0.
+        incomplete_groups: number of groups left incomplete when the steps ended.
     """
 
     queue: StepQueue
@@ -49,13 +49,13 @@ class Rank(Protocol):
 
     @property
     def lost(self) -> LeaseLostError | None:
-        """Why nothing of this process can be committed any more."""
+        """Why this process cannot commit any more, or None."""
 
     async def leads(self) -> bool:
-        """Return whether this is rank 0, and nobody has taken over from it."""
+        """Return whether this is rank 0 and still holds the lease."""
 
     async def prepare(self) -> None:
-        """Begin, if the set that is trained on is there."""
+        """Begin, if the annotation set exists."""
 
     async def run(self) -> None:
         """Put steps into the queue until there are no more."""
@@ -87,14 +87,14 @@ class TrainStream:
 
     @property
     def incomplete_groups(self) -> int:
-        """With ``strategy=None``, groups left waiting when the stream ended."""
+        """With ``strategy=None``, the number of groups left incomplete when the stream ended."""
         return self._rank.incomplete_groups
 
     async def prepare(self) -> None:
-        """Begin, if the set that is trained on is there; otherwise it is waited for.
+        """Begin, if the annotation set exists; otherwise wait for it later.
 
         Raises:
-            UnknownNameError: there is no such set, and it is not waited for.
+            UnknownNameError: the set does not exist, and ``wait_for_set`` is False.
         """
         await self._rank.prepare()
         self.resume = self._rank.resume
@@ -109,16 +109,16 @@ class TrainStream:
         return step
 
     def wait_for_step(self) -> TrainStep | None:
-        """Return the next step, or None at the end; for a thread that may wait."""
+        """Return the next step, or None at the end; blocks the calling thread."""
         return self._delivery(self._rank.queue.get())
 
     def fail(self, error: Exception) -> None:
-        """Let whoever waits for the next step, now or later, hear of what went wrong elsewhere."""
+        """Raise ``error``, from elsewhere, in the current or next wait for a step."""
         self._rank.queue.fail(error)
         self._rank.queue.end()
 
     def _delivery(self, step: TrainStep | None) -> TrainStep | None:
-        """Note that ``step`` is in the trainer's hands."""
+        """Note that ``step`` was delivered to the trainer."""
         if step is not None:
             if self._rank.lost is not None:
                 raise self._rank.lost
@@ -137,20 +137,20 @@ class TrainStream:
     ) -> None:
         """Record, in one transaction, that the steps up to ``step`` are in ``checkpoint``.
 
-        The checkpoint's files are written through to the disk first. A committed step is never
-        served again, so commit only what you have saved. The same commit again is a no-op. On a
-        rank above 0 it tells rank 0 that this rank went through the steps, and that its files of
-        the checkpoint, if it has any, are written; the other arguments are rank 0's affair.
+        The checkpoint's files are flushed to disk first. A committed step is never served again, so
+        commit only what you have saved. Repeating a commit is a no-op. A rank above 0 tells rank 0
+        that it went through the steps and has written its files of the checkpoint, if any; the
+        other arguments are used by rank 0 alone.
 
         Args:
-            checkpoint: file or folder that holds the weights after ``step``; None where there is
-                none to tie to.
-            policy: what explorers shall load as policy version ``step.step``: None publishes the
-                checkpoint, a path another file or folder with the same weights, and False
+            checkpoint: file or folder that holds the weights after ``step``; None to commit
+                without one.
+            policy: the weights that explorers load as policy version ``step.step``: None publishes
+                the checkpoint, a path another file or folder with the same weights, and False
                 nothing. Without a checkpoint, only a path publishes anything.
-            environment: what replay must restore; by default that of `environment_of_run`.
-            metrics: numbers to remember with the step; those that are not finite are left out.
-            skipped: steps that the weights did not go through -> uids of the rows to look at.
+            environment: the environment for replay; by default that of `environment_of_run`.
+            metrics: numbers to record with the step; those that are not finite are left out.
+            skipped: steps that did not change the weights -> uids of the rows to look at.
             digests: absolute path -> what `pipeline.proof.checkpoint.written` returned, of files of
                 the checkpoint that need not be hashed and written through to the disk again.
 
@@ -165,7 +165,7 @@ class TrainStream:
         await self.record(step, request)
 
     async def record(self, step: TrainStep, request: Commit) -> None:
-        """Do what `commit` says, one call after the other."""
+        """Carry out a `commit`; calls are serialized."""
         if not isinstance(step, TrainStep):
             raise InvalidArgumentError(f"commit() takes a step of the stream, not {step!r:.60}")
         async with self._committing:
@@ -179,7 +179,7 @@ class TrainStream:
             self._delivered.forget(steps)
 
     async def leads(self) -> bool:
-        """Return whether this is rank 0 and nobody has taken over, by the store as it is now."""
+        """Return whether this is rank 0 and still holds the lease, by the current store."""
         return await self._rank.leads()
 
     def measure(self, measures: StepMeasures) -> None:
@@ -199,16 +199,15 @@ async def open_async_train_stream(
 ) -> AsyncIterator[TrainStream]:
     """Open the stream of gradient steps; see `StreamOptions` for the keywords.
 
-    Uncommitted steps of an earlier process of the same consumer are served first, byte for byte as
-    they were recorded.
+    Uncommitted steps of an earlier process of the same consumer are served first, exactly as
+    recorded.
 
     Raises:
         InvalidArgumentError: an unknown or impossible option, or steps of more groups than the
             configured bounds let explorers plan.
-        UnknownExperimentError: there is no ``expert_experiment`` of this name.
-        LeaseHeldError: another process is this consumer, and ``wait_for_lease`` is False.
-        CheckpointError: the last commit's checkpoint is missing or is not the one that was
-            committed.
+        UnknownExperimentError: ``expert_experiment`` does not exist.
+        LeaseHeldError: another process holds the lease, and ``wait_for_lease`` is False.
+        CheckpointError: the last commit's checkpoint is missing or has changed.
     """
     refuse_unknown("a train stream", options, StreamOptions.__slots__)
     if not {"rank", "world_size"} & options.keys():
@@ -248,10 +247,10 @@ async def open_async_train_stream(
 
 
 def _require_explorers_get_on(experiment: ExperimentHandle, options: StreamOptions) -> None:
-    """Return if explorers may plan as many groups as a step takes of them.
+    """Raise unless explorers may plan as many groups as a step takes.
 
     Raises:
-        InvalidArgumentError: they and the stream would wait for each other.
+        InvalidArgumentError: explorers and stream would wait for each other.
     """
     rules = Admission.of(experiment.config)
     if options.consumer == rules.trainer:
@@ -275,7 +274,7 @@ async def _served(
 async def _expert_of(
     experiment: ExperimentHandle, options: StreamOptions
 ) -> ExperimentHandle | None:
-    """Return the experiment that a mixing stream takes the expert's rows from."""
+    """Return the experiment of the expert's rows, if the stream mixes."""
     name = options.expert_experiment
     if name is None:
         return None

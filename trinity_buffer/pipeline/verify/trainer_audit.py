@@ -132,7 +132,7 @@ class TrainerAudit:
         manifest = self._manifests[found.position]
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
         if each_once:
-            manifest = manifest.dealt(fact.order, plans_of(fact))
+            manifest = manifest.repartitioned(fact.order, plans_of(fact))
         rows, lost = self._rows_of(manifest), self._apart(fact.dropped, fact.dropped_from)
         all_rows = np.sort(np.concatenate([rows, lost]))
         if not each_once or not np.array_equal(unpacked(found.rows), all_rows):

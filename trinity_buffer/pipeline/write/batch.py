@@ -1,4 +1,4 @@
-"""One call of a writer: checked, encoded, and encoded again without what turns out to be stored."""
+"""One call of a writer: validated, encoded, and encoded again without rows that are stored."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ OnInvalid = Literal["raise", "quarantine"]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one event will record: encoded once, however often its body has to be written anew."""
+    """The rows of one event, encoded once even if the event's body is built several times."""
 
     experiences: Sequence[Experience]
     encoded: EncodedWrite
     key: bytes
 
     def numbers_pass(self) -> bool:
-        """Return whether the numbers are right in all of the experiences."""
+        """Return whether the numbers of all experiences are valid."""
         return numbers_pass(self.encoded.columns, map(len, self.encoded.families.values()))
 
 
@@ -60,14 +60,14 @@ class WriteCall:
     """The experiences of one call on their way into the log.
 
     Args:
-        experiences: as the caller gave them.
-        experiment: key of the experiment they belong to.
-        actor: who writes.
-        schema: what they must have.
-        on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected.
+        experiences: the experiences from the caller.
+        experiment: key of their experiment.
+        actor: the writing process.
+        schema: name of the schema to check against.
+        on_invalid: ``"raise"``, or ``"quarantine"`` to record invalid rows as rejected.
 
     Raises:
-        InvalidArgumentError: ``experiences`` are something else.
+        InvalidArgumentError: ``experiences`` is not an iterable of experiences.
     """
 
     def __init__(
@@ -87,26 +87,26 @@ class WriteCall:
         self._pending: list[Experience] | None = None
         self._invalid: dict[EID, str] = {}
         self._parts: list[_Part] | None = None
-        self._written: Sequence[_Part] = ()  # perhaps with what other calls brought
-        self._digests: list[bytes] = []  # of what is pending
-        self._known: dict[tuple[Any, ...], bytes] = {}  # of what turned out to be stored
+        self._written: Sequence[_Part] = ()  # may include rows of other calls
+        self._digests: list[bytes] = []  # of pending rows
+        self._known: dict[tuple[Any, ...], bytes] = {}  # of rows that turned out to be stored
 
     @property
     def rows(self) -> int:
-        """How many experiences are left to be written."""
+        """Number of experiences still to be written."""
         return len(self.experiences if self._pending is None else self._pending)
 
     @property
     def joins(self) -> tuple[int, str, str] | None:
-        """Which calls may be one event with this: the first tries of the same writer."""
+        """Key of the calls that may share an event: first attempts of the same writer."""
         return (self._experiment, self._actor, self._schema) if self._pending is None else None
 
     def prepare(self) -> PreparedWrite:
-        """Return what is to be committed. Computes: not on the loop.
+        """Return the encoded write to commit. Computes: call it off the event loop.
 
         Raises:
-            InvalidExperienceError: a field that cannot be right.
-            ConflictingExperienceError: an EID that comes twice, with two contents.
+            InvalidExperienceError: an invalid field.
+            ConflictingExperienceError: an EID that occurs twice with different content.
             InvalidArgumentError: a value that cannot be stored.
         """
         if self._pending is None:
@@ -120,9 +120,9 @@ class WriteCall:
         return self._as_write(self._pending, self._parts)
 
     def join(self, others: Sequence[WriteCall]) -> PreparedWrite | None:
-        """Return all of this call and ``others`` as one event; None if something is wrong.
+        """Return this call and ``others`` as one event, or None if any row may be invalid.
 
-        Or may be wrong: then each is to be prepared by itself, which finds out. Computes.
+        Then prepare each call by itself, which names the invalid row. Computes.
         """
         calls = [self, *others]
         together = [experience for call in calls for experience in call.experiences]
@@ -135,21 +135,21 @@ class WriteCall:
         return self._as_write(together, parts)
 
     def mark_valid(self, digests: list[bytes], parts: Sequence[_Part]) -> None:
-        """Take note that all of it is valid, and there once.
+        """Note that all rows are valid and distinct.
 
         Args:
-            digests: of its content.
-            parts: what it is written in, together with other calls.
+            digests: digests of their content.
+            parts: the parts that contain them, together with rows of other calls.
         """
         self._pending = self.experiences
         self._written = parts
         self._digests = digests
 
     def learn(self, outcome: Outcome) -> None:
-        """Take in why nothing was written: what is stored already, which batches are sealed.
+        """Apply why nothing was written: rows that are stored already, batches that are sealed.
 
         Raises:
-            ConflictingExperienceError: something is stored with other content.
+            ConflictingExperienceError: a row is stored with other content.
         """
         self._late |= outcome.sealed
         if outcome.known:
@@ -159,9 +159,9 @@ class WriteCall:
             self._known |= {_as_stored(eid): digest for eid, (_, digest) in stored}
 
     def suspicious_values(self) -> str | None:
-        """Return what is right by its form and yet most likely a mistake, as people say it.
+        """Return a warning about values that are valid but probably wrong, or None.
 
-        Of all that is written with this call, so that one look tells of every call of an event.
+        Covers all rows of the event, so that one check serves every call that shares it.
         """
         for part in self._written:
             for column in part.encoded.columns.get("logprobs", ()):
@@ -174,7 +174,7 @@ class WriteCall:
         return None
 
     def receipt(self, place: Place) -> WriteReceipt:
-        """Return what the caller is told; the position in ``place`` is 0 if nothing was written."""
+        """Return the caller's receipt; the position in ``place`` is 0 if nothing was written."""
         written = self._pending or []
         refuses = self._late or self._invalid
         rejected = sum(self._refusal(e.eid) is not None for e in written) if refuses else 0
@@ -208,7 +208,7 @@ class WriteCall:
         )
 
     def _check(self) -> dict[EID, str]:
-        """Return what is invalid, and why it will be refused."""
+        """Return EID -> reason of invalid experiences, which will be refused."""
         reasons: dict[EID, str] = {}
         for row, experience in enumerate(self.experiences):
             try:
@@ -240,7 +240,7 @@ class WriteCall:
 
 
 def _listed(experiences: object) -> list[Experience]:
-    """Return ``experiences`` as a list, if they are some."""
+    """Return ``experiences`` as a list; raise if an item is not an experience."""
     if isinstance(experiences, Experience) or not isinstance(experiences, Iterable):
         raise InvalidArgumentError(f"write() takes a list of experiences, not {experiences!r:.60}")
     listed = list(experiences)
@@ -253,7 +253,7 @@ def _listed(experiences: object) -> list[Experience]:
 
 
 def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] | None:
-    """Return ``experiences`` encoded, or None if one may be invalid, or is there twice."""
+    """Return ``experiences`` encoded, or None if one may be invalid or occurs twice."""
     every = [Fields(event_rows) for event_rows in _events_of(experiences)]
     if not all(forms_pass(fields, schema) for fields in every):
         return None
@@ -261,13 +261,13 @@ def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] 
         return None
     try:
         parts = [_encoded(fields.experiences, fields) for fields in every]
-    except InvalidArgumentError:  # somebody's object: whose, the next look will tell
+    except InvalidArgumentError:  # a value of foreign code; checks row by row will name it
         return None
     return parts if all(part.numbers_pass() for part in parts) else None
 
 
 def _events_of(experiences: Sequence[Experience]) -> list[Sequence[Experience]]:
-    """Return ``experiences`` in slices, each of which becomes one event."""
+    """Split ``experiences`` into one slice per event."""
     size = sizes().rows_per_event
     return [experiences[start : start + size] for start in range(0, len(experiences), size)]
 
@@ -281,10 +281,10 @@ def _digests_of(parts: Sequence[_Part]) -> list[bytes]:
 
 
 def _storable(experience: Experience, problem: str) -> Experience:
-    """Return what can be recorded of an invalid experience: all of it, else its address and why.
+    """Return the recordable part of an invalid experience: all of it, or address and reason.
 
     Raises:
-        InvalidExperienceError: its address is what is wrong.
+        InvalidExperienceError: its address is invalid.
     """
     check_address(experience)
     try:
@@ -316,17 +316,17 @@ def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def _as_stored(eid: EID) -> tuple[Any, ...]:
-    """Return ``eid`` as the store compares it: ``7`` and ``"7"`` are one key."""
+    """Return ``eid`` as the store compares it: ``7`` and ``"7"`` are equal."""
     return str(eid.batch), str(eid.task), eid.run, eid.step, eid.suffix
 
 
 def without_known(
     parts: Sequence[_Part], known: Mapping[EID, tuple[int, bytes]]
 ) -> list[Experience]:
-    """Return what is not stored yet.
+    """Return the experiences that are not stored yet.
 
     Raises:
-        ConflictingExperienceError: something is stored with other content.
+        ConflictingExperienceError: one is stored with other content.
     """
     new = []
     for part in parts:

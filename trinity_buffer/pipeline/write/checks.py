@@ -1,9 +1,8 @@
-"""The door: what may come in, and one sentence for what may not.
+"""Validation of experiences before they are written.
 
-The checks of `validation` on whole columns: a yes holds for each experience, a no for none yet.
-
-Looking at each experience takes longer than writing it. So whatever can be told of all at once is
-told of all at once; only where that fails is each looked at, to name the one and its field.
+Checking each experience takes longer than writing it. So whole columns are checked first: if they
+pass, every experience is valid. Only if a column fails is each experience checked, to name the
+invalid one and its field.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from trinity_buffer.pipeline.tensors import DTYPE_NAMES, PresentTensors, raw_ten
 from trinity_buffer.sampling import SEGMENTS, problem_of_segments
 
 MAX_BYTES = 64 << 20
-"""Of all that one experience holds: more would not fit one part of a segment."""
+"""Upper bound of one experience's bytes: more would not fit one part of a segment."""
 
 MAX_INT32, MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
 MAX_FLOAT32 = torch.finfo(torch.float32).max
-"""Micro-batches are in float32, in which a larger number is infinite."""
+"""Largest finite number in float32, the dtype of micro-batches."""
 INTEGERS = frozenset(
     {
         *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -46,7 +45,7 @@ PER_TOKEN = ("logprobs", "token_level_reward", "teacher_logprobs", "advantages",
 TEXTS = ("response_text", "prompt_text", "truncate_status")
 LISTS = ("messages", "tools", "chosen_messages", "rejected_messages")
 NOBODY = EID()
-"""The address of an experience that was given none."""
+"""The default address, of an experience without one."""
 
 _TENSORS = ("tokens", "action_mask", *PER_TOKEN, "chosen", "rejected", "routed_experts")
 _FORMS: dict[str, type] = {
@@ -56,18 +55,18 @@ _FORMS: dict[str, type] = {
     "custom_fields": list,
 }
 _ALWAYS = frozenset({"info", "metrics", "custom_fields"})
-"""Of these, what has none holds an empty one, never None."""
+"""Fields whose empty value is an empty container, never None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What experiences of one schema need.
+    """The requirements of one schema.
 
     Attributes:
         kinds: the types of experience that belong to it.
-        tokens: the fields of token ids that must be there.
-        optional: what may be missing; the strategy or algorithm that needs it rejects with
-            ``invalid``.
+        tokens: the required fields of token ids.
+        optional: fields that may be missing; a strategy or algorithm that needs one rejects the row
+            as ``invalid``.
     """
 
     kinds: tuple[ExperienceType, ...]
@@ -92,8 +91,8 @@ def validate(
     """Check that ``experience`` can be stored and trained under ``schema``.
 
     Raises:
-        InvalidExperienceError: it cannot; the message names it, the field and what is right.
-        InvalidArgumentError: there is no such schema.
+        InvalidExperienceError: it cannot; the message names it, the field and the accepted values.
+        InvalidArgumentError: unknown schema.
     """
     rules = SCHEMAS.get(schema)
     if rules is None:
@@ -112,10 +111,10 @@ def validate(
 
 
 def check_storable(experience: Experience) -> int:
-    """Check that what is stored of ``experience`` can be read back; return its bytes.
+    """Check that the stored form of ``experience`` can be read back; return its size in bytes.
 
     Raises:
-        InvalidExperienceError: a reader could not make an experience of it.
+        InvalidExperienceError: a reader could not decode it.
     """
     if type(experience.prompt_length) is not int:
         raise _refuse(experience, "prompt_length", f"is {experience.prompt_length!r}, no int")
@@ -144,7 +143,7 @@ def is_custom_field(value: object) -> bool:
 
 
 def _check_whole(experience: Experience) -> None:
-    """Check that no tensor is a nested one, which cannot even be asked for its shape."""
+    """Check that no tensor is nested, as those raise when asked for their shape."""
     values = {field: getattr(experience, field) for field in _TENSORS}
     inputs = experience.multi_modal_inputs
     for name, value in inputs.items() if isinstance(inputs, dict) else ():
@@ -165,7 +164,7 @@ def _stored_bytes(experience: Experience, field: str) -> int:
 
 
 def _check_dense(experience: Experience, field: str, tensor: Tensor) -> None:
-    """Check that ``tensor`` has bytes, of a dtype that can be stored."""
+    """Check that ``tensor`` has dense memory of a dtype that can be stored."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
         raise _refuse(
             experience,
@@ -213,10 +212,10 @@ def _refuse(experience: Experience, field: str, what: str) -> InvalidExperienceE
 
 
 def check_address(experience: Experience) -> None:
-    """Check that the log can name ``experience``.
+    """Check that ``experience`` has a valid address.
 
     Raises:
-        InvalidExperienceError: it cannot.
+        InvalidExperienceError: it has not.
     """
     eid = experience.eid
     if eid == NOBODY:
@@ -258,7 +257,7 @@ def _check_tokens(experience: Experience, field: str) -> None:
     _check_vector(experience, field, tokens, INTEGERS, "integer token ids")
     if not tokens.numel():
         raise _refuse(experience, field, "has no elements, it needs at least one token")
-    # NumPy: twice as fast as torch on a thousand elements.
+    # NumPy is twice as fast as torch on a thousand elements.
     if tokens.dtype.is_signed and tokens.numpy(force=True).min() < 0:
         raise _refuse(experience, field, "holds negative numbers: these are no token ids")
 
@@ -280,8 +279,8 @@ def _check_vector(
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    # NaN and Inf survive in a sum of squares, which takes a tenth of the time of looking at each;
-    # it may overflow without them, hence the second look.
+    # NaN and Inf survive in a sum of squares, which takes a tenth of the time of isfinite(). Finite
+    # values may overflow it, so a failure is checked again exactly.
     numbers = tensor.detach()
     passes = numbers.dot(numbers).item() <= MAX_FLOAT32
     return passes or bool(numbers.float().isfinite().all())
@@ -322,7 +321,7 @@ def _check_response(experience: Experience) -> int:
 
 
 def _neither_0_nor_1(mask: Tensor) -> int | None:
-    """Return the first place at which a mask holds something else than 0 or 1, or None."""
+    """Return the first place where a mask is neither 0 nor 1, or None."""
     if mask.dtype == torch.bool:
         return None
     floats = mask.detach().float() if mask.dtype == torch.bfloat16 else mask.detach()
@@ -397,16 +396,16 @@ def _check_info(experience: Experience) -> None:
 _INT, _FLOAT, _TEXT, _DICT = (frozenset({kind}) for kind in (int, float, str, dict))
 _LIST, _EID, _TENSOR, _NONE = (frozenset({kind}) for kind in (list, EID, Tensor, type(None)))
 _NOBODYS = ("routed_experts", "multi_modal_inputs", "chosen", "rejected")
-"""Fields of experiences that are looked at one by one."""
+"""Fields whose experiences are always checked one by one."""
 
 ROUNDING = 0.01
-"""So far above 0 may the logarithm of a probability come, in whatever precision."""
+"""How far rounding may lift the logarithm of a probability above 0, in any precision."""
 
 
 def forms_pass(fields: Fields, schema: str) -> bool:
-    """Return whether types, shapes and addresses are right in all of some experiences.
+    """Return whether types, shapes and addresses of all experiences are valid.
 
-    False says that one of them may be wrong, or of a form that is looked at one by one: a pair, a
+    False means that one may be invalid, or has a form that is only checked one by one: a pair, a
     subclass of a tensor, an experience with pictures or with experts.
     """
     rules = SCHEMAS.get(schema)
@@ -434,19 +433,19 @@ def forms_pass(fields: Fields, schema: str) -> bool:
 
 
 def addresses(fields: Fields) -> set[tuple[Any, ...]]:
-    """Return the addresses as the store compares them: ``7`` and ``"7"`` are one key."""
+    """Return the addresses as the store compares them: ``7`` and ``"7"`` are equal."""
     batches, tasks, *others = fields.addresses
     return set(zip(map(str, batches), map(str, tasks), *others, strict=True))
 
 
 def numbers_pass(columns: Mapping[str, Sequence[Column]], sizes: Iterable[int]) -> bool:
-    """Return whether the numbers of experiences whose forms pass are right in all of them.
+    """Return whether the numbers of all experiences are valid, given that `forms_pass`.
 
     Args:
-        columns: field -> columns, as they were encoded.
-        sizes: bytes of all that was encoded.
+        columns: field -> encoded columns.
+        sizes: bytes of everything encoded.
     """
-    if sum(sizes) > MAX_BYTES:  # more than one of them may have
+    if sum(sizes) > MAX_BYTES:  # then a single experience may exceed the limit
         return False
     return (
         all(map(_none_is_negative, columns.get("tokens", ())))
@@ -461,12 +460,12 @@ def numbers_pass(columns: Mapping[str, Sequence[Column]], sizes: Iterable[int]) 
 
 
 def first_above_zero(column: Column) -> tuple[int, float] | None:
-    """Return the first row of log-probabilities with one well above 0, and the largest of all.
+    """Return the first row with a log-probability well above 0, and the largest of all, or None.
 
-    None if there is none. What was quarantined may hold NaN, which is not above anything.
+    Quarantined rows may hold NaN, which does not count as above 0.
     """
     numbers = column.elements
-    if column.dtype == "bfloat16":  # the upper half of a float32, of which NumPy knows no type
+    if column.dtype == "bfloat16":  # NumPy lacks bfloat16, the upper half of a float32
         numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
     elif column.dtype not in ("float16", "float32", "float64"):
         return None
@@ -479,7 +478,7 @@ def first_above_zero(column: Column) -> tuple[int, float] | None:
 
 
 def _responses(fields: Fields) -> list[int] | None:
-    """Return how many tokens each response has, or None if prompts or tokens may be wrong."""
+    """Return the length of each response, or None if prompts or tokens may be invalid."""
     prompts = fields["prompt_length"]
     sizes = _sizes(fields, "tokens", INTEGERS) if fields.kinds("prompt_length") == _INT else None
     if sizes is None or min(prompts) < 1:
@@ -489,7 +488,7 @@ def _responses(fields: Fields) -> list[int] | None:
 
 
 def _sizes(fields: Fields, name: str, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
-    """Return the sizes of dense vectors of ``dtypes``, or None if one is something else."""
+    """Return the sizes of dense vectors of ``dtypes``, or None if a value is anything else."""
     if fields.kinds(name) != _TENSOR:
         return None
     return _sizes_of(fields.tensors(name), dtypes)
@@ -545,7 +544,7 @@ def _no_problem(problem_of: Callable[[Any], str | None], values: Iterable[object
 def _rewards_pass(fields: Fields) -> bool:
     if fields.kinds("reward") == _FLOAT:
         rewards = fields["reward"]
-        # All are compared only where none is NaN, which is neither more nor less.
+        # NaN compares false with everything, so min() and max() would miss values beside it.
         return (
             all(map(math.isfinite, rewards))
             and -MAX_FLOAT32 <= min(rewards) <= max(rewards) <= MAX_FLOAT32

@@ -1,6 +1,6 @@
-"""Group commit: calls that wait together share a transaction; each hears of its own rows.
+"""Group commit: calls that wait together share a transaction, and each gets its own result.
 
-Those of one writer share an event too, as long as nothing is wrong with any of them.
+Calls of one writer also share an event, as long as all their rows are valid.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction
 
 @dataclass(frozen=True, slots=True)
 class PreparedWrite:
-    """One call, or several as one, encoded: everything that computes has happened.
+    """One call, or several as one event, fully encoded.
 
     Attributes:
         segments: key -> blob of each column family.
-        open_batches: whose experiences are not marked as refused already; a seal of one of them
-            stops the call.
+        open_batches: batches of experiences that are not refused already; if one of them is sealed,
+            the write fails.
     """
 
     experiment: int
@@ -47,12 +47,12 @@ class PreparedWrite:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a `PreparedWrite`: written, or not, for the reason in the other two.
+    """The result of a `PreparedWrite`; it was written unless ``known`` or ``sealed`` says why not.
 
     Attributes:
-        place: of its last event; if it was not written, of the last event of the log.
-        known: EIDs that are stored already, with address and content digest.
-        sealed: batches that were sealed before the call came.
+        place: place of its last event; if it was not written, of the last event of the log.
+        known: EIDs that are stored already -> address and content digest.
+        sealed: batches that were sealed before.
     """
 
     place: Place
@@ -61,21 +61,21 @@ class Outcome:
 
 
 class Call(Protocol):
-    """What wants to be written. `prepare` and `join` compute: they run in a thread."""
+    """A write request. `prepare` and `join` compute: they run in a thread."""
 
     @property
     def rows(self) -> int:
-        """How many experiences it brings."""
+        """Number of its experiences."""
 
     @property
     def joins(self) -> Hashable:
-        """Calls for which this is equal may be one event; None: this one stays alone."""
+        """Calls with an equal key may share an event; None: this one does not."""
 
     def prepare(self) -> PreparedWrite:
-        """Return what is to be committed; whatever it raises is told to the caller."""
+        """Return the write to commit; errors are raised to the caller."""
 
     def join(self, others: Sequence[Any]) -> PreparedWrite | None:
-        """Return this call and ``others`` as one event, or None if each is to be looked at."""
+        """Return this call and ``others`` as one event, or None to check each by itself."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,9 +99,9 @@ class _Group:
         self.preparing: asyncio.Task[None] | None = None
 
     def prepare(self) -> None:
-        """Find out what is to be committed, and for whom; put its blobs into the store.
+        """Prepare the writes of all entries and put their blobs into the store.
 
-        Computes: not on the event loop.
+        Computes: call it off the event loop.
         """
         self.prepared = True
         for entries in _partners(self.entries):
@@ -122,7 +122,7 @@ class _Group:
     def append(
         self, tx: Transaction, presence_of: Callable[[int, str], Presence]
     ) -> dict[int, Place]:
-        """Record what was prepared; return the place of the last event of each, by its identity."""
+        """Record the prepared writes; return id(write) -> place of its last event."""
         self.store.attach(tx, self.segment_rows)
         writes = [write for write, _ in self.writes]
         places = record(tx, writes)
@@ -133,7 +133,7 @@ class _Group:
 
 
 def _partners(entries: Sequence[_Entry]) -> list[list[_Entry]]:
-    """Return ``entries`` in lists of those that may be one event."""
+    """Group ``entries`` into lists that may share an event."""
     lists: list[list[_Entry]] = []
     open_lists: dict[Hashable, tuple[list[_Entry], int]] = {}
     for entry in entries:
@@ -153,11 +153,11 @@ def _answer(entries: Sequence[_Entry]) -> None:
 
 
 _OF_THE_STORE = (StoreBusyError, StoreUnavailableError)
-"""What is wrong with it, and not with a call."""
+"""Errors of the store, not of a single call."""
 
 
 def _tell_all(entries: Sequence[_Entry], error: StoreBusyError | StoreUnavailableError) -> None:
-    """Hand ``error`` to whoever hears of no other one, to each an exception of his own."""
+    """Give each entry that has no error yet its own copy of ``error``."""
     for entry in entries:
         if entry.error is None:
             entry.error = type(error)(*error.args)
@@ -165,11 +165,11 @@ def _tell_all(entries: Sequence[_Entry], error: StoreBusyError | StoreUnavailabl
 
 
 class GroupCommit:
-    """The one road of experiences into a database: what waits while a commit runs is the next one.
+    """Commits the experiences of all writers of a database; calls queue up during a commit.
 
-    It is prepared meanwhile, if it is worth a thread: SQLite and the digests need no interpreter.
-    A task of its own commits, and lives only while there is something to commit: a caller that is
-    cancelled, by whichever means, cancels no transaction that others share.
+    The next group is prepared during the commit if it is large enough for a thread: SQLite and
+    digests release the interpreter lock. A separate task commits, which lives only while there is
+    something to commit: cancelling a caller never cancels a transaction that others share.
     """
 
     def __init__(self, database: Database) -> None:
@@ -177,11 +177,11 @@ class GroupCommit:
         self._waiting: list[_Entry] = []
         self._presences: dict[tuple[int, str], Presence] = {}
         self._committer: asyncio.Task[None] | None = None
-        self._commits = False  # a transaction is under way
-        self._ahead: _Group | None = None  # prepared meanwhile, to be committed next
+        self._commits = False  # whether a transaction is under way
+        self._ahead: _Group | None = None  # the next group, prepared during a commit
 
     def presence_of(self, experiment: int, actor: str) -> Presence:
-        """Return the presence of an explorer, one for all its writers; its writes renew it."""
+        """Return the presence of an explorer, shared by all its writers; writes renew it."""
         presence = self._presences.get((experiment, actor))
         if presence is None:
             presence = Presence(self._database, experiment, "explorer", actor)
@@ -189,21 +189,21 @@ class GroupCommit:
         return presence
 
     async def submit(self, call: Call) -> Outcome:
-        """Return once the rows of ``call`` are durable, or say why none of them was written.
+        """Wait until the rows of ``call`` are durable, or return why none was written.
 
-        A call that is cancelled before its turn is forgotten; later, it is written or not.
+        A call that is cancelled while it is queued is not written; later, it may or may not be.
         """
         self._database.require_usable()  # the committer is a task of that event loop
         entry = _Entry(call)
         self._waiting.append(entry)
         if self._committer is None:
             self._committer = asyncio.create_task(self._commit_waiting())
-        elif self._commits:  # soon: those whose answers came together come again together
+        elif self._commits:  # callers answered together call again together
             asyncio.get_running_loop().call_soon(self._prepare_ahead)
         try:
             await entry.answered.wait()
         finally:
-            if entry in self._waiting:  # cancelled before its turn
+            if entry in self._waiting:  # cancelled while queued
                 self._waiting.remove(entry)
         if entry.error is not None:
             raise entry.error
@@ -211,7 +211,7 @@ class GroupCommit:
         return entry.outcome
 
     async def drain(self) -> None:
-        """Return when no commit is under way; whoever was cancelled does not wait for his."""
+        """Wait until no commit is under way, including those of cancelled callers."""
         with anyio.CancelScope(shield=True):
             while self._committer is not None:
                 await asyncio.wait([self._committer])
@@ -226,18 +226,18 @@ class GroupCommit:
         finally:
             self._committer = None
             late = [cut.entries for cut in (group, self._ahead) if cut is not None]
-            for entry in chain(*late, self._waiting):  # none is left, unless the loop is ending
+            for entry in chain(*late, self._waiting):  # empty, unless the event loop is ending
                 if not entry.answered.is_set():
                     entry.error = StoreError(f"{self._database.name} was closed during a write")
                     entry.answered.set()
 
     def _share(self) -> int:
-        """Return how many rows are taken of those that wait: half, if that is worth two turns."""
+        """Return the number of queued rows to take: half of them, if that fills two commits."""
         rows = sum(entry.call.rows for entry in self._waiting)
         return rows if rows < 2 * sizes().rows_prepared_ahead else -(-rows // 2)
 
     def _group(self, most: int) -> _Group:
-        """Take about so many rows of those who wait, at least one call."""
+        """Take queued calls with about ``most`` rows, at least one call."""
         entries: list[_Entry] = []
         rows, most = 0, min(most, sizes().rows_per_transaction)
         while self._waiting and rows < most:
@@ -246,7 +246,7 @@ class GroupCommit:
         return _Group(entries, self._database.segments)
 
     def _prepare_ahead(self) -> None:
-        """Begin to prepare what waits, beside the commit that is under way."""
+        """Start preparing queued calls during the current commit."""
         rows = sum(entry.call.rows for entry in self._waiting)
         if self._commits and self._ahead is None and rows >= sizes().rows_prepared_ahead:
             self._ahead = group = self._group(rows)
@@ -261,10 +261,10 @@ class GroupCommit:
             self._commits = True
             self._prepare_ahead()
             await self._write(group)
-        except _OF_THE_STORE as error:  # whoever waits has waited as long as anybody should
+        except _OF_THE_STORE as error:  # queued calls have waited through the same timeout
             await self._refuse_all(group, error)
         except Exception:  # noqa: BLE001 - whoever it belongs to is told, below
-            # Something is stored already, or cannot be stored: find out what, call by call.
+            # Some row is stored already or cannot be stored: find it, call by call.
             await self._commit_singly([entry for entry in group.entries if entry.error is None])
         finally:
             self._commits = False
@@ -277,24 +277,24 @@ class GroupCommit:
         self._waiting.clear()
         _tell_all(refused, error)
         if ahead is not None and ahead.preparing is not None:
-            await asyncio.wait([ahead.preparing])  # whatever came of it
+            await asyncio.wait([ahead.preparing])  # its result does not matter
         _answer(refused)
 
     async def _commit_singly(self, entries: list[_Entry]) -> None:
         for number, entry in enumerate(entries):
             try:
                 await self._try_alone(entry)
-            except _OF_THE_STORE as error:  # each would wait as long, one after the other
+            except _OF_THE_STORE as error:  # the other calls would time out one by one
                 _tell_all(entries[number:], error)
                 return
             except Exception as error:  # noqa: BLE001 - handed to the caller it belongs to
                 entry.error = error
 
     async def _write(self, group: _Group) -> None:
-        """Commit all of ``group`` in one transaction, having prepared it.
+        """Prepare ``group`` and commit it in one transaction.
 
         Raises:
-            TakenKeyError: something is stored already, or a batch is sealed; nothing was written.
+            TakenKeyError: a row is stored already, or a batch is sealed; nothing was written.
         """
 
         def work(s: Session) -> dict[int, Place]:
@@ -310,28 +310,28 @@ class GroupCommit:
     async def _try_alone(self, entry: _Entry) -> None:
         group = _Group([entry], self._database.segments)
         await self._database.compute(group.prepare)
-        for write, _ in group.writes:  # none, if there is something wrong with it
+        for write, _ in group.writes:  # empty if the call is invalid
             entry.outcome = await self._database.read(_known, write)
             if entry.outcome is not None:
                 return
             try:
                 await self._write(group)
-            except TakenKeyError as error:  # another process was quicker: look again
+            except TakenKeyError as error:  # another process wrote it meanwhile: check again
                 entry.outcome = await self._database.read(_known, write)
                 if entry.outcome is None:
                     raise StoreError(f"a key is taken: {error}") from error
 
 
 def record(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
-    """Record ``writes``, whose blobs are there; return the place of the last event of each.
+    """Record ``writes``, whose blobs are stored; return id(write) -> place of its last event.
 
-    By its identity, which calls with equal content do not share.
+    Keyed by identity, because calls may have equal content.
 
     Raises:
-        TakenKeyError: something is stored already, or a batch is sealed.
+        TakenKeyError: a row is stored already, or a batch is sealed.
     """
     places: dict[int, Place] = {}
-    writes.sort(key=lambda write: write.experiment)  # locks, always in one order
+    writes.sort(key=lambda write: write.experiment)  # locks are always taken in one order
     for experiment, same in groupby(writes, key=lambda write: write.experiment):
         own = list(same)
         lock_experiment(tx, experiment)
@@ -345,7 +345,7 @@ def record(tx: Transaction, writes: list[PreparedWrite]) -> dict[int, Place]:
 
 
 def _known(tx: Transaction, write: PreparedWrite) -> Outcome | None:
-    """Return what is in the way of ``write``, or None."""
+    """Return the outcome that prevents ``write``, or None."""
     known = writer_queries.stored(tx, write.experiment, write.eids)
     batches = _open_batches([write])
     sealed = frozenset(
@@ -359,4 +359,4 @@ def _open_batches(writes: Sequence[PreparedWrite]) -> list[str]:
 
 
 class _BatchSealedError(TakenKeyError):
-    """Rolls the transaction back; the calls are then looked at one by one."""
+    """Rolls the transaction back; its calls are then committed one by one."""

@@ -1,4 +1,4 @@
-"""Plans, seals and admission: what an explorer may generate, and when a batch is complete."""
+"""Admission of new batches, and planning, sealing and taking over batches."""
 
 from __future__ import annotations
 
@@ -46,12 +46,11 @@ class Admission:
     ``max(max_waiting_groups, groups_per_step)``, or while
     ``floor(uncommitted groups / groups_per_step) + (published - own version) > max_staleness``,
     where an own version above the published one, as after a rewind, counts as the published one.
-    Rejected groups do not count, until all of several steps was rejected for a fault of the rows;
-    nor do groups that lack runs of an actor that is gone.
-    A planned batch is never held half-way: its writes do not wait.
+    Rejected groups do not count, until all groups of several steps were rejected as faulty; nor do
+    groups that lack runs of an actor that is gone. Writes to a planned batch never wait.
 
     Attributes:
-        trainer: name of the trainer consumer that is waited for.
+        trainer: name of the trainer to wait for.
         max_waiting_groups: None: no bound.
         max_staleness: in policy versions (= gradient steps); None: no bound.
         groups_per_step: of that trainer.
@@ -74,7 +73,7 @@ class Admission:
 
     @property
     def most_waiting(self) -> int:
-        """How many undelivered groups keep the next plan waiting."""
+        """Number of undelivered groups at which the next plan waits."""
         return max(self.max_waiting_groups or 0, self.groups_per_step)
 
     def admits(self, backlog: trainer_queries.Backlog, policy_version: int | None) -> bool:
@@ -87,10 +86,10 @@ class Admission:
         return backlog.uncommitted // self.groups_per_step + behind <= self.max_staleness
 
     def require_reachable(self, groups_per_step: int) -> None:
-        """Return if so many groups are planned before explorers wait for the step that takes them.
+        """Raise unless explorers can plan a step's groups before they wait for that step.
 
         Raises:
-            InvalidArgumentError: they would wait for the trainer, and the trainer for them.
+            InvalidArgumentError: explorers and trainer would wait for each other.
         """
         bounds = {
             "max_waiting_groups": None if self.max_waiting_groups is None else self.most_waiting,
@@ -108,18 +107,18 @@ class Admission:
 
     @property
     def most_uncommitted_steps(self) -> int | None:
-        """The longest interval of commits under which explorers and trainer get on; None: any."""
+        """Longest interval of commits without a deadlock with explorers; None: any."""
         return None if self.max_staleness is None else max(self.max_staleness, 1)
 
     def require_commits(self, every_steps: int, what: str) -> None:
-        """Raise unless explorers get on with a trainer that commits after so many steps.
+        """Raise if explorers and a trainer that commits every ``every_steps`` steps would deadlock.
 
         Args:
-            every_steps: its interval.
-            what: sets it, for the message.
+            every_steps: steps between commits.
+            what: the option that sets it, for the message.
 
         Raises:
-            InvalidArgumentError: they would wait for a commit, and the commit for them.
+            InvalidArgumentError: explorers would wait for a commit, and the commit for them.
         """
         most = self.most_uncommitted_steps
         if most is not None and every_steps > most:
@@ -129,7 +128,7 @@ class Admission:
             )
 
     def admits_some_day(self, backlog: trainer_queries.Backlog, policy_version: int) -> bool:
-        """Return whether weights of a version that never changes can be admitted at all."""
+        """Return whether weights that stay at ``policy_version`` can ever be admitted."""
         behind = backlog.published - policy_version
         return self.max_staleness is None or behind <= self.max_staleness
 
@@ -138,7 +137,7 @@ _NO_RULES, _NO_BACKLOG = Admission(), trainer_queries.Backlog(0, 0, 0)
 
 
 class Answer(Enum):
-    """What becomes of a plan."""
+    """The answer to a request to plan a batch."""
 
     PLAN = "it may be planned now"
     PLANNED = "it is planned already"
@@ -148,11 +147,11 @@ class Answer(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCheck:
-    """The answer of one look, and what it was decided by.
+    """An answer, and the state that it was decided by.
 
     Attributes:
-        in_vain: whether all that was recorded of late was rejected for a fault.
-        abandoned: groups whose actor is gone, which the backlog does not count.
+        all_rejected: whether all rows of the last steps were rejected as faulty.
+        abandoned: number of groups whose actor is gone, which the backlog does not count.
     """
 
     answer: Answer
@@ -162,7 +161,7 @@ class AdmissionCheck:
     abandoned: int = 0
 
     def describe(self, policy_version: int | None) -> str:
-        """Return what there is too much of, as people say it."""
+        """Describe the bound that is exceeded."""
         gone = f", beside {self.abandoned} that lack runs of an actor that is gone"
         return self._describe_backlog(policy_version) + (gone if self.abandoned else "")
 
@@ -187,10 +186,10 @@ class AdmissionCheck:
 
 
 class UnpublishedWatch:
-    """Says, once, that the trainer commits steps and publishes no weights.
+    """Warns once if the trainer commits steps but publishes no weights.
 
     Args:
-        actor: the explorer that goes on with old ones.
+        actor: the explorer that continues with old ones.
     """
 
     def __init__(self, actor: str) -> None:
@@ -198,7 +197,7 @@ class UnpublishedWatch:
         self._warned = False
 
     def warn_if_unpublished(self, check: AdmissionCheck, policy_version: int | None) -> None:
-        """Say so if it is the case, and was not said."""
+        """Warn if weights are unpublished, unless warned before."""
         rules, backlog = check.rules, check.backlog
         concerned = policy_version is not None or rules.max_staleness is not None
         if self._warned or not concerned or not is_unpublished(rules, backlog):
@@ -209,12 +208,12 @@ class UnpublishedWatch:
 
 
 def is_unpublished(rules: Admission, backlog: trainer_queries.Backlog) -> bool:
-    """Return whether more steps than one, and than the bound, are committed after the weights."""
+    """Return whether more committed steps than the bound, and than 1, follow the newest weights."""
     return backlog.committed_step - backlog.published > max(rules.max_staleness or 0, 1)
 
 
 def unpublished(rules: Admission, backlog: trainer_queries.Backlog) -> str:
-    """Return that the trainer publishes no weights, as people say it."""
+    """Describe a trainer that publishes no weights."""
     bound = rules.max_staleness
     broken = "" if bound is None else f", so that max_staleness={bound} cannot hold"
     return (
@@ -227,7 +226,7 @@ PUBLISHING = (
     "commit(step, checkpoint=PATH) publishes the checkpoint (policy=PATH another path of the same "
     "weights, policy=False nothing)"
 )
-"""What makes a trainer's weights those of the explorers."""
+"""How to publish a trainer's weights to explorers, for messages."""
 
 
 async def plan(
@@ -240,20 +239,20 @@ async def plan(
 ) -> bool:
     """Plan a batch as soon as admission allows; see `SQLWriter.plan`.
 
-    ``presence`` and ``watch`` are those of the actor whose batch it is.
+    ``presence`` and ``watch`` belong to the actor that plans.
     """
     actor, batch = presence.name, wanted.batch
     _check(batch, wanted.tasks, wanted.rollouts_per_group)
-    database.require_writable()  # who may not plan need not wait for it
+    database.require_writable()  # fail before waiting, not after
     event = new_event(wanted)
 
     def append(tx: Transaction, own: int | None) -> AdmissionCheck:
-        # Asked again under the lock: two explorers must not both take the last place.
+        # Check again under the lock: two explorers must not both take the last place.
         lock_experiment(tx, experiment)
         check = _check_admission(tx, experiment, actor, wanted, own)
         if check.answer is Answer.PLAN:
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
-            # With the plan: bounds count no batch of an explorer that is not there.
+            # In the plan's transaction: bounds ignore batches of explorers without a heartbeat.
             heartbeats.record(tx, experiment, presence.first())
         return check
 
@@ -284,10 +283,10 @@ async def plan(
 def _require_fresh(
     batch: Key, version: int | Callable[[], int] | None, check: AdmissionCheck
 ) -> None:
-    """Return if weights that are loaded anew, or may be admitted some day as they are.
+    """Raise if fixed weights are too old ever to be admitted.
 
     Raises:
-        InvalidArgumentError: they are too old, and no wait makes them younger.
+        InvalidArgumentError: they are too old, and waiting cannot help.
     """
     if version is None or callable(version):
         return
@@ -302,7 +301,7 @@ def _require_fresh(
 
 
 MAX_ROLLOUTS = 1 << 20
-"""Rollouts of one task in one batch."""
+"""Upper bound of rollouts of one task in one batch."""
 
 
 def _check_admission(
@@ -312,7 +311,7 @@ def _check_admission(
     wanted: BatchPlanned,
     version: int | None,
 ) -> AdmissionCheck:
-    """Return whether it may be planned now."""
+    """Return whether the batch may be planned now."""
     existing = writer_queries.batch_row(tx, experiment, wanted.batch)
     if existing is not None:
         _require_same_plan(tx, experiment, existing, wanted)
@@ -342,10 +341,10 @@ def _check_admission(
 def _is_in_vain(
     tx: Transaction, experiment: int, config: dict[str, Any], backlog: trainer_queries.Backlog
 ) -> bool:
-    """Return whether all of several steps was rejected for a fault, and more is on its way.
+    """Return whether several steps were fully rejected as faulty, and more rows are on their way.
 
-    Then one step at a time is planned: enough for the strategy or trainer to give up, or to see
-    that the fault is gone.
+    Then only one step at a time is planned: enough for the strategy or trainer to give up, or to
+    see that the fault is gone.
     """
     rules = Admission.of(config)
     if backlog.undelivered < rules.groups_per_step:
@@ -377,7 +376,7 @@ def _require_same_plan(
 def contents_of(
     tx: Transaction, experiment: int, batches: Iterable[store_rows.BatchRow]
 ) -> dict[str, bytes]:
-    """Return batch -> digest of what stands behind its tasks, where its plan says that."""
+    """Return batch -> digest of the contents of its tasks, for plans that recorded one."""
     positions = [row.planned_at for row in batches if row.planned_at is not None]
     name = log.experiment_name(tx, experiment)
     facts = [decoded(name, stored).fact for stored in log.read_at(tx, experiment, positions)]
@@ -386,10 +385,10 @@ def contents_of(
 
 
 def require_same_contents(batch: Key, known: Mapping[str, bytes], wanted: bytes | None) -> None:
-    """Return if the tasks of a planned batch are the same as before, or nothing is known of them.
+    """Raise unless a planned batch's tasks have the recorded contents, if any were recorded.
 
     Raises:
-        ConflictingPlanError: others stand at their positions.
+        ConflictingPlanError: the contents of the tasks differ.
     """
     if wanted is not None and known.get(str(batch), wanted) != wanted:
         raise ConflictingPlanError(
@@ -463,12 +462,12 @@ def take_over(
 ) -> list[counts.OpenBatch]:
     """Claim open batches of explorers that are gone; return them, oldest first.
 
-    From here on this process is there under their names, so that no other one claims them too.
+    This process then sends heartbeats under their names, so that no other one claims them too.
 
     Args:
-        presence_of: the presence of an explorer in this process, by its name.
-        mine: names under which the writer that asks is there already.
-        batches: those that may be claimed; None: all.
+        presence_of: returns this process's presence under an explorer's name.
+        mine: names that the calling writer uses already.
+        batches: the batches that may be claimed; None: all.
     """
     lock_experiment(tx, experiment)
     here = diagnosis.Surroundings.of(tx, experiment).here
@@ -489,7 +488,7 @@ def take_over(
 
 
 def heirs_of(presence: Presence, here: Sequence[PresenceRow]) -> list[PresenceRow]:
-    """Return who is there under the name of an explorer and under one of its own: it took over."""
+    """Return processes that took over an explorer's name and also have a name of their own."""
     names: dict[tuple[str, int], set[str]] = {}
     for row in here:
         if row.role == presence.role:
@@ -499,7 +498,7 @@ def heirs_of(presence: Presence, here: Sequence[PresenceRow]) -> list[PresenceRo
 
 
 async def wait_for_heirs(database: Database, experiment: int, presence: Presence) -> None:
-    """Return once what an explorer had left is sealed, or nobody is there who took it over."""
+    """Wait until an explorer's open batches are sealed or the process that claimed them ends."""
     actor = presence.name
 
     def load(tx: Transaction) -> tuple[list[PresenceRow], list[str]]:
@@ -528,14 +527,14 @@ async def wait_for_heirs(database: Database, experiment: int, presence: Presence
 
 
 LOOK_FOR_HEIRS_S = 2.0
-"""Nobody says that one was killed."""
+"""Polling interval: a killed process leaves no event that would wake the wait."""
 
 
 def seal_as_it_is(tx: Transaction, experiment: int, batch: str, *, actor: str) -> int | None:
-    """Seal a batch with what is stored of it; return how much that is, None if it is sealed.
+    """Seal a batch with its stored rows; return their number, None if it was sealed before.
 
     Raises:
-        UnknownNameError: nothing is planned or stored under this id.
+        UnknownNameError: no plan and no rows under this id.
     """
     lock_experiment(tx, experiment)
     row = writer_queries.batch_row(tx, experiment, batch)

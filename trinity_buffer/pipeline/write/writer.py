@@ -1,4 +1,4 @@
-"""The writer of explorers: durable when it returns, and writing twice is writing once."""
+"""The writer of explorers: durable on return, and idempotent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trinity_buffer.writer import BufferWriter, WriteReceipt
 _logger = logging.getLogger(__name__)
 
 CHECKED_CALLS = 16
-"""The first calls of a writer, in which mistakes show that all of its calls make."""
+"""Number of first calls that are checked for suspicious values: later calls repeat them."""
 
 
 class SQLWriter(BufferWriter):
@@ -70,13 +70,13 @@ class SQLWriter(BufferWriter):
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
         """Record ``experiences``; on return they are durable.
 
-        All of the call is written, or nothing: calls that run at the same time share a transaction,
-        but not their fate. What is stored already with the same content is counted as a duplicate;
-        what belongs to a sealed batch is recorded as rejected (``late``).
+        A call is written completely or not at all. Concurrent calls share a transaction, but one
+        can fail without the others. Experiences stored already with the same content count as
+        duplicates; those of a sealed batch are recorded as rejected (``late``).
 
         Raises:
-            InvalidExperienceError: a field that cannot be right (with ``on_invalid="quarantine"``
-                it is recorded as rejected instead).
+            InvalidExperienceError: an invalid field (with ``on_invalid="quarantine"``, the
+                experience is recorded as rejected instead).
             ConflictingExperienceError: an EID is stored with other content.
         """
         call = WriteCall(experiences, self._experiment, self.actor, self._schema, self._on_invalid)
@@ -113,17 +113,16 @@ class SQLWriter(BufferWriter):
         policy_version: int | Callable[[], int] | None = None,
         contents: bytes | None = None,
     ) -> bool:
-        """Record what the batch will hold, before it is generated; the same again is a no-op.
+        """Record the content of a batch before it is generated; repeating a plan is a no-op.
 
-        Waits until the trainer needs more (see `planning.Admission`): backpressure comes before
+        Waits until the trainer needs more (see `planning.Admission`): backpressure acts before
         generation.
 
         Args:
             policy_version: the version that will generate, for the bound on staleness; a function
-                is asked again at each look, so that an explorer that loads newer weights meanwhile
-                gets on.
-            contents: digest of what stands behind ``tasks``; who plans the batch again with another
-                one is refused.
+                is called at each check, so that loading newer weights can end the wait.
+            contents: digest of the contents of ``tasks``; planning the batch again with another one
+                is an error.
 
         Returns:
             True once planned; False if the experiment finished before there was room.
@@ -149,7 +148,7 @@ class SQLWriter(BufferWriter):
 
     @override
     async def missing(self, batch: Key) -> list[tuple[Key, int]]:
-        """Return the planned (task, run) pairs that are not stored: what is left to generate.
+        """Return the planned (task, run) pairs that are not stored yet.
 
         Raises:
             InvalidArgumentError: the batch was never planned.
@@ -157,7 +156,7 @@ class SQLWriter(BufferWriter):
         return await planning.missing(self._database, self._experiment, batch)
 
     async def unsealed(self) -> tuple[int, list[str]]:
-        """Return how many batches this actor has planned, and which are not sealed, oldest first.
+        """Return the number of batches this actor planned, and the unsealed ones, oldest first.
 
         After a crash an explorer finishes these before it plans more.
         """
@@ -168,11 +167,11 @@ class SQLWriter(BufferWriter):
     async def take_over(self, batches: Collection[str] | None = None) -> list[str]:
         """Claim planned batches whose explorers are gone, and return them, oldest first.
 
-        What is missing of them is this writer's to write, and they are its to seal. `stay_present`
-        keeps the claim; an explorer that is started again under its own name waits for this one.
+        This writer then has to write their missing runs and seal them. `stay_present` keeps the
+        claim; an explorer restarted under its old name waits for this process.
 
         Args:
-            batches: those that may be claimed; None: all.
+            batches: the batches that may be claimed; None: all.
         """
         of_experiment = partial(self._group_commit.presence_of, self._experiment)
         taken = await self._database.write(
@@ -190,15 +189,15 @@ class SQLWriter(BufferWriter):
         return [batch.key for batch in taken]
 
     async def batches(self, batches: Sequence[str]) -> dict[str, BatchRow]:
-        """Return those of ``batches`` that somebody has planned or sealed."""
+        """Return those of ``batches`` that are planned or sealed."""
         return await self._database.read(writer_queries.batches, self._experiment, batches)
 
     async def contents_of(self, batches: Sequence[BatchRow]) -> dict[str, bytes]:
-        """Return batch -> digest of what stands behind its tasks, where its plan says that."""
+        """Return batch -> digest of the contents of its tasks, for plans that recorded one."""
         return await self._database.read(planning.contents_of, self._experiment, batches)
 
     async def planned(self, batch: Key) -> tuple[tuple[Key, ...], int]:
-        """Return the tasks of a planned batch and how many rollouts each shall have.
+        """Return the tasks of a planned batch and the planned number of rollouts of each.
 
         Raises:
             InvalidArgumentError: the batch was never planned.
@@ -209,24 +208,24 @@ class SQLWriter(BufferWriter):
         return row.tasks, row.rollouts_per_group
 
     async def stored(self, batch: Key) -> int:
-        """Return how many experiences of ``batch`` are stored: what `seal` expects to be told."""
+        """Return the number of stored experiences of ``batch``, which `seal` takes."""
         return await self._database.read(writer_queries.count_in_batch, self._experiment, batch)
 
     @override
     async def seal(self, batch: Key, expected: int) -> None:
-        """Record that the batch is complete with ``expected`` experiences; again is a no-op.
+        """Record that the batch is complete with ``expected`` experiences; repeating is a no-op.
 
         Raises:
-            ConflictingSealError: the batch holds another number, or was sealed with another.
+            ConflictingSealError: the batch holds, or was sealed with, another number.
         """
         await planning.seal(self._database, self._experiment, self.actor, batch, expected)
 
     async def begin_exploring(self) -> None:
-        """Say that this explorer is there; warn of namesakes, and wait for who took its batches.
+        """Register this explorer and warn if another process uses the same actor name.
 
-        A process that is there under another name too has taken over what this one left behind: it
-        makes that, and seals it, or ends. One of the same name alone may be what is left of this
-        explorer, as it was before it was killed.
+        A process that also has another name has taken over this explorer's open batches: wait until
+        it seals them, or ends. A process with only this name may be a remnant of this explorer
+        before it was killed.
         """
         await self._presence.seen(at_once=True)
         here = await self._database.read(heartbeats.processes, self._experiment)
@@ -245,7 +244,7 @@ class SQLWriter(BufferWriter):
             await planning.wait_for_heirs(self._database, self._experiment, self._presence)
 
     async def stay_present(self) -> None:
-        """Say until cancelled that this explorer is there, and then take it back."""
+        """Send heartbeats until cancelled, then remove the presence."""
         try:
             async with self._presence.heartbeats():
                 while True:
@@ -258,17 +257,17 @@ class SQLWriter(BufferWriter):
                 await presence.gone()
 
     async def waits_for(self, reason: str) -> None:
-        """Tell others what this explorer waits for, until `waits_no_more`."""
+        """Show other processes what this explorer waits for, until `waits_no_more`."""
         self._presence.waiting_for = reason
         with suppress(StoreError):  # whoever writes hears of it
             await self._presence.seen()
 
     async def stay_at_work(self, is_under_way: Callable[[], bool] = lambda: True) -> None:
-        """Say until cancelled, while rollouts are under way, that they are: the run moves."""
+        """Record until cancelled whether rollouts are under way, which counts as progress."""
         await Work(self._presence, is_under_way).keep(wait_report_s())
 
     def waits_no_more(self) -> None:
-        """Note that what was waited for came."""
+        """End the reported wait."""
         self._presence.waiting_for = None
 
     @override
@@ -279,6 +278,6 @@ class SQLWriter(BufferWriter):
 
     @override
     async def release(self) -> int:
-        """Take back one `acquire`; return how many users are left."""
+        """Undo one `acquire`; return the number of remaining users."""
         self._users = max(0, self._users - 1)
         return self._users
