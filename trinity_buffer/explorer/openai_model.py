@@ -119,7 +119,11 @@ class OpenAIModel:
             InferenceServerError: no answer, or one without ids and log-probs.
         """
         if self._dialect == "sglang":
-            return await self._generate(self._ids(prompt), max_tokens)
+            if isinstance(prompt, str):
+                return await self.complete(
+                    self._require_tokenizer().encode(prompt), max_tokens=max_tokens
+                )
+            return await self._generate(list(prompt), max_tokens)
         text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
         before = await self._weights.now()
         answer = await self._asked(
@@ -180,11 +184,6 @@ class OpenAIModel:
         tokenizer = self._require_tokenizer()
         end = tokenizer.eos_token_id
         return ChatFormat(tokenizer, [] if end is None else [end])
-
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        return list(self._require_tokenizer().encode(prompt))
 
     def _require_tokenizer(self) -> Any:
         if self._tokenizer is None:

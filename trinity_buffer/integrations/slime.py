@@ -6,7 +6,7 @@ at 0d234f3): slime is on no package index, so that its own trainer was not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
@@ -157,7 +157,7 @@ def _experience(run: int, sample: Sample, sampling: Mapping[str, Any]) -> Experi
             f"sample {sample.index} has multimodal inputs, and this adapter stores texts alone: a "
             "model would be trained without them"
         )
-    version = next((int(v) for v in _versions(sample)), None)
+    version = next((int(v) for v in sample.weight_versions if str(v).isdigit()), None)
     group = f"group-{sample.group_index}"
     return Experience(
         eid=EID(group, group, run),
@@ -182,10 +182,6 @@ def _experience(run: int, sample: Sample, sampling: Mapping[str, Any]) -> Experi
             "metadata": dict(sample.metadata),
         },
     )
-
-
-def _versions(sample: Sample) -> Iterator[str]:
-    return (version for version in sample.weight_versions if str(version).isdigit())
 
 
 def _sample(row: Experience) -> Sample:

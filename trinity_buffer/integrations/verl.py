@@ -193,7 +193,9 @@ def _experience(key: str, row: dict[str, Any], tag: dict[str, Any]) -> Experienc
             "model needs GPUs of its own (reward.reward_model.enable_resource_pool)"
         )
     uid, session, index = key.rsplit("_", 2)
-    held = (*OWN, *PLACED, *(["position_ids"] if _counts_up(row["position_ids"]) else []))
+    positions = row["position_ids"]
+    counts_up = torch.equal(positions, torch.arange(positions.shape[-1]))
+    held = (*OWN, *PLACED, *(["position_ids"] if counts_up else []))
     version = tag.get("min_global_steps")
     return Experience(
         eid=EID(uid, uid, int(session), int(index)),
@@ -208,10 +210,6 @@ def _experience(key: str, row: dict[str, Any], tag: dict[str, Any]) -> Experienc
         },
         **{ours: row[theirs] for theirs, ours in PLACED.items() if theirs in row},
     )
-
-
-def _counts_up(positions: torch.Tensor) -> bool:
-    return torch.equal(positions, torch.arange(positions.shape[-1]))
 
 
 def _plain(value: Any) -> Any:

@@ -84,14 +84,10 @@ class StepMeter:
         self._most.scatter_reduce_(1, place.expand(2, -1), most, "amax")
         if self._tokens is not None:
             of_tokens = torch.stack([scores.logprob, ratio, scores.entropy, weight])
-            self._keep(microbatch, place, of_tokens)
-
-    def _keep(self, microbatch: MicroBatch, place: Tensor, values: Tensor) -> None:
-        there = microbatch["attention_mask"].flatten()
-        place = place[there]
-        self._sizes.index_add_(0, place, torch.ones_like(place))
-        assert self._tokens is not None  # asked for
-        self._tokens.append((place, values.flatten(1)[:, there].float()))
+            there = microbatch["attention_mask"].flatten()
+            place = place[there]
+            self._sizes.index_add_(0, place, torch.ones_like(place))
+            self._tokens.append((place, of_tokens.flatten(1)[:, there].float()))
 
     def measures(self, metrics: Mapping[str, float], processes: Processes) -> StepMeasures:
         """Return what was measured; every rank must call it, all get the same."""
@@ -111,7 +107,11 @@ class StepMeter:
             "gap_max": torch.where(count > 0, most[1], unknown),
         }
         known = {name: values.numpy() for name, values in rows.items()}
-        whole = {name: _mean(sums[name], count) for name in _MEANS}
+        # The mean over the action tokens of the rows that have the number.
+        there = {name: ~sums[name].isnan() for name in _MEANS}
+        whole = {
+            name: float(sums[name][has].sum() / count[has].sum()) for name, has in there.items()
+        }
         tokens = {} if self._tokens is None else self._of_tokens(processes)
         return StepMeasures(self._step, known, {**whole, **metrics}, tokens)
 
@@ -128,12 +128,6 @@ class StepMeter:
             every[:, begins[place] + behind] = values
         parts = processes.sum(every).cpu().split_with_sizes(sizes.tolist(), dim=1)
         return {name: [part[at].clone() for part in parts] for at, name in enumerate(_TOKENS)}
-
-
-def _mean(sums: Tensor, count: Tensor) -> float:
-    """Return the mean over the action tokens of the rows that have the number."""
-    known = ~sums.isnan()
-    return float(sums[known].sum() / count[known].sum())
 
 
 def _difference(microbatch: MicroBatch, name: str, logprob: Tensor) -> Tensor:

@@ -102,7 +102,9 @@ class HostCopies:
         pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for tensor in tensors:
             if not self._gpu.holds(tensor):
-                taken.append(self._here(tensor))
+                here = tensor.detach().cpu().contiguous()
+                is_same = here.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                taken.append(here.clone() if self.copied and is_same else here)
                 continue
             source = tensor.detach().contiguous()
             room = self._room(source.numel() * source.element_size())
@@ -115,11 +117,6 @@ class HostCopies:
             stream.wait_stream(self._gpu.current_stream(device))
             self._gpu.copy(of_device, stream)
         return taken
-
-    def _here(self, tensor: Tensor) -> Tensor:
-        here = tensor.detach().cpu().contiguous()
-        is_same = here.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        return here.clone() if self.copied and is_same else here
 
     def hold(self) -> None:
         """Let what each GPU is asked to compute from now on wait until all is copied."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,8 +81,12 @@ class CompositeAddStrategy(AddStrategy):
             metrics.update(
                 {f"{name}/{key}" if key in metrics else key: v for key, v in of_stage.items()}
             )
-            groups, rejected = _emptied(staged)
-            left_out += rejected + _forgotten(seen, groups, rejected)
+            groups, rejected = staged.groups, staged.rejections
+            staged.groups, staged.rejections = [], []
+            decided = {e.eid.uid for e in (*chain(*groups), *(e for e, _ in rejected))}
+            # What a stage neither wrote nor rejected counts as filtered: nothing goes silently.
+            forgotten = [(e, "filtered") for e in seen if e.eid.uid not in decided]
+            left_out += rejected + forgotten
         for experience, reason in left_out:
             # A copy that a later stage leaves out was never stored: there is nothing to reject.
             if original_uid(experience) is not None or self.reject([experience], reason):
@@ -186,20 +191,3 @@ def strategy_name(strategy: StrategyName) -> str:
     return next(
         (n for n in ADD_STRATEGY.names() if ADD_STRATEGY.get(n) is strategy), strategy.__name__
     )
-
-
-def _emptied(staged: StagedWriter) -> tuple[list[list[Experience]], list[tuple[Experience, str]]]:
-    """Return what ``staged`` holds, and empty it."""
-    groups, rejections = staged.groups, staged.rejections
-    staged.groups, staged.rejections = [], []
-    return groups, rejections
-
-
-def _forgotten(
-    seen: Sequence[Experience],
-    groups: Sequence[Sequence[Experience]],
-    rejected: Sequence[tuple[Experience, str]],
-) -> list[tuple[Experience, str]]:
-    """Return what a stage neither wrote nor rejected, as ``filtered``."""
-    decided = {e.eid.uid for group in groups for e in group} | {e.eid.uid for e, _ in rejected}
-    return [(e, "filtered") for e in seen if e.eid.uid not in decided]

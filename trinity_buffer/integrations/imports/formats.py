@@ -135,6 +135,7 @@ def _experience(
     messages = [node["message"] for node in nodes]
     only_texts(messages)
     noted = noted_by_branch.get(index)
+    rewards = (trace.get("rewards") or {}).values()
     return Experience(
         eid=eid,
         tokens=ids,
@@ -142,7 +143,7 @@ def _experience(
         action_mask=mask[start:],
         logprobs=_spread(nodes)[start:],
         advantages=None if noted is None else [value or 0.0 for value in noted[start : len(ids)]],
-        reward=sum(value["score"] * value.get("weight", 1.0) for value in _rewards(trace)),
+        reward=sum(r["score"] * r.get("weight", 1.0) for r in rewards if r is not None),
         messages=messages,
         info={
             **({"model_version": policy["start"]} if "start" in policy else {}),
@@ -159,10 +160,6 @@ def _spread(nodes: Path_) -> list[float]:
         sampled = iter(node.get("logprobs") or [])
         values += [next(sampled, 0.0) if sampled_here else 0.0 for sampled_here in node["mask"]]
     return values
-
-
-def _rewards(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    return [reward for reward in (trace.get("rewards") or {}).values() if reward is not None]
 
 
 def read_sft(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
