@@ -6,11 +6,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from types import ModuleType
 from typing import Any
-
-from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -38,17 +36,17 @@ def lazy_exports(
 def renamed(old: str, new: str) -> ModuleType:
     """Let the module ``new`` be imported as ``old`` too, with a warning, and return that alias."""
 
-    class Alias(ModuleType):
-        @override
-        def __getattr__(self, name: str) -> Any:
-            # Only names of users: tools ask each module in `sys.modules` for its dunder names.
-            if name.startswith("__"):
-                raise AttributeError(name)
-            message = f"{old} is now {new}; the old name goes with the next release"
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
-            return getattr(import_module(new), name)
+    def forwarded(name: str) -> Any:
+        # Only names of users: tools ask each module in `sys.modules` for its dunder names.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        message = f"{old} is now {new}; the old name goes with the next release"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(new), name)
 
-    return sys.modules.setdefault(old, Alias(old))
+    alias = sys.modules.setdefault(old, ModuleType(old))
+    vars(alias)["__getattr__"] = forwarded
+    return alias
 
 
 TESTED = {
@@ -98,8 +96,9 @@ def _lacking(package: str, remedy: str, error: ImportError) -> str:
     tested = TESTED.get(package, "")
     message = f"this needs {package}{tested}"
     if tested:
-        try:
+        try:  # loaded here: it is slow to import, and each command imports this module
+            metadata = import_module("importlib.metadata")
             message += f", and {package} {metadata.version(package)} is installed"
-        except metadata.PackageNotFoundError:
+        except ModuleNotFoundError:
             message += ", the releases that were tested"
     return f"{message}: pip install '{remedy}' ({error})"
