@@ -27,8 +27,8 @@ FAULTS = [
     Fault(
         "verify skips every full block of segments",
         "pipeline/verify/segments.py",
-        "            yield some\n            some, total",
-        "            some, total",
+        "            yield group\n            group, total",
+        "            group, total",
         "tests/pipeline/test_sizes.py::test_each_damaged_segment_is_named",
     ),
     Fault(
@@ -482,8 +482,8 @@ FAULTS = [
     Fault(
         "a step that a rewind goes back to counts as superseded",
         "pipeline/verify/trainer_audit.py",
-        "if step <= kept}",
-        "if step < kept}",
+        "if step <= last}",
+        "if step < last}",
         "tests/contract/test_committing.py::test_an_older_checkpoint_is_gone_on_from_and_later_steps_are_superseded",
     ),
     Fault(
@@ -580,7 +580,7 @@ FAULTS = [
     Fault(
         "verify takes any rows for those that a step lost",
         "pipeline/verify/trainer_audit.py",
-        "if not each_once or not np.array_equal(unpacked(found.rows), all_rows):",
+        "if not each_once or not np.array_equal(unpacked(leased.rows), all_rows):",
         "if not each_once:",
         "tests/trainer/test_damaged_steps.py::test_rows_that_leave_a_step_are_told_and_rejected",
     ),

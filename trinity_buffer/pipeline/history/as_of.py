@@ -24,7 +24,7 @@ async def open_as_of(
     """Open the projections of ``experiment`` as they were at ``position``.
 
     The log is folded up to there into temporary tables of one more connection, which hide those of
-    the same names: it takes some 20 s for a million experiences, and keeps nobody from writing.
+    the same names: it takes some 20 s for a million experiences, and others can write meanwhile.
 
     Raises:
         CodecError: an event that says how it was is damaged; the message names its position.

@@ -128,7 +128,7 @@ class _Compaction:
         """Return the events of those of ``held`` that no trainer needs any more."""
         key = self._experiment.key
         finished = await self._database.read(retention.finished, key, held, needs)
-        positions = [position_of(one.first) for one in finished]
+        positions = [position_of(held.first) for held in finished]
         stored = await self._database.read(log.read_at, key, positions)
         recorded = [
             (placed.position, placed.fact)
@@ -147,7 +147,7 @@ class _Compaction:
         keys = [fact.segment for fact in facts]
         parts = await self._database.read_session(lambda s: s.segments(keys, tuple(FAMILIES)))
         write = partial(_write, self._archive, self._experiment.name, recorded, parts)
-        # A file that is written is recorded too, though somebody interrupts meanwhile.
+        # A file that is written is recorded too, even if Ctrl-C comes meanwhile.
         with anyio.CancelScope(shield=True):
             sound, archive = await anyio.to_thread.run_sync(write)
             self._damaged += len(facts) - len(sound)
@@ -213,7 +213,7 @@ def _write(
     sound = {fact.segment: place for place, fact in recorded if _is_sound(fact, parts)}
     if not sound:
         return [], None
-    wanted = {place: some for place, some in parts.items() if place[0] in sound}
+    wanted = {place: stored for place, stored in parts.items() if place[0] in sound}
     archive = write_archive(folder, experiment, sound, wanted)
     return [fact for _, fact in recorded if fact.segment in sound], archive
 
@@ -284,10 +284,10 @@ async def restore(
 def _put(store: SegmentStore, path: str, keys: Sequence[bytes]) -> list[SegmentRow]:
     """Put what a file holds of some segments into ``store``; return what is to be taken in."""
     try:
-        found = blobs_of(read_archive(path, keys, tuple(FAMILIES)))
+        blobs = blobs_of(read_archive(path, keys, tuple(FAMILIES)))
     except (StoreError, DamagedSegmentError) as error:
         raise InvalidArgumentError(f"restore from {path}: {error}") from error
-    return [row for key, families in found.items() for row in store.put(key, families)]
+    return [row for key, families in blobs.items() for row in store.put(key, families)]
 
 
 def _take_back(

@@ -17,7 +17,7 @@ from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.url import StoreURL
 
 LOOK_AGAIN_S = 1.0
-"""Between two looks at who has a store open: nobody says when he leaves."""
+"""Polling interval: processes do not announce that they close the store."""
 
 _logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ async def rebuild(
 
     The log is folded into a scratch database beside the store, page by page, while others go on.
     One transaction then folds the few events that came meanwhile and replaces the rows that differ:
-    what it writes is as much as was wrong, mostly nothing, and whoever reads sees all of it or
+    what it writes is as much as was wrong, mostly nothing, and readers see all of it or
     none. Only where whole projections were lost does it last (some 20 s for a million experiences).
 
     Raises:

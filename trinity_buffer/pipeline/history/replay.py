@@ -168,11 +168,11 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
         raise InvalidArgumentError(f"trainer {consumer!r} has committed no step yet")
     end = row.committed_step if last is None else last
     at = trainer_queries.step_at
-    found = await database.read(at, key, consumer, end)
+    step = await database.read(at, key, consumer, end)
     digest = weights = None
-    if found is not None:
-        after = await database.read(trainer_queries.weights_after, key, consumer, found)
-        if after is not None and after[0] != found.checkpoint_digest:
+    if step is not None:
+        after = await database.read(trainer_queries.weights_after, key, consumer, step)
+        if after is not None and after[0] != step.checkpoint_digest:
             digest, weights = after[0], found_again(after[1], after[0], database.folder)
     without_heads = await database.read(trainer_queries.steps_without_heads, key, consumer)
     return RecordedEnd(end, digest, weights, without_heads)
@@ -226,7 +226,7 @@ class ReplayStream(StepStream):
         return await anext(self._replayed.steps, None)
 
     @override
-    def _commit(self, step: TrainStep, kept: Commit) -> None:
+    def _commit(self, step: TrainStep, commit: Commit) -> None:
         """Do nothing: a replay changes no store."""
 
     @override
@@ -240,11 +240,11 @@ class ReplayStream(StepStream):
 
     @override
     def fail(self, error: Exception) -> None:
-        """Do nothing: a replay waits for nobody."""
+        """Do nothing: no other rank waits for a replay."""
 
     @override
     def leads(self) -> bool:
-        """Return True: nobody takes over a replay."""
+        """Return True: a replay has no lease to lose."""
         return True
 
     @override
@@ -257,9 +257,9 @@ async def _opened(
     url: StoreURL, experiment: str, options: dict[str, Any]
 ) -> AsyncIterator[_Replayed]:
     async with open_store(url, read_only=True) as store:
-        found = await store.experiment(experiment)
-        loader = RowLoader(EventCache(found.key, found.name))
-        yield _Replayed(replayed_steps(found, **options), store.database, loader)
+        opened = await store.experiment(experiment)
+        loader = RowLoader(EventCache(opened.key, opened.name))
+        yield _Replayed(replayed_steps(opened, **options), store.database, loader)
 
 
 @contextmanager

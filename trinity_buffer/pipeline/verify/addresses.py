@@ -34,14 +34,14 @@ def packed(addresses: Integers) -> bytes:
 
 
 def unpacked(data: bytes) -> Integers:
-    """Return what was `packed`, in its order."""
+    """Return the addresses that were `packed`, in their order."""
     numbers = np.frombuffer(data, np.int64, offset=1)
     if data[0] == 0:
         return numbers
     firsts, lengths = numbers.reshape(2, -1)
     ends = np.cumsum(lengths)
-    found: Integers = np.repeat(firsts - ends + lengths, lengths) + np.arange(ends[-1])
-    return found
+    addresses: Integers = np.repeat(firsts - ends + lengths, lengths) + np.arange(ends[-1])
+    return addresses
 
 
 class Addresses:
@@ -65,37 +65,37 @@ class Addresses:
 
     def below(self, end: int) -> Iterator[Integers]:
         """Yield those below ``end``, a stretch at a time, of addresses that were added in order."""
-        some: list[Integers] = []
+        stretch: list[Integers] = []
         count = 0
         for part in map(unpacked, self._parts):
-            some.append(part[: np.searchsorted(part, end)])
-            count += len(some[-1])
-            if len(some[-1]) < len(part):
+            stretch.append(part[: np.searchsorted(part, end)])
+            count += len(stretch[-1])
+            if len(stretch[-1]) < len(part):
                 break
             if count >= AT_ONCE:
-                yield np.concatenate(some)
-                some, count = [], 0
-        if some:
-            yield np.concatenate(some)
+                yield np.concatenate(stretch)
+                stretch, count = [], 0
+        if stretch:
+            yield np.concatenate(stretch)
 
 
 def together(count: int, parts: Iterable[Integers]) -> Integers:
     """Return ``count`` addresses that come in parts, one behind the other."""
-    found = np.empty(count, np.int64)
+    addresses = np.empty(count, np.int64)
     end = 0
     for part in parts:
-        found[end : end + len(part)] = part
+        addresses[end : end + len(part)] = part
         end += len(part)
-    return found
+    return addresses
 
 
 def repeated(addresses: Integers) -> list[int]:
     """Return those that come once more, of addresses in order."""
-    found: list[int] = []
+    again: list[int] = []
     for begin in range(1, len(addresses), AT_ONCE):
-        some = addresses[begin : begin + AT_ONCE]
-        found += some[some == addresses[begin - 1 : begin + AT_ONCE - 1][: len(some)]].tolist()
-    return found
+        page = addresses[begin : begin + AT_ONCE]
+        again += page[page == addresses[begin - 1 : begin + AT_ONCE - 1][: len(page)]].tolist()
+    return again
 
 
 def beside(stretches: Iterable[Integers], others: Integers) -> Iterator[tuple[Integers, Integers]]:
@@ -114,19 +114,19 @@ def beside(stretches: Iterable[Integers], others: Integers) -> Iterator[tuple[In
 
 def lacking(known: Integers, wanted: Integers) -> npt.NDArray[np.bool_]:
     """Return for each of ``wanted`` whether it is not in ``known``, which is in order."""
-    found = np.ones(len(wanted), np.bool_)
+    missing = np.ones(len(wanted), np.bool_)
     for begin in range(0, len(wanted) if len(known) else 0, AT_ONCE):
-        some = wanted[begin : begin + AT_ONCE]
-        place = np.minimum(np.searchsorted(known, some), len(known) - 1)
-        found[begin : begin + AT_ONCE] = known[place] != some
-    return found
+        page = wanted[begin : begin + AT_ONCE]
+        place = np.minimum(np.searchsorted(known, page), len(known) - 1)
+        missing[begin : begin + AT_ONCE] = known[place] != page
+    return missing
 
 
 class Names:
     """A set of many texts, kept as 64-bit hashes: 8 bytes each instead of a hundred.
 
     Hashes are salted per process; that two of 10 million texts share one has a chance of 1 in
-    400,000, and what is found here is looked up again before it is told.
+    400,000, and what looks repeated is looked up again before it is reported.
     """
 
     def __init__(self) -> None:
@@ -141,11 +141,11 @@ class Names:
     @property
     def hashes(self) -> Integers:
         """All of them in order, as often as they were added; of no use once there are more."""
-        found = np.frombuffer(self._hashes, np.int64)
+        hashes = np.frombuffer(self._hashes, np.int64)
         if not self._in_order:
-            found.sort()
+            hashes.sort()
             self._in_order = True
-        return found
+        return hashes
 
     @property
     def number(self) -> int:

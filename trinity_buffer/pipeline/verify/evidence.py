@@ -36,7 +36,7 @@ class Acknowledged:
     Attributes:
         uids: of all lines.
         compared: those that came with a content digest.
-        heads: of the log, when it was told.
+        heads: of the log, when each line was written.
 
     Raises:
         InvalidArgumentError: a file is no text, or cannot be read.
@@ -49,14 +49,14 @@ class Acknowledged:
         self._contents = Names()
         self.heads: set[bytes] = set()
         for lines in _pages_of(files):
-            told = [*map(_said, lines)]
-            self.uids.add(uid for uid, _, _ in told)
-            self.compared.add(uid for uid, digest, _ in told if digest)
-            self._contents.add((uid, digest) for uid, digest, _ in told if digest)
-            self.heads.update(head for _, _, head in told if head)
+            parsed = [*map(_parsed, lines)]
+            self.uids.add(uid for uid, _, _ in parsed)
+            self.compared.add(uid for uid, digest, _ in parsed if digest)
+            self._contents.add((uid, digest) for uid, digest, _ in parsed if digest)
+            self.heads.update(head for _, _, head in parsed if head)
 
     def lost(self, uids: Names, contents: Names | None) -> tuple[str, ...]:
-        """Return what no event recorded: uids, and uids whose content is another."""
+        """Return the uids that no event recorded, and those recorded with another content."""
         gone = _lacking(self.uids, uids)
         other = set() if contents is None else _lacking(self._contents, contents)
         if not gone and not other:
@@ -64,7 +64,7 @@ class Acknowledged:
         lost: dict[str, None] = {}
         changed: dict[str, None] = {}
         for lines in _pages_of(self._files):
-            for uid, digest, _ in map(_said, lines):
+            for uid, digest, _ in map(_parsed, lines):
                 if hash(uid) in gone:
                     lost[f"experience {uid}"] = None
                 elif digest and hash((uid, digest)) in other:
@@ -73,13 +73,13 @@ class Acknowledged:
         return (*lost, *changed)
 
 
-def _lacking(told: Names, known: Names) -> set[int]:
-    """Return the hashes of what was told and is not known."""
-    hashes = told.hashes
+def _lacking(acknowledged: Names, known: Names) -> set[int]:
+    """Return the hashes of what was acknowledged and is not known."""
+    hashes = acknowledged.hashes
     return set(hashes[known.lacking(hashes)].tolist())
 
 
-def _said(line: str) -> tuple[str, bytes, bytes]:
+def _parsed(line: str) -> tuple[str, bytes, bytes]:
     """Return the uid of a line, the content digest, and the head; empty where there is none."""
     uid, *rest = line.split("\t")
     digest, head = ([*rest, "", ""])[:2]
@@ -95,14 +95,14 @@ def _pages_of(files: Sequence[Path]) -> Iterator[list[str]]:
     for path in files:
         try:
             with path.open(encoding="utf-8-sig") as file:
-                while some := [*islice(file, sizes().rows_per_page)]:
-                    whole = (line.rstrip("\n") for line in some if _is_told(line))
+                while page := [*islice(file, sizes().rows_per_page)]:
+                    whole = (line.rstrip("\n") for line in page if _is_complete(line))
                     yield [line for line in whole if line]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(f"{path} cannot be read as uids: {error}") from error
 
 
-def _is_told(line: str) -> bool:
+def _is_complete(line: str) -> bool:
     return line.endswith("\n") or line.count("/") >= _SLASHES_OF_UID
 
 
@@ -156,7 +156,7 @@ class ChainFindings:
 
 
 def read_acknowledged(place: Path) -> Acknowledged:
-    """Return what is in a file, or in all files of a folder: one experience a line.
+    """Read the acknowledgements of a file, or of all files of a folder.
 
     A line is one of `WriteReceipt.lines`, or a uid alone.
 
@@ -201,22 +201,22 @@ class Evidence:
 
 
 def read_evidence(acknowledged: Path | None, checkpoint: Path | None, head: str | None) -> Evidence:
-    """Return what was kept outside of the store.
+    """Read the evidence from outside of the store.
 
     Raises:
         InvalidArgumentError: something cannot be read.
         CheckpointError: the checkpoint is missing or names no manifests.
     """
-    told = None if acknowledged is None else read_acknowledged(Path(acknowledged))
+    receipts = None if acknowledged is None else read_acknowledged(Path(acknowledged))
     chain = None if checkpoint is None else read_chain(Path(checkpoint))
-    heads = set() if told is None else told.heads
+    heads = set() if receipts is None else receipts.heads
     if chain is not None and chain.head:
         heads = heads | {chain.head}
     if head is not None:
         if len(head) != _HEAD_DIGITS or not _hex(head):
             raise InvalidArgumentError(f"head={head!r}: a head is {_HEAD_DIGITS} digits of hex")
         heads = heads | {_hex(head)}
-    return Evidence(told, chain, frozenset(heads))
+    return Evidence(receipts, chain, frozenset(heads))
 
 
 def examine_chain(
@@ -228,16 +228,16 @@ def examine_chain(
         InvalidArgumentError: several trainers could have written it; ``consumer`` says which.
     """
     trainer = _trainer_of(chain, trainers, consumer)
-    leased = {some.digest: some for some in trainer.steps.values()}
-    said, earlier = chain.manifests, trainer.manifests_up_to(chain.manifests.before)
-    through = [*(earlier or ()), *said.last]
+    leased = {manifest.digest: manifest for manifest in trainer.steps.values()}
+    carried, earlier = chain.manifests, trainer.manifests_up_to(chain.manifests.before)
+    through = [*(earlier or ()), *carried.last]
     times = Counter(through)
-    unknown = 0 if earlier is not None else said.length - len(said.last)
+    unknown = 0 if earlier is not None else carried.length - len(carried.last)
     lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []
     lost += [manifest_text(digest) for digest in times if digest not in leased]
     known = [leased[digest] for digest in times if digest in leased]
     commit = _commit_of(chain, trainer)
-    last = max((some.step for some in known), default=0)
+    last = max((manifest.step for manifest in known), default=0)
     last = max(last, commit.step if commit is not None else 0)
     lost += [
         manifest_text(digest, leased.get(digest))
@@ -257,8 +257,8 @@ def _sharing_rows(known: Sequence[LeasedManifest]) -> set[bytes]:
     """Return the digests of manifests with an annotation row that an earlier one has too."""
     if not known:
         return set()
-    rows = np.concatenate([unpacked(some.rows) for some in known])
-    owners = np.repeat(np.arange(len(known)), [some.count for some in known])
+    rows = np.concatenate([unpacked(manifest.rows) for manifest in known])
+    owners = np.repeat(np.arange(len(known)), [manifest.count for manifest in known])
     order = np.lexsort((owners, rows))
     rows, owners = rows[order], owners[order]
     again = (rows[1:] == rows[:-1]) & (owners[1:] != owners[:-1])
@@ -278,23 +278,23 @@ def _commit_of(chain: Chain, trainer: TrainerAudit) -> Commit | None:
 def _contradictions(
     chain: Chain, known: Sequence[LeasedManifest], commit: Commit | None
 ) -> list[Problem]:
-    where, found = f"checkpoint {chain.checkpoint}", []
-    steps = [some.step for some in known]
+    where, problems = f"checkpoint {chain.checkpoint}", []
+    steps = [manifest.step for manifest in known]
     if steps != sorted(steps):
-        found.append(Problem("commits", where, f"its chain goes through the steps {steps}"))
+        problems.append(Problem("commits", where, f"its chain goes through the steps {steps}"))
     if commit is None:
-        found.append(Problem("commits", where, f"no commit names its sha256, {chain.digest}"))
+        problems.append(Problem("commits", where, f"no commit names its sha256, {chain.digest}"))
     elif commit.digest != (digest := chain.digest_like(commit.digest)):
         what = f"its sha256 is {digest}, position {commit.position} recorded {commit.digest}"
-        found.append(Problem("commits", where, what))
+        problems.append(Problem("commits", where, what))
     elif commit.chain != chain.manifests.link:
         what = f"position {commit.position} committed another chain of manifests than it carries"
-        found.append(Problem("commits", where, what))
-    return found
+        problems.append(Problem("commits", where, what))
+    return problems
 
 
 def require_trainer(trainers: Mapping[str, TrainerAudit], consumer: str) -> None:
-    """Do nothing if ``consumer`` is one of the trainers.
+    """Raise unless ``consumer`` is one of the trainers.
 
     Raises:
         InvalidArgumentError: it is not.
@@ -314,7 +314,7 @@ def _trainer_of(
     candidates = candidates or [
         trainer
         for trainer in trainers.values()
-        if {some.digest for some in trainer.steps.values()} & set(chain.manifests.last)
+        if {manifest.digest for manifest in trainer.steps.values()} & set(chain.manifests.last)
     ]
     candidates = candidates or list(trainers.values())
     if len(candidates) > 1:

@@ -121,7 +121,7 @@ class CrossAudit:
         self._annotated.setdefault(fact.consumer, {})[position] = packed(rows)
 
     def _decided(self, name: str) -> Integers:
-        """Return what a set has decided so far."""
+        """Return the experiences that a set has decided so far."""
         rejected = self._rejected.get(name, Addresses()).all()
         return np.concatenate([*map(unpacked, self._annotated.get(name, {}).values()), rejected])
 
@@ -137,13 +137,13 @@ class CrossAudit:
             mine = own[places[own] == place]
             there, slots = unpacked(known[place]) if place in known else None, all_slots[mine]
             if there is None or (slots >= len(there)).any():
-                told = written_as(int(rows[mine[0]]))
-                what = f"set {fact.annotation_set!r} has no annotation {told}"
+                annotation = written_as(int(rows[mine[0]]))
+                what = f"set {fact.annotation_set!r} has no annotation {annotation}"
                 yield Problem("manifests", where, what)
             elif len(wrong := mine[there[slots] != experiences[mine]]):
                 row = int(wrong[0])
-                told = written_as(int(rows[row]))
-                what = f"row {row} trains {written_as(int(experiences[row]))} with {told}"
+                annotation = written_as(int(rows[row]))
+                what = f"row {row} trains {written_as(int(experiences[row]))} with {annotation}"
                 other = written_as(int(there[all_slots[row]]))
                 yield Problem("manifests", where, f"{what}, which is of {other}")
 
@@ -163,23 +163,23 @@ class EventChain:
 
     Args:
         experiment: name of the experiment.
-        kept: heads that somebody kept; those that the log proves are taken out of `unproven`.
+        heads: kept outside of the store; those that the log proves are taken out of `unproven`.
 
     Attributes:
         before: the head before the event that was taken last.
         head: its own.
-        unproven: kept heads that were not met so far.
+        unproven: those that were not met so far.
     """
 
-    def __init__(self, experiment: str, kept: Iterable[bytes] = ()) -> None:
+    def __init__(self, experiment: str, heads: Iterable[bytes] = ()) -> None:
         self.before = self.head = log.origin(experiment)
-        self.unproven = set(kept)
+        self.unproven = set(heads)
         self._started = False
 
     def take(self, event: StoredEvent) -> str | None:
         """Go on by one event; return what is wrong with its head, or None.
 
-        What is wrong is told once: the events after it are followed from the head that it has.
+        What is wrong is reported once: the events after it are followed from the head that it has.
         """
         self.before = self.head
         self.head = log.head_of(
@@ -192,8 +192,8 @@ class EventChain:
         if first and event.position > 1 and event.kind != "ChainStarted":
             return "it is the first with a head, and no ChainStarted"
         if computed != self.head:
-            said = f"its head is {self.head.hex()}"
-            return f"{said}, what the log says up to it has {computed.hex()}"
+            stated = f"its head is {self.head.hex()}"
+            return f"{stated}, what the log says up to it has {computed.hex()}"
         self.unproven.discard(self.head)
         return None
 
@@ -278,7 +278,7 @@ class LogAudit:
 
     def add(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
         """Take in the next events of the log; return those whose body can be read."""
-        found = []
+        events = []
         for stored in page:
             self._follow(stored)
             try:
@@ -288,16 +288,17 @@ class LogAudit:
                 continue
             try:
                 if not self._quick:
-                    self._tell(self.cross.take(stored.position, fact))
+                    self._report(self.cross.take(stored.position, fact))
+                # Unknown kinds too: a newer version counts the events that it records.
                 self._numbers["", stored.kind] += 1
                 self._read(stored.position, fact, stored.actor)
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
-            found.append(PlacedFact(stored.position, stored.actor, fact))
+            events.append(PlacedFact(stored.position, stored.actor, fact))
         for trainer in self.trainers.values():
             trainer.forget()
-        return found
+        return events
 
     def leased_at(self, dealt: Iterable[StepDealt]) -> list[int]:
         """Return where the steps were leased that are dealt anew, to be read again."""
@@ -334,7 +335,7 @@ class LogAudit:
             case BatchSealed():
                 self._sealed(position, fact)
             case ExperiencesRecorded():
-                self._recorded_ones(position, fact)
+                self._experiences(position, fact)
             case ConsumerRegistered():
                 self._registered(fact)
             case ExperiencesAnnotated():
@@ -344,15 +345,15 @@ class LogAudit:
             case BatchLeased():
                 self._leased(position, fact)
             case StepDealt():
-                self._tell(self._trainer(fact.consumer).dealt(position, fact))
+                self._report(self._trainer(fact.consumer).dealt(position, fact))
             case RanksAssembled():
                 self._trainer(fact.consumer).assembled(fact)
             case StepsCommitted():
-                self._tell(self._trainer(fact.consumer).committed(position, fact))
+                self._report(self._trainer(fact.consumer).committed(position, fact))
             case StepMeasured():
-                self._tell(self._trainer(fact.consumer).measured(position, fact))
+                self._report(self._trainer(fact.consumer).measured(position, fact))
             case TrainerRewound():
-                self._tell(self._trainer(fact.consumer).rewound(position, fact))
+                self._report(self._trainer(fact.consumer).rewound(position, fact))
             case PolicyPublished():
                 self._counts["policy"] += 1
             case RewardsAssigned():
@@ -378,7 +379,7 @@ class LogAudit:
             what = f"it names {fact.digest.hex()} as the head of all before it"
             self._wrong("chain", position, f"{what}, which has {self.chain.before.hex()}")
 
-    def _tell(self, problems: Iterable[Problem]) -> None:
+    def _report(self, problems: Iterable[Problem]) -> None:
         self.problems.extend(problems)
 
     def _trainer(self, name: str) -> TrainerAudit:
@@ -395,13 +396,13 @@ class LogAudit:
 
     def _leased(self, position: int, fact: BatchLeased) -> None:
         self._counts["step"] += 1
-        self._tell(self._trainer(fact.consumer).leased(position, fact))
+        self._report(self._trainer(fact.consumer).leased(position, fact))
 
     def _scored(self, fact: RewardsAssigned) -> None:
         addresses = np.array(fact.experiences, np.int64)
         self._scores.setdefault(fact.scoring, Addresses()).add(addresses)
 
-    def _recorded_ones(self, position: int, fact: ExperiencesRecorded) -> None:
+    def _experiences(self, position: int, fact: ExperiencesRecorded) -> None:
         columns, refused = fact.columns, fact.refused
         count = len(columns)
         batches = list(map(str, columns.batch))
@@ -442,32 +443,32 @@ class LogAudit:
             raise LookupError(f"strategy {name!r} was never registered")
         if seen is None:
             raise ValueError(f"strategy {name!r} does not say what it has seen")
-        found = self._strategies[name]
+        strategy = self._strategies[name]
         # Less than before is right: of two processes of one name, one may be behind.
         if seen >= position:
             what = f"strategy {name!r} has seen {seen}, which was not there yet"
             self._wrong("log", position, what)
-        found.seen = max(found.seen, seen)
-        return found
+        strategy.seen = max(strategy.seen, seen)
+        return strategy
 
     def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
-        found = self._strategy(position, fact.consumer, fact.seen)
+        strategy = self._strategy(position, fact.consumer, fact.seen)
         # Copies are one experience; of so few numbers a set is quicker than NumPy.
         distinct = sorted(set(fact.experiences))
         if distinct:
             self._numbers[fact.consumer, counters.ANNOTATED] += len(distinct)
             self._numbers[fact.consumer, counters.ROWS] += len(fact.experiences)
-        found.rows += len(fact.experiences)
-        found.decided.add(np.array(distinct, np.int64))
+        strategy.rows += len(fact.experiences)
+        strategy.decided.add(np.array(distinct, np.int64))
 
     def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
         count = len(fact.experiences)
         self._counts["rejection"] += count
         self._numbers.update((fact.consumer, counters.rejected_for(why)) for why in fact.reasons)
         if fact.by == "strategy":
-            found = self._strategy(position, fact.consumer, fact.seen)
-            found.rejections += count
-            found.decided.add(np.array(fact.experiences, np.int64))
+            strategy = self._strategy(position, fact.consumer, fact.seen)
+            strategy.rejections += count
+            strategy.decided.add(np.array(fact.experiences, np.int64))
         else:
             self._rejecting(fact.consumer).rejected(position, fact)
 
@@ -487,14 +488,14 @@ class LogAudit:
             what = "no event has it: the log that it was kept of is another, or was cut"
             self.problems.append(Problem("chain", f"head {head.hex()}", what))
         for trainer in (*self.trainers.values(), *self._guests.values()):
-            self._tell(trainer.finish())
+            self._report(trainer.finish())
         for name, strategy in self._strategies.items():
             decided = strategy.decided.all()
             decided.sort()
             for address in repeated(decided):
                 self._decided_wrongly(name, address, "was decided twice")
-            for known, some in beside(self._recorded.below(strategy.end), decided):
-                for address in some[lacking(known, some)].tolist():
+            for known, decided_here in beside(self._recorded.below(strategy.end), decided):
+                for address in decided_here[lacking(known, decided_here)].tolist():
                     self._decided_wrongly(
                         name, address, "was decided, and was not there to be seen"
                     )
@@ -524,14 +525,14 @@ class LogAudit:
         }
 
     def numbers(self) -> counters.Numbers:
-        """Return what each counter must say."""
-        found = dict(self._numbers)
-        if ("", BatchSealed.__name__) in found:
-            found["", counters.STORED_ROLLOUTS] = self._runs.stored_of_sealed()
+        """Return the number that each counter must have."""
+        numbers = dict(self._numbers)
+        if ("", BatchSealed.__name__) in numbers:
+            numbers["", counters.STORED_ROLLOUTS] = self._runs.stored_of_sealed()
         if self._versions:
-            found["", counters.LOWEST_VERSION] = min(self._versions)
-            found["", counters.HIGHEST_VERSION] = max(self._versions)
-        return found
+            numbers["", counters.LOWEST_VERSION] = min(self._versions)
+            numbers["", counters.HIGHEST_VERSION] = max(self._versions)
+        return numbers
 
     def stored_runs(self) -> int:
         """Return how many planned (batch, task, run) the log has experiences of."""

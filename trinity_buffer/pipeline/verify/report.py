@@ -39,7 +39,7 @@ class VerifyReport:
         experiment, store: what was looked at; ``version`` is of the database's library or server.
         quick: no segment was opened, and rows of projections were counted, not compared.
         events, experiences, manifests, segments: how many were looked at.
-        head: of the last event, as hex: whoever keeps it can prove all of this log.
+        head: of the last event, as hex; kept elsewhere, it proves all of this log.
         acknowledged: distinct uids in the acknowledgement files; None: none were given.
         contents: how many of them came with a content digest, and were compared by it.
         chain: manifests in the checkpoint's chain; None: no checkpoint was given.
@@ -84,7 +84,7 @@ class VerifyReport:
 
     @property
     def measured(self) -> bool:
-        """Whether anything from outside was given, without which nobody knows what was lost."""
+        """Whether there was evidence from outside: without it, a loss cannot be seen."""
         return self.acknowledged is not None and self.chain is not None
 
     @property
@@ -94,7 +94,7 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
-        found = asdict(self)
-        found["plans"]["missing"] = self.plans.missing
+        fields = asdict(self)
+        fields["plans"]["missing"] = self.plans.missing
         measured = {"ok": self.ok, "measured": self.measured}
-        return {**measured, "lost": self.lost, "duplicated": self.duplicated, **found}
+        return {**measured, "lost": self.lost, "duplicated": self.duplicated, **fields}

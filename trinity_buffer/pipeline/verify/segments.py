@@ -75,30 +75,30 @@ def wrong_columns(
         ),
     }
     for name, wanted in expected.items():
-        said = np.array(getattr(columns, name), np.int64)
-        for slot in np.flatnonzero((wanted != _UNKNOWN) & (said != wanted)).tolist():
-            yield slot, f"its {name} is {wanted[slot]}, its event says {said[slot]}"
+        recorded = np.array(getattr(columns, name), np.int64)
+        for slot in np.flatnonzero((wanted != _UNKNOWN) & (recorded != wanted)).tolist():
+            yield slot, f"its {name} is {wanted[slot]}, its event says {recorded[slot]}"
     yield from _wrong_of_info(columns, segments)
     yield from _wrong_sampling(columns, sampling, segments)
 
 
 def _sizes(segments: Sequence[Segment], field: str, columns: ExperienceColumns) -> Integers:
     """Return how many elements a field has in each row; -1 where it has none."""
-    found = np.full(len(columns), _UNKNOWN, np.int64)
+    numbers = np.full(len(columns), _UNKNOWN, np.int64)
     for segment in segments:
         for column in segment.columns.get(field, ()):
-            found[slice(None) if column.rows is None else column.rows] = column.sizes
-    return found
+            numbers[slice(None) if column.rows is None else column.rows] = column.sizes
+    return numbers
 
 
 def _trained(segments: Sequence[Segment], columns: ExperienceColumns) -> Integers:
-    found = np.full(len(columns), _UNKNOWN, np.int64)
+    numbers = np.full(len(columns), _UNKNOWN, np.int64)
     for segment in segments:
         for column in segment.columns.get("action_mask", ()):
             nonzero = np.concatenate([[0], np.cumsum(column.elements != 0)])
             counts = nonzero[column.offsets[1:]] - nonzero[column.offsets[:-1]]
-            found[slice(None) if column.rows is None else column.rows] = counts
-    return found
+            numbers[slice(None) if column.rows is None else column.rows] = counts
+    return numbers
 
 
 def _wrong_of_info(
@@ -107,9 +107,9 @@ def _wrong_of_info(
     """Compare the policy version and the finish reason with what ``info`` says of them."""
     infos, cuts = (_pieces(segments, name, columns) for name in ("info", "truncate_status"))
     known: dict[tuple[bytes, bytes], tuple[int | None, str | None]] = {}
-    said = zip(columns.policy_version, columns.finish_reason, strict=True)
+    pairs = zip(columns.policy_version, columns.finish_reason, strict=True)
     for slot, (pieces, recorded) in enumerate(
-        zip(zip(infos, cuts, strict=True), said, strict=True)
+        zip(zip(infos, cuts, strict=True), pairs, strict=True)
     ):
         if pieces not in known:  # rows of one write mostly say the same
             known[pieces] = _of_info(*pieces)
@@ -125,9 +125,9 @@ def _wrong_sampling(
     key = SEGMENTS.encode()
     infos = _pieces(segments, "info", columns)
     for slot in sorted({*sampling, *(slot for slot, info in enumerate(infos) if key in info)}):
-        said = unpack_object(infos[slot]) if infos[slot] else None
+        unpacked = unpack_object(infos[slot]) if infos[slot] else None
         sizes = columns.prompt_length[slot], columns.length[slot]
-        wanted = [*map(list, sampled(said if isinstance(said, dict) else {}, *sizes) or ())]
+        wanted = [*map(list, sampled(unpacked if isinstance(unpacked, dict) else {}, *sizes) or ())]
         if [*map(list, sampling.get(slot, ()))] != wanted:
             yield slot, f"it was sampled with {wanted}, its event says {sampling.get(slot)}"
 
@@ -140,10 +140,10 @@ def _pieces(segments: Sequence[Segment], name: str, columns: ExperienceColumns) 
 
 
 def _of_info(info: bytes, truncated: bytes) -> tuple[int | None, str | None]:
-    said = unpack_object(info) if info else None
-    said = said if isinstance(said, dict) else {}
-    version = said.get("model_version")
-    reason = said.get("finish_reason") or (unpack_object(truncated) if truncated else None)
+    unpacked = unpack_object(info) if info else None
+    unpacked = unpacked if isinstance(unpacked, dict) else {}
+    version = unpacked.get("model_version")
+    reason = unpacked.get("finish_reason") or (unpack_object(truncated) if truncated else None)
     return None if version is None else int(version), None if reason is None else str(reason)
 
 
@@ -173,43 +173,45 @@ async def check_segments(
         if isinstance(event.fact, WithSegment) and event.fact.segment
     ]
     problems: list[tuple[bytes, Problem]] = []
-    for some in _by_size(named):
-        parts = await _parts_of(database, some)
-        problems += await anyio.to_thread.run_sync(partial(_check_segments, some, parts))
+    for group in _by_size(named):
+        parts = await _parts_of(database, group)
+        problems += await anyio.to_thread.run_sync(partial(_check_segments, group, parts))
     return len(named), problems
 
 
 async def _parts_of(database: Database, named: Sequence[_Named]) -> SegmentParts:
-    keys = [one.key for one in named]
-    families = sorted({family for one in named for family in one.fact.families})
+    keys = [each.key for each in named]
+    families = sorted({family for each in named for family in each.fact.families})
     return await database.read_session(lambda s: s.segments(keys, families))
 
 
 def _by_size(named: Sequence[_Named]) -> Iterator[list[_Named]]:
-    some: list[_Named] = []
+    group: list[_Named] = []
     total = 0
-    for one in named:
-        too_large = total + one.size > sizes().bytes_per_audit
-        if some and (too_large or len(some) == sizes().segments_per_audit):
-            yield some
-            some, total = [], 0
-        some.append(one)
-        total += one.size
-    if some:
-        yield some
+    for segment in named:
+        too_large = total + segment.size > sizes().bytes_per_audit
+        if group and (too_large or len(group) == sizes().segments_per_audit):
+            yield group
+            group, total = [], 0
+        group.append(segment)
+        total += segment.size
+    if group:
+        yield group
 
 
 def _check_segments(named: Sequence[_Named], parts: SegmentParts) -> list[tuple[bytes, Problem]]:
-    return [(one.key, problem) for one in named for problem in _check_one(one, parts)]
+    return [
+        (segment.key, problem) for segment in named for problem in _check_segment(segment, parts)
+    ]
 
 
-def _check_one(one: _Named, parts: SegmentParts) -> Iterator[Problem]:
-    where = f"segment {one.key.hex()} of position {one.position}"
+def _check_segment(named: _Named, parts: SegmentParts) -> Iterator[Problem]:
+    where = f"segment {named.key.hex()} of position {named.position}"
     decoded: list[Segment] = []
     blobs: list[Buffer] = []
-    for family, size in one.fact.families.items():
+    for family, size in named.fact.families.items():
         try:
-            blob = segments.blob_of(one.key, family, parts.get((one.key, family), []))
+            blob = segments.blob_of(named.key, family, parts.get((named.key, family), []))
             if len(blob) != size:
                 what = f"family {family!r} has {len(blob)} bytes, its event says {size}"
                 yield Problem("segments", where, what)
@@ -219,23 +221,23 @@ def _check_one(one: _Named, parts: SegmentParts) -> Iterator[Problem]:
         except (DamagedSegmentError, CodecError) as error:
             yield Problem("segments", where, str(error).partition(";")[0])
             continue
-        if segment.rows != one.fact.rows:
-            what = f"family {family!r} has {segment.rows} rows, its event {one.fact.rows}"
+        if segment.rows != named.fact.rows:
+            what = f"family {family!r} has {segment.rows} rows, its event {named.fact.rows}"
             yield Problem("segments", where, what)
             continue
         decoded.append(segment)
-    if len(blobs) == len(one.fact.families) and not isinstance(one.fact, ExperiencesRecorded):
-        yield from _check_digest(one, one.fact.digest, blobs)
-    elif len(decoded) == len(one.fact.families) and isinstance(one.fact, ExperiencesRecorded):
-        yield from _check_digests(one.position, one.fact, decoded)
+    if len(blobs) == len(named.fact.families) and not isinstance(named.fact, ExperiencesRecorded):
+        yield from _check_digest(named, named.fact.digest, blobs)
+    elif len(decoded) == len(named.fact.families) and isinstance(named.fact, ExperiencesRecorded):
+        yield from _check_digests(named.position, named.fact, decoded)
 
 
 def _check_digest(
-    one: _Named, recorded: bytes | None, blobs: Sequence[Buffer]
+    named: _Named, recorded: bytes | None, blobs: Sequence[Buffer]
 ) -> Iterator[Problem]:
-    if recorded is not None and (found := content_digest(blobs)) != recorded:
-        what = f"it has the digest {found.hex()}, its event says {recorded.hex()}"
-        yield Problem("digests", f"segment {one.key.hex()} of position {one.position}", what)
+    if recorded is not None and (digest := content_digest(blobs)) != recorded:
+        what = f"it has the digest {digest.hex()}, its event says {recorded.hex()}"
+        yield Problem("digests", f"segment {named.key.hex()} of position {named.position}", what)
 
 
 def _check_digests(
@@ -244,7 +246,7 @@ def _check_digests(
     columns = fact.columns
     uids = list(columns.uids())
     try:
-        found = digests_of_segments(vars(columns), decoded)
+        digests = digests_of_segments(vars(columns), decoded)
         if fact.scorable and not is_scorable({k: v for s in decoded for k, v in s.columns.items()}):
             what = "its event says that one number per row can stand for an annotation: it cannot"
             yield Problem("segments", f"segment {fact.segment.hex()} of position {position}", what)
@@ -254,9 +256,9 @@ def _check_digests(
     except (CodecError, TypeError, ValueError) as error:
         yield Problem("digests", f"position {position}", str(error))
         return
-    if found == list(columns.digest):
+    if digests == list(columns.digest):
         return
-    for slot, (digest, recorded) in enumerate(zip(found, columns.digest, strict=True)):
+    for slot, (digest, recorded) in enumerate(zip(digests, columns.digest, strict=True)):
         if digest != recorded:
             where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
             what = f"its content has the digest {digest.hex()}, recorded is {recorded.hex()}"
@@ -294,9 +296,9 @@ def _check_archive(
 ) -> Iterator[Problem]:
     try:
         if digest is not None:
-            found = digest_of(Path(path))
-            if found != digest:
-                what = f"its sha256 is {found}, {what} with {digest}"
+            sha256 = digest_of(Path(path))
+            if sha256 != digest:
+                what = f"its sha256 is {sha256}, {what} with {digest}"
                 yield Problem("archives", path, what)
             return
         blobs_of(read_archive(path, keys, tuple(FAMILIES)))  # of a version that noted no digest
@@ -307,15 +309,17 @@ def _check_archive(
 _KINDS = kinds_of(WithSegment)
 
 
-async def look_around(database: Database, cross: CrossAudit, *, quick: bool) -> list[Problem]:
-    """Return what is wrong beside the log; a quick look asks for triggers and indexes alone."""
+async def check_surroundings(
+    database: Database, cross: CrossAudit, *, quick: bool
+) -> list[Problem]:
+    """Return problems beside the log; a quick run looks at triggers and indexes alone."""
     wrong = await database.read(schema.unsound)
     if not quick:
         wrong += await database.read(schema.damaged_pages)
-    found = [Problem("database", database.name, what) for what in wrong]
+    problems = [Problem("database", database.name, what) for what in wrong]
     if quick:
-        return found
-    return found + await _orphans(database, cross)
+        return problems
+    return problems + await _orphans(database, cross)
 
 
 async def _orphans(database: Database, cross: CrossAudit) -> list[Problem]:

@@ -124,18 +124,18 @@ class TrainerAudit:
 
     def dealt(self, position: int, fact: StepDealt) -> Iterator[Problem]:
         """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank."""
-        found = self.steps.get(fact.step)
-        if found is None or found.position != fact.leased_at or fact.step in self.live:
+        leased = self.steps.get(fact.step)
+        if leased is None or leased.position != fact.leased_at or fact.step in self.live:
             what = f"step {fact.step} was dealt anew, and was not leased or is committed"
             yield self._dealt_wrongly(position, what)
             return
-        manifest = self._manifests[found.position]
+        manifest = self._manifests[leased.position]
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
         if each_once:
             manifest = manifest.repartitioned(fact.order, plans_of(fact))
         rows, lost = self._rows_of(manifest), self._apart(fact.dropped, fact.dropped_from)
         all_rows = np.sort(np.concatenate([rows, lost]))
-        if not each_once or not np.array_equal(unpacked(found.rows), all_rows):
+        if not each_once or not np.array_equal(unpacked(leased.rows), all_rows):
             yield self._dealt_wrongly(position, f"step {fact.step} was dealt with other rows")
         if len(lost) and fact.num_groups != manifest.num_groups:
             what = f"step {fact.step} was dealt with {manifest.num_groups} groups"
@@ -151,7 +151,7 @@ class TrainerAudit:
             what = f"step {fact.step} was dealt to {fact.world_size} ranks as {by_rank} rows"
             yield self._dealt_wrongly(position, f"{what}, it has {len(rows)}")
         self.steps[fact.step] = replace(
-            found,
+            leased,
             digest=fact.digest,
             count=len(rows),
             rows=packed(np.sort(rows)),
@@ -191,26 +191,26 @@ class TrainerAudit:
         last = fact.steps[-1]
         if self._links[last] != fact.chain:
             yield Problem("commits", place, f"the chain of manifests up to step {last} is another")
-        kept = (fact.checkpoint, fact.checkpoint_digest, fact.chain)
-        self.commits.append(Commit(position, last, *kept))
+        checkpoint = (fact.checkpoint, fact.checkpoint_digest, fact.chain)
+        self.commits.append(Commit(position, last, *checkpoint))
 
     def manifests_up_to(self, link: bytes) -> list[bytes] | None:
         """Return the manifests whose chain ends in ``link``; None if the log has no such chain.
 
         Those of a commit, superseded or not; else of the steps as they were leased.
         """
-        found: list[bytes] = []
+        manifests: list[bytes] = []
         at = link
         while at in self._before:
             at, digest = self._before[at]
-            found.append(digest)
+            manifests.append(digest)
         if at == FIRST_LINK:
-            return found[::-1]
+            return manifests[::-1]
         leased, begin = [self.steps[step].digest for step in sorted(self.steps)], FIRST_LINK
         for number, digest in enumerate(leased, 1):
             begin = chain(begin, digest)
             if begin == at:
-                return leased[:number] + found[::-1]
+                return leased[:number] + manifests[::-1]
         return None
 
     def _rows_taken(self, place: str, fact: StepsCommitted) -> Iterator[Problem]:
@@ -241,11 +241,11 @@ class TrainerAudit:
 
     def rewound(self, position: int, fact: TrainerRewound) -> Iterator[Problem]:
         """Take in a ``TrainerRewound``."""
-        kept = fact.step
-        if kept and kept not in self.live:
-            what = f"it goes back to step {kept}, which was not committed"
+        last = fact.step
+        if last and last not in self.live:
+            what = f"it goes back to step {last}, which was not committed"
             yield Problem("commits", self._place(position), what)
-        self.live = {step: digest for step, digest in self.live.items() if step <= kept}
+        self.live = {step: digest for step, digest in self.live.items() if step <= last}
 
     def rejected(self, position: int, fact: ExperiencesRejected) -> None:
         """Take in an ``ExperiencesRejected`` of the trainer itself."""
@@ -254,22 +254,22 @@ class TrainerAudit:
     def finish(self) -> Iterator[Problem]:
         """Yield what only the whole log tells: a row is handed out once, or rejected once."""
         yield from self._neither()
-        number = sum(one.count for one in self.steps.values())
+        number = sum(step.count for step in self.steps.values())
         number += sum(len(rows) for _, rows in self._rejected)
         all_rows = together(number, (rows for _, rows in self._given()))
         all_rows.sort()
         if not repeated(all_rows):
             return
-        given = list(self._given())
-        all_rows = together(number, (rows for _, rows in given))
-        owners = np.concatenate([np.full(len(rows), place) for place, rows in given])
+        handed_out = list(self._given())
+        all_rows = together(number, (rows for _, rows in handed_out))
+        owners = np.concatenate([np.full(len(rows), place) for place, rows in handed_out])
         order = np.lexsort((owners, all_rows))
         all_rows, owners = all_rows[order], owners[order]
         again = np.flatnonzero(all_rows[1:] == all_rows[:-1])
         for index in again.tolist():
             row, first, second = all_rows[index], owners[index], owners[index + 1]
-            told = written_as(int(row) % _OTHER_EXPERIMENT)
-            what = f"annotation {told} was given out at position {first} before"
+            address = written_as(int(row) % _OTHER_EXPERIMENT)
+            what = f"annotation {address} was given out at position {first} before"
             yield Problem("conservation", self._place(int(second)), what)
 
     def _given(self) -> Iterator[tuple[int, Integers]]:

@@ -37,7 +37,11 @@ from trinity_buffer.pipeline.verify.projections import (
     scratch_for,
 )
 from trinity_buffer.pipeline.verify.report import Problem, VerifyReport
-from trinity_buffer.pipeline.verify.segments import check_archives, check_segments, look_around
+from trinity_buffer.pipeline.verify.segments import (
+    check_archives,
+    check_segments,
+    check_surroundings,
+)
 from trinity_buffer.store import counters, counts, log, refold, writer_queries
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.refold import Scratch, Unfoldable
@@ -70,20 +74,20 @@ async def verify(
         quick: open no segment, and count the rows of projections instead of comparing them: a
             changed value in a projection and damage in a segment stay unseen.
         consumer: which trainer wrote the checkpoint, where several could have.
-        head: that somebody kept, as hex: the log must still have it.
+        head: of an earlier log, as hex: the log must still have it.
         progress: called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         InvalidArgumentError: ``acknowledged`` cannot be read, ``consumer`` is no trainer, or
-            ``head`` is none.
+            ``head`` is not a head.
         CheckpointError: the checkpoint is missing or names no manifests.
     """
     begin = time.perf_counter()
     read = partial(read_evidence, acknowledged, checkpoint, head)
     evidence = await anyio.to_thread.run_sync(read)
-    run = _Verification(experiment, evidence, progress or no_progress, quick=quick)
-    await run.look()
-    return await run.report(consumer, begin)
+    verification = _Verification(experiment, evidence, progress or no_progress, quick=quick)
+    await verification.run()
+    return await verification.report(consumer, begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ class _Verification:
         self._in_segments: list[tuple[bytes, Problem]] = []
         self._live: _Snapshot
 
-    async def look(self) -> None:
+    async def run(self) -> None:
         """Read the log and compare everything with it."""
         with nullcontext() if self._quick else scratch_for(self._database, self._key) as scratch:
             self._live = await self._database.read(_snapshot, self._key)
@@ -141,10 +145,10 @@ class _Verification:
             self._problems += self._audit.problems
             await self._compare_projections(scratch)
         self._add_up()
-        await self._look_at_archives()
-        await self._tell_of_segments()
-        found = look_around(self._database, self._audit.cross, quick=self._quick)
-        self._problems += await found
+        await self._check_archives()
+        await self._report_segments()
+        around = check_surroundings(self._database, self._audit.cross, quick=self._quick)
+        self._problems += await around
 
     async def _read_log(self, scratch: Scratch | None) -> None:
         """Audit and fold the log; a page is read while the one before is worked on."""
@@ -176,7 +180,7 @@ class _Verification:
     async def _recall(self, page: Sequence[StoredEvent]) -> None:
         """Read once more what this page deals anew."""
         dealt = readable_events([stored for stored in page if stored.kind == StepDealt.__name__])
-        facts = [one.fact for one in dealt if isinstance(one.fact, StepDealt)]
+        facts = [placed.fact for placed in dealt if isinstance(placed.fact, StepDealt)]
         if places := self._audit.leased_at(facts):
             leased = await self._database.read(log.read_at, self._key, places)
             self._audit.recall(readable_events(leased))
@@ -235,8 +239,8 @@ class _Verification:
             what = f"{plans.stored} planned runs are stored, by the log {stored}"
             self._problems.append(Problem("conservation", "plan", what))
 
-    async def _tell_of_segments(self) -> None:
-        """Tell what is wrong with segments, but for those that were archived, maybe just now."""
+    async def _report_segments(self) -> None:
+        """Report damaged segments, except those that were archived, maybe just now."""
         archived = self._audit.archived
         if any(key not in archived for key, _ in self._in_segments):
             later = await self._database.read(
@@ -251,19 +255,19 @@ class _Verification:
                     archived |= dict.fromkeys(event.fact.segments, event.fact.uri)
         self._problems += [problem for key, problem in self._in_segments if key not in archived]
 
-    async def _look_at_archives(self) -> None:
+    async def _check_archives(self) -> None:
         files, archived = self._audit.files, dict(self._audit.archived)
         check = partial(check_archives, files, archived, quick=self._quick)
         self._problems += await anyio.to_thread.run_sync(lambda: list(check()))
 
     async def report(self, consumer: str | None, begin: float) -> VerifyReport:
         """Return everything that was found, with the proof from outside."""
-        audit, chain, told = self._audit, self._evidence.chain, self._evidence.acknowledged
+        audit, chain, acknowledged = self._audit, self._evidence.chain, self._evidence.acknowledged
         if consumer is not None:
             require_trainer(audit.trainers, consumer)
         lost: tuple[str, ...] = ()
-        if told is not None:
-            lost = await anyio.to_thread.run_sync(told.lost, audit.uids, audit.contents)
+        if acknowledged is not None:
+            lost = await anyio.to_thread.run_sync(acknowledged.lost, audit.uids, audit.contents)
         duplicated = await self._recorded_twice()
         trained_twice = {
             manifest_text(digest, trainer.steps.get(step))
@@ -272,10 +276,10 @@ class _Verification:
         }
         if chain is not None:
             examine = partial(examine_chain, chain, audit.trainers, consumer)
-            found = await anyio.to_thread.run_sync(examine)
-            lost += found.lost
-            trained_twice |= set(found.duplicated)
-            self._problems += found.problems
+            examined = await anyio.to_thread.run_sync(examine)
+            lost += examined.lost
+            trained_twice |= set(examined.duplicated)
+            self._problems += examined.problems
         return VerifyReport(
             experiment=self._experiment.name,
             store=self._database.name,
@@ -286,8 +290,8 @@ class _Verification:
             manifests=sum(len(trainer.steps) for trainer in audit.trainers.values()),
             segments=self._segments,
             head=audit.chain.head.hex(),
-            acknowledged=None if told is None else told.uids.number,
-            contents=0 if told is None else told.compared.number,
+            acknowledged=None if acknowledged is None else acknowledged.uids.number,
+            contents=0 if acknowledged is None else acknowledged.compared.number,
             chain=None if chain is None else chain.manifests.length,
             lost_items=lost,
             duplicated_items=(*duplicated, *sorted(trained_twice)),
