@@ -80,6 +80,7 @@ class ImportanceCorrection(ABC):
             difference = log_ratio(old, rollout)
             if self.by_sequence:
                 summed = row_sums((old - rollout) * (action_mask != 0), layout)
+                # A product over thousands of tokens leaves the range of any float.
                 limited = summed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
                 difference = spread(limited, difference, layout)
             ratio = difference.exp()

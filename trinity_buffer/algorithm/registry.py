@@ -62,6 +62,7 @@ class Registry(Generic[T]):
         if name not in self._classes:
             # Asked last: reading the metadata of all installed packages takes milliseconds.
             for entry in entry_points(group=self._group, name=name):
+                # A package that fails to import must not look like a name that is missing.
                 with self.importing(entry.value):
                     self._classes[name] = entry.load()
         if name in self._classes:

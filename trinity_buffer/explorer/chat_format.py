@@ -131,6 +131,7 @@ def _named(
 
 
 def _id(text: str) -> str:
+    # Made of the text: the same turn, read again, has the same ids.
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:_ID_LETTERS]
 
 

@@ -128,6 +128,7 @@ class _Stretch:
 
     def goes_on(self, turn: Completion) -> bool:
         """Return whether the prompt of ``turn`` begins with all tokens so far."""
+        # By token: an equal text may have been tokenised otherwise.
         return list(turn.prompt_ids[: len(self.tokens)]) == self.tokens
 
     def add(self, turn: Completion) -> None:

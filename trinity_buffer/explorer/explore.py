@@ -100,6 +100,7 @@ class Acknowledgements:
 
     def note(self, receipt: WriteReceipt) -> None:
         """Append the lines of ``receipt``, in one write call."""
+        # One call: with O_APPEND the lines of several processes do not mix.
         os.write(self._descriptor, "".join(f"{line}\n" for line in receipt.lines).encode())
 
     def close(self) -> None:

@@ -68,6 +68,7 @@ class StepDataset(IterableDataset[TrainStep]):
         """
         worker = get_worker_info()
         if worker is not None:
+            # One worker serves all steps: each is handed out once, in order.
             if worker.id == 0:
                 self._worker = self._worker or _Worker(self._asked, self._waited_for)
                 yield from self._worker.steps(self._open())

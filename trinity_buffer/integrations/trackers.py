@@ -33,6 +33,7 @@ class TensorBoard(Tracker):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+        # TensorBoard shows what is flushed, and a run may be killed.
         self._writer.flush()
 
     @override

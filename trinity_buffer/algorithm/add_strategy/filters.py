@@ -93,6 +93,7 @@ class OutcomeGateAddStrategy(AddStrategy):
         share_rewards(experiences, self.over)
         judged: list[Experience] = []
         for e in experiences:
+            # A row without the metric is judged by its reward, and needs one then.
             judged += [e] if self._metric(e) is not None else self.usable([e], ("reward",))
         return judged
 

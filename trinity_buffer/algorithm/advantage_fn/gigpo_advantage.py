@@ -133,6 +133,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
 
     def _rewarded(self, steps: list[Experience]) -> Experience | None:
         """Return the step that must have a ``reward``; None if none must."""
+        # Step rewards replace that of the run, which then need not be there.
         if self.missing_reward == "zero" or any(self.step_reward_key in e.info for e in steps):
             return None
         return _in_order(steps)[-1]

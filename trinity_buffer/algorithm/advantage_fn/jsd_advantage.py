@@ -36,6 +36,7 @@ def divergence_gradient(student: Tensor, teacher: Tensor, weight: float) -> tupl
     """
     log_ratio = (teacher - student).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
+    # At both ends the mixture is one of the two, and the logarithm of weight 0 is not finite.
     if weight == 0.0:
         return teacher - student, student - teacher
     if weight == 1.0:

@@ -75,6 +75,7 @@ class Columns:
         column: Tensor = self.read(name)
         if self.lengths is None:
             return column
+        # pad_sequence refuses an empty list, and a rank may have no rows in a step.
         if not self.lengths:
             return column.new_zeros(0, 1)
         return torch.nn.utils.rnn.pad_sequence(list(column.split(self.lengths)), batch_first=True)

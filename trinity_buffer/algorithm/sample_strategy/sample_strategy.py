@@ -153,6 +153,7 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
     @override
     def plan(self, step: int, size: int) -> SamplePlan:
         """Return ``size`` units that are young enough."""
+        # Step n starts from policy version n - 1.
         oldest = max(step - self.max_staleness - 1, 0)
         return SamplePlan(size, min_policy_version=math.ceil(oldest))
 

@@ -418,6 +418,7 @@ async def _written(
             f"{error}; the {done.written + done.duplicates} experiences before it are stored and "
             "not sealed yet: mend it and import the same again, which skips them"
         ) from error
+    # Sealed at the end: rows of a batch may stand anywhere in the files.
     for batch in batches:
         await writer.seal(batch, await writer.stored(batch))
     done.batches = len(batches)
