@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_buffer import blob
-from trinity_buffer.blob import JOINED_BYTES, Blob, few_pieces
+from trinity_buffer.codec import blob
+from trinity_buffer.codec.blob import JOINED_BYTES, Blob, few_pieces
 
 PIECES = st.lists(st.binary(max_size=9), max_size=6)
 

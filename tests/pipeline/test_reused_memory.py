@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import Resize
-from trinity_buffer.codec.columns import Bytes
+from trinity_buffer.codec.segments import Bytes
 from trinity_buffer.pipeline.tensors import (
     ALIGNMENT,
     BufferPool,
@@ -151,7 +151,7 @@ def test_to_open_a_store_again_takes_no_more_memory(tmp_path: Path) -> None:
 
 LIMITED = """
 import resource, sys
-from trinity_buffer.blob import keep_what_is_freed, mapped
+from trinity_buffer.codec.blob import keep_what_is_freed, mapped
 
 pages = int(open("/proc/self/statm").read().split()[0])
 most = pages * resource.getpagesize() + (8 << 20)

@@ -124,14 +124,14 @@ FAULTS = [
     ),
     Fault(
         "the row after the last is the first",
-        "codec/columns.py",
+        "codec/segments.py",
         "-len(self) <= index < len(self)",
         "-len(self) <= index <= len(self)",
         "tests/codec/test_segments.py::test_objects_come_back_row_by_row",
     ),
     Fault(
         "an object of one byte is none",
-        "codec/columns.py",
+        "codec/segments.py",
         "if ends[row] < ends[row + 1]",
         "if ends[row] + 1 < ends[row + 1]",
         "tests/codec/test_segments.py::test_objects_come_back_row_by_row",
@@ -222,7 +222,7 @@ FAULTS = [
     ),
     Fault(
         "rewards per token are dropped where one number stands for a row",
-        "codec/columns.py",
+        "codec/segments.py",
         "return plain and not any(columns.get(field) for field in ANNOTATED)",
         "return plain",
         "tests/pipeline/test_reward_table.py::test_what_one_number_cannot_say_is_read",

@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from tests.contract.making import count, group
-from trinity_buffer.blob import Blob, Buffer
+from trinity_buffer.codec.blob import Blob, Buffer
 from trinity_buffer.inspector.overviews import overview
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment

@@ -12,8 +12,6 @@ from trinity_buffer.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from trinity_buffer.codec.arrays import DTYPES
-    from trinity_buffer.codec.columns import ANNOTATED, Column, ObjectColumn, Segment, is_scorable
-    from trinity_buffer.codec.digests import Contents, content_digest, digests_of_segments
     from trinity_buffer.codec.objects import (
         ObjectPacker,
         RawTensor,
@@ -24,9 +22,17 @@ if TYPE_CHECKING:
         unpack_object,
     )
     from trinity_buffer.codec.segments import (
+        ANNOTATED,
         SEGMENT_VERSION,
+        Column,
+        Contents,
+        ObjectColumn,
+        Segment,
+        content_digest,
         decode_segment,
+        digests_of_segments,
         encode_segment,
+        is_scorable,
         segment_blob,
     )
 
@@ -58,14 +64,14 @@ _HOMES = {
     "decode_fact": "trinity_buffer.codec.objects",
     "encode_body": "trinity_buffer.codec.objects",
     "encode_fact": "trinity_buffer.codec.objects",
-    "ANNOTATED": "trinity_buffer.codec.columns",
-    "Column": "trinity_buffer.codec.columns",
-    "ObjectColumn": "trinity_buffer.codec.columns",
-    "Segment": "trinity_buffer.codec.columns",
-    "is_scorable": "trinity_buffer.codec.columns",
-    "Contents": "trinity_buffer.codec.digests",
-    "digests_of_segments": "trinity_buffer.codec.digests",
-    "content_digest": "trinity_buffer.codec.digests",
+    "ANNOTATED": "trinity_buffer.codec.segments",
+    "Column": "trinity_buffer.codec.segments",
+    "ObjectColumn": "trinity_buffer.codec.segments",
+    "Segment": "trinity_buffer.codec.segments",
+    "is_scorable": "trinity_buffer.codec.segments",
+    "Contents": "trinity_buffer.codec.segments",
+    "digests_of_segments": "trinity_buffer.codec.segments",
+    "content_digest": "trinity_buffer.codec.segments",
     "DTYPES": "trinity_buffer.codec.arrays",
     "ObjectPacker": "trinity_buffer.codec.objects",
     "RawTensor": "trinity_buffer.codec.objects",

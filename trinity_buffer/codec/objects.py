@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgpack
 
-from trinity_buffer.blob import Buffer
+from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 from trinity_buffer.events import UPCASTERS, Fact, body_of, fact_of, kind_of, version_of
 

@@ -15,7 +15,6 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor
 
-from trinity_buffer.blob import Blob, Buffer, writable
 from trinity_buffer.codec import (
     Column,
     Contents,
@@ -24,6 +23,7 @@ from trinity_buffer.codec import (
     decode_segment,
     segment_blob,
 )
+from trinity_buffer.codec.blob import Blob, Buffer, writable
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.experience import FAMILIES, CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeGuard
 
-from trinity_buffer.blob import keep_what_is_freed
+from trinity_buffer.codec.blob import keep_what_is_freed
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.identity import problem_of_text, require_name

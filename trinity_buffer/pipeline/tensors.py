@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.codec import DTYPES, Column, RawTensor
-from trinity_buffer.codec.columns import Bytes
+from trinity_buffer.codec.segments import Bytes
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.limits import sizes
 

@@ -26,7 +26,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.pool import NullPool
 from typing_extensions import override
 
-from trinity_buffer.blob import Buffer, mapped
+from trinity_buffer.codec.blob import Buffer, mapped
 from trinity_buffer.errors import (
     InvalidArgumentError,
     ReadOnlyStoreError,

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, bindparam, case, func, literal_column, sel
 from sqlalchemy import delete as sql_delete
 from typing_extensions import override
 
-from trinity_buffer.blob import Blob, Buffer
+from trinity_buffer.codec.blob import Blob, Buffer
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.counters import all_numbers

@@ -41,7 +41,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeEngine
 
-from trinity_buffer.blob import Buffer
+from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import SchemaTooNewError, StoreError
 from trinity_buffer.store.tables import SCHEMA_REVISION
 

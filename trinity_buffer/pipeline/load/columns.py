@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from trinity_buffer import identity
-from trinity_buffer.blob import Buffer
 from trinity_buffer.codec import Column, decode_segment
+from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import WithSegment
 from trinity_buffer.experience import Experience

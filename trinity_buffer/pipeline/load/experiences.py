@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trinity_buffer.blob import Buffer
 from trinity_buffer.codec import decode_segment
+from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import (
     ArchivedSegmentError,
     CodecError,

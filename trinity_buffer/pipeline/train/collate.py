@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
-from trinity_buffer.blob import mapped
+from trinity_buffer.codec.blob import mapped
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs

@@ -16,7 +16,6 @@ import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
 
-from trinity_buffer.blob import Buffer
 from trinity_buffer.codec import (
     Segment,
     content_digest,
@@ -25,6 +24,7 @@ from trinity_buffer.codec import (
     is_scorable,
     unpack_object,
 )
+from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import CodecError, DamagedSegmentError, StoreError
 from trinity_buffer.events import (
     ExperienceColumns,

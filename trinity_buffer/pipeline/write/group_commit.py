@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from trinity_buffer.blob import Blob
+from trinity_buffer.codec.blob import Blob
 from trinity_buffer.errors import StoreBusyError, StoreError, StoreUnavailableError
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import EID
