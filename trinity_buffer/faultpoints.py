@@ -43,7 +43,7 @@ def nothing(point: str) -> None:
 
 
 def armed(wanted: str, last_words: Callable[[str], None] = nothing) -> Callable[[str], None]:
-    """Return what kills the process at ``wanted``, such as ``after-append:3``.
+    """Return a function that kills the process at ``wanted``, such as ``after-append:3``.
 
     Args:
         last_words: called with the place just before.

@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """Which fields are stored together; a reader loads only the families that it names."""
 
 TURNS = ".turns"
-"""What the name of the experiment ends with in which a recorder keeps the turns of another."""
+"""Suffix of the experiment in which a recorder keeps the turns of another experiment."""
 
 MAX_NAME = 255
 """Characters of a text in an EID."""
@@ -45,7 +45,7 @@ class EID:
     ``suffix`` tells deliberate repetitions apart: ``""`` for the first attempt, ``"a1"`` for a
     second one. It is never random: writing the same attempt twice must be writing it once.
 
-    The fields may be assigned until an experience of this name is written; then it stays.
+    The fields may be assigned until an experience of this name is written.
     """
 
     __slots__ = ("_written", "batch", "run", "step", "suffix", "task")
@@ -115,7 +115,7 @@ class EID:
 
 
 def freeze(eids: Iterable[EID]) -> None:
-    """Let no field of ``eids`` be assigned any more: experiences of these names are written."""
+    """Make ``eids`` immutable, as experiences of these names are stored."""
     for eid in eids:
         _assign(eid, "_written", True)  # noqa: FBT003 - a slot and its value
 

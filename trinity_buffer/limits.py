@@ -28,8 +28,8 @@ class Sizes:
         tail_events: that `rebuild` and `verify` may fold inside a transaction: some milliseconds.
         rows_per_transaction: a group of writes stops growing here, so that no transaction holds
             the database for long.
-        rows_per_event: a larger write becomes several events of one transaction: who needs one row
-            decodes no more.
+        rows_per_event: a larger write becomes several events of one transaction, so that one row
+            is read by decoding no more.
         rows_per_trip: up to here a group is encoded where it is committed, which saves a change of
             threads; this process's other writers wait for the few milliseconds that it takes.
         rows_prepared_ahead: from which on a group is encoded beside the commit of the one before;
@@ -59,7 +59,7 @@ class Sizes:
         rows_per_file: rows that `compact` looks at together; their segments go into one file.
         bytes_per_file: of segments in such a file, which is in memory as a whole.
         segments_per_page: that `compact` and `restore` ask for at once.
-        bytes_per_row_group: of such a file; who wants a few segments reads only their row groups.
+        bytes_per_row_group: of such a file; a reader of a few segments reads only their groups.
         wal_pages_per_checkpoint: pages of SQLite's log that are worth a checkpoint: 32 MB, an
             eighth of the writers' own limit.
         wal_pages_limit: at which a writer makes the checkpoint itself, where the process never

@@ -1,8 +1,8 @@
 """How the tokens of a response were sampled, where that changes their probabilities.
 
-``info["sampling_segments"]`` of an experience says it, as a list of mappings: the options of the
-tokens ``[begin, end)``, without both of the whole response, and ``logprobs_mode``. Tokens in none
-of them, and all of an experience without the list, were sampled at temperature 1 with no option.
+``info["sampling_segments"]`` of an experience is a list of mappings: the options of the tokens
+``[begin, end)`` (by default of the whole response), and ``logprobs_mode``. All other tokens were
+sampled at temperature 1 without options.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sampled(NamedTuple):
 
 
 def not_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``options`` without those that change nothing; None counts as not given."""
+    """Return ``options`` without those that change nothing, such as None."""
     return {
         key: value
         for key, value in options.items()
@@ -65,7 +65,7 @@ def not_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problem_of_segments(segments: object, prompt_length: int, length: int) -> str | None:
-    """Describe the fault of an experience's ``info["sampling_segments"]``; None: it has none."""
+    """Describe the fault of an experience's ``info["sampling_segments"]``, or return None."""
     if not isinstance(segments, Sequence) or not all(
         isinstance(segment, dict) for segment in segments
     ):
@@ -86,7 +86,7 @@ def problem_of_segments(segments: object, prompt_length: int, length: int) -> st
 
 
 def sampled(info: Mapping[str, Any], prompt_length: int, length: int) -> list[Sampled] | None:
-    """Return the segments whose sampling changes how a trainer scores them; None: no such one.
+    """Return the segments whose sampling changes how a trainer scores them, or None.
 
     Args:
         info: of an experience; segments that have a problem are passed over.

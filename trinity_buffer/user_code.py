@@ -22,7 +22,7 @@ _INSTALLED = tuple(
     Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _OF_WHAT_IT_GAVE = (TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What our own code raises on a value that it cannot use; torch raises a plain RuntimeError."""
+"""Errors of our own code on a value that it cannot use; torch raises a plain RuntimeError."""
 
 
 def is_own(cls: object) -> bool:
@@ -31,7 +31,7 @@ def is_own(cls: object) -> bool:
 
 
 def look_in(folder: str | Path | None = None) -> str:
-    """Let modules in a folder be imported, by default in the current one; return its path."""
+    """Add a folder, by default the current one, to the import path, and return it."""
     path = str(Path(folder or ".").resolve())
     if path not in sys.path:
         sys.path.insert(0, path)
@@ -39,7 +39,7 @@ def look_in(folder: str | Path | None = None) -> str:
 
 
 def failed(what: str, error: BaseException, parts: Iterable[object] = ()) -> TrainingError:
-    """Return an error that says what failed, how, and in which line of whose file."""
+    """Return an error that names what failed, how, and the line of the user's file."""
     message = f"{what} failed: {said_by(error)}"
     line = own_line(error, parts)
     failure = TrainingError(message if line is None else f"{message} ({line})")
@@ -59,10 +59,10 @@ def kind_of(value: object) -> str:
 
 
 def own_line(error: BaseException, parts: Iterable[object] = ()) -> str | None:
-    """Return the last line of the user's code that ``error`` passed; None: it passed none.
+    """Return the last line of the user's code that ``error`` passed, or None.
 
     Args:
-        error: that was caught.
+        error: the error that was caught.
         parts: classes that are known to be the user's, wherever they are installed.
     """
     files = {_place_of(part)[0] for part in parts}
@@ -76,11 +76,11 @@ def own_line(error: BaseException, parts: Iterable[object] = ()) -> str | None:
 
 @contextmanager
 def own_code(parts: Mapping[str, object] | None = None) -> Iterator[None]:
-    """Say in a sentence what the user's own code failed with; an error of ours passes as it is.
+    """Turn errors of the user's own code into one sentence; errors of ours pass unchanged.
 
     Args:
-        parts: what is used of the user's own, by what it is called: where none of its lines is to
-            be blamed, what it gave back is.
+        parts: the user's own classes by name: if no line of theirs raised, the value that they
+            returned is blamed.
 
     Raises:
         TrainingError: in place of an error of the user's code.
@@ -109,14 +109,14 @@ def own_code(parts: Mapping[str, object] | None = None) -> Iterator[None]:
 def _is_theirs(file: str) -> bool:
     """Return whether a file is neither ours nor an installed package's.
 
-    What is compiled names files that are not there.
+    Compiled code names files that do not exist.
     """
     path = Path(file)
     return not {OURS, *_INSTALLED} & set(path.parents) and path.is_file()
 
 
 def _place_of(part: object) -> tuple[str, int]:
-    """Return file and line of a class; its module and 0 where the source is not known."""
+    """Return file and line of a class, or its module and 0 without a source."""
     try:
         file = inspect.getsourcefile(part)  # type: ignore[arg-type]  # a class, or what has no file
         return str(file), inspect.getsourcelines(part)[1]  # type: ignore[arg-type]  # likewise

@@ -1,6 +1,6 @@
-"""What a strategy or an explorer may do with a buffer: the interface, and one that only keeps.
+"""The writers of strategies and explorers: the interface, and one that only collects.
 
-Why an experience is left out, in the words that are recorded.
+Reasons for leaving out an experience are here too, as they are recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WriteReceipt:
-    """What became of one ``write``.
+    """The result of one ``write``.
 
     Attributes:
         position: place in the log of the event that holds (the last of) these experiences; 0:
@@ -94,10 +94,9 @@ class BufferWriter(ABC):
 
 @dataclass(slots=True)
 class StagedWriter(BufferWriter):
-    """Keeps what a strategy writes until the consumer commits all of it, with its cursor.
+    """Collects what a strategy writes until the consumer commits it, with its cursor.
 
-    The numbers of each experience get memory of their own: a strategy may use its own memory again
-    for the next unit.
+    The numbers of each experience are copied: a strategy may reuse its memory for the next unit.
 
     ``groups`` holds one list per ``write`` call, in the order of the calls: that is how a strategy
     says which experiences belong together.

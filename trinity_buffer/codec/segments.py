@@ -298,7 +298,7 @@ def _add_objects(name: str, pieces: Sequence[bytes], rows: int, body: _Body) -> 
 
 
 def decode_segment(blob: Buffer) -> Segment:
-    """Return what ``blob`` holds, as views: of a bytearray they may be written, the store is safe.
+    """Return the segment in ``blob``, as views; those of a bytearray can be written to.
 
     Raises:
         CodecError: bytes that `encode_segment` did not write.

@@ -1,7 +1,7 @@
-"""What is asked often, counted as it is recorded: asking costs the same however long a run is.
+"""Counters of frequent questions, kept while recording: a read costs the same in a long run.
 
-A counter only grows, but for the lowest policy version. No gradient depends on one. An event of
-each kind is counted under the name of its kind; all other states begin with a small letter.
+A counter only grows, except the lowest policy version. No gradient depends on one. Events are
+counted under the name of their kind; all other states begin with a small letter.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ RECORDED = "recorded"
 ANNOTATED, ROWS = "annotated", "rows"
 """Of a set: experiences with an annotation, and annotations, copies included."""
 LOWEST_VERSION, HIGHEST_VERSION = "lowest version", "highest version"
-"""Of the policies that generated something."""
+"""Of the policies that generated an experience."""
 PLANNED_GROUPS, PLANNED_ROLLOUTS = "planned groups", "planned rollouts"
 STORED_ROLLOUTS = "stored rollouts"
-"""Planned ones, of batches that are sealed."""
+"""Planned rollouts of sealed batches."""
 
 _REJECTED, _PLANNED_BY = "rejected: ", "planned by: "
 
 
 def rejected_for(reason: str) -> str:
-    """Return the state of what a consumer rejected, or was refused at the door, for ``reason``."""
+    """Return the state of rows that were rejected, or refused at the door, for ``reason``."""
     return _REJECTED + reason
 
 
@@ -195,7 +195,7 @@ _ONE = Prepared(
 
 
 def all_numbers(tx: Transaction) -> dict[int, Numbers]:
-    """Return experiment -> its counters, of all that have any."""
+    """Return experiment -> its counters, if it has any."""
     counters: dict[int, Numbers] = {}
     columns = (counter.c.experiment, counter.c.consumer, counter.c.state, counter.c.number)
     for of, name, state, number in tx.execute(select(*columns)).all():
@@ -218,7 +218,7 @@ def _count_stored(_dialect: str) -> Prepared:
 def count_late(
     tx: Transaction, experiment: int, runs: Collection[tuple[str, str, int]], first: int
 ) -> int:
-    """Count what came to sealed batches: of some runs, those that are planned and were not there.
+    """Count late runs that fill their sealed batches: planned ones that were not stored yet.
 
     Args:
         tx: a transaction.
@@ -227,7 +227,7 @@ def count_late(
         first: the lowest address of that event.
 
     Returns:
-        How many these are.
+        How many there are.
     """
     late_runs = sorted(set(runs))
     if not late_runs:
@@ -268,7 +268,7 @@ def _late(dialect: str) -> Prepared:
 
 
 def stored_rollouts() -> ScalarSelect[int]:
-    """Return how many planned rollouts of a row of `batch` are stored, to be asked beside it."""
+    """Return the number of stored planned rollouts of a row of `batch`, as a subquery beside it."""
     # A look at an index for each group: joined, every experience would be looked up again.
     runs = select(func.count(experience.c.run.distinct())).where(
         experience.c.experiment == plan.c.experiment,

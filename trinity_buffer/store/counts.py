@@ -1,11 +1,10 @@
-"""How many rows are in which state: from the counters, and row by row from the projections.
+"""Numbers of rows by state: from the counters, and row by row from the projections.
 
-The functions that take the `Numbers` of `counters` cost the same however long a run is. What
-follows from other numbers is a difference there, so their terms always add up. The ``recount_``
-functions, for `verify`, count the total and its terms by themselves, so that a row that is lost or
-there twice breaks the equation; only two numbers are differences: rows that are ``leased`` (handed
-out less committed) and planned rollouts that are ``missing`` (planned less stored). Each function
-needs one transaction.
+The functions that take the `Numbers` of `counters` cost the same however long a run is. They derive
+some terms as differences, so their sums always hold. The ``recount_`` functions, for `verify`,
+count total and terms independently, so that a row that is lost or duplicated breaks the equation;
+only two numbers are differences: rows that are ``leased`` (handed out less committed) and planned
+rollouts that are ``missing`` (planned less stored). Each function needs one transaction.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class StrategyCounts:
     """Experiences as one annotation set sees them.
 
     Attributes:
-        recorded: all that are stored.
+        recorded: all stored experiences.
         unseen: beyond the cursor.
         waiting: seen and undecided.
         annotated: with at least one annotation; `rows` counts copies too.
@@ -123,7 +122,7 @@ _ENDS = Prepared(
 
 
 def of_plans(tx: Transaction, experiment: int, numbers: Numbers) -> PlanCounts:
-    """Return the planned rollouts; those of open batches are counted now, the others are known."""
+    """Return the planned rollouts; only those of open batches are counted anew."""
     in_open = int(_STORED_OF_OPEN.value(tx, of=experiment) or 0)
     stored = numbers.get(("", counters.STORED_ROLLOUTS), 0) + in_open
     return PlanCounts(numbers.get(("", counters.PLANNED_ROLLOUTS), 0), stored)
@@ -139,7 +138,7 @@ _STORED_OF_OPEN = Prepared(
 def of_strategy(
     tx: Transaction, experiment: int, row: ConsumerRow, numbers: Numbers
 ) -> StrategyCounts:
-    """Return the counts of one annotation set; what waits is what nothing else became of."""
+    """Return the counts of one annotation set; the rest of the experiences is waiting."""
     recorded, refused = numbers.get(("", counters.RECORDED), 0), counters.reasons(numbers, "")
     annotated, own = (
         numbers.get((row.name, counters.ANNOTATED), 0),
@@ -327,7 +326,7 @@ def unseen(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> tu
     Args:
         tx: a transaction.
         experiment: its key.
-        strategy: None: of one that was never run, which is all of them.
+        strategy: None for one that never ran, which has seen none.
     """
     behind = first_address(1 if strategy is None else strategy.cursor + 1)
     query = select(func.count(), func.min(experience.c.address)).where(
@@ -361,10 +360,10 @@ def unrewarded(tx: Transaction, turns: int, experiment: int) -> tuple[int, int]:
 def open_groups(
     tx: Transaction, experiment: int, strategy: ConsumerRow
 ) -> dict[str, dict[str, int]]:
-    """Return batch -> task -> runs that are stored, of groups that a strategy has not decided.
+    """Return batch -> task -> stored runs, of groups that a strategy has not decided.
 
-    Both of what waits and of what it has not seen, up to some thousand rows of each: a strategy
-    that has decided nothing since has committed nothing, however much it has read.
+    Of waiting and of unseen rows, up to some thousand each: a strategy that has decided nothing
+    has not moved its cursor, however much it has read.
     """
     most = sizes().waiting_rows_per_page
     seen = waiting_addresses(

@@ -1,10 +1,8 @@
 """The fold: how each kind of event changes the projections.
 
 The same functions run in the transaction that records an event and when `rebuild` folds the whole
-log again, so the two cannot differ. A fold reads nothing but its event's body and the projections,
-and opens no segment.
-
-The statements that keep what is known of steps, and of the trainer that takes them.
+log again, so the two cannot differ. A fold reads only its event's body and the projections, and
+opens no segment.
 """
 
 from __future__ import annotations
@@ -129,11 +127,11 @@ COMMITTED = Prepared(
 
 
 Decided = ExperiencesAnnotated | ExperiencesRejected
-"""What moves the cursor of a strategy."""
+"""Events that move the cursor of a strategy."""
 
 
 def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> None:
-    """Apply events in order; the experiences of neighbours together, and what is counted.
+    """Apply events in order, with one insert for consecutive experiences, and the counters.
 
     Calls that share a transaction record one event each: their experiences are one insert.
     """
@@ -157,7 +155,7 @@ def fold_counters(
 
 
 def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # noqa: C901, PLR0912, PLR0915 - one case per kind
-    """Apply one event, but for counters; return how many rollouts it adds to sealed batches."""
+    """Apply one event, except to counters; return how many rollouts it adds to sealed batches."""
     stored = 0
     at, fact = placed.position, placed.fact
     match fact:

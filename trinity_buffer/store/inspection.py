@@ -1,4 +1,4 @@
-"""What people ask of a store: reads only, none of which an explorer or a trainer waits for."""
+"""Queries for people: reads only, and no explorer or trainer waits for one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def position_before(
 def known_policy_versions(
     tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> dict[int, int]:
-    """Return address -> policy version of those of the experiences of which it is known."""
+    """Return address -> policy version of the experiences whose version is known."""
     query = select(experience.c.address, experience.c.policy_version).where(
         experience.c.experiment == experiment,
         experience.c.policy_version.is_not(None),
@@ -52,7 +52,7 @@ def known_policy_versions(
 
 
 def size_bytes(tx: Transaction) -> int:
-    """Return how much of the disk the database takes, without a write-ahead log."""
+    """Return the size of the database on disk, without its write-ahead log."""
     if tx.dialect.name == "sqlite":
         pages = int(tx.execute(text("PRAGMA page_count")).scalar_one())
         return pages * int(tx.execute(text("PRAGMA page_size")).scalar_one())
@@ -65,7 +65,7 @@ def newest_groups(
 ) -> list[tuple[str, str]]:
     """Return (batch, task) of the groups that were recorded last, the newest first.
 
-    With ``before``, of those alone whose experiences all have a lower address.
+    With ``before``, only of groups whose experiences all have a lower address.
     """
     groups: dict[tuple[str, str], None] = {}
     # A group that goes on behind the page was shown on the one before.
@@ -85,7 +85,7 @@ def newest_groups(
 
 
 def _goes_on(address: int) -> ColumnElement[bool]:
-    """Return the condition that the group of an experience has one at ``address`` or later."""
+    """Return the condition that a group has an experience at ``address`` or later."""
     later = experience.alias()
     return has_row(
         later.c.experiment == experience.c.experiment,
@@ -196,7 +196,7 @@ class Guest:
 def guests(tx: Transaction, experiment: int) -> list[Guest]:
     """Return the trainers of other experiments that were handed rows of ``experiment``.
 
-    None of them where the projections are those of one experiment alone.
+    There are none where the projections hold one experiment alone.
     """
     others = (consumer.c.kind == "trainer", consumer.c.experiment != experiment)
     if tx.execute(select(consumer.c.name).where(*others).limit(1)).first() is None:
@@ -312,7 +312,7 @@ def refused(
 
 
 def who_rejected(tx: Transaction, experiment: int) -> list[str]:
-    """Return the consumers that rejected something, trainers of other experiments too."""
+    """Return the consumers that rejected rows, trainers of other experiments too."""
     names: list[str] = []
     while name := _NEXT.value(tx, of=experiment, after=names[-1] if names else ""):
         names.append(name)  # a look at the index for each, and not at each row

@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredEvent:
-    """A fact as it lies in the log.
+    """A fact as it is stored in the log.
 
     Attributes:
         recorded_at: in microseconds since 1970.
@@ -125,7 +125,7 @@ def append_of_actors(
 
 
 def end(tx: Transaction, experiment_id: int) -> Place:
-    """Return where the log ends; before its first event, what its chain begins with."""
+    """Return where the log ends; before its first event, the origin of its chain."""
     rows = _END.fetch_all(tx, of=experiment_id)
     for row in rows:
         tx.saw(experiment_id, *row)
@@ -139,7 +139,7 @@ def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bo
 
 
 def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
-    """Return `end`, or None if one of ``batches`` is sealed: on one trip to a server."""
+    """Return `end`, or None if one of ``batches`` is sealed, in one statement."""
     query = _end_if_open(tx.dialect.name)
     rows = query.fetch_all(tx, of=experiment_id, batches=bind_list(tx, batches))
     if not rows:
@@ -234,7 +234,7 @@ def read_after(
 
 
 def _seen(tx: Transaction, experiment_id: int, events: list[StoredEvent]) -> list[StoredEvent]:
-    """Return events in order, of which the last one is noted as seen."""
+    """Return events in order; note the last one as seen."""
     if events:
         tx.saw(experiment_id, events[-1].position, events[-1].head)
     return events
@@ -246,7 +246,7 @@ _STORED = _STORED.where(event.c.experiment == bindparam("of"))
 
 @by_dialect
 def _after(dialect: str, kinds: tuple[str, ...] | None, bounded: bool) -> Prepared:  # noqa: FBT001 - looked up by it
-    """Return the statement; what is rare is looked up kind by kind, however long the log is."""
+    """Return the statement; rare kinds are looked up one by one, however long the log is."""
     span = [event.c.position > bindparam("after")]
     if bounded:
         span.append(event.c.position <= bindparam("last"))
@@ -270,7 +270,7 @@ def _after(dialect: str, kinds: tuple[str, ...] | None, bounded: bool) -> Prepar
 
 
 FEW_KINDS = 6
-"""Up to so many kinds of rare events are looked up each by itself."""
+"""Up to so many kinds of rare events are looked up one by one."""
 
 
 @one_statement

@@ -79,11 +79,11 @@ _STATEFUL = frozenset({"configuration", "batch", "consumer", "counter", "waiting
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one projection: ``after`` < number <= ``up_to``, of one owner if it has any.
+    """A range of one projection: ``after`` < number <= ``up_to``, of one owner if it has any.
 
     None is no limit; tables without a number are one span. A delivery's owner is a trainer and a
-    ``source``, which comes before the number in its key: a span of several would be looked for
-    among all that the trainer was handed, for each span again.
+    ``source``, which comes before the number in its key: a span over several sources would scan
+    all deliveries of the trainer each time.
     """
 
     table: str
@@ -100,7 +100,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A row that is not what the log says.
+    """A row that differs from the log.
 
     Attributes:
         table: name of the projection.
@@ -142,7 +142,7 @@ def _is_nothing(value: Any) -> bool:
 
 
 def spans(tx: Transaction, experiment: int) -> list[Span]:
-    """Return the unlimited spans that together are all projections."""
+    """Return the unlimited spans that together cover all projections."""
     whole = []
     for name, table in _TABLES.items():
         if name not in _OWNER:
@@ -195,9 +195,9 @@ def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
 
 
 def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int, bool]:
-    """Return how many live rows a span has, and whether they are the folded ones.
+    """Return how many live rows a span has, and whether they equal the folded ones.
 
-    Asked on the folded side, with the live one attached: SQLite compares three million rows in the
+    Runs on the folded side, with the live one attached: SQLite compares three million rows in the
     time in which a tenth of them reaches Python.
     """
     table = _TABLES[span.table]
@@ -252,7 +252,7 @@ def _difference(table: Table, *rows: Row | None) -> Difference:
 
 
 def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
-    """Make the live rows what the log says."""
+    """Replace live rows by the folded ones."""
     missing: dict[str, list[Row]] = {}
     for difference in wrong:
         table = _TABLES[difference.table]
@@ -336,7 +336,7 @@ class Scratch:
     def fold(self, events: Sequence[PlacedFact]) -> Unfoldable | None:
         """Apply ``events``, which follow `position`; return the first that cannot be applied.
 
-        After that one the scratch is of no more use. Not on an event loop.
+        The scratch cannot be used after it. Not on an event loop.
         """
         return self.ask(self._fold, events)
 
@@ -405,7 +405,7 @@ def _connected(path: Path, live: Path | None) -> Any:
 
 
 def make_temporary_tables(tx: Transaction) -> None:
-    """Make empty projections that hide the live ones, on a connection of `Database.apart`."""
+    """Make empty projections that hide the live ones, on a `DedicatedConnection`."""
     if tx.dialect.name == "sqlite":
         tx.fetch_all("PRAGMA query_only=OFF", ())  # the file itself is open read-only, or is ours
         tx.fetch_all(

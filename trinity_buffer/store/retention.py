@@ -1,4 +1,4 @@
-"""Which segments no trainer needs any more."""
+"""Segments that no trainer needs any more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Held(NamedTuple):
     """A segment of experiences that is still in the database.
 
     Attributes:
-        ordinal: which one it is of all that are looked at, archived ones included: 1, 2, ...
+        ordinal: its number among all segments of the query, archived ones included: 1, 2, ...
         first, last: addresses of its rows.
     """
 
@@ -56,8 +56,7 @@ class Need(NamedTuple):
 def held_segments(tx: Transaction, experiment: int, *, after: int, limit: int) -> list[Held]:
     """Return the next segments behind address ``after`` that have not been archived.
 
-    Steps from event to event: what it costs depends on how many writes there were, and not on how
-    many experiences.
+    Steps from event to event: the cost grows with the number of writes, not of experiences.
     """
     heads = _heads(experiment, after)
     inside = (
@@ -179,7 +178,7 @@ def _any_between(left: Sequence[int], segment: Held) -> bool:
 
 
 def _done_by(tx: Transaction, experiment: int, need: Need, after: int, last: int) -> set[int]:
-    """Return the addresses in (after, last] that a trainer has done with."""
+    """Return the addresses in (after, last] that a trainer does not need any more."""
     reader = need.reader
     of_set = (
         annotation.c.experiment == experiment,

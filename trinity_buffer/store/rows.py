@@ -46,7 +46,7 @@ def position_of(address: int) -> int:
 
 
 def slot_of(address: int) -> int:
-    """Return the row of the event that ``address`` points to."""
+    """Return the number of the row, within its event, that ``address`` points to."""
     return address & (MAX_ROWS_PER_EVENT - 1)
 
 
@@ -56,7 +56,7 @@ def written_as(address: int) -> str:
 
 
 class ExperienceRow(NamedTuple):
-    """What the log knows of an experience without opening its segment."""
+    """An experience as the log knows it, without its segment."""
 
     address: int
     eid: EID
@@ -278,4 +278,4 @@ def commit_columns(fact: StepsCommitted) -> dict[str, Any]:
 NOT_COMMITTED: Mapping[str, None] = dict.fromkeys(
     ("committed_at", "checkpoint", "checkpoint_digest", "chain", "rows_by_rank")
 )
-"""What a row of `step` says until it is committed on the live line, in the order of its columns."""
+"""Columns of a row of `step`, in order, until it is committed on the live line."""

@@ -41,21 +41,21 @@ class SegmentRow(NamedTuple):
 class SegmentStore(ABC):
     """Where the blobs of segments are kept; each `Database` has one.
 
-    A blob is `put` before the transaction whose event names it and is part of the store once that
-    transaction, which takes in what `put` returned, has committed.
+    A blob is `put` before the transaction whose event names it. It is part of the store once that
+    transaction, which attaches the rows that `put` returned, has committed.
     """
 
     @abstractmethod
     def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
-        """Keep blobs; return what the transaction takes in. Takes long: not in a transaction."""
+        """Prepare blobs and return their rows, to be attached. Slow: not in a transaction."""
 
     @abstractmethod
     def attach(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
-        """Let what `put` returned be part of the store once ``tx`` commits."""
+        """Make rows that `put` returned part of the store once ``tx`` commits."""
 
     @abstractmethod
     def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-        """Return the parts of some segments, unchecked; what is not there is left out."""
+        """Return the parts of some segments, unchecked; missing ones are left out."""
 
     @abstractmethod
     def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:
@@ -63,7 +63,7 @@ class SegmentStore(ABC):
 
     @abstractmethod
     def keys(self, tx: Transaction) -> set[bytes]:
-        """Return the keys of all segments, of whatever experiment."""
+        """Return the keys of all segments, of all experiments."""
 
     @abstractmethod
     def segment_parts(self, tx: Transaction) -> int:
@@ -128,7 +128,7 @@ def checksum(key: bytes, family: str, part: int, data: Blob | Buffer) -> int:
 
 
 def _holds(key: bytes, family: str, part: int, recorded: int, data: Buffer) -> bool:
-    """Return whether a checksum holds: ours, or that of the data alone, which 0001 wrote."""
+    """Return whether a checksum matches: ours, or that of the data alone, as 0001 wrote it."""
     if checksum(key, family, part, data) == recorded:
         return True
     return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True) == recorded

@@ -1,7 +1,7 @@
-"""The single truth of the schema: every table, constraint and index; triggers are in `schema`.
+"""The tables: every column, constraint and index; triggers are in `schema`.
 
 Truth is `experiment`, `event` and `segment`; triggers keep it immutable. `lease` and `presence`
-hold promises, which may be forgotten at any time. Everything else is a projection: written in the
+may be lost at any time. Everything else is a projection: written in the
 transaction of its event, droppable, and equal row for row when the log is folded again.
 
 An `address` is ``position * 2**20 + slot`` (see `rows.py`): the row of an event that an entry

@@ -1,4 +1,4 @@
-"""What a trainer asks: what is ready, what it was handed, and what admission control looks at."""
+"""Queries of trainers: ready rows, delivered steps, and the backlog for admission control."""
 
 from __future__ import annotations
 
@@ -53,10 +53,9 @@ class Reader:
 
 
 def guest_name(experiment: str, trainer: str) -> str:
-    """Return by which name a trainer of ``experiment`` rejects in the others that it reads.
+    """Return the name by which a trainer of ``experiment`` rejects in others that it reads.
 
-    No other trainer has it, and no consumer of those experiments: `queries.registered` refuses
-    names with a slash.
+    It is unique: `writer_queries.registered` refuses names with a slash.
     """
     return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in (experiment, trainer))
 
@@ -138,7 +137,7 @@ def step_at(tx: Transaction, experiment: int, name: str, number: int) -> StepRow
 
 
 def steps_without_heads(tx: Transaction, experiment: int, name: str) -> int:
-    """Return the last step that a trainer committed before the events had heads; 0: none."""
+    """Return the last step that a trainer committed before the events had heads, or 0."""
     first = select(func.min(event.c.position)).where(
         event.c.experiment == experiment, event.c.kind == "ChainStarted", text(NOT_FREQUENT)
     )
@@ -153,7 +152,7 @@ def steps_without_heads(tx: Transaction, experiment: int, name: str) -> int:
 def step_with_rows(tx: Transaction, experiment: int, name: str, number: int) -> int:
     """Return the ``number``-th step of a trainer that has rows; 0 for the 0th.
 
-    Those that were not handed out yet are taken to have some.
+    Steps that were not handed out yet count as steps with rows.
     """
     if number < 1:
         return 0
@@ -167,9 +166,9 @@ def step_with_rows(tx: Transaction, experiment: int, name: str, number: int) -> 
 
 
 def steps_at_start(tx: Transaction, experiment: int, name: str) -> list[StepRow]:
-    """Return the steps from the last commit on the live line on: what a trainer starts from.
+    """Return the steps since the last commit on the live line, from which a trainer starts.
 
-    All of them where no commit recorded the chain of its manifests, as old versions did not.
+    All steps where no commit recorded the chain of its manifests, as in old versions.
     """
     live = consumer_row(tx, experiment, name)
     return steps_from_link(tx, experiment, name, 0 if live is None else live.committed_step)
@@ -203,7 +202,7 @@ def last_checkpoint(tx: Transaction, experiment: int, name: str) -> StepRow | No
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Planned groups on their way to a trainer, and the newest policy: what admission looks at.
+    """Planned groups on their way to a trainer, and the newest policy, for admission.
 
     Attributes:
         undelivered: planned groups that were neither handed to the trainer nor rejected.
@@ -219,7 +218,7 @@ class Backlog:
     committed_step: int = 0
 
     def without(self, groups: int) -> Backlog:
-        """Return it without so many groups that will never come."""
+        """Return it less a number of groups that will never come."""
         return replace(
             self,
             undelivered=max(0, self.undelivered - groups),
@@ -258,11 +257,11 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
 def rejects_all(
     tx: Transaction, experiment: int, trainer: str, *, faults: Sequence[str], rows: int
 ) -> bool:
-    """Return whether ``trainer``, or the strategy of its set, keeps nothing any more.
+    """Return whether ``trainer``, or the strategy of its set, rejects all rows as faulty.
 
     Args:
-        faults: how the reasons begin that count.
-        rows: so many were rejected for them since anything was kept, and no other was.
+        faults: beginnings of the reasons that count.
+        rows: at least so many were rejected for them since the last row that was not.
     """
     row = consumer_row(tx, experiment, trainer)
     if row is None:

@@ -1,4 +1,4 @@
-"""Where a store is: a URL, or the path of a SQLite file; and what one is told if none is there."""
+"""The address of a store, a URL or the path of a SQLite file, and errors where none is there."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _SEVERAL_HOSTS = re.compile(
 
 
 def _with_hosts_apart(address: str) -> str:
-    """Return a URL in which several hosts, ``a:1,b:2``, stand behind the ``?``, one by one."""
+    """Return a URL whose several hosts, ``a:1,b:2``, are moved behind the ``?``, one by one."""
     match = _SEVERAL_HOSTS.fullmatch(address)
     if match is None:
         return address
@@ -76,10 +76,10 @@ def _with_hosts_apart(address: str) -> str:
 
 
 def _require_values(url: URL) -> None:
-    """Raise unless what stands behind the ``?`` of a server's URL can be.
+    """Raise unless each option behind the ``?`` of a server's URL is accepted.
 
     Raises:
-        InvalidArgumentError: it cannot.
+        InvalidArgumentError: one is not.
     """
     reconnect_s_of(url)
     wanted = url.query.get("target_session_attrs", "any")
@@ -91,10 +91,10 @@ def _require_values(url: URL) -> None:
 
 
 def reconnect_s_of(url: URL) -> float:
-    """Return for how long a server that is not there is waited for.
+    """Return for how many seconds calls wait for a server that is away.
 
     Raises:
-        InvalidArgumentError: the URL says something else than a number of seconds.
+        InvalidArgumentError: the URL has another value than a number of seconds.
     """
     text = str(url.query.get("reconnect_s", RECONNECT_S))
     try:
@@ -109,7 +109,7 @@ def reconnect_s_of(url: URL) -> float:
 
 
 def with_primary(url: URL) -> URL:
-    """Return the URL of several hosts so that the one is taken that can be written."""
+    """Return the URL with the option to choose, of several hosts, one that accepts writes."""
     several = isinstance(url.query.get("host"), tuple)
     if not several or "target_session_attrs" in url.query:
         return url
@@ -123,7 +123,7 @@ def named(url: StoreURL) -> str:
 
 
 def nothing_at(path: Path, *, read_only: bool = True) -> UnknownStoreError:
-    """Return the error that names what is there in place of ``path``.
+    """Return the error of a missing file, with similar names beside ``path``.
 
     Args:
         path: of a file that is not there.

@@ -1,7 +1,4 @@
-"""What writers and strategies ask the projections. An open transaction comes first.
-
-Filtered reads of stored experiences, page by page.
-"""
+"""Queries of writers and strategies, and filtered reads of experiences, page by page."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ from trinity_buffer.store.transaction import (
 )
 
 DOOR = "door"
-"""Who rejects what is late or invalid when it is written."""
+"""The consumer name of rows that are refused as late or invalid when they are written."""
 
 
 def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] | None:
@@ -378,8 +375,8 @@ def newest_policy(
 ) -> tuple[int, str, str, int] | None:
     """Return (version, uri, digest, position) of the policy that was published last, or None.
 
-    What trainers other than ``trainer`` published is passed over, unless that one is not there, or
-    nothing else is published: explorers follow one model.
+    Policies of trainers other than ``trainer`` are passed over, unless that one does not exist or
+    has published none: explorers follow one model.
     """
     own = _NEWEST_POLICY.fetch_all(tx, of=experiment, by=trainer)
     for version, uri, digest, position in own or _NEWEST_OF_ALL.fetch_all(tx, of=experiment):
@@ -441,7 +438,7 @@ State = Literal["unseen", "waiting", "annotated", "rejected"]
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """What an experience must be; None: anything. ``state`` is that in ``annotation_set``."""
+    """Conditions on experiences; None accepts all. ``state`` is that in ``annotation_set``."""
 
     batch: Key | None = None
     task: Key | None = None
@@ -468,7 +465,7 @@ def addresses_in_batch(
 
 
 def newest_version(tx: Transaction, experiment: int) -> int | None:
-    """Return the policy version of the experience that was stored last, None if nothing says."""
+    """Return the policy version of the experience that was stored last, or None."""
     query = select(experience.c.policy_version).where(experience.c.experiment == experiment)
     return tx.execute(query.order_by(experience.c.address.desc()).limit(1)).scalar()
 
@@ -501,7 +498,7 @@ def experiences(
 def _keys(wanted: Filter) -> Iterator[tuple[ColumnElement[str], str | None]]:
     """Yield the columns of the keys, and what each must be.
 
-    Where addresses are given, these are looked up: no index of the keys is to be walked.
+    With addresses, the lookup goes by them: ``|| ''`` keeps the planner from an index of keys.
     """
     for column, key in ((experience.c.batch, wanted.batch), (experience.c.task, wanted.task)):
         compared = column if wanted.addresses is None else column.concat("")
