@@ -65,7 +65,7 @@ def own_line(error: BaseException, parts: Iterable[object] = ()) -> str | None:
         error: the error that was caught.
         parts: classes that are known to be the user's, wherever they are installed.
     """
-    files = {_place_of(part)[0] for part in parts}
+    files = {_source_location(part)[0] for part in parts}
     theirs = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -87,7 +87,7 @@ def own_code(parts: Mapping[str, object] | None = None) -> Iterator[None]:
     """
     own = {name: part for name, part in (parts or {}).items() if is_own(part)}
     what = " and ".join(own) or "code of your own"
-    places = ", ".join("{}, line {}".format(*_place_of(part)) for part in own.values())
+    places = ", ".join("{}, line {}".format(*_source_location(part)) for part in own.values())
     try:
         yield
     except (InvalidArgumentError, NonFiniteError) as error:
@@ -115,7 +115,7 @@ def _is_theirs(file: str) -> bool:
     return not {OURS, *_INSTALLED} & set(path.parents) and path.is_file()
 
 
-def _place_of(part: object) -> tuple[str, int]:
+def _source_location(part: object) -> tuple[str, int]:
     """Return file and line of a class, or its module and 0 without a source."""
     try:
         file = inspect.getsourcefile(part)  # type: ignore[arg-type]  # a class, or what has no file

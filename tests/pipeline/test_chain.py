@@ -126,7 +126,9 @@ async def test_a_renamed_experiment_breaks_its_chain(sqlite_sample: SampleRun) -
     await unguarded(sqlite_sample.url, rename, chained=False)
     report = await verified(sqlite_sample)
     assert "position 1: its head is" in of_chain(report)[0]
-    assert any("trigger experiment_forbids_update is gone" in str(one) for one in report.problems)
+    assert any(
+        "trigger experiment_forbids_update is missing" in str(one) for one in report.problems
+    )
 
 
 async def test_a_rebuild_of_an_edited_log_is_refused(sample: SampleRun) -> None:

@@ -18,7 +18,7 @@ from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.presence import has_ended
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.heartbeats import PresenceRow
-from trinity_buffer.store.leases import place_of
+from trinity_buffer.store.leases import describe_owner
 
 HOUR_US = 3_600_000_000
 HOURS_AHEAD, HOURS_BEHIND = 5 * HOUR_US, -5 * HOUR_US
@@ -73,7 +73,7 @@ async def test_who_does_not_wait_hears_who_is_at_work(sqlite_url: str) -> None:
         experiment = await store.experiment("run", config={})
         async with hold_lease(store.database, experiment.key, "trainer") as held:
             other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=30)
-            with pytest.raises(LeaseHeldError, match=place_of(held.owner)):
+            with pytest.raises(LeaseHeldError, match=describe_owner(held.owner)):
                 await other.acquire(wait=False)
 
 

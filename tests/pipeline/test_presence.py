@@ -239,7 +239,7 @@ def test_a_host_is_shown_by_its_name_alone() -> None:
     assert describe_process(seen_now(presence.this_host(), 7)).startswith(
         f"pid 7 on host {name}, seen"
     )
-    assert leases.place_of(owner_name()) == f"pid {os.getpid()} on host {name}"
+    assert leases.describe_owner(owner_name()) == f"pid {os.getpid()} on host {name}"
 
 
 def test_who_was_stored_under_a_name_alone_is_of_the_machine_of_that_name() -> None:

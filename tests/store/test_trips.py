@@ -151,7 +151,7 @@ async def test_a_function_of_one_statement_needs_no_transaction_around_it(
             tx.fetch_all("SELECT 1", ())
             tx.fetch_all("SELECT 2", ())
 
-        with pytest.raises(RuntimeError, match="of one statement has executed another"):
+        with pytest.raises(RuntimeError, match="`one_statement` executed a second one"):
             await database.read(two)
         assert await database.read(log.head, key) == 2
     assert counted.trips["read 1"] == 3

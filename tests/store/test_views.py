@@ -107,7 +107,7 @@ async def test_a_view_that_was_replaced_is_named(store_url: str, tmp_path: Path)
 
     async with open_store(store_url) as store:
         (told,) = await store.database.write(gone)
-        assert told.startswith("view rollouts is gone")
+        assert told.startswith("view rollouts is missing")
         await store.database.write(lambda tx: tx.execute(text(view_created("rollouts"))))
         assert (await verify(await store.experiment(sample.name))).ok
 
@@ -118,12 +118,12 @@ CHANGES = {
     "CREATE TRIGGER evil BEFORE INSERT ON event FOR EACH ROW EXECUTE FUNCTION evil()",
     "rule evil on segment": "CREATE RULE evil AS ON INSERT TO segment DO INSTEAD NOTHING",
     "row security on experience": "ALTER TABLE experience ENABLE ROW LEVEL SECURITY",
-    "trigger event_forbids_update is gone": "ALTER TABLE event ENABLE REPLICA TRIGGER "
+    "trigger event_forbids_update is missing": "ALTER TABLE event ENABLE REPLICA TRIGGER "
     "event_forbids_update",
-    "trigger event_forbids_delete is gone": "CREATE OR REPLACE FUNCTION event_forbids_delete() "
+    "trigger event_forbids_delete is missing": "CREATE OR REPLACE FUNCTION event_forbids_delete() "
     "RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
     "/* event: DELETE is forbidden, the log is append-only */ RETURN NULL; END $$",
-    "trigger event_forbids_truncate is gone": "DROP TRIGGER event_forbids_truncate ON event; "
+    "trigger event_forbids_truncate is missing": "DROP TRIGGER event_forbids_truncate ON event; "
     "CREATE TRIGGER event_forbids_truncate BEFORE UPDATE ON event "
     "EXECUTE FUNCTION event_forbids_truncate()",
     "index uq_experience_eid": "DROP INDEX uq_experience_eid; CREATE UNIQUE INDEX "

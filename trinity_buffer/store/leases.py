@@ -31,7 +31,7 @@ def name_of(host: str) -> str:
     return host.partition("#")[0]
 
 
-def place_of(owner: str) -> str:
+def describe_owner(owner: str) -> str:
     """Return where the owner of a lease, ``host:pid:start:random``, runs, as people say it."""
     host, *rest = owner.rsplit(":", 3)
     return f"pid {rest[0]} on host {name_of(host)}" if len(rest) == 3 else owner
@@ -89,7 +89,7 @@ def acquire(
     held = holder(tx, experiment, name)
     if held is not None and held[0] not in (owner, dead) and held[2] > now_us:
         raise LeaseHeldError(
-            f"trainer {name!r} is at work in {place_of(held[0])}, whose lease ends in "
+            f"trainer {name!r} is at work in {describe_owner(held[0])}, whose lease ends in "
             f"{(held[2] - now_us) / 1e6:.0f} s: wait for "
             "it, stop that process, or choose another consumer name"
         )
@@ -138,7 +138,7 @@ def require(
     lock_experiment(tx, experiment)
     ((holds, held, recorded, committed, *end),) = _NEWEST.fetch_all(tx, of=experiment, by=name)
     newest = max(recorded or 0, held or 0)
-    who = place_of(holds) if holds else "another process"
+    who = describe_owner(holds) if holds else "another process"
     if token is None and holds != owner:
         raise LeaseLostError(
             f"strategy {name!r}: {who} took over; what was not committed is left to it"

@@ -37,7 +37,7 @@ from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall, on
 from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.leases import place_of
+from trinity_buffer.store.leases import describe_owner
 from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
@@ -250,7 +250,7 @@ class StrategyLease(Lease):
             why = "is gone"
         else:
             why = f"was not heard of for {self._patience_s:g} s"
-        who = place_of(before if held is None else held[0])
+        who = describe_owner(before if held is None else held[0])
         _logger.warning("%s", one_line(f"strategy {self._name!r} decides now: {who} {why}"))
 
     def require(self, tx: Transaction) -> Place | None:
@@ -267,7 +267,7 @@ class StrategyLease(Lease):
 
     def told(self) -> str:
         """Return who decides in our place."""
-        who = "another process" if self.held_by is None else place_of(self.held_by)
+        who = "another process" if self.held_by is None else describe_owner(self.held_by)
         return f"strategy {self._name!r} stands by: {who} decides"
 
     @asynccontextmanager
@@ -347,7 +347,7 @@ class TrainerLease(Lease):
         watch = LeaseWatch(self._ttl_s)
 
         async def tell() -> str:
-            where = "another process" if held is None else place_of(held[0])
+            where = "another process" if held is None else describe_owner(held[0])
             return (
                 f"trainer {self.consumer!r} is held by {where}, renewed {watch.renewed_s:.0f} s "
                 "ago: stop that process, or choose another consumer name"
@@ -401,7 +401,7 @@ class TrainerLease(Lease):
         return held is not None and held[1] == self.token
 
     def _held_by(self, held: Held) -> str:
-        who = "another process" if held is None else place_of(held[0])
+        who = "another process" if held is None else describe_owner(held[0])
         return (
             f"trainer {self.consumer!r} is at work in {who}: wait for it, stop that process, or "
             "choose another consumer name"

@@ -25,7 +25,7 @@ from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import heartbeats, leases, log
-from trinity_buffer.store.leases import place_of
+from trinity_buffer.store.leases import describe_owner
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction
 
@@ -254,7 +254,7 @@ class RankSession:
                 f"rank 0 of trainer {self._name!r} is gone: start all ranks again; they resume "
                 "from the last commit"
             )
-        self._lacking = f"rank 0 ({place_of(held[0])}) to hand out the next step"
+        self._lacking = f"rank 0 ({describe_owner(held[0])}) to hand out the next step"
         await self.wait.changed(state, timeout_s=self._ttl_s / 4)
 
     # -- reading
