@@ -118,9 +118,11 @@ def _placed(folder: Path, experiment: str, temporary: Path) -> ArchiveFile:
     """Rename a written file after its digest, durably."""
     with temporary.open("rb") as handle:
         os.fsync(handle.fileno())
+    # Of the file and not of what it was made of: the log is to name what was written.
     digest = digest_of(temporary)
     path = folder / f"{experiment}-{digest[:16]}.parquet"
     temporary.rename(path)
+    # The name must survive a power cut before an event names it and the segments go.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -260,6 +262,7 @@ def _encoded(rows: Any, kinds: Mapping[_Kind, str], family: str) -> bytes | None
             packed[field] = _packed(field, rows[field].to_pylist())
     if not columns and not packed:
         return None
+    # The checksum beside the columns is of these bytes, so that the order counts.
     columns.sort(key=_place_in_segment)
     return encode_segment(columns, {}, len(rows), packed=packed)
 

@@ -261,6 +261,7 @@ def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
         if (folded := difference.folded) is not None:
             # The scratch is SQLite's, which knows no booleans.
             row = (bool(folded[c.name]) if _is_boolean(c) else folded[c.name] for c in table.c)
+            # Inserted when all wrong rows are gone: a changed key may be that of another row.
             missing.setdefault(table.name, []).append(tuple(row))
     for name, rows in missing.items():
         tx.insert_many(_TABLES[name], rows)
@@ -399,6 +400,7 @@ def _connected(path: Path, live: Path | None) -> Any:
     )
     for statement in _PRAGMAS:
         driver.execute(statement)
+    # Beside the scratch, so that SQLite compares rows without handing them to Python.
     if live is not None:
         driver.execute("ATTACH ? AS live", (sqlite.uri_of(live),))
     return driver
@@ -408,9 +410,8 @@ def make_temporary_tables(tx: Transaction) -> None:
     """Make empty projections that hide the live ones, on a `DedicatedConnection`."""
     if tx.dialect.name == "sqlite":
         tx.fetch_all("PRAGMA query_only=OFF", ())  # the file itself is open read-only, or is ours
-        tx.fetch_all(
-            "PRAGMA temp_store=FILE", ()
-        )  # projections of a long run would fill the memory
+        # In memory, the projections of a long run would take hundreds of megabytes.
+        tx.fetch_all("PRAGMA temp_store=FILE", ())
         tx.fetch_all("PRAGMA temp.cache_size=-32768", ())
     else:
         # Whatever the path was: what is temporary must come first, or the fold would write into

@@ -170,6 +170,7 @@ class _Compaction:
     def _delete(self, tx: Transaction, keys: Sequence[bytes], event: log.NewEvent) -> None:
         key = self._experiment.key
         lock_experiment(tx, key)
+        # Under the lock: of two that compact at once, the second must not name a second file.
         if segments.archived_at(tx, keys):
             raise StoreError("another process has compacted some of these segments: run it again")
         log.append(tx, key, [event], actor=self._actor, now_us=now_us())
@@ -182,6 +183,8 @@ def _unbroken(held: Sequence[Held]) -> Iterator[list[Held]]:
     run: list[Held] = []
     rows = 0
     for segment in held:
+        # What needs a segment is asked for by ranges of addresses: one across a gap would hold rows
+        # of segments that have left already.
         follows = run and segment.ordinal == run[-1].ordinal + 1
         rows += segment.last - segment.first + 1
         if run and (not follows or rows > sizes().rows_per_file):
@@ -300,6 +303,7 @@ def _take_back(
     actor: str,
 ) -> None:
     lock_experiment(tx, experiment)
+    # Under the lock, as in `_delete`: what another process has restored is there already.
     if len(segments.archived_at(tx, keys)) < len(keys):
         raise StoreError("another process has restored some of these segments: run it again")
     log.append(tx, experiment, [event], actor=actor, now_us=now_us())

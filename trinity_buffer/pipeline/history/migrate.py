@@ -62,6 +62,7 @@ async def _users(url: StoreURL) -> list[str]:
     async with open_for_migration(url) as database:
         if database.dialect == "postgresql":
             return await database.read(others)
+        # Looked at when our own connection is closed: it would count as a user.
         path = database.path
     used = await anyio.to_thread.run_sync(sqlite.in_use, path)
     return ["another process"] if used else []

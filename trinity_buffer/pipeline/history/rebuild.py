@@ -56,6 +56,7 @@ async def rebuild(
     chain = EventChain(await database.read(log.experiment_name, experiment))
 
     def decode(page: Sequence[StoredEvent]) -> list[PlacedFact]:
+        # Folded, an event that was altered would alter the projections for good.
         chain.require(page)
         return decoded_events(page)
 

@@ -70,6 +70,7 @@ async def replayed_steps(
     link, mover = FIRST_LINK, Mover(device)
     loader = RowLoader(EventCache(key, experiment.name))
     async for recorded in _steps(experiment, consumer, first, last):
+        # A commit says its link; only the steps between commits are chained here.
         link = recorded.chain or chain(link, recorded.manifest_digest)
         if first <= recorded.step:
             manifest, commit, head = await _recorded(experiment, recorded)

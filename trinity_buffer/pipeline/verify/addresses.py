@@ -26,6 +26,7 @@ def packed(addresses: Integers) -> bytes:
     An event names experiences of few groups, whose runs lie side by side: a byte an address.
     """
     breaks = np.flatnonzero(np.diff(addresses) != 1) + 1
+    # A run takes two numbers, so that short ones would be larger than their addresses.
     if 2 * len(breaks) + 2 >= len(addresses):
         return b"\0" + addresses.tobytes()
     starts = np.concatenate([[0], breaks])
@@ -188,6 +189,7 @@ class PlannedRuns:
 
     def sealed(self, batch: str) -> None:
         """Take in that a batch was sealed; if all that it planned is stored, forget which."""
+        # Nothing can be added to a batch that has all it planned: a number is enough from here on.
         if self._stored(batch) == len(self._planned.get(batch, ())) > 0:
             self._complete += len(self._planned.pop(batch))
             del self._recorded[batch]

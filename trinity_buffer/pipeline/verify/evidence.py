@@ -238,6 +238,8 @@ def examine_chain(
     known = [leased[digest] for digest in times if digest in leased]
     commit = _commit_of(chain, trainer)
     last = max((manifest.step for manifest in known), default=0)
+    # The commit counts too: where the chain lacks its last manifests, their steps are lost, and
+    # not merely later than the checkpoint.
     last = max(last, commit.step if commit is not None else 0)
     lost += [
         manifest_text(digest, leased.get(digest))

@@ -295,6 +295,7 @@ class LogAudit:
             except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
+            # Folded though the audit objects: what the fold makes of it is another opinion.
             events.append(PlacedFact(stored.position, stored.actor, fact))
         for trainer in self.trainers.values():
             trainer.forget()
@@ -325,6 +326,7 @@ class LogAudit:
             self._wrong("log", 1, f"the first event is {stored.kind}, not ExperimentCreated")
         if (wrong := self.chain.take(stored)) is not None:
             self._wrong("chain", stored.position, wrong)
+        # From where the log goes on, so that a gap is reported once and not at each event.
         self.position = stored.position
         self.events += 1
 

@@ -104,6 +104,7 @@ async def catch_up(
             if (wrong := await anyio.to_thread.run_sync(scratch.fold, events)) is not None:
                 return wrong
             progress("fold", page[-1].position, head)
+        # Others write meanwhile: only a short tail may be folded inside of a transaction.
         behind = await database.read(log.head, scratch.experiment) - head
         if behind <= sizes().tail_events:
             return None

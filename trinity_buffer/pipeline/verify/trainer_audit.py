@@ -131,9 +131,11 @@ class TrainerAudit:
             return
         manifest = self._manifests[leased.position]
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
+        # Rows are taken by these places: a wrong one would fail here instead of being reported.
         if each_once:
             manifest = manifest.repartitioned(fact.order, plans_of(fact))
         rows, lost = self._rows_of(manifest), self._apart(fact.dropped, fact.dropped_from)
+        # In order: another number of ranks deals the same rows in another one.
         all_rows = np.sort(np.concatenate([rows, lost]))
         if not each_once or not np.array_equal(unpacked(leased.rows), all_rows):
             yield self._dealt_wrongly(position, f"step {fact.step} was dealt with other rows")

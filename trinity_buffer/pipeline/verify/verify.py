@@ -139,6 +139,8 @@ class _Verification:
     async def run(self) -> None:
         """Read the log and compare everything with it."""
         with nullcontext() if self._quick else scratch_for(self._database, self._key) as scratch:
+            # Before the log is read, and up to the head of then: what comes later is neither
+            # audited nor counted.
             self._live = await self._database.read(_snapshot, self._key)
             await self._read_log(scratch)
             await anyio.to_thread.run_sync(self._audit.finish)
