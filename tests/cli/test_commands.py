@@ -44,6 +44,12 @@ def test_a_question_loads_what_it_asks_with_and_no_more() -> None:
     assert "trinity_buffer.cli.run" not in modules
 
 
+@pytest.mark.parametrize("command", ["show", "groups", "steps", "why", "tokens"])
+def test_a_question_about_tensors_loads_no_torch(command: str) -> None:
+    words = (command, "b/0/0/0/") if command in {"show", "why", "tokens"} else (command,)
+    assert "torch" not in loaded_by(*words, "--store", "sqlite:///not-there.db")
+
+
 def test_a_question_loads_the_driver_of_its_own_database_and_no_orm(store_url: str) -> None:
     modules = loaded_by("stats", "--store", store_url)
     of_server = {"sqlalchemy.dialects.postgresql", "asyncpg"} & modules

@@ -26,7 +26,7 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event
-from trinity_buffer.pipeline.load.experiences import blobs_of, read_segments
+from trinity_buffer.pipeline.load.segments import blobs_of, read_segments
 
 
 def address(position: int, slot: int) -> int:

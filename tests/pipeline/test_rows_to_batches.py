@@ -16,7 +16,7 @@ from tests.conftest import Resize
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.load import columns, experiences
+from trinity_buffer.pipeline.load import columns, segments
 from trinity_buffer.pipeline.load.blocks import Array
 from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
@@ -218,7 +218,7 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
 
     def counted(s: Any, keys: Sequence[bytes], families: Sequence[str]) -> Any:
         read.update(keys)
-        return experiences.read_segments(s, keys, families)
+        return segments.read_segments(s, keys, families)
 
     monkeypatch.setattr(columns, "read_segments", counted)
     resize(bytes_kept=bytes_kept)

@@ -36,7 +36,7 @@ from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded
-from trinity_buffer.pipeline.load.experiences import Absence, read_segments
+from trinity_buffer.pipeline.load.segments import Absence, read_segments
 from trinity_buffer.store import inspection, log, segments, trainer_queries
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import ExperienceRow, StepRow, position_of, slot_of, written_as

@@ -41,7 +41,8 @@ from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
 from trinity_buffer.pipeline.annotations import encode_annotations, encode_scores
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event, now_us
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.load.experiences import load_experiences, unreadable_among
+from trinity_buffer.pipeline.load.experiences import load_experiences
+from trinity_buffer.pipeline.load.segments import unreadable_among
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.rows import SLOT_BITS, ExperienceRow, position_of, rows_recorded_by

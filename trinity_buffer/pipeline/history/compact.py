@@ -27,7 +27,7 @@ from trinity_buffer.pipeline.archive import (
 )
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.load.experiences import blobs_of
+from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent

@@ -29,12 +29,8 @@ from trinity_buffer.pipeline.load.blocks import (
     slot_ranges,
 )
 from trinity_buffer.pipeline.load.events import EventCache, Facts, facts_of, no_facts
-from trinity_buffer.pipeline.load.experiences import (
-    blobs_of,
-    load_experiences,
-    read_segments,
-    unreadable_among,
-)
+from trinity_buffer.pipeline.load.experiences import load_experiences
+from trinity_buffer.pipeline.load.segments import blobs_of, read_segments, unreadable_among
 from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.tensors import tensors_of
 from trinity_buffer.store import log, writer_queries

@@ -36,7 +36,7 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import digest_of, read_archive
-from trinity_buffer.pipeline.load.experiences import blobs_of
+from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verify.log_audit import CrossAudit
 from trinity_buffer.pipeline.verify.projections import readable_events
 from trinity_buffer.pipeline.verify.report import Problem
