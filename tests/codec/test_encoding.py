@@ -383,12 +383,12 @@ def test_a_slot_that_is_not_there_is_a_codec_error(slots: list[int]) -> None:
     ("family", "objects", "rows", "sentence"),
     [
         ("light", {}, 2, "has 2 rows, its event has 1"),
-        ("light", {"response_text": ["x"]}, 1, "none of its own"),
-        ("light", {"tokens": ["x"]}, 1, "none of its own"),
+        ("light", {"response_text": ["x"]}, 1, "not belong to it"),
+        ("light", {"tokens": ["x"]}, 1, "not belong to it"),
         ("light", {"info": [[1]]}, 1, "info of .* is a list, not a dict"),
-        ("light", {"custom_fields": [[["a", "b", ["c"]]]]}, 1, "no custom field"),
-        ("heavy", {"multi_modal_inputs": [["x"]]}, 1, "what is not stored"),
-        ("heavy", {"multi_modal_inputs": [[["x"]]]}, 1, "what is not stored"),
+        ("light", {"custom_fields": [[["a", "b", ["c"]]]]}, 1, "invalid entry"),
+        ("heavy", {"multi_modal_inputs": [["x"]]}, 1, "missing tensors"),
+        ("heavy", {"multi_modal_inputs": [[["x"]]]}, 1, "missing tensors"),
         ("weights", {}, 1, r"families \['weights'\] do not exist"),
     ],
 )

@@ -159,9 +159,9 @@ async def test_what_score_groups_returns_is_checked_on_both_roads(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([0.5] * 5, "advantages of type list, which is no tensor: .* give \\[5\\]"),
-        (0.5, "advantages of type float, which is no tensor"),
-        (np.ones(5, np.float32), "advantages of type ndarray, which is no tensor"),
+        ([0.5] * 5, "advantages of type list, which is not a tensor: .* give \\[5\\]"),
+        (0.5, "advantages of type float, which is not a tensor"),
+        (np.ones(5, np.float32), "advantages of type ndarray, which is not a tensor"),
         (torch.ones(5, dtype=torch.complex64), "advantages of dtype torch.complex64"),
         (torch.ones(5).to_sparse(), "advantages of .* layout torch.sparse_coo"),
         (torch.ones(4), r"advantages of shape \[4\]"),

@@ -124,7 +124,7 @@ async def test_a_trainer_that_mixes_names_the_expert_who_records_nothing(
         await experiment.writer("e0").write(group())
         await run_strategy(experiment, "grpo")
         mixed = {"sample_strategy": "mix", "expert_experiment": "expert", "groups_per_step": 2}
-        words = ("waits for 1 group of the expert's experiment 'expert' (0 ready)", "would bring")
+        words = ("waits for 1 group of the expert's experiment 'expert' (0 ready)", "record more")
         async with spoken(caplog, lambda: train(experiment, **mixed), *words):
             pass
 

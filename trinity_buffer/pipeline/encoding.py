@@ -60,6 +60,7 @@ class Fields:
     def __init__(self, experiences: Sequence[Experience]) -> None:
         self.experiences = experiences
         columns = zip(*map(_every, experiences), strict=True) if experiences else [()] * len(_NAMES)
+        # One attrgetter call per experience reads all attributes: it is the hot loop of a write.
         self._of: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
         self._kinds: dict[str, frozenset[type]] = {}
         self._tensors: dict[str, PresentTensors] = {}
@@ -195,6 +196,7 @@ def encode_experiences(
     contents = Contents(
         fields["experience_type"], fields["prompt_length"], fields["reward"], raw_tensor
     )
+    # The size is known before copying, so all columns of the write share one block.
     block = _memory.block(_bytes_to_join(fields))
     families, every = dict[str, Blob](), dict[str, list[Column]]()
     for family, names in FAMILIES.items():
@@ -237,6 +239,7 @@ def _packed(
     stored = _stored(field, values)
     if _NONE.issuperset(map(type, stored)):
         return {}
+    # Stored as given, but digested with sorted keys: equal content must have equal digests.
     pieces, in_order = packer.pack_twice(contents.packer, stored, field)
     contents.add_objects(field, in_order)
     return {field: pieces}
@@ -244,6 +247,7 @@ def _packed(
 
 def _stored(field: str, values: Sequence[Any]) -> Sequence[Any]:
     """Return the stored form of ``values``; None for values that readers fill in themselves."""
+    # Empty containers are stored as None: readers fill them in without an object per row.
     if field in ("info", "metrics"):
         return [value or None for value in values]
     if field == "custom_fields":
@@ -277,6 +281,7 @@ def _meta(
     values: Iterable[Iterable[Any]] = (
         *fields.addresses,
         fields["reward"],
+        # The columns from `info` are faster than the properties, which also handle odd types.
         _plain_or(fields.versions, _COUNT | _NONE, "policy_version", experiences),
         fields["prompt_length"],
         _sizes(fields, columns, "tokens", "length"),
@@ -291,6 +296,7 @@ def _meta(
 
 def _sampling(fields: Fields, meta: Mapping[str, list[Any]]) -> dict[int, list[Any]] | None:
     """Return slot -> sampling segments, of rows where a trainer needs them; None: no such row."""
+    # Most rows have no sampling segments, and their events no such column.
     if not any(fields.segments):
         return None
     sizes = zip(fields["info"], meta["prompt_length"], meta["length"], strict=True)
@@ -367,6 +373,7 @@ def decode_experiences(
         raise CodecError(f"slots {list(wanted)} of a write with {rows} experiences")
     states = _states(meta, wanted, families if loaded is None else (*families, *loaded))
     for family, blob in families.items():
+        # Tensors must be writable, or torch warns; read-only bytes are copied here.
         segment = decode_segment(writable(blob))
         if segment.rows != rows:
             raise CodecError(f"segment {family} has {segment.rows} rows, its event has {rows}")
@@ -381,12 +388,14 @@ def _check_meta(meta: Any) -> int:
     rows = len(meta["batch"])
     for name, types in META.items():
         column = meta.get(name)
+        # Bodies come from disk and may be damaged: unchecked columns would shift values between
+        # rows.
         if not isinstance(column, list) or len(column) != rows:
-            raise CodecError(f"the metadata of {rows} experiences has not as many of {name}")
+            raise CodecError(f"metadata column {name!r} is missing or does not have {rows} values")
         if not types.issuperset(map(type, column)):
-            raise CodecError(f"the metadata of experiences has a {name} that is none")
+            raise CodecError(f"metadata column {name!r} holds a value of the wrong type")
     if not _KINDS.issuperset(meta["kind"]):
-        raise CodecError("the metadata of experiences names a kind of experience that is unknown")
+        raise CodecError("metadata column 'kind' holds an unknown kind of experience")
     return rows
 
 
@@ -399,6 +408,7 @@ def _states(
         raise CodecError(f"families {unknown} do not exist; there are {', '.join(FAMILIES)}")
     empty = {field: None for family in dict.fromkeys(loaded) for field in FAMILIES[family]}
     has_light = "info" in empty
+    # Row tuples once for the write: indexing fourteen columns per row is slower.
     every = list(zip(*(meta[name] for name in META), strict=True))
     states = []
     for slot in wanted:
@@ -417,6 +427,7 @@ def _states(
             "_finish_reason": reason,
             **empty,
         }
+        # Empty values of these are not stored; see `_stored`.
         if has_light:
             state["info"], state["metrics"], state["custom_fields"] = {}, {}, []
         states.append(state)
@@ -433,14 +444,16 @@ def _fill_fields(
         if family == "heavy" and name.startswith(MODAL):
             field, targets = name.removeprefix(MODAL), modal
         elif name not in fields or name in OBJECTS:
-            raise CodecError(f"segment {family} has the column {name!r}, which is none of its own")
+            raise CodecError(
+                f"segment {family} has the column {name!r}, which does not belong to it"
+            )
         for column in columns:
             _fill_column(targets, field, column, slots)
     wanted = range(segment.rows) if slots is None else slots
     for name, values in segment.objects.items():
         if name not in fields or name not in OBJECTS:
             raise CodecError(
-                f"segment {family} has the objects {name!r}, which are none of its own"
+                f"segment {family} has the objects {name!r}, which do not belong to it"
             )
         objects = values.values(wanted, tensor_of)
         _fill_objects(states, name, objects, modal)
@@ -457,6 +470,7 @@ def _fill_column(
     indices: Sequence[int] = slots
     places: Sequence[int] = range(len(slots))
     if column.rows is not None:
+        # A sparse column lists the rows that it has, so slots must be mapped to its entries.
         index_of = {row: index for index, row in enumerate(column.rows.tolist())}
         places = [place for place, slot in enumerate(slots) if slot in index_of]
         indices = [index_of[slots[place]] for place in places]
@@ -489,11 +503,11 @@ def _fill_objects(
 def _custom_field(item: Any) -> CustomField:
     texts = isinstance(item, list) and all(isinstance(text, str) for text in item)
     if not texts or len(item) != 3 or item[2] not in TORCH_DTYPES:
-        raise CodecError("custom_fields holds what is no custom field: its bytes are damaged")
+        raise CodecError("custom_fields holds an invalid entry: its bytes are damaged")
     return CustomField(item[0], item[1], TORCH_DTYPES[item[2]])
 
 
 def _modal_inputs(names: list[Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not all(isinstance(name, str) and name in tensors for name in names):
-        raise CodecError(f"multi_modal_inputs names what is not stored; stored are {list(tensors)}")
+        raise CodecError(f"multi_modal_inputs names missing tensors; stored are {list(tensors)}")
     return {name: tensors[name] for name in names}

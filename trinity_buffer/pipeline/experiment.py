@@ -100,6 +100,7 @@ class Experiment(ExperimentHandle):
         """
         from trinity_buffer.pipeline.write.writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
 
+        # The first full garbage collection is better spent here than in the first write.
         settle_imports()
         return SQLWriter(
             self.database,
@@ -209,6 +210,7 @@ class Experiment(ExperimentHandle):
         if annotation_set is not None or state is not None:
             state = await self._checked_state(annotation_set, state)
         addresses = None if trained_in is None else await self._rows_of_step(trainer, trained_in)
+        # A batch is mostly small: looking up its addresses beats a scan of the experiment.
         if addresses is None and batch is not None:
             addresses = await self._rows_of_batch(batch, task)
         wanted = writer_queries.Filter(
@@ -252,6 +254,7 @@ class Experiment(ExperimentHandle):
         if name is None:
             raise InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
         consumers = await self.database.read(writer_queries.consumers, self.key)
+        # Trainers are consumers too, but have no annotations.
         names = [consumer.name for consumer in consumers.values() if consumer.kind == "strategy"]
         if name not in names:
             known = ", ".join(names) or "none"
@@ -271,6 +274,7 @@ class Experiment(ExperimentHandle):
 
         def load(tx: Transaction) -> list[BatchLeased]:
             rows = trainer_queries.steps(tx, self.key, trainer, after=step - 1, limit=1)
+            # The query returns the next step if this one does not exist.
             here = [row.leased_at for row in rows if row.step == step]
             return list(leased_steps(tx, self.key, self.name, here).values())
 
@@ -366,7 +370,7 @@ def _check_policy(version: object, uri: object, digest: object) -> None:
         raise InvalidArgumentError(f"policy version {version!r:.40}: it must be an int, 0 or more")
     if not isinstance(uri, str) or not 0 < len(uri) <= MAX_URI or not uri.isprintable():
         raise InvalidArgumentError(
-            f"policy {version}: uri={uri!r:.80} is none, give a path or the address of a server"
+            f"policy {version}: uri={uri!r:.80}: give a path or the address of a server"
         )
     problem = problem_of_name(digest)
     if problem is not None:

@@ -149,6 +149,7 @@ def leased_steps(
     dealt = {at: fact for at, fact in facts.items() if isinstance(fact, StepDealt)}
     first = {
         event.position: fact_at(experiment, event, BatchLeased)
+        # A `StepDealt` holds only the order; the rows are in the lease that it refers to.
         for event in log.read_at(tx, key, sorted({fact.leased_at for fact in dealt.values()}))
     }
     return {

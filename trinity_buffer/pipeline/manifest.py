@@ -152,7 +152,7 @@ class Manifest:
             CodecError: an invalid layout or micro-batch.
         """
         if leased.layout not in ("padded", "packed"):
-            raise CodecError(f"the manifest of step {leased.step} is damaged: its layout is none")
+            raise CodecError(f"the manifest of step {leased.step} is damaged: unknown layout")
         return cls(
             step=leased.step,
             annotation_set=leased.annotation_set,
@@ -177,8 +177,9 @@ def plans_of(fact: BatchLeased | StepDealt) -> tuple[MicroBatchPlan, ...]:
         CodecError: an invalid micro-batch.
     """
     plans = fact.microbatches
+    # Older versions recorded no rank, which then is 0.
     if any(len(plan) not in (3, 4) for plan in plans):
-        raise CodecError(f"the manifest of step {fact.step} is damaged: its layout is none")
+        raise CodecError(f"the manifest of step {fact.step} is damaged: invalid micro-batch")
     return tuple(MicroBatchPlan(*plan) for plan in plans)
 
 

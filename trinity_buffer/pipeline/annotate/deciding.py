@@ -83,6 +83,7 @@ class Decision:
             require: raises if this process lost its lease; returns the end of the log if it knows.
         """
         store.attach(tx, self.segment_rows)
+        # Inside the transaction of the events: a lease that is lost afterwards cannot matter.
         last = None if require is None else require(tx)
         log.append(tx, experiment, self.events, actor=strategy, now_us=now_us(), last=last)
 
@@ -146,6 +147,7 @@ class DecisionBuilder:
         addresses = {self._address(e) for group in groups.values() for e in group}
         for address in self.masks.keys() - addresses - self.reasons.keys():
             self.reasons[address] = "filtered"
+        # Either answer alone could be meant, so guessing would hide a bug of the strategy.
         contradictory = addresses & self.reasons.keys()
         if contradictory:
             raise InvalidArgumentError(
@@ -181,6 +183,7 @@ class DecisionBuilder:
         there = set[str]()
         for experience in (e for group in groups.values() for e in group):
             own, uid = rows[self._address(experience)].eid, experience.eid.uid
+            # A copy may go into a group of its own, never into one of other recorded rows.
             is_copy = original_uid(experience) == own.uid
             in_other = experience.eid.tid != own.tid and experience.eid.tid in self.planned
             if uid != own.uid and (in_other or not is_copy):
@@ -255,6 +258,7 @@ class DecisionBuilder:
         """
         self.reasons |= scored.reasons
         self.metrics = scored.metrics
+        # Groups without kept rows get no number: numbers in an event are dense.
         numbers = {number: place for place, number in enumerate(dict.fromkeys(scored.groups))}
         annotated = _Annotated(
             scored.addresses,
@@ -287,6 +291,7 @@ class DecisionBuilder:
             )
             events.append(new_event(annotated))
         there = set(rows.tids)
+        # Bounds of explorers count planned groups, so those that will not come are recorded.
         left_out = sum(planned and tid not in there for tid, planned in self.planned.items())
         if self.reasons or left_out:
             addresses = sorted(self.reasons)
@@ -297,6 +302,7 @@ class DecisionBuilder:
                 consumer=self.strategy,
                 seen=seen,
                 calls=calls,
+                # One event of the commit is enough to check the cursor.
                 after=None if events else after,
                 by="strategy",
                 experiences=addresses,
@@ -322,7 +328,7 @@ def _misfit(value: object, tokens: int) -> str | None:
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        return f"of type {type(value).__name__}, which is no tensor"
+        return f"of type {type(value).__name__}, which is not a tensor"
     if value.is_complex() or value.layout != torch.strided:
         return f"of dtype {value.dtype} and layout {value.layout}"
     return None if tuple(value.shape) == (tokens,) else f"of shape {list(value.shape)}"
@@ -337,6 +343,7 @@ def _all_finite(experiences: Sequence[Experience]) -> bool:
         if (value := experience.__dict__.get(name)) is not None
     ]
     return not tensors or bool(
+        # One reduction for all tensors; only a failure is examined tensor by tensor.
         torch.cat([t.detach().float().flatten() for t in tensors]).isfinite().all()
     )
 
@@ -475,6 +482,7 @@ class Decider:
         positions = [{address >> SLOT_BITS for address in unit.addresses} for unit in whole]
         events = self._reader.events(s, set().union(*positions))
         known = events.keys()
+        # A unit is scored by columns only if every one of its events has all of them.
         scored = [unit for unit, at in zip(whole, positions, strict=True) if at <= known]
         chosen = set(map(id, scored))
         return [unit for unit in units if id(unit) not in chosen], scored, events
@@ -485,6 +493,7 @@ class Decider:
         verdicts = self._no_verdicts()
         groups = [group for unit in units for group in self._whole_of(unit, verdicts)]
         assigned = self._assigned(s, [row for group in groups for row in group.members])
+        # Each group counts as one call of `add`, whichever way it is decided.
         self.calls += len(groups)
         name, score = self._setup.name, self._scorer
         seen, calls = self._reader.seen, self.calls
@@ -547,6 +556,7 @@ class Decider:
             if not bad:
                 return experiences
         except ArchivedSegmentError:
+            # No families required: here only the absence of a whole segment matters.
             wanted = {row.segment: () for row in rows}
             reasons = await self._experiment.database.read_session(
                 lambda s: unreadable_among(s, wanted, self._families)
@@ -583,6 +593,7 @@ class Decider:
 
     @property
     def _experiences_per_load(self) -> int:
+        # Light rows are small, so one load can cover a whole commit.
         only_light = self._families == ("light",)
         return sizes().experiences_per_commit if only_light else sizes().experiences_per_load
 
@@ -590,12 +601,15 @@ class Decider:
         database = self._experiment.database
         experiences = await load_experiences(database, self._cache, rows, self._families)
         for experience in experiences:
+            # Without tensors a strategy cannot decide; whether they are gone for good is checked
+            # above.
             if experience.archived is not None:
                 raise ArchivedSegmentError(f"{experience.eid}: {experience.archived}")
         if self._setup.rewards is not None:
             addresses = [row.address for row in rows]
             assigned = await database.read_session(lambda s: self._assigned(s, addresses))
             for experience in experiences:
+                # A row that the scoring left out has no reward, not its recorded one.
                 experience.reward = (assigned or {}).get(experience.address or 0)
         return experiences
 

@@ -105,6 +105,7 @@ def ranges_of_event(position: int, fact: ExperiencesRecorded) -> list[RowRange]:
     keys = zip(columns.batch, columns.task, left, strict=True)
     ranges, slot = [], 0
     for (batch, task, is_refused), rows in groupby(keys):
+        # Slots are positions in the event, so a range of slots is a range of addresses.
         end = slot + sum(1 for _ in rows)
         addresses = range(start + slot, start + end)
         ranges.append(
@@ -255,10 +256,12 @@ class Grouping:
         """Apply a plan, or a seal without one, unless it is known already."""
         key = str(row.batch)
         known = self._batches.get(key)
+        # A plan can arrive twice: by a lookup in the database, and as the event itself.
         if known is None:
             planned = row.rollouts_per_group is not None
             rollouts = row.rollouts_per_group if planned else self.rules.rollouts_per_group
             known = self._batches[key] = _Batch(planned, rollouts)
+        # A seal beyond the cursor must not be undone by a plan that is read later.
         known.sealed = known.sealed or sealed
         for task in row.tasks:
             self._group(key, str(task)).planned = known.planned
@@ -306,6 +309,7 @@ class Grouping:
             if not rows.refused:
                 self._late.extend(rows.addresses)
             return
+        # Refused runs count as stored: explorers do not generate them again.
         group.runs.update(rows.runs)
         if not rows.refused:
             group.members.extend(rows.addresses)
@@ -331,6 +335,7 @@ class Grouping:
         if task not in known.groups:
             # `apply_plan` marks the tasks that the plan names; any other task is unplanned.
             made = Group((batch, task), planned=False, rollouts=known.rollouts)
+            # A task that appears in a batch decided as a whole is late.
             made.decided = known.decided
             known.groups[task] = made
         return known.groups[task]
@@ -372,12 +377,15 @@ class Grouping:
         """Return, once, every ready unit, oldest batch first; forget finished batches."""
         due = self.next_deadline_us()
         if due is not None and due <= now_us:
+            # A deadline can close groups of any batch, not only of those with new rows.
             self._candidates.update(key for key, _ in self._open())
         units: list[ReadyUnit] = []
         for key in [key for key in self._batches if key in self._candidates]:
             batch = self._batches[key]
             units += self._ready_of(batch, now_us)
             if all(group.decided for group in batch.groups.values()):
+                # Decided batches are forgotten; their late rows are recognized through the
+                # database.
                 del self._batches[key]
         self._candidates.clear()
         return units
@@ -398,6 +406,7 @@ class Grouping:
         if self.unit == "batch":
             is_closed = batch.planned or batch.sealed or any(map(is_idle, undecided))
             whole = len(ready) == len(undecided) and is_closed
+            # An unplanned batch that is unsealed may still get further groups.
             ready = undecided if whole or any(map(is_overdue, undecided)) else []
         for group in ready:
             group.decided = True
@@ -469,6 +478,7 @@ class Deadlines:
         full_page = True
         while full_page:
             overdue = await self._experiment.database.read(self._overdue)
+            # Sealing removes batches from the page, so reading it again yields the next ones.
             full_page = len(overdue) == counts.BATCHES_LOOKED_AT
             for batch in overdue:
                 await self._seal(batch)
@@ -493,6 +503,7 @@ class Deadlines:
         stored = writer_queries.config_of(tx, key)
         config = {} if stored is None else stored[0]
         reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
+        # Only the set that the trainer reads may seal: a seal stops the explorers of the batch.
         if reader is not None and reader.config.get("strategy") != self._name:
             return []
         planned = counts.open_batches(tx, key)

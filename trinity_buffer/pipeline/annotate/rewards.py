@@ -53,6 +53,7 @@ async def assign_rewards(
         rows, seen = await experiment.database.read(_page, experiment.key, after)
         if not rows:
             break
+        # Pages by address: rows that are recorded meanwhile come last and are included.
         after = rows[-1].address
         experiences = await load_experiences(experiment.database, cache, rows, families)
         scored = [(e, reward(e)) for e in experiences if e.damaged is None]

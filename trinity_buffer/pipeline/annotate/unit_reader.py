@@ -111,6 +111,7 @@ class UnitReader:
         """Continue after the last commit, whose state ``row`` holds."""
         self._grouping = Grouping(self._unit, self._rules)
         self.seen = self.cursor = row.cursor
+        # Rows that waited at the last commit lie before the cursor and must be read again.
         after: int | None = -1
         while after is not None:
             after = await self._experiment.database.read_session(partial(self._load_page, after))
@@ -127,6 +128,7 @@ class UnitReader:
         while self.seen < up_to and await self._experiment.database.read_session(self.read):
             pass
         end = first_address(up_to + 1)
+        # A unit with rows beyond `up_to` was not complete at that position.
         units = [unit.addresses for unit in self.take_ready()]
         late = [[address] for address in self.take_late()]
         return any(all(address < end for address in addresses) for addresses in (*units, *late))
@@ -159,6 +161,7 @@ class UnitReader:
         unreadable = [
             event.position for event, fact in zip(page, facts, strict=True) if fact is None
         ]
+        # The projection still has the addresses of rows whose event is damaged.
         if unreadable:
             known = s.read(writer_queries.rows_of_events, self._experiment.key, unreadable)
             ranges |= {at: list(map(range_of_row, rows)) for at, rows in known.items()}
@@ -177,6 +180,7 @@ class UnitReader:
         limit = sizes().events_per_page
 
         def load(tx: Transaction) -> tuple[int, list[StoredEvent]]:
+            # One transaction for head and page, so that no event between them is skipped.
             head = log.head(tx, key)
             if head == self.seen:
                 return head, []
@@ -195,16 +199,19 @@ class UnitReader:
         self._read_at = page[-1].recorded_at if self.behind else None
         if head == self.seen:
             return False
+        # A short page proves that no event of these kinds follows up to the head.
         seen = page[-1].position if len(page) == limit else head
         facts, ranges = self._recorded(s, page)
         news = [(event, fact) for event, fact in zip(page, facts, strict=True) if fact is not None]
         recorded = {
             stored.position: fact for stored, fact in news if isinstance(fact, ExperiencesRecorded)
         }
+        # The rows of this page are likely decided next; the cache saves decoding them again.
         self._cache.keep(recorded)
         sealed = {str(fact.batch) for fact in facts if isinstance(fact, BatchSealed)}
         new = self._learn(s, self._grouping.unknown(each for _, each in ranges), sealed)
         self._grouping.mark_empty_groups(new)
+        # Plans and past decisions first: whether a row is late depends on them.
         for at_us, each in ranges:
             self._grouping.record(each, at_us)
         for stored, fact in news:
@@ -230,6 +237,7 @@ class UnitReader:
             for at, fact in events.items()
             if isinstance(fact, ExperiencesRecorded) and fact.scorable
         }
+        # Rewards are in the event, but rows without tensors have to be rejected one by one.
         gone = s.read(segments.archived_at, [fact.segment for fact in facts.values()])
         return {at: fact for at, fact in facts.items() if fact.segment not in gone}
 

@@ -73,12 +73,14 @@ class Surroundings:
     def of(cls, tx: Transaction, experiment: int) -> Surroundings:
         """Return the surroundings of an experiment."""
         rows = heartbeats.processes(tx, experiment)
+        # `AT_WORK` rows repeat a process under a second role.
         here = [row for row in rows if row.role != AT_WORK and is_here(row)]
         return cls(here, writer_queries.consumers(tx, experiment))
 
     def who(self, role: str, name: str | None = None) -> PresenceRow | None:
         """Return a process in this role, of this name or any, preferably one that works."""
         fitting = [r for r in self.here if r.role == role and name in (None, r.name)]
+        # False sorts first: a process that works explains more than one that waits.
         return min(fitting, key=lambda row: row.waiting_for is not None, default=None)
 
 
@@ -96,16 +98,14 @@ def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
     at_work = around.who("strategy", annotation_set)
     lacks = lacks_of(tx, experiment, strategy)
     if number and at_work is None:
-        nobody = f"no process annotates set {annotation_set!r}: {_unseen(number)}"
+        nobody = (
+            f"no process annotates set {annotation_set!r}: {counted(number, 'experience')} unseen"
+        )
         return f"{nobody}; {_describe(around, lacks)}" if lacks else nobody
     if number and at_work is not None and not lacks:
         still = f"{counted(number, 'experience')} to decide"
         return f"strategy {annotation_set!r} ({describe_process(at_work)}) has {still}"
     return of_strategy(tx, experiment, annotation_set)
-
-
-def _unseen(number: int) -> str:
-    return f"{counted(number, 'experience')} unseen"
 
 
 def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: bool = False) -> str:
@@ -188,6 +188,7 @@ def outcome_of(tx: Transaction, experiment: int, trainer: str) -> str:
 
 def explorers_of(around: Surroundings, lacks: Sequence[Lack]) -> str:
     """Return which explorer would bring the missing runs."""
+    # Only the explorer that planned a batch writes its missing runs.
     actor = next((lack.actor for lack in lacks if lack.actor), None)
     explorer = around.who("explorer", actor)
     if explorer is not None:
@@ -211,6 +212,7 @@ def abandoned_groups(tx: Transaction, experiment: int) -> int:
     """Return the number of planned groups whose missing runs will never come: the actor is gone."""
     around = Surroundings.of(tx, experiment)
     batches = counts.open_batches(tx, experiment)
+    # A plan and its first heartbeat are one transaction, so absence means that it ended.
     gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]
     rows = writer_queries.batches(tx, experiment, gone).values() if gone else ()
     lacks = (_planned(row, writer_queries.runs_of(tx, experiment, row.batch)) for row in rows)
@@ -246,6 +248,7 @@ def lacks_of(
             lack = _unplanned(key, stored.get(key, {}), size)
         else:
             lack = _planned(row, writer_queries.runs_of(tx, experiment, key))
+        # Complete groups of an unsealed batch still wait, if the strategy decides whole batches.
         if lack is None and whole_batches and key in stored:
             at = None if row is None else row.planned_at
             lack = Lack(key, "" if row is None else row.actor, at, len(stored[key]), 0, 0)
@@ -265,6 +268,7 @@ def _unplanned(key: str, stored: dict[str, int], size: int | None) -> Lack | Non
 def _planned(row: BatchRow, runs: Collection[tuple[str, int]]) -> Lack | None:
     """Return the incomplete groups of a planned batch, given its stored (task, run) pairs."""
     size = row.rollouts_per_group or 0
+    # Runs beyond the plan do not make a group complete.
     stored = Counter(task for task, run in runs if run < size)
     short = [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]
     if not short:

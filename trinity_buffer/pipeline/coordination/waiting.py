@@ -88,6 +88,7 @@ class Stall:
             return self._next - now
         seen = await self._database.read(self._load)
         now = time.monotonic()
+        # Time in which this process could not check is not counted against the run.
         self._since += max(0.0, now - self._next - LATE_S)
         if seen.at_work or seen.mark != self._mark:
             self._mark, self._since = seen.mark, now
@@ -113,6 +114,7 @@ class Stall:
             names.append(expert)
         beside = [log.find_experiment(tx, name) for name in names]
         keys = {self._experiment, *(key for key in beside if key is not None)}
+        # Heads only grow, so their sum changes with every event.
         head = sum(log.head(tx, key) for key in keys)
         # A changed heartbeat is progress, however wrong the clock of its process may be.
         mark = head, frozenset(row for row in rows if row.role == AT_WORK)
@@ -244,6 +246,7 @@ class ReportedWait:
             self._due = time.monotonic() + REPEATED_AFTER * wait_report_s()
         left_s = max(0.0, self._due - time.monotonic())
         if self._stall is not None:
+            # While the process works on earlier results, the run is not stalled.
             if not self.is_waited_for():
                 self._stall.begin()
             left_s = min(left_s, await self._stall.require_moving(self._describe, wait_report_s()))
@@ -323,7 +326,7 @@ class RejectionWatch:
             return
         message = self._describe(number if self._counts == "groups" else number // per_step)
         if faulty and self._groups.get(True, 0) // per_step >= self._most:
-            raise TrainingError(f"{message}; give the rows what is lacking, and start it again")
+            raise TrainingError(f"{message}; fix these rows, and start it again")
         if not self._warned:
             self._warned = True
             _logger.warning("%s", one_line(message))

@@ -131,6 +131,7 @@ class _Segments:
         The next segments are read into the memory this frees: fresh pages cost more than reading.
         """
         num_bytes = 0
+        # From the most recently used on, so that the budget is spent on those.
         for key in reversed(list(self._known)):
             num_bytes += self._known[key].num_bytes
             if self._known[key].left <= 0 or num_bytes > sizes().bytes_kept:
@@ -178,6 +179,7 @@ class RowLoader:
         if there.all() and not expert.any():
             return {}
         kinds = {"usual": np.flatnonzero(~there & ~expert), "expert": np.flatnonzero(expert)}
+        # Without any usual row's log-probabilities, the step has no such column at all.
         if not (there & ~expert).any():
             return {}
         return {
@@ -192,11 +194,14 @@ class RowLoader:
         """Return the first of the policy's own rows that no trainer can score, and why."""
         for place, spans in enumerate(rows.facts.sampling if any(rows.facts.sampling) else ()):
             options = [option for *_, option in spans or () if option is not None]
+            # An expert's rows were not sampled from the policy, so their sampling options do not
+            # matter.
             if options and not (manifest.source and manifest.source[place]):
                 return {self.uids(s, manifest, [place])[0]: options[0]}
         return {}
 
     def _load(self, s: ReadSession, manifest: Manifest) -> LoadedRows:
+        # The common case: rows of one experiment need no merging.
         if not any(manifest.source):
             return self.load_rows(s, manifest.experiences, manifest.annotations)
         parts: list[tuple[list[int], LoadedRows]] = []
@@ -233,6 +238,7 @@ class RowLoader:
         ):
             at = {place: position_of(addresses[place]) for place in places}
             events = self.events.events(s, set(at.values()))
+            # The segment must have every family that its event names; a missing one is damage.
             wanted = _families_of(events.values(), families)
             bad = unreadable_among(s, wanted, families)
             reasons |= {p: bad[k] for p in places if (k := events[at[p]].segment) in bad}
@@ -292,6 +298,7 @@ class RowLoader:
         events = self.events.events(s, {row_range.position for row_range in (*own, *computed)})
         facts = facts_of(experiences, events)
         keys = {event.segment for event in events.values() if event.segment}
+        # Consecutive steps share segments, since a write or an annotation spans several groups.
         missing = [key for key in keys if key not in self._segments]
         parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
         return s.compute(self._gather, facts, own, computed, events, missing, parts)
@@ -314,8 +321,11 @@ class RowLoader:
         modal: list[dict[str, Tensor]] = [{} for _ in range(len(facts))]
         fields = self._fields(own, modal, events)
         for name, field in self._fields(computed, modal, events).items():
+            # A strategy's value replaces the recorded one, row by row.
             fields[name] = Field(_left(fields, name, field, len(facts)) + field.blocks)
+        # Only after all columns are taken: this step may use more segments than the budget allows.
         self._segments.shrink()
+        # Validation lets no row without tokens in, so this is damage rather than a user's mistake.
         if not len(facts) or fields.get("tokens", Field()).missing(len(facts)):
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
         return LoadedRows(facts, fields, modal, {}, {})
@@ -364,6 +374,7 @@ def _copied(column: Column, index: int) -> Tensor:
     """Return a copy of one tensor of a column."""
     width = column.elements.itemsize
     begin, end = (column.offsets[index : index + 2] * width).tolist()
+    # A copy, as a view would keep the whole segment in memory.
     data = np.array(column.data[begin:end])
     return tensors_of(
         replace(column, shapes=column.shapes[index : index + 1], data=data, rows=None)

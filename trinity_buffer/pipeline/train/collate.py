@@ -237,6 +237,7 @@ def _made_ahead(
     late = _waiting(columns, places)
     arena = Arena(memory, places.size, [how.dtype for n, how in ways.items() if n not in late])
     made = {name: arena.column() for name in ways if name not in late}
+    # The mask first: scaled columns are multiples of it.
     mask = made["action_mask"]
     _done(ways["action_mask"].fill(mask))
     weights = _weights(columns.masks.blocks, places, mask)
@@ -271,6 +272,7 @@ def _detached(
     The mask is copied, since the memory of its column may change before they are made.
     """
     responses = {n: _copied(field) for n, field in columns.responses.items() if n in late}
+    # Without scaled columns the mask need not be kept at all.
     scaled = any(field.blocks for field in responses.values())
     mask = PackedMask.of(weights) if scaled and weights is not None else None
     bare = replace(columns, tokens=Field(), masks=Field(), responses=responses)

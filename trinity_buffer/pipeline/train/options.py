@@ -107,6 +107,7 @@ class StreamOptions:
             raise InvalidArgumentError(
                 f"damaged_rows={self.damaged_rows!r}: accepted are 'refuse' and 'drop'"
             )
+        # A string is a sequence too: each of its characters would be taken for a uid.
         if isinstance(self.drop, str):
             raise InvalidArgumentError(f"drop={self.drop!r}: write it as a list, drop=[UID]")
         _require_count("groups_per_step", self.groups_per_step)
@@ -116,6 +117,7 @@ class StreamOptions:
             raise InvalidArgumentError(
                 f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
             )
+        # Options that another one makes meaningless are errors, lest they be ignored silently.
         mixes = self.sample_strategy == "mix"
         if mixes != (self.expert_experiment is not None):
             raise InvalidArgumentError(
@@ -136,6 +138,7 @@ class StreamOptions:
             TypeError: ``overrides`` names an unknown option.
             UnknownNameError, InvalidArgumentError: an impossible option.
         """
+        # Explicit options win over the experiment's configuration.
         configured = {name: config[name] for name in CONFIGURED if name in config}
         return cls(**{**configured, **overrides})
 
@@ -156,6 +159,7 @@ class StreamOptions:
             "max_staleness": self.max_staleness,
             "expert_data_ratio": self.expert_data_ratio,
         }
+        # Unset options are left out, so that each strategy keeps its own defaults.
         made: SampleStrategy = kind(**{k: v for k, v in args.items() if v is not None})
         return made
 

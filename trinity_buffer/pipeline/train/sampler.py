@@ -134,6 +134,8 @@ class ReadyGroups:
 
     def _read(self, s: ReadSession) -> bool:
         """Read the events with the next page of rows; return whether there were any."""
+        # Spent rows are read in the same transaction as the positions, so that none is leased
+        # twice.
         positions, spent = s.read(self._page)
         self._at_end = not positions
         if not positions:
@@ -151,6 +153,7 @@ class ReadyGroups:
         for position, event in zip(positions, annotated, strict=True):
             self._groups.extend(self._groups_of(position, event, facts, num_before, spent))
             num_before += event.rows
+        # A short page is the last one, which saves a query that would return nothing.
         self._at_end = num_before < sizes().rows_per_page
         self._start = first_address(positions[-1] + 1)
         return True
@@ -193,6 +196,7 @@ class ReadyGroups:
             spent: annotations that were leased or rejected.
         """
         first = first_address(position)
+        # Rows of a group are adjacent in an event, so groups begin where the number changes.
         breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
         for begin, end in pairwise([0, *breaks.tolist(), len(event.groups)]):
             number = event.groups[begin]
@@ -205,6 +209,7 @@ class ReadyGroups:
                 facts.lengths[rows],
                 facts.policy_versions[rows],
             )
+            # Only the first page after a restart can begin in the middle of an event.
             if first + begin < self._start or spent:
                 group = self._unspent(group, spent)
             if group.annotations:
@@ -254,6 +259,8 @@ class StepSampler:
         self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
         self._ready = [ReadyGroups(self._set, self._readers[0], loader.events, 0)]
         if expert is not None:
+            # A trainer of another experiment may have the same name, so the expert's log gets a
+            # qualified one.
             guest = guest_name(experiment.name, options.consumer)
             reader = Reader(experiment.key, options.consumer, expert.name, guest)
             self._experiments.append(expert)
@@ -275,8 +282,8 @@ class StepSampler:
         if self.lacks_expert and self._num_ready[0] >= plan.usual:
             return (
                 f"{diagnosis.counted(plan.expert, 'group')} of the expert's experiment "
-                f"{options.expert_experiment!r} ({self._num_ready[1]} ready): whoever records "
-                "solutions there would bring them"
+                f"{options.expert_experiment!r} ({self._num_ready[1]} ready): record more "
+                "solutions there"
             )
         ready = " and ".join(map(str, self._num_ready))
         expert = "" if len(self._ready) == 1 else " and of its expert's"
@@ -352,10 +359,14 @@ class StepSampler:
         ]
         self._num_ready = here
         whole = all(count >= number for count, number in zip(here, wanted, strict=True))
+        # A smaller last step is driven by the trainer's own groups, or by the expert's if it takes
+        # only those.
         driving = 0 if plan.usual else len(wanted) - 1
         if not whole and not (partial_ok and min(here[driving], wanted[driving])):
             return None
         popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
+        # Rejected rows are not replaced here: the step gets smaller, and `take` retries if none is
+        # left.
         taken = self._without_dropped(s, list(chain.from_iterable(popped)))
         return self._without_oversize(s, taken)
 
@@ -369,6 +380,7 @@ class StepSampler:
         ready = self._ready[source]
         while True:
             here = ready.fill(s, number)
+            # An expert's rows have no policy version and never become stale.
             gone = ready.pop_unwanted(stale) if source == 0 and min_version > 0 else []
             if not gone:
                 return here
@@ -411,6 +423,7 @@ class StepSampler:
     ) -> tuple[Manifest, LoadedRows] | None:
         """Return the manifest of ``taken`` and its columns, None if no row can be trained."""
         groups, first, reasons = len(taken), None, set[str]()
+        # Each round rejects at least one row, so the loop ends.
         while taken:
             manifest = _planned(step, taken, self._options)
             first, rows = first or manifest, None
@@ -418,6 +431,8 @@ class StepSampler:
                 rows = self._loader.load(s, manifest)
                 unfit = self._unfit(s, manifest, rows)
             except (ArchivedSegmentError, CodecError, DamagedSegmentError):
+                # An archive that is only unavailable at the moment must not lead to rejections:
+                # then it raises.
                 unfit = _by_row(manifest, self._loader.unreadable(s, manifest))
                 if not unfit:
                     raise
@@ -440,6 +455,8 @@ class StepSampler:
         for field in needs:
             for place in _own(lacking_of(field, manifest, rows), manifest):
                 lacking.setdefault(place, []).append(field)
+        # Annotations of other programs may have any shape, and a misfit would corrupt a whole
+        # batch.
         tokens = np.subtract(rows.facts.lengths, rows.facts.prompt_lengths)
         for field in () if self._pairs else ANNOTATED:
             for place in _own(rows.field(field).misfits(tokens), manifest):
@@ -447,6 +464,7 @@ class StepSampler:
         reasons = {place: invalid(*lacking[place]) for place in sorted(lacking)}
         unfit = dict(_by_row(manifest, reasons))
         if self._pairs and limit is not None:
+            # Events know only the prompt of a pair, so its halves are measured here.
             sizes = row_lengths(manifest, rows, longest=True)
             large = [
                 place
@@ -476,6 +494,7 @@ class StepSampler:
     ) -> tuple[Manifest, LoadedRows]:
         """Plan the micro-batches anew with the lengths of pairs, which only the tensors have."""
         lengths = dict(zip(manifest.annotations, row_lengths(manifest, rows), strict=True))
+        # The first plan was made with the lengths in events, which for pairs are only lower bounds.
         exact = [lengths[address] for group in taken for address in group.annotations]
         final = _planned(manifest.step, taken, self._options, lengths=exact)
         place_of = {address: place for place, address in enumerate(manifest.annotations)}

@@ -168,12 +168,14 @@ class TrainStream:
         """Carry out a `commit`; calls are serialized."""
         if not isinstance(step, TrainStep):
             raise InvalidArgumentError(f"commit() takes a step of the stream, not {step!r:.60}")
+        # Two concurrent commits of the same steps would both find them uncommitted.
         async with self._committing:
             if step.step <= self._rank.committed:
                 self._commits.require_same(step.step, request)
                 return
             steps = self._delivered.up_to(step, self._rank.committed)
             await self._rank.commit(step, steps, self._delivered, request)
+            # Only after the commit is durable, so that a failed one can be repeated.
             self._rank.committed = step.step
             self._commits.add(steps, request)
             self._delivered.forget(steps)
@@ -210,6 +212,7 @@ async def open_async_train_stream(
         CheckpointError: the last commit's checkpoint is missing or has changed.
     """
     refuse_unknown("a train stream", options, StreamOptions.__slots__)
+    # Under torchrun without ranks, every process would train on its own.
     if not {"rank", "world_size"} & options.keys():
         require_one_process()
     if "strategy" not in options:
@@ -221,10 +224,12 @@ async def open_async_train_stream(
         chosen = StreamOptions.of(experiment.config, **options)
     except TypeError as error:
         raise InvalidArgumentError(f"train stream: {error}") from error
+    # Without `follow`, a stream ends with the stored rows and waits for no explorer.
     if chosen.follow:
         _require_explorers_get_on(experiment, chosen)
         settle_imports()
     loader = RowLoader(EventCache(experiment.key, experiment.name))
+    # Only rank 0 holds the lease; the others find its steps in the log.
     if chosen.rank:
         following = FollowingRank(experiment, chosen, loader)
         async with (
@@ -253,6 +258,7 @@ def _require_explorers_get_on(experiment: ExperimentHandle, options: StreamOptio
         InvalidArgumentError: explorers and stream would wait for each other.
     """
     rules = Admission.of(experiment.config)
+    # Explorers follow the configured trainer alone; others cannot hold them back.
     if options.consumer == rules.trainer:
         rules.require_reachable(options.sampling().plan(1, options.groups_per_step).usual)
 
@@ -268,6 +274,7 @@ async def _served(
         async with running(rank.run):
             yield stream
     finally:
+        # Steps made ahead hold the memory of their tensors.
         rank.queue.discard()
 
 

@@ -109,6 +109,7 @@ class WriteCall:
             ConflictingExperienceError: an EID that occurs twice with different content.
             InvalidArgumentError: a value that cannot be stored.
         """
+        # The first attempt checks everything; later ones only drop rows that are stored.
         if self._pending is None:
             self._parts = _sound_parts(self.experiences, self._schema)
             self._invalid = self._check() if self._parts is None else {}
@@ -129,6 +130,7 @@ class WriteCall:
         parts = _sound_parts(together, self._schema)
         if parts is None:
             return None
+        # Rows keep the order of the calls, so each call takes its digests from the front.
         digests = iter(_digests_of(parts))
         for call in calls:
             call.mark_valid(list(islice(digests, len(call.experiences))), parts)
@@ -153,6 +155,8 @@ class WriteCall:
         """
         self._late |= outcome.sealed
         if outcome.known:
+            # A retry after a lost acknowledgement is normal: rows with the same digest are dropped
+            # silently.
             self._pending = without_known(self._parts or (), outcome.known)
             self._parts = None
             stored = outcome.known.items()
@@ -191,6 +195,7 @@ class WriteCall:
 
     def _digests_of_given(self) -> tuple[bytes, ...]:
         pending = self._pending or []
+        # The usual case, without a lookup per row.
         if len(pending) == len(self.experiences):
             return tuple(self._digests)
         keys = [_as_stored(experience.eid) for experience in pending]
@@ -225,6 +230,7 @@ class WriteCall:
 
     def _event(self, part: _Part) -> NewEvent:
         refused: dict[int, str] = {}
+        # Refused rows are recorded too, so that a group is not waited for in vain.
         if self._late or self._invalid:
             reasons = [self._refusal(experience.eid) for experience in part.experiences]
             refused = {slot: reason for slot, reason in enumerate(reasons) if reason is not None}
@@ -257,6 +263,7 @@ def _sound_parts(experiences: Sequence[Experience], schema: str) -> list[_Part] 
     every = [Fields(event_rows) for event_rows in _events_of(experiences)]
     if not all(forms_pass(fields, schema) for fields in every):
         return None
+    # Repeated addresses need the comparison of contents in `_distinct`.
     if len(set().union(*map(addresses, every))) < len(experiences):
         return None
     try:
@@ -290,6 +297,7 @@ def _storable(experience: Experience, problem: str) -> Experience:
     try:
         check_storable(experience)
     except InvalidExperienceError:
+        # The row must still be recorded under its address, though its content cannot be.
         empty = torch.zeros(0, dtype=torch.int32)
         return Experience(
             eid=experience.eid,

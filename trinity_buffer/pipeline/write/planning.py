@@ -82,6 +82,8 @@ class Admission:
             return False
         if self.max_staleness is None:
             return True
+        # After a rewind, own weights may be newer than the published ones; that is not negative
+        # staleness.
         behind = 0 if policy_version is None else max(0, backlog.published - policy_version)
         return backlog.uncommitted // self.groups_per_step + behind <= self.max_staleness
 
@@ -317,9 +319,10 @@ def _check_admission(
         _require_same_plan(tx, experiment, existing, wanted)
         _require_own(existing, actor)
         return AdmissionCheck(Answer.PLANNED)
+    # Rows without a plan may already be in decided groups, which a plan would contradict.
     if writer_queries.count_in_batch(tx, experiment, wanted.batch):
         raise ConflictingPlanError(
-            f"batch {wanted.batch!r} holds experiences that nobody planned; "
+            f"batch {wanted.batch!r} holds experiences without a plan; "
             "plan a batch before writing to it"
         )
     stored = writer_queries.config_of(tx, experiment)
@@ -328,11 +331,14 @@ def _check_admission(
         return AdmissionCheck(Answer.FINISHED)
     rules = Admission.of(config)
     backlog = trainer_queries.backlog(tx, experiment, rules.trainer)
+    # Groups of dead explorers are counted only when they would block: it takes a query per batch.
     admitted, abandoned = rules.admits(backlog, version), 0
     if not admitted:
         abandoned = diagnosis.abandoned_groups(tx, experiment)
         backlog = backlog.without(abandoned)
         admitted = rules.admits(backlog, version)
+    # Rejected groups free the bounds; without this check, explorers would fill the store with
+    # faulty rows.
     all_rejected = admitted and _is_in_vain(tx, experiment, config, backlog)
     answer = Answer.PLAN if admitted and not all_rejected else Answer.WAIT
     return AdmissionCheck(answer, rules, backlog, all_rejected, abandoned)
@@ -362,6 +368,7 @@ def _require_same_plan(
         raise ConflictingPlanError(
             f"batch {key!r} was sealed without a plan; choose another batch id"
         )
+    # As text, since the store treats 7 and "7" as one task.
     same_tasks = [str(task) for task in existing.tasks] == [str(task) for task in wanted.tasks]
     if not same_tasks or existing.rollouts_per_group != wanted.rollouts_per_group:
         raise ConflictingPlanError(
@@ -426,6 +433,7 @@ def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
 
 def _check_batch(batch: object) -> None:
     problem = problem_of_key(batch)
+    # A slash separates batch and task in uids.
     if problem is None and ("/" in str(batch) or batch == ""):
         problem = "must be a number, or a text without '/'"
     if problem is not None:

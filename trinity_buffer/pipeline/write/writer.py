@@ -81,6 +81,7 @@ class SQLWriter(BufferWriter):
         """
         call = WriteCall(experiences, self._experiment, self.actor, self._schema, self._on_invalid)
         place = Place(0, b"")
+        # Each conflict removes rows or marks batches as late, so this ends.
         while call.rows:
             reached("before-append")
             outcome = await self._group_commit.submit(call)
@@ -89,8 +90,10 @@ class SQLWriter(BufferWriter):
                 reached("after-append")
                 break
             call.learn(outcome)
+            # Nothing was written in this attempt; if no row remains, the receipt has no position.
             place = place._replace(position=0)
         self._warn_of_suspicious_values(call)
+        # A changed EID would no longer name the stored row.
         freeze(experience.eid for experience in call.experiences)
         return call.receipt(place)
 
@@ -100,6 +103,7 @@ class SQLWriter(BufferWriter):
         self._calls_to_check -= 1
         warning = call.suspicious_values()
         if warning is not None:
+            # One warning is enough: the other calls most likely repeat the mistake.
             self._calls_to_check = 0
             _logger.warning("%s", one_line(warning))
 
@@ -177,6 +181,8 @@ class SQLWriter(BufferWriter):
         taken = await self._database.write(
             planning.take_over, self._experiment, of_experiment, set(self._taken_over), batches
         )
+        # `stay_present` sends heartbeats for these names too, or others would claim the batches
+        # again.
         for actor in {batch.actor for batch in taken}:
             self._taken_over[actor] = of_experiment(actor)
         for batch in taken:
@@ -227,6 +233,7 @@ class SQLWriter(BufferWriter):
         it seals them, or ends. A process with only this name may be a remnant of this explorer
         before it was killed.
         """
+        # Before looking for namesakes: of two that start at once, at least one sees the other.
         await self._presence.seen(at_once=True)
         here = await self._database.read(heartbeats.processes, self._experiment)
         heirs = planning.heirs_of(self._presence, here)
