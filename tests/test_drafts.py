@@ -78,7 +78,7 @@ COLUMN = [
     (
         "experience.py",
         "        self._settle_type()\n",
-        '        self.drafts = tensor("drafts", drafts, torch.float32)\n'
+        '        self.drafts = to_tensor("drafts", drafts, torch.float32)\n'
         "        self._settle_type()\n",
     ),
     ("identity.py", '"teacher_logprobs", "chosen"', '"teacher_logprobs", "drafts", "chosen"'),

@@ -89,7 +89,7 @@ PLANTED: list[tuple[FaultyPart, Check, str]] = [
     (
         faulty_parts.a_rejection_is_forgotten,
         checks.what_a_filter_drops_is_told,
-        r"the terms do not add up",
+        r"rejection: it has 3 rows, the log says 4",
     ),
     (
         faulty_parts.a_replay_has_another_order,
