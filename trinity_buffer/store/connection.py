@@ -298,7 +298,7 @@ class SQLiteTransaction(Transaction):
 
     @override
     def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Execute a statement as the driver takes it; return all rows that it gives."""
+        """Execute SQL of the driver's own style, and return all rows."""
         rows: list[tuple[Any, ...]] = self._driver.execute(sql, values).fetchall()
         return rows
 

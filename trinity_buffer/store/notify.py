@@ -34,10 +34,10 @@ FIRST_POLL_S = 0.001
 SLOWEST_POLL_S = 0.008
 ASKED_EVERY_S = 20.0
 ANSWERS_WITHIN_S = 10.0
-"""A server that says nothing for so long is asked, and taken for gone if it does not answer."""
+"""A server that is silent for so long is checked, and taken for gone if it does not answer."""
 
 SLOWEST_WATCHED_POLL_S = 0.05
-"""Where the kernel tells of writes: a net below it, no more."""
+"""A safety net where the kernel tells of writes."""
 
 
 class Changes(ABC):
@@ -56,7 +56,7 @@ class Changes(ABC):
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake those of this process: its own commits do not reach it through the database."""
+        """Wake tasks of this process: its own commits do not reach it through the database."""
         self._own += 1
         self._event.set()
         self._event = asyncio.Event()
@@ -111,8 +111,7 @@ class SQLiteChanges(Changes):
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
         """Look after each write, and every 1 to 8 (with a watch: 50) ms, until the version moves.
 
-        A write is heard before the commit that it belongs to is to be seen: then looks follow each
-        other quickly.
+        A write is heard before its commit is visible: then the looks follow each other quickly.
         """
         with anyio.move_on_after(timeout_s), self._listening() as slowest_s:
             pause_s = FIRST_POLL_S
@@ -124,7 +123,7 @@ class SQLiteChanges(Changes):
 
     @contextmanager
     def _listening(self) -> Iterator[float]:
-        """Hear of writes; yield how long the pauses between two looks may become, in seconds."""
+        """Listen for writes; yield the longest pause between two looks, in seconds."""
         if self._watch is None:
             self._watch = watch_file(self._log)
         watch = self._watch
@@ -240,7 +239,7 @@ class PostgresChanges(Changes):
 
     @override
     async def close(self) -> None:
-        """Close the listening connection; a server that is gone is no error any more."""
+        """Close the listening connection; that the server is gone is no error any more."""
         self.notify()
         if self._connection is None or self._owner.forked:
             return

@@ -35,7 +35,7 @@ from trinity_buffer.store.transaction import Transaction, dialect_module, lock_e
 T = TypeVar("T")
 
 LOOKS_FOR_A_POOLER = 3
-"""One that takes turns among few connections shows itself at the second."""
+"""A pooler with few connections shows itself at the second look."""
 
 KEPT_CONNECTIONS = 4
 MORE_CONNECTIONS = 8
@@ -69,15 +69,15 @@ class PostgresTransaction(Transaction):
 
     @override
     def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Execute a statement as the driver takes it; return all rows that it gives."""
+        """Execute SQL of the driver's own style, and return all rows."""
         self._catch_up()
         return list(map(tuple, self._ask(lambda pg: pg.fetch(sql, *values))))
 
     @override
     def execute_later(self, table: str, sql: str, values: Sequence[Any]) -> None:
-        """Keep a statement that changes ``table`` until others can go with it.
+        """Queue a statement that changes ``table``, to be sent together with others.
 
-        Those that are sent as one see the same rows: each table is changed by one of them.
+        Statements that are sent as one see the same rows: only one of them may change a table.
         """
         if table in self._changes:
             self._catch_up()
@@ -110,14 +110,14 @@ class PostgresTransaction(Transaction):
 
     @override
     def announce(self) -> None:
-        """Tell the other processes, at the commit, that there is news."""
+        """Notify the other processes at the commit."""
         self._news = f"NOTIFY {CHANNEL}; "
 
     def commit(self) -> None:
-        """Send what is kept, and commit.
+        """Send queued statements, and commit.
 
         Raises:
-            StoreError: an error before it was passed over; nothing was written.
+            StoreError: an earlier error was ignored; nothing was written.
         """
         if self._changes:
             self._catch_up()
@@ -150,7 +150,7 @@ class PostgresTransaction(Transaction):
         return self._statements_left is None and bool(self._news or not self._begin)
 
     def _catch_up(self) -> None:
-        """Begin, if that is still to be done, and send the changes that are kept."""
+        """Begin, unless that is done, and send the queued changes."""
         if self._statements_left is not None:
             if not self._statements_left:
                 raise RuntimeError("a function of `one_statement` executed a second one")
@@ -167,7 +167,7 @@ class PostgresTransaction(Transaction):
             self._tell("")
 
     def _tell(self, statements: str) -> str:
-        """Execute statements without values on one trip; return how the last one ended."""
+        """Execute statements without values in one round trip; return the status of the last."""
         begin, self._begin = self._begin, ""
         ended: str = self._ask(lambda pg: pg.execute(begin + statements))
         return ended
@@ -210,7 +210,7 @@ def _insert(table: Table) -> str:
 
 @cache
 def _together(statements: tuple[str, ...]) -> str:
-    """Return one statement that does what these do; the values of each follow those before it."""
+    """Return one statement that combines ``statements``; their values follow each other."""
     numbered, before = [], 0
     for sql in statements:
         places = {int(number) for number in _PLACE.findall(sql)}
@@ -252,12 +252,12 @@ class _Work(Generic[T]):
 
 
 class Server:
-    """Connections to one server, made anew where they are lost.
+    """Connections to one server, replaced when they are lost.
 
     Args:
         url: of the database, for asyncpg.
         name: of the database, for messages.
-        outage: how long a server that is not there is waited for.
+        outage: retries while the server is away.
         is_timed: False where a statement may take as long as it likes.
     """
 
@@ -485,7 +485,7 @@ SETTINGS = (
     ", set_config('idle_in_transaction_session_timeout', '20s', false)"
     " FROM current_setting('synchronous_commit') AS found, current_setting('lock_timeout') AS waits"
 )
-"""What each new connection is set to; ``$1``: for how many milliseconds it waits for a lock."""
+"""Settings of each new connection; ``$1``: its timeout of locks in milliseconds."""
 _LOST = (
     "SELECT (SELECT name FROM experiment WHERE id = seen.of), seen.at, "
     "(SELECT coalesce(max(position), 0) FROM event WHERE experiment = seen.of) "

@@ -201,7 +201,7 @@ _OTHER_STORE = (
     "AND (SELECT source IN ('default', 'configuration file') FROM pg_settings "
     "WHERE pg_settings.name = 'search_path') GROUP BY nspname HAVING count(*) = 4 LIMIT 1"
 )
-"""A store in a schema where this role does not look; none where its search path was set."""
+"""Finds a store outside the default search path; no row if the path was set on purpose."""
 
 
 def _require_no_other(tx: Transaction, name: str) -> None:
@@ -238,7 +238,7 @@ def revision_of(tx: Transaction, name: str) -> str:
 
 
 def create(tx: Transaction, name: str) -> None:
-    """Create tables and views, and stamp the revision; a no-op where another was quicker."""
+    """Create tables and views, and stamp the revision, unless another process did."""
     if tx.dialect.name == "postgresql":
         tx.execute(text(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})"))
         # Said in `tables`, it would load SQLAlchemy's drivers of PostgreSQL for SQLite too.
@@ -296,7 +296,7 @@ _VIEW_GONE = "view {name} is missing or was changed: SQL queries on it return wr
 
 
 def _other_words(tx: Transaction) -> Iterator[str]:
-    """Yield what SQLite, which keeps each statement as it was given, created by other words."""
+    """Yield objects of a SQLite file whose stored statement differs from ours."""
     rows = tx.fetch_all("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL", ())
     statements: dict[str, str] = {str(name): str(sql) for name, sql in rows}
     for name, statement, gone in _made_with(tx):
@@ -307,7 +307,7 @@ def _other_words(tx: Transaction) -> Iterator[str]:
 
 
 def _made_with(tx: Transaction) -> Iterator[tuple[str, str, str]]:
-    """Yield name, statement and what is wrong without it, of everything in a store on SQLite."""
+    """Yield name, statement and problem if missing, of every object of a store on SQLite."""
     for table in metadata.sorted_tables:
         made = str(CreateTable(table).compile(dialect=tx.dialect))
         yield table.name, made, f"table {table.name} is missing or was changed"
@@ -322,7 +322,7 @@ def _made_with(tx: Transaction) -> Iterator[tuple[str, str, str]]:
 
 
 def clauses_of(sql: str) -> tuple[str, ...]:
-    """Split what creates a table at its commas, and sort: a migration appends what is new.
+    """Split a CREATE TABLE at its commas, and sort: a migration appends new columns.
 
     Columns follow once more, in their order. Spaces and quotes do not count.
     """
@@ -347,7 +347,7 @@ _CONSTRAINTS = ("CONSTRAINT", "PRIMARY KEY", "UNIQUE", "CHECK", "FOREIGN")
 
 
 def _other_tables(tx: Transaction) -> Iterator[str]:
-    """Yield tables whose columns or checks are others; PostgreSQL keeps no words of theirs."""
+    """Yield tables with other columns or checks; PostgreSQL does not keep their statements."""
     known, names = inspect_engine(tx.connection), list(metadata.tables)
     columns = known.get_multi_columns(filter_names=names)
     checks = known.get_multi_check_constraints(filter_names=names)

@@ -45,7 +45,7 @@ class LogState:
 
     @property
     def has_grown(self) -> bool:
-        """Whether something keeps it from beginning anew."""
+        """Whether it has grown because it could not restart."""
         return self.size_bytes > 2 * self.limit_bytes
 
     def message(self) -> str:
@@ -62,7 +62,7 @@ class LogState:
 
     @property
     def remedy(self) -> str:
-        """What ends that."""
+        """How to let it restart."""
         if self.readers:
             return "end the process that reads"
         return "look again when the writers pause: if it stays, end the reader in another container"
@@ -116,8 +116,8 @@ _logger = logging.getLogger(__name__)
 class Checkpointer:
     """Copies what is committed from the log into the database, while there are commits.
 
-    Its thread starts with the first commit. Several processes may each have one: whoever comes
-    while another is at it does nothing.
+    Its thread starts with the first commit. Several processes may each have one: while one works,
+    the others skip their turn.
 
     Args:
         path: of the database.
@@ -132,7 +132,7 @@ class Checkpointer:
         self._told_at = 0  # pages
 
     def notify(self) -> None:
-        """Say that something was committed. Costs nothing to speak of."""
+        """Note a commit. This is cheap."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="trinity-buffer-checkpoint", daemon=True
@@ -166,7 +166,7 @@ class Checkpointer:
             connection.close()
 
     def _tell_of_growth(self, pages: int) -> None:
-        """Say so each time the log has doubled beyond what it may be."""
+        """Warn each time the log has doubled beyond its limit."""
         if pages <= sizes().wal_pages_limit:
             self._told_at = 0
         elif pages > 2 * max(self._told_at, sizes().wal_pages_limit):
