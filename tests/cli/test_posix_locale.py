@@ -77,7 +77,7 @@ def test_an_argument_that_is_no_utf_8_is_an_error_in_a_sentence(tmp_path: Path) 
         subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, check=False),
     ):
         assert done.returncode == 2
-        assert b"is no text" in done.stderr
+        assert b"is not valid UTF-8" in done.stderr
         assert b"Traceback" not in done.stderr
 
 

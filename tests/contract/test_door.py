@@ -401,5 +401,5 @@ async def test_a_question_with_a_number_that_no_store_holds_is_refused(store_url
             experiment.read(policy_version=10**20),
             experiment.events(10**20),
         ):
-            with pytest.raises(InvalidArgumentError, match="larger than any that a store holds"):
+            with pytest.raises(InvalidArgumentError, match="larger than a store can hold"):
                 await anext(question)
