@@ -89,6 +89,7 @@ async def examine(store: Store, experiment: str | None = None) -> Examination:
             stuck.append(Stuck("", state.message(), None, state.remedy))
     names = await store.experiments()
     opened = [await store.experiment(name) for name in names]
+    # Of all experiments, even if one is asked about: another one may train on it.
     experts = {entry.config.get("expert_experiment") for entry in opened}
     keys = {entry.name + TURNS: entry.key for entry in opened}
     asked = opened if experiment is None else [await store.experiment(experiment)]

@@ -72,6 +72,7 @@ class Fate:
     def __str__(self) -> str:
         if self.state != "annotated":
             return self.state if self.reason is None else f"{self.state}: {self.reason}"
+        # Ready for whom? Where no trainer reads the set, for none.
         untaken = "annotated" if self.is_unread else "ready"
         return "; ".join(dict.fromkeys(_summary(row, untaken) for row in self.annotations))
 

@@ -123,6 +123,7 @@ async def rejections(
         return rejected
 
     rejected = await source.read(read)
+    # Each consumer has given its newest; the newest of all are among them.
     return sorted(rejected, key=lambda row: (-row.position, row.address))[:limit]
 
 

@@ -231,6 +231,7 @@ def parquet_writer(path: Path) -> Iterator[Callable[[Any], None]]:
     pyarrow()
     from pyarrow import parquet  # noqa: PLC0415 - an optional extra
 
+    # The schema is known with the first batch, and so the file is opened with it.
     with ExitStack() as stack:
         writers: list[Any] = []
 

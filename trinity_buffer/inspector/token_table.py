@@ -188,6 +188,7 @@ def _named(config: Any) -> Any:
     return None
 
 
+# By the time of its last change too, so that a tokenizer that was replaced is read anew.
 @lru_cache(maxsize=4)
 def _loaded(file: str, _: int) -> Any:
     try:

@@ -356,6 +356,7 @@ def _error(status: int, message: str, kind: str = "recorder") -> Response:
 
 async def _store_error(_: Request, error: Exception) -> Response:
     """Return an error of ours as OpenAI's clients expect one."""
+    # Not by type: subclasses have the status of their base.
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     return _error(status, str(error), type(error).__name__)
 

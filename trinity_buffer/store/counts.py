@@ -235,6 +235,7 @@ _LEFT_OUT = Prepared(
 
 def recount_strategy(tx: Transaction, experiment: int, row: ConsumerRow) -> StrategyCounts:
     """Count the rows of one annotation set."""
+    # What was refused no strategy ever sees.
     is_unseen = (
         experience.c.address >= first_address(row.cursor + 1),
         experience.c.refused.is_(None),

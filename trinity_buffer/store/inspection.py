@@ -103,6 +103,7 @@ def groups_of_batch(
     query = select(experience.c.task, newest).where(
         experience.c.experiment == experiment, experience.c.batch == key
     )
+    # A batch has few tasks, unlike an experiment: they can be grouped before they are ordered.
     query = query.group_by(experience.c.task).order_by(newest.desc())
     if before is not None:
         query = query.having(newest < before)

@@ -72,6 +72,7 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
 
 @by_dialect
 def _numbers(dialect: str) -> Prepared:
+    # The sentinel instead of NULL, so that the column stays an array of integers.
     columns = [experience.c[name] for name in _WHOLE]
     version = func.coalesce(experience.c.policy_version, literal(NO_VERSION, BigInteger))
     query = select(*columns, version, experience.c.reward).where(

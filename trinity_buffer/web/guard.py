@@ -37,6 +37,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
+        # On every answer, those of Starlette's own errors and static files included.
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], *HEADERS.items()]}

@@ -300,6 +300,7 @@ async def groups_page(asked: Asked) -> Page:
         limit=PAGE if batch is None else GROUPS_OF_BATCH,
         before=before,
     )
+    # A batch is shown whole.
     more = batch is None and len(page) == PAGE
     return "groups.html", {
         "groups": page,

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trinity_buffer.inspector.output import writable
 
+# Percent-encoding leaves dots as they are, and browsers resolve them before they ask.
 _DOTS = {".": "!.", "..": "!.."}
 """Names that a browser takes as a way up, and their parts of a path, which no other name has."""
 
