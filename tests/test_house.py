@@ -68,6 +68,45 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/pipeline/experiment.py:train_stream": "torch, which readers do not need",
     f"{PACKAGE}/codec/objects.py:_arrays": "NumPy, which who only asks does not need",
 }
+SEPARATE = {
+    f"{PACKAGE}/cli/commands.py": "torch-free: the table of commands, which `--help` reads",
+    f"{PACKAGE}/cli/demo_run.py": "loads the demo, which no other command needs",
+    f"{PACKAGE}/cli/main.py": "the entry point, beside `python -m`",
+    f"{PACKAGE}/cli/replays.py": "loads torch, which the other commands of history do not need",
+    f"{PACKAGE}/demo/recipes.py": "what a user of the demo changes",
+    f"{PACKAGE}/demo/rollout.py": "what a user of the demo reads first",
+    f"{PACKAGE}/demo/view.py": "draws a terminal; the demo runs without it",
+    f"{PACKAGE}/inspector/rejected.py": "public, loaded by its name",
+    f"{PACKAGE}/inspector/searching.py": "public, loaded by its name",
+    f"{PACKAGE}/integrations/imports/formats.py": "the table of formats; its command loads it late",
+    f"{PACKAGE}/integrations/imports/trinity.py": "a format is a module",
+    f"{PACKAGE}/integrations/trackers.py": "other people's packages, each an extra",
+    f"{PACKAGE}/integrations/trl.py": "public path; imports TRL",
+    f"{PACKAGE}/pipeline/annotate/deciding.py": "with its caller it has over 800 lines",
+    f"{PACKAGE}/pipeline/annotate/reward_table.py": "likewise",
+    f"{PACKAGE}/pipeline/annotate/rewards.py": "public, loaded by its name",
+    f"{PACKAGE}/pipeline/annotate/strategies.py": "public, loaded by its name",
+    f"{PACKAGE}/pipeline/history/as_of.py": "a refold: another guarantee than its reader's",
+    f"{PACKAGE}/pipeline/history/migrate.py": "imports alembic",
+    f"{PACKAGE}/pipeline/history/rebuild.py": "a command of its own",
+    f"{PACKAGE}/pipeline/train/lead.py": "with its caller it has over 800 lines",
+    f"{PACKAGE}/pipeline/train/sampler.py": "likewise",
+    f"{PACKAGE}/pipeline/verify/evidence.py": "files and acknowledgements, outside of a store",
+    f"{PACKAGE}/pipeline/verify/segments.py": "runs beside the audit of the log",
+    f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",
+    f"{PACKAGE}/recorder/upstream.py": "the protocol of other people's servers",
+    f"{PACKAGE}/store/migrations.py": "imports alembic",
+    f"{PACKAGE}/trainer/models.py": "imports transformers",
+    f"{PACKAGE}/trainer/packed_attention.py": "imports what only a GPU needs",
+    f"{PACKAGE}/web/app.py": "imports starlette, an extra",
+    f"{PACKAGE}/web/guard.py": "who may ask: read for itself before a server is opened to others",
+    f"{PACKAGE}/web/metrics.py": "the names that dashboards read",
+    f"{PACKAGE}/web/pages.py": "what templates show, without HTTP",
+}
+"""Modules that one other imports and that stay apart all the same."""
+
+VAGUE_NAMES = {"found", "told", "said", "given", "kept", "one", "some"}
+MAX_VAGUE_NAMES = 60
 NAMED_BY_TRINITY = {
     f"{PACKAGE}/algorithm/utils.py": "Trinity-RFT's code imports it by this name",
     f"{PACKAGE}/algorithm/sample_strategy/utils.py": "likewise",
@@ -274,6 +313,47 @@ def test_every_module_has_a_name_that_says_something() -> None:
     complain(
         [Breach(f, 1, "says nothing") for f in trees() if words[f] & NAMELESS], NAMED_BY_TRINITY
     )
+
+
+def test_a_module_with_one_importer_has_a_reason() -> None:
+    files = {f.removesuffix(".py").replace("/", "."): f for f in trees() if f.startswith(PACKAGE)}
+    importers: dict[str, set[str]] = {}
+    for file, _, node in nodes(ast.ImportFrom):
+        for name in node.names if isinstance(node, ast.ImportFrom) else ():
+            modules = [f"{node.module}.{name.name}", str(node.module)]
+            module = next((files[m] for m in modules if m in files), None)
+            if module is not None and file.startswith(PACKAGE):
+                importers.setdefault(module, set()).add(file)
+    apart = ("/__init__.py", f"{PACKAGE}/algorithm/")
+    breaches = [
+        Breach(module, 1, f"only {others.pop()} imports it: merge them, or say why not")
+        for module, others in sorted(importers.items())
+        if len(others) == 1 and not module.endswith(apart[0]) and not module.startswith(apart[1])
+    ]
+    complain(breaches, SEPARATE)
+
+
+def test_things_are_called_what_they_are() -> None:
+    names = [
+        f"{file}:{node.lineno}: {name}"
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        for name in assigned(node)
+        if file.startswith(PACKAGE) and name.strip("_") in VAGUE_NAMES
+    ]
+    assert len(names) <= MAX_VAGUE_NAMES, "\n" + "\n".join(names)
+
+
+def assigned(node: ast.AST) -> list[str]:
+    """Return the names that a node gives to a thing."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return [name]
+        case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [name]
+        case ast.ClassDef(name=name):
+            return [name]
+    return []
 
 
 def modules_after(statement: str) -> set[str]:

@@ -297,14 +297,14 @@ def _tensor_rows(tensors: Mapping[str, questions.TensorSummary]) -> list[tuple[A
     return [
         (
             name,
-            one.dtype,
-            "× mask" if one.scaled_mask else "×".join(map(str, one.shape)),
-            one.minimum,
-            one.mean,
-            one.maximum,
-            " ".join(map(shown, one.first)),
+            summary.dtype,
+            "× mask" if summary.scaled_mask else "×".join(map(str, summary.shape)),
+            summary.minimum,
+            summary.mean,
+            summary.maximum,
+            " ".join(map(shown, summary.first)),
         )
-        for name, one in tensors.items()
+        for name, summary in tensors.items()
     ]
 
 

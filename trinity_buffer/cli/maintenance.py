@@ -211,10 +211,10 @@ def doctor(
         out.print(table("who is there", columns, rows))
     else:
         out.print("no process is running")
-    for one in examination.stuck:
-        where = f"experiment {one.experiment}: " if one.experiment else ""
-        since = "" if one.since is None else f", since {time_of(one.since)} UTC"
-        out.print(f"stuck: {where}{one.what}{since}\n  {one.remedy}", markup=False)
+    for finding in examination.stuck:
+        where = f"experiment {finding.experiment}: " if finding.experiment else ""
+        since = "" if finding.since is None else f", since {time_of(finding.since)} UTC"
+        out.print(f"stuck: {where}{finding.what}{since}\n  {finding.remedy}", markup=False)
     if not examination.stuck:
         out.print("nothing is stuck")
     raise typer.Exit(1 if examination.stuck else 0)
@@ -273,7 +273,7 @@ def algorithms(as_json: JsonLinesOption = False) -> None:
     if as_json:
         print_json(*entries)
         return
-    rows = [(*list(one.values())[:-1], _arguments_text(one["arguments"])) for one in entries]
+    rows = [(*list(entry.values())[:-1], _arguments_text(entry["arguments"])) for entry in entries]
     console().print(table(f"{len(entries)} registered names", list(entries[0]), rows))
 
 

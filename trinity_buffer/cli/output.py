@@ -71,7 +71,9 @@ def _plain(value: object) -> Any:
 def fields_of(value: Any, *, without: str = "") -> dict[str, Any]:
     """Return the fields of a dataclass, one of them left out, each value as it is."""
     # `asdict` would copy a Counter by counting its items.
-    return {one.name: getattr(value, one.name) for one in fields(value) if one.name != without}
+    return {
+        field.name: getattr(value, field.name) for field in fields(value) if field.name != without
+    }
 
 
 def print_json(*values: Any) -> None:

@@ -101,7 +101,7 @@ def replay(
     recorded_config = anyio.run(config_of, url, experiment)
     config = at_its_device(resolved(overridden(recorded_config.model_dump(), overrides)))
     # Refused rather than ignored: the user would take equal weights for a result.
-    for key in (one.partition("=")[0] for one in overrides):
+    for key in (override.partition("=")[0] for override in overrides):
         if key in OF_STEPS:
             raise InvalidArgumentError(
                 f"--set {key}: a replay takes its steps, their micro-batches and their advantages "

@@ -690,8 +690,8 @@ def look_for(names: Iterable[object], folder: str | None) -> None:
 
     Without such a name the folders stay off sys.path: a file in them may shadow another module.
     """
-    listed = [one for name in names for one in (name if isinstance(name, list) else [name])]
-    if any(isinstance(one, str) and is_path(one) for one in listed):
+    listed = [entry for name in names for entry in (name if isinstance(name, list) else [name])]
+    if any(isinstance(entry, str) and is_path(entry) for entry in listed):
         look_in()
         look_in(folder)
 
