@@ -95,7 +95,7 @@ class Experiment(ExperimentHandle):
         """Return a writer for the process ``actor``, which checks against the experiment's schema.
 
         Args:
-            on_invalid: ``"raise"``, or ``"quarantine"``: record what is invalid as rejected and go
+            on_invalid: ``"raise"``, or ``"quarantine"``: record invalid rows as rejected and go
                 on.
         """
         from trinity_buffer.pipeline.write.writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need

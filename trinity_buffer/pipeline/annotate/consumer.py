@@ -70,7 +70,7 @@ ROWS_NAMED = 3
 """At most so many late rows are named in a warning."""
 
 
-def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
+def warn_of_rejections(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
     """Warn of rejections whose reason is a fault, or if every row was rejected."""
     at_fault = any(reason.startswith(FAULTS) for reason in reasons)
     if at_fault or (reasons and not annotated):
@@ -80,7 +80,7 @@ def say_rejected(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
         _logger.warning("strategy %r rejected %d of %s: %s", name, rejected, of, one_line(counts))
 
 
-def say_late(name: str, eids: Sequence[EID]) -> None:
+def warn_of_late_rows(name: str, eids: Sequence[EID]) -> None:
     """Warn of rows that came after their groups were decided."""
     rows = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids[:ROWS_NAMED])
     more = f" and {len(eids) - ROWS_NAMED} more" if len(eids) > ROWS_NAMED else ""
@@ -94,7 +94,7 @@ def say_late(name: str, eids: Sequence[EID]) -> None:
     )
 
 
-def say_waiting(name: str, experiences: int, groups: int, *, why: str) -> None:
+def warn_of_undecided(name: str, experiences: int, groups: int, *, why: str) -> None:
     """Warn of experiences left undecided; 0 ``experiences``: some could not even be read."""
     left = f"{counted(experiences, 'experience')} of {counted(groups, 'group')} waiting"
     left = left if experiences else "what it cannot read yet"
@@ -342,7 +342,7 @@ class StrategyConsumer:
         name: of the annotation set; by default the strategy's registered name.
         rules: how experiences become groups; by default as the experiment is configured.
         rewards: name of a scoring whose rewards take the place of the recorded ones.
-        speaks: False if a trainer reports what is waited for, and runs this beside its own work: it
+        speaks: False if a trainer reports the waits, and runs this beside its own work: it
             decides without a lease.
     """
 
@@ -411,7 +411,7 @@ class StrategyConsumer:
         )
 
     async def run(self, *, follow: bool = False) -> ConsumerReport:
-        """Decide what is stored; with ``follow``, go on until the experiment is finished.
+        """Decide the stored rows; with ``follow``, go on until the experiment is finished.
 
         Raises:
             ConflictingStrategyError: the set ``name`` has another configuration.
@@ -420,7 +420,7 @@ class StrategyConsumer:
         async with self._presence.heartbeats(), self._lease.kept():
             await self._decide_all(follow=follow)
         if self._speaks:
-            await self._say_what_is_left()
+            await self._report_undecided()
         return self._report()
 
     async def _decide_all(self, *, follow: bool) -> None:
@@ -499,10 +499,10 @@ class StrategyConsumer:
             whole_batches=self._unit == "batch",
         )
 
-    async def _say_what_is_left(self) -> None:
-        say_rejected(self.name, self._annotated, self._reasons)
+    async def _report_undecided(self) -> None:
+        warn_of_rejections(self.name, self._annotated, self._reasons)
         if self._reader.num_waiting[0] or self._reader.unscored is not None:
-            say_waiting(self.name, *self._reader.num_waiting, why=await self._lacking())
+            warn_of_undecided(self.name, *self._reader.num_waiting, why=await self._lacking())
 
     def _report(self) -> ConsumerReport:
         return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
@@ -520,7 +520,7 @@ class StrategyConsumer:
         if page.late:
             decision = await self._decider.by_experiences([], page.late)
             rows = await database.session(lambda s: self._commit_late(s, decision, page.late))
-            say_late(self.name, [rows[address].eid for address in page.late])
+            warn_of_late_rows(self.name, [rows[address].eid for address in page.late])
         return page
 
     def _read_page(self, s: Session, *, live: bool) -> _PageResult:

@@ -361,7 +361,7 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def noting(strategy: str, uid: Callable[[], str]) -> Iterator[None]:
+def blame_strategy(strategy: str, uid: Callable[[], str]) -> Iterator[None]:
     """Add to errors raised inside which strategy raised them, and at which experience.
 
     Args:
@@ -500,7 +500,7 @@ class Decider:
 
         def compute() -> Decision:
             table = table_of(groups, events, assigned)
-            with noting(name, lambda: _first_of(groups, events)):
+            with blame_strategy(name, lambda: _first_of(groups, events)):
                 scored_rows = verdicts_of(table, len(groups), score, self._setup.strategy.over)
             return verdicts.decision_by_rewards(groups, scored_rows, seen=seen, calls=calls)
 
@@ -525,7 +525,7 @@ class Decider:
                     continue
                 # Before the call: the strategy may change its list and the fields of experiences.
                 verdicts.masks.update((a, loaded[a].__dict__.get("action_mask")) for a in addresses)
-                with noting(setup.name, partial(_uid, loaded[addresses[0]])):
+                with blame_strategy(setup.name, partial(_uid, loaded[addresses[0]])):
                     answer = await setup.strategy.add([loaded[a] for a in addresses], self.calls)
                     verdicts.metrics.append(metrics_of(answer))
                 self.calls += 1

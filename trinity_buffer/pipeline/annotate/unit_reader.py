@@ -215,7 +215,7 @@ class UnitReader:
         for at_us, each in ranges:
             self._grouping.record(each, at_us)
         for stored, fact in news:
-            self._take_in_batch(stored, fact)
+            self._apply_to_batch(stored, fact)
         self.seen = seen
         return bool(page)
 
@@ -253,7 +253,7 @@ class UnitReader:
             rows |= {row.address: row for row in page}
         return rows
 
-    def _take_in_batch(self, stored: StoredEvent, fact: Reads) -> None:
+    def _apply_to_batch(self, stored: StoredEvent, fact: Reads) -> None:
         match fact:
             case BatchPlanned():
                 size, tasks = fact.rollouts_per_group, tuple(fact.tasks)

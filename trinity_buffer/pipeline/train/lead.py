@@ -136,7 +136,7 @@ class LeadingRank:
         chain = self._maker.go_on_after(done)
         if done:
             self.resume = await last_commit(self._experiment, row.name, done[-1], chain)
-            self._say_without_checkpoint(self.resume)
+            self._warn_without_checkpoint(self.resume)
         dropped = await rows_to_drop(self._experiment, self._expert, self._options)
         repartitioner = Repartitioner(
             self._experiment, self._lease, self._loader, self._options, dropped
@@ -174,7 +174,7 @@ class LeadingRank:
             work = Work(self._lease.presence, lambda: not self.queue.is_waited_for())
             async with running(self._gather, partial(work.keep, wait_report_s())):
                 await self._feed()
-            await self._say_what_is_left(self.queue.num_put)
+            await self._report_untrained(self.queue.num_put)
             await self._ranks.end(self._next_step - 1)
         except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
             self.queue.fail(error)
@@ -262,7 +262,7 @@ class LeadingRank:
         """
         taken = self._sampler.take(s, self._next_step, partial_ok=partial_ok)
         if taken is not None:
-            self._say_without_expert()
+            self._warn_without_expert()
             self._next_step += 1
             self.queue.put(self._lease_step(s, *taken))
         return taken is not None
@@ -288,7 +288,7 @@ class LeadingRank:
 
     # -- reporting
 
-    def _say_without_checkpoint(self, resume: Resume) -> None:
+    def _warn_without_checkpoint(self, resume: Resume) -> None:
         if resume.checkpoint is None:
             _logger.warning(
                 "trainer %r goes on after step %d, whose commit names no checkpoint: its weights "
@@ -297,7 +297,7 @@ class LeadingRank:
                 resume.step,
             )
 
-    def _say_without_expert(self) -> None:
+    def _warn_without_expert(self) -> None:
         """Warn once that steps from here on mix in fewer of the expert's groups, or none."""
         if self._sampler.lacks_expert and not self._without_expert:
             self._without_expert = True
@@ -325,7 +325,7 @@ class LeadingRank:
             f"{counted(most, 'step')}"
         )
 
-    async def _say_what_is_left(self, served: int) -> None:
+    async def _report_untrained(self, served: int) -> None:
         """Report untrained rows, and why they are left, at the end of a stream."""
         left = await self._database.read(self._sampler.left)
         if not (left or served):
@@ -370,9 +370,9 @@ class LeadingRank:
         if request.published is not None and not self._passed_over:
             key, read = self._experiment.key, writer_queries.newest_policy
             newest = await self._database.read(read, key, self._followed)
-            self._say_if_passed_over(request.published, newest[1] if newest else "")
+            self._warn_if_passed_over(request.published, newest[1] if newest else "")
 
-    def _say_if_passed_over(self, published: str | Path, newest: str) -> None:
+    def _warn_if_passed_over(self, published: str | Path, newest: str) -> None:
         """Warn once that explorers load another trainer's weights, those at ``newest``."""
         own = self._options.consumer
         if own != self._followed and newest != str(Path(published).absolute()):

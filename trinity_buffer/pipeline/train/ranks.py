@@ -289,7 +289,7 @@ class RankSession:
                 fact = decoded(self._experiment.name, stored).fact
                 assert isinstance(fact, OfRanks)
                 if fact.consumer == self._name:
-                    self._take_in(stored.position, fact)
+                    self._apply(stored.position, fact)
             if len(page) < limit:
                 self._read_up_to = max(self._read_up_to, head)
                 return
@@ -301,12 +301,12 @@ class RankSession:
         page = log.read_after(tx, key, after, limit=limit, kinds=kinds_of(OfRanks), up_to=head)
         return head, page
 
-    def _take_in(self, position: int, fact: OfRanks) -> None:
+    def _apply(self, position: int, fact: OfRanks) -> None:
         match fact:
             case RankJoined():
-                self._take_in_join(position, fact)
+                self._apply_join(position, fact)
             case RanksAssembled():
-                self._take_in_assembly(position, fact)
+                self._apply_assembly(position, fact)
             case StepPartDone():
                 if fact.assembly == self._position:
                     self._parts[fact.rank] = max(self._parts.get(fact.rank, 0), fact.step)
@@ -319,13 +319,13 @@ class RankSession:
             case _:
                 assert_never(fact)
 
-    def _take_in_assembly(self, position: int, assembled: RanksAssembled) -> None:
+    def _apply_assembly(self, position: int, assembled: RanksAssembled) -> None:
         if self._rank and self._joined in assembled.joins:
             self._position, self.committed = position, assembled.committed_step
         elif self._position and position > self._position:
             self._superseded = "the ranks assembled anew without this process"
 
-    def _take_in_join(self, position: int, join: RankJoined) -> None:
+    def _apply_join(self, position: int, join: RankJoined) -> None:
         if not self._position:
             if join.world_size != self._world and 0 in (self._rank, join.rank):
                 raise InvalidArgumentError(

@@ -385,7 +385,7 @@ class StepSampler:
             if not gone:
                 return here
             self._reject(s, gone, "stale", [])
-            self._say(s, gone, "stale")
+            self._report_rejected(s, gone, "stale")
 
     def _without_dropped(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
         if not any(self._dropped):
@@ -405,10 +405,10 @@ class StepSampler:
         left, large = _parted(taken, lambda group: [size <= limit for size in group.lengths])
         self._reject(s, large, OVERSIZE, left)
         if not left:
-            self._say(s, large, OVERSIZE)
+            self._report_rejected(s, large, OVERSIZE)
         return left
 
-    def _say(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
+    def _report_rejected(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
         """Report fully rejected groups to the rejection watch."""
         key = self._experiments[gone[0].source].key
 

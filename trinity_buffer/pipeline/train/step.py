@@ -210,12 +210,12 @@ class _Zeros:
 
     consumer: str
     annotation_set: str
-    has_told: bool = False
+    has_warned: bool = False
 
     def warn(self) -> None:
         """Warn once."""
-        if not self.has_told:
-            self.has_told = True
+        if not self.has_warned:
+            self.has_warned = True
             _logger.warning(
                 "trainer %r: the annotation set %r has no advantages, so that `advantages` is 0 "
                 "everywhere: train on another set, or say with needs= what the loss reads "

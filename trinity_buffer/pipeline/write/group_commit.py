@@ -263,7 +263,7 @@ class GroupCommit:
             await self._write(group)
         except _OF_THE_STORE as error:  # queued calls have waited through the same timeout
             await self._refuse_all(group, error)
-        except Exception:  # noqa: BLE001 - whoever it belongs to is told, below
+        except Exception:  # noqa: BLE001 - raised to its own caller below
             # Some row is stored already or cannot be stored: find it, call by call.
             await self._commit_singly([entry for entry in group.entries if entry.error is None])
         finally:

@@ -257,7 +257,7 @@ class SQLWriter(BufferWriter):
                 while True:
                     await anyio.sleep(SEEN_EVERY_S)
                     for presence in self._taken_over.values():
-                        with suppress(StoreError):  # whoever writes hears of it
+                        with suppress(StoreError):  # writes report errors of the store themselves
                             await presence.seen()
         finally:
             for presence in self._taken_over.values():
@@ -266,7 +266,7 @@ class SQLWriter(BufferWriter):
     async def waits_for(self, reason: str) -> None:
         """Show other processes what this explorer waits for, until `waits_no_more`."""
         self._presence.waiting_for = reason
-        with suppress(StoreError):  # whoever writes hears of it
+        with suppress(StoreError):  # writes report errors of the store themselves
             await self._presence.seen()
 
     async def stay_at_work(self, is_under_way: Callable[[], bool] = lambda: True) -> None:
