@@ -318,8 +318,9 @@ def test_every_module_has_a_name_that_says_something() -> None:
 def test_a_module_with_one_importer_has_a_reason() -> None:
     files = {f.removesuffix(".py").replace("/", "."): f for f in trees() if f.startswith(PACKAGE)}
     importers: dict[str, set[str]] = {}
-    for file, _, node in nodes(ast.ImportFrom):
-        for name in node.names if isinstance(node, ast.ImportFrom) else ():
+    imports = [(file, n) for file, _, n in nodes(ast.ImportFrom) if isinstance(n, ast.ImportFrom)]
+    for file, node in imports:
+        for name in node.names:
             modules = [f"{node.module}.{name.name}", str(node.module)]
             module = next((files[m] for m in modules if m in files), None)
             if module is not None and file.startswith(PACKAGE):
@@ -335,7 +336,7 @@ def test_a_module_with_one_importer_has_a_reason() -> None:
 
 def test_things_are_called_what_they_are() -> None:
     names = [
-        f"{file}:{node.lineno}: {name}"
+        f"{file}:{getattr(node, 'lineno', 0)}: {name}"
         for file, tree in trees().items()
         for node in ast.walk(tree)
         for name in assigned(node)
