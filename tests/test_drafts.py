@@ -77,9 +77,9 @@ COLUMN = [
     ),
     (
         "experience.py",
-        "        self._settle_type()\n",
-        '        self.drafts = to_tensor("drafts", drafts, torch.float32)\n'
-        "        self._settle_type()\n",
+        '            ("teacher_logprobs", teacher_logprobs, torch.float32),\n',
+        '            ("teacher_logprobs", teacher_logprobs, torch.float32),\n'
+        '            ("drafts", drafts, torch.float32),\n',
     ),
     ("identity.py", '"teacher_logprobs", "chosen"', '"teacher_logprobs", "drafts", "chosen"'),
     (
