@@ -280,11 +280,6 @@ def counts(tx: Transaction, experiment: int) -> dict[str, int]:
     return numbers
 
 
-def _raw(table: Table) -> list[Any]:
-    """Return the columns as the driver gives them, past SQLAlchemy's types."""
-    return [type_coerce(column, NULLTYPE) for column in table.c]
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
