@@ -83,7 +83,7 @@ async def test_a_loss_that_would_read_a_row_that_nobody_recorded_names_it(store_
     async with open_store(store_url) as store:
         step = await served(await annotated(store, without(LACKING)))
     for microbatch in step.microbatches:  # all alike, so that no rank trains alone
-        with pytest.raises(InvalidArgumentError, match=rf"of b0/0/{LACKING}/0/ "):
+        with pytest.raises(InvalidArgumentError, match=rf"with b0/0/{LACKING}/0/ "):
             loss_of(microbatch)
         assert loss_of(microbatch, policy_loss_fn="sft").isfinite()
         microbatch["old_logprob"] = torch.full_like(microbatch["rollout_logprob"], -1.0)
@@ -104,7 +104,7 @@ async def test_a_loss_for_two_kinds_of_rows_reads_none_of_the_experts(store_url:
     (microbatch,) = step.microbatches
     assert microbatch["logprob_mask"].tolist() == (~microbatch["expert_mask"]).tolist()
     assert loss_of(microbatch, "mix").isfinite()
-    with pytest.raises(InvalidArgumentError, match="of s/0/0/0/ "):
+    with pytest.raises(InvalidArgumentError, match="with s/0/0/0/ "):
         loss_of(microbatch, "grpo")
 
 

@@ -339,12 +339,12 @@ def _check_admission(
         admitted = rules.admits(backlog, version)
     # Rejected groups free the bounds; without this check, explorers would fill the store with
     # faulty rows.
-    all_rejected = admitted and _is_in_vain(tx, experiment, config, backlog)
+    all_rejected = admitted and _all_rejected(tx, experiment, config, backlog)
     answer = Answer.PLAN if admitted and not all_rejected else Answer.WAIT
     return AdmissionCheck(answer, rules, backlog, all_rejected, abandoned)
 
 
-def _is_in_vain(
+def _all_rejected(
     tx: Transaction, experiment: int, config: dict[str, Any], backlog: trainer_queries.Backlog
 ) -> bool:
     """Return whether several steps were fully rejected as faulty, and more rows are on their way.
