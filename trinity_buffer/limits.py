@@ -34,8 +34,8 @@ class Sizes:
             threads; this process's other writers wait for the few milliseconds that it takes.
         rows_prepared_ahead: from which on a group is encoded beside the commit of the one before;
             of fewer the change of threads takes longer than it saves.
-        rows_per_statement: of an insert on SQLite: each lets go of the interpreter's lock and has
-            to get it back, which takes longer than the insert when another thread computes.
+        rows_per_statement: of an insert on SQLite: each statement releases the interpreter's lock,
+            and to get it back from a thread that computes takes longer than the insert.
         rows_to_copy: from which on PostgreSQL's COPY is quicker than its prepared INSERT.
         bytes_per_part: of a segment: what one row of the table holds.
         experiences_per_commit: units that are ready together share a commit of a strategy.

@@ -312,7 +312,7 @@ async def _experiences(source: Source, of: str, addresses: list[int]) -> list[Ex
 
 
 async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[_Counted]:
-    """Return what is counted of the trainer's own rows of each lease, where they are known."""
+    """Return the counts over the trainer's own rows of each lease, where they are known."""
     own = []
     for fact in facts:
         mine = [not of for of in experiments_of(fact)]

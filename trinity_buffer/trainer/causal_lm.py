@@ -80,7 +80,7 @@ class CausalLM:
         return ADAPTER if self.is_adapted else WEIGHTS
 
     def held(self) -> dict[str, Tensor]:
-        """Return what is saved, under its names, as this rank holds it; tied weights once."""
+        """Return the weights to save by name, as this rank holds them; tied weights once."""
         resharded(self.model)
         if self.is_adapted:
             return _adapter_of(self._own)

@@ -236,7 +236,7 @@ def checked(device: torch.device, dtype: torch.dtype) -> ChunkMath:
 
 
 def _sample(how: ChunkMath, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Return what is computed of made-up products with all that a head may have."""
+    """Return the kernels' results for made-up products, with every option of a head in use."""
     rows, columns = 3, BLOCK + 16  # a full block, and a part of one
 
     def numbers(*shape: int) -> Tensor:  # not random: torch's generators must not advance

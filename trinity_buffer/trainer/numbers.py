@@ -192,7 +192,7 @@ def report_of(
     committed: bool,
     skipped: bool,
 ) -> StepReport:
-    """Return what is said of a step that began at ``begin`` (`time.perf_counter`)."""
+    """Return the report of a step that began at ``begin`` (`time.perf_counter`)."""
     return StepReport(
         step=step.step,
         loss=metrics["loss"],
