@@ -46,15 +46,7 @@ from benchmarks.throughput import (
     written_calls,
     written_store,
 )
-from benchmarks.workload import (
-    PROMPT,
-    RESPONSE,
-    ROWS_PER_STEP,
-    RUNS,
-    TASKS,
-    calls,
-    experiences,
-)
+from benchmarks.workload import PROMPT, RESPONSE, ROWS_PER_STEP, RUNS, TASKS, calls, experiences
 from trinity_buffer.experience import FAMILIES, Experience
 
 CASES = ((64, 1), (64, 4), (8, 1))

@@ -20,11 +20,7 @@ from benchmarks.measuring import Figure
 from benchmarks.performance import Row, newest_rows
 from benchmarks.sites import SQLiteSite
 
-GUARDED = {
-    "write": throughput.write,
-    "annotate": throughput.annotate,
-    "stream": throughput.stream,
-}
+GUARDED = {"write": throughput.write, "annotate": throughput.annotate, "stream": throughput.stream}
 LEAST = 0.5
 """Of the recorded ratio."""
 TASKS, REPETITIONS = 256, 3

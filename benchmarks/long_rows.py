@@ -65,11 +65,7 @@ def picture(eid: EID) -> Experience:
     pixels = {"pixel_values": torch.rand(1024, 1176)}
     tokens = torch.randint(0, 151_000, (2048,), dtype=torch.int32)
     return Experience(
-        eid=eid,
-        tokens=tokens,
-        prompt_length=256,
-        multi_modal_inputs=pixels,
-        reward=float(eid.run),
+        eid=eid, tokens=tokens, prompt_length=256, multi_modal_inputs=pixels, reward=float(eid.run)
     )
 
 

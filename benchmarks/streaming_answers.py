@@ -119,10 +119,7 @@ async def _streamed(url: str, repetitions: int) -> AsyncIterator[dict[str, Any]]
                 _steps,
             ),
             "stats --as-of": (_as_of(experiment, then, overview_of), _events(then)),
-            "rejected --as-of": (
-                _as_of(experiment, then, ask.rejection_counts),
-                _events(then),
-            ),
+            "rejected --as-of": (_as_of(experiment, then, ask.rejection_counts), _events(then)),
         }
         for case, (answer, scan) in cases.items():
             yield {"case": f"streamed: {case}", **await _beside(source, answer, scan, repetitions)}

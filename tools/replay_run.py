@@ -37,10 +37,7 @@ def replay(url: str, experiment: str, trainer: str) -> None:
                 # A policy of your own gives `logprob` from `microbatch["input_ids"]`.
                 logprob = microbatch["rollout_logprob"].clone().requires_grad_()
                 loss = sequence_reinforce(
-                    logprob,
-                    microbatch["action_mask"],
-                    microbatch["advantages"],
-                    microbatch.layout,
+                    logprob, microbatch["action_mask"], microbatch["advantages"], microbatch.layout
                 )
                 (gradient,) = torch.autograd.grad(loss, logprob)
                 losses.append(loss.detach())

@@ -718,7 +718,7 @@ KINDS: Mapping[str, type[Recorded]] = {each.__name__: each for each in get_args(
 """Kind, as the log names it -> its class."""
 
 UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
-    ("StepDealt", 1): lambda body: body,  # it dropped no rows
+    ("StepDealt", 1): lambda body: body  # it dropped no rows
 }
 """(kind, version) -> returns a body of that version as one of the next."""
 

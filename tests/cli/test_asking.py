@@ -226,11 +226,7 @@ def test_algorithms_are_listed(cli: Cli) -> None:
     ],
 )
 def test_what_cannot_be_is_said_in_one_sentence(
-    cli: Cli,
-    sample: SampleRun,
-    monkeypatch: pytest.MonkeyPatch,
-    args: tuple[str, ...],
-    said: str,
+    cli: Cli, sample: SampleRun, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.setenv("TRINITY_BUFFER_STORE", sample.url)
     ended = cli(*args)
@@ -275,8 +271,7 @@ def test_one_of_several_experiments_has_to_be_named(
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["stats", "events", "groups", "show", "verify", "rebuild", "migrate", "algorithms"],
+    "command", ["stats", "events", "groups", "show", "verify", "rebuild", "migrate", "algorithms"]
 )
 def test_help_shows_an_example(cli: Cli, command: str) -> None:
     ended = cli(command, "--help")
@@ -351,10 +346,7 @@ def test_a_process_ends_with_the_code_of_its_command_and_with_all_that_it_said(
 def test_ctrl_c_ends_following_without_a_word(sample: SampleRun) -> None:
     command = [sys.executable, "-m", "trinity_buffer", "events", "--follow", "--after", "26"]
     with subprocess.Popen(
-        [*command, "--store", sample.url],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*command, "--store", sample.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert "SegmentsArchived" in process.stdout.readline()

@@ -91,8 +91,7 @@ LITTLE = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "chosen",
-    [*(f"--algorithm {name}" for name in ONE_OF_A_FAMILY), "--set loss.name=topr"],
+    "chosen", [*(f"--algorithm {name}" for name in ONE_OF_A_FAMILY), "--set loss.name=topr"]
 )
 def test_a_demo_survives_a_kill_and_replays(
     cli: Cli, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

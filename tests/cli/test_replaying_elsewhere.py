@@ -82,9 +82,7 @@ def test_it_restores_the_threads_and_says_what_differs_before_the_first_step(
 
 
 @pytest.mark.usefixtures("_other_bits")
-def test_without_a_tolerance_bits_are_compared_and_the_largest_difference_is_told(
-    run: str,
-) -> None:
+def test_without_a_tolerance_bits_are_compared_and_the_largest_difference_is_told(run: str) -> None:
     done = replayed(run)
     *_, last = done.stdout.splitlines()
     assert (done.exit_code, "weights DIFFERENT" in done.stdout) == (1, True)

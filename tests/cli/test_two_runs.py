@@ -131,12 +131,7 @@ def test_a_path_in_a_file_is_seen_from_its_folder(
 def test_a_stream_that_is_shut_is_no_traceback(tmp_path: Path, shut: str, code: int) -> None:
     command = f"exec '{sys.executable}' -m trinity_buffer algorithms {shut}"
     ended = subprocess.run(
-        command,
-        cwd=tmp_path,
-        shell=True,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=tmp_path, shell=True, capture_output=True, text=True, check=False
     )
     assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
 

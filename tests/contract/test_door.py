@@ -337,11 +337,7 @@ async def test_a_row_that_is_no_experience_is_damaged_and_stops_nobody(
         with pytest.raises(DamagedSegmentError, match="old/0/1/0/: metrics"):
             found[1].tokens  # noqa: B018
         assert "old/0/1/0/ cannot be read" in caplog.text
-        assert [reason for _, reason in await decided(experiment)] == [
-            None,
-            "damaged",
-            *[None] * 6,
-        ]
+        assert [reason for _, reason in await decided(experiment)] == [None, "damaged", *[None] * 6]
 
 
 @pytest.mark.parametrize("body", [b"\xc1", b"", b"\x80"])

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.making import contents, group, opened
-from trinity_buffer.errors import (
-    ReadOnlyStoreError,
-)
+from trinity_buffer.errors import ReadOnlyStoreError
 from trinity_buffer.pipeline.store import open_store
 
 

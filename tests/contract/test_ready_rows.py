@@ -90,11 +90,7 @@ def as_rows(groups: list[ReadyGroup]) -> list[tuple[Any, ...]]:
         (annotation, group.key[2], group.planned, experience, length, version)
         for group in groups
         for annotation, experience, length, version in zip(
-            group.annotations,
-            group.experiences,
-            group.lengths,
-            group.policy_versions,
-            strict=True,
+            group.annotations, group.experiences, group.lengths, group.policy_versions, strict=True
         )
     ]
 

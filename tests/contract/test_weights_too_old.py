@@ -51,11 +51,7 @@ async def test_weights_that_grow_too_old_while_they_wait_are_refused(store_url: 
     ],
 )
 async def test_an_explorer_says_once_that_steps_are_committed_and_no_weights_come(
-    store_url: str,
-    caplog: pytest.LogCaptureFixture,
-    bound: int | None,
-    own: int | None,
-    said: str,
+    store_url: str, caplog: pytest.LogCaptureFixture, bound: int | None, own: int | None, said: str
 ) -> None:
     async with opened(store_url, max_staleness=bound, rollouts_per_group=4) as experiment:
         writer, spoken = experiment.writer("e0"), list[str]()

@@ -38,9 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become(
-    log: str,
-    crash_at: str | None,
-    last_words: Callable[[str], None] = faultpoints.nothing,
+    log: str, crash_at: str | None, last_words: Callable[[str], None] = faultpoints.nothing
 ) -> None:
     """Turn the forked process into one life: say everything to ``log``, die at ``crash_at``.
 

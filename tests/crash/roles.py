@@ -17,12 +17,7 @@ def explorer(url: str, experiment: str, actor: str, acknowledgements: str) -> No
     async def main() -> None:
         path = Path(acknowledgements) / f"{actor}.ack"
         await roles.explore(
-            url,
-            experiment,
-            actor=actor,
-            acknowledgements=path,
-            max_batches=None,
-            say=roles.plain,
+            url, experiment, actor=actor, acknowledgements=path, max_batches=None, say=roles.plain
         )
 
     anyio.run(main)

@@ -116,7 +116,7 @@ def test_the_questions_are_answered_by_the_demo(
     for command in ASKED:
         answers[command.split()[0]] = told(command.replace("UID", uid))
     assert list(answers) == [
-        *("blame", "groups", "why", "staleness", "reannotate", "diff", "doctor", "stats"),
+        *("blame", "groups", "why", "staleness", "reannotate", "diff", "doctor", "stats")
     ]
     assert answers["blame"].startswith("step 40 of trainer")
     assert "loss_share" in answers["blame"]

@@ -36,7 +36,7 @@ def test_turns_that_continue_each_other_are_one_experience_masked_on_what_was_sa
     assert made.logprobs.tolist() == [-3 / 8, -4 / 8, 0, 0, -6 / 8]
     assert (made.reward, made.info) == (0.5, {"finish_reason": "stop", "solved": True})
     assert [message["role"] for message in made.messages or ()] == [
-        *("user", "assistant", "tool", "assistant"),
+        *("user", "assistant", "tool", "assistant")
     ]
     assert made.messages is not None
     assert made.messages[1] == {"role": "assistant", "content": "<[3, 4]>", "tool_calls": [CALL]}

@@ -165,9 +165,7 @@ async def test_the_last_attempt_decides(sqlite_url: str) -> None:
                 experiment, actor="e0", tasks=TASKS, rollout=rollout, model=None, attempts=2,
                 concurrency=1, **SMALL,
             )  # fmt: skip
-        assert caught.value.__notes__ == [
-            "in the rollout epoch0-0/1/0",
-        ]
+        assert caught.value.__notes__ == ["in the rollout epoch0-0/1/0"]
 
 
 async def test_what_times_out_or_comes_to_nothing_is_left_out_and_said(sqlite_url: str) -> None:

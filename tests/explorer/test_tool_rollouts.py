@@ -73,7 +73,7 @@ def require_as_sampled(talk: tb.Conversation, form: Form, model: LocalModel) -> 
     assert row.action_mask is not None
     assert row.tokens[row.prompt_length :][row.action_mask].tolist() == list(chain(*turns))
     assert [message["role"] for message in row.messages or ()] == [
-        *("user", "assistant", "tool", "assistant", "tool", "assistant"),
+        *("user", "assistant", "tool", "assistant", "tool", "assistant")
     ]
 
 

@@ -76,10 +76,7 @@ def test_cells_of_a_row_are_of_one_trainer(sqlite_url: str) -> None:
         "1": ("committed", None, "B", 2),
         "2": ("leased", None, "B", 3),
     }
-    of_a = {
-        "0": ("rejected", "oversize", "A", None),
-        "1": ("leased", None, "A", 1),
-    }
+    of_a = {"0": ("rejected", "oversize", "A", None), "1": ("leased", None, "A", 1)}
     assert cells(sqlite_url) == cells(sqlite_url, trainer="B") == of_b
     found = cells(sqlite_url, trainer="A")
     assert {task: found[task] for task in of_a} == of_a

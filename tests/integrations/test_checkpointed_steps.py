@@ -51,10 +51,7 @@ async def test_what_the_weights_saw_before_it_was_damaged_counts_as_seen(
     await filled(store_url)
     await left(store_url, 3, groups_per_step=1)
     await harmed(store_url, *THIRD_TASK)
-    async with (
-        opened(store_url) as experiment,
-        checkpointed_steps(experiment, 3, **ONE) as steps,
-    ):
+    async with opened(store_url) as experiment, checkpointed_steps(experiment, 3, **ONE) as steps:
         assert ((await steps.take()).step, steps.newest) == (4, 4)
         await steps.commit(3, weights_of(tmp_path, 3))
         assert await experiment.committed_step() == 3

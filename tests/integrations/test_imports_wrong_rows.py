@@ -192,7 +192,7 @@ def test_bad_lines_are_counted_and_listed_where_they_shall_be_skipped(
         f"{path}:{line}" for line in (2, 3, 6, 7, 8)
     ]
     assert [(one.eid.task, one.response_text) for one in _read(store_url)] == [
-        *[(0, "one"), (3, "two"), (7, "three")],
+        *[(0, "one"), (3, "two"), (7, "three")]
     ]
     again = imports(*asked, "--skip-bad-lines")
     assert "3 there already, 5 rows left out" in again.stdout

@@ -298,11 +298,7 @@ def test_a_worker_may_be_a_process_of_its_own_making(
     """A process that has used a GPU cannot be forked."""
     steps = dataset(url)
     loader: Any = DataLoader(
-        steps,
-        batch_size=None,
-        num_workers=1,
-        multiprocessing_context=how,
-        persistent_workers=stays,
+        steps, batch_size=None, num_workers=1, multiprocessing_context=how, persistent_workers=stays
     )
     reader = iter(loader)
     steps.commit(next(reader), checkpoint(tmp_path, 1))

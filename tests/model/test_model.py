@@ -208,11 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open_stream(self) -> SyncTrainStream:
         opening = open_train_stream(
-            self.url,
-            experiment=self.name,
-            strategy="grpo",
-            groups_per_step=1,
-            wait_for_lease=False,
+            self.url, experiment=self.name, strategy="grpo", groups_per_step=1, wait_for_lease=False
         )
         opened = self.trainers.enter_context(opening)
         self.expired = False

@@ -182,9 +182,7 @@ async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_pa
             await restore(experiment)
         seen: list[tuple[str, int, int]] = []
         back = await restore(
-            experiment,
-            folder=tmp_path / "elsewhere",
-            progress=lambda *said: seen.append(said),
+            experiment, folder=tmp_path / "elsewhere", progress=lambda *said: seen.append(said)
         )
         assert seen == [("restore", 0, 1), ("restore", 1, 1)]
         assert back.files == gone.files

@@ -10,22 +10,9 @@ import torch
 from sqlalchemy import update
 from typing_extensions import override
 
-from tests.contract.making import (
-    assert_conserved,
-    contents,
-    group,
-    kinds,
-    opened,
-    rollout,
-    rows,
-)
+from tests.contract.making import assert_conserved, contents, group, kinds, opened, rollout, rows
 from tests.pipeline.planting import unguarded
-from tests.pipeline.watching import (
-    BatchWatcher,
-    Watcher,
-    reasons,
-    rejected_groups,
-)
+from tests.pipeline.watching import BatchWatcher, Watcher, reasons, rejected_groups
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import (
     ConflictingStrategyError,

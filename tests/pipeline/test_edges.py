@@ -141,7 +141,7 @@ def test_a_block_with_fewer_values_than_rows_gives_none_of_them() -> None:
     whole = Block(np.array([2, 0]), np.array([1, 2, 3]), np.array([0, 1, 3]))
     found = Field([whole]).values(3)
     assert [None if one is None else np.asarray(one).tolist() for one in found] == [
-        *([2, 3], None, [1]),
+        *([2, 3], None, [1])
     ]
     with pytest.raises(ValueError, match="shorter"):
         Field([replace(whole, rows=np.array([2, 0, 1]))]).values(3)

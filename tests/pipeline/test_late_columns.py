@@ -156,11 +156,7 @@ async def test_what_the_trainer_computes_itself_is_not_made_to_be_dropped(
     resize(bytes_made_ahead=0)
     monkeypatch.setattr(LazyColumns, "column", refuse)
     with open_train_stream(
-        sqlite_url,
-        experiment="e",
-        strategy="grpo",
-        groups_per_step=5,
-        recompute_old_logprob=True,
+        sqlite_url, experiment="e", strategy="grpo", groups_per_step=5, recompute_old_logprob=True
     ) as stream:
         batches = [batch for step in stream for batch in step.microbatches]
     assert all("rollout_logprob" in batch and "old_logprob" not in batch for batch in batches)

@@ -345,10 +345,7 @@ async def _a_commit_of_a_step_of_another_stream(scene: Scene) -> None:
 
 @pytest.mark.parametrize("name", MISTAKES)
 async def test_a_mistake_is_answered(
-    name: str,
-    sqlite_url: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, sqlite_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     act, expected, waits = MISTAKES[name]
     monkeypatch.setenv("TRINITY_BUFFER_WAIT_REPORT_S", "0.02")

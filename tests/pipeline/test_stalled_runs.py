@@ -135,10 +135,7 @@ async def test_a_trainer_at_work_is_no_stall(store_url: str) -> None:
                 await run_strategy(experiment, "grpo", follow=True)
             assert waited.cancelled_caught
             await stream.commit(step)
-            with (
-                anyio.fail_after(60),
-                pytest.raises(RunStalledError, match="'trainer' waits"),
-            ):
+            with anyio.fail_after(60), pytest.raises(RunStalledError, match="'trainer' waits"):
                 await anext(stream)
 
 

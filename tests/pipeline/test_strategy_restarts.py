@@ -6,13 +6,7 @@ import anyio
 import pytest
 
 from tests.conftest import Resize
-from tests.contract.making import (
-    assert_conserved,
-    group,
-    opened,
-    rollout,
-    rows,
-)
+from tests.contract.making import assert_conserved, group, opened, rollout, rows
 from tests.pipeline.watching import (
     BatchWatcher,
     Killed,

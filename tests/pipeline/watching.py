@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from typing_extensions import override
 
-from tests.contract.making import (
-    rows,
-)
+from tests.contract.making import rows
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer

@@ -22,10 +22,7 @@ from tests.planted_faults.dying import write_and_die
 from tests.planted_faults.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
 from tests.sample_run import rollout
 from trinity_buffer.algorithm import GRPOAddStrategy
-from trinity_buffer.errors import (
-    ConflictingExperienceError,
-    InvalidExperienceError,
-)
+from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceError
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer

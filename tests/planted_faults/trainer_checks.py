@@ -14,9 +14,7 @@ import torch
 
 from tests.contract.making import dawdling
 from tests.planted_faults.scenes import BLOCKED_S, nothing_is_wrong, opened, write_groups
-from trinity_buffer.errors import (
-    LeaseLostError,
-)
+from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us

@@ -98,10 +98,7 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "refused_runs": lambda tx: writer_queries.refused_runs(tx, 1, [("b", "t")], cursor=9),
 }
 
-WALKS = (
-    "(experiment=?)",
-    "(experiment=? AND address<?)",
-)
+WALKS = ("(experiment=?)", "(experiment=? AND address<?)")
 WALKS_OF = {
     "a span of deliveries": ("(experiment=? AND consumer=?)",),
     "a commit": ("(experiment=? AND consumer=?)", "(experiment=? AND consumer=? AND step<?)"),

@@ -17,11 +17,7 @@ from typing_extensions import override
 from tests.contract.making import group, kinds, opened
 from tests.postgres import PostgresServer
 from tests.store.wire import wired
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    StoreReplacedError,
-    StoreUnavailableError,
-)
+from trinity_buffer.errors import InvalidArgumentError, StoreReplacedError, StoreUnavailableError
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -155,9 +151,7 @@ async def test_a_restart_of_the_server_ends_neither_explorer_nor_strategy_nor_tr
 
 
 @pytest.mark.long
-async def test_a_step_is_committed_though_heartbeats_failed_while_it_was_computed(
-    own: Own,
-) -> None:
+async def test_a_step_is_committed_though_heartbeats_failed_while_it_was_computed(own: Own) -> None:
     url = own.server.create_database("run")
     async with opened(url, rollouts_per_group=4) as experiment:
         await experiment.writer("e0").write(group(task=0))

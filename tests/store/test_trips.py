@@ -26,12 +26,7 @@ from trinity_buffer.pipeline.train.resume import register
 from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.tables import consumer, policy
-from trinity_buffer.store.transaction import (
-    Prepared,
-    TakenKeyError,
-    Transaction,
-    one_statement,
-)
+from trinity_buffer.store.transaction import Prepared, TakenKeyError, Transaction, one_statement
 
 SOCKET = ".s.PGSQL.5432"
 READY, GIVE_ROWS, REFUSAL = b"Z", b"G", b"E"
@@ -157,9 +152,7 @@ async def test_a_function_of_one_statement_needs_no_transaction_around_it(
     assert counted.trips["read 1"] == 3
 
 
-async def test_no_type_of_an_argument_is_looked_up_in_the_catalogue(
-    wire: tuple[Wire, str],
-) -> None:
+async def test_no_type_of_an_argument_is_looked_up_in_the_catalogue(wire: tuple[Wire, str]) -> None:
     """It takes the server longer than what is asked, on each connection that is new."""
     counted, url = wire
     async with opened(url, rollouts_per_group=4) as experiment:

@@ -86,11 +86,7 @@ def slots_of(plan: Plan, url: str, folder: Path) -> list[Slot]:
         roles[name] = ("explorer", {**where, "actor": name, "sends": sends})
     for name, of, epsilon in (("g0", "grpo", 1e-6), ("g1", "grpo", 1e-6), ("o0", "other", 1e-2)):
         roles[name] = ("strategy", {**common, "name": of, "args": {"epsilon": epsilon}})
-    for name, of, on in (
-        ("t0", SHARED, "grpo"),
-        ("t1", SHARED, "grpo"),
-        ("s0", "second", "other"),
-    ):
+    for name, of, on in (("t0", SHARED, "grpo"), ("t1", SHARED, "grpo"), ("s0", "second", "other")):
         trains = {"consumer": of, "strategy": on, "publishes": of == SHARED}
         roles[name] = ("trainer", {**where, **trains})
     roles["r0"] = ("reader", {**common, "path": str(folder / "r0.read")})

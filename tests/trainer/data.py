@@ -73,10 +73,7 @@ def pairs(number: int = 8) -> list[Experience]:
 
     return [
         Experience(
-            eid=EID("p", index, 0, 0),
-            tokens=words(2, 5),
-            chosen=words(1, 6),
-            rejected=words(1, 9),
+            eid=EID("p", index, 0, 0), tokens=words(2, 5), chosen=words(1, 6), rejected=words(1, 9)
         )
         for index in range(number)
     ]

@@ -54,12 +54,7 @@ def test_it_trains_the_same_bits_and_commits_each_step(sqlite_url: str, tmp_path
     algorithm = made(sqlite_url)
     settings: dict[str, Any] = {"max_steps": 3, "keep_checkpoints": None}
     beside, reports = train(
-        sqlite_url,
-        algorithm,
-        tmp_path / "a",
-        consumer="beside",
-        async_checkpoints=True,
-        **settings,
+        sqlite_url, algorithm, tmp_path / "a", consumer="beside", async_checkpoints=True, **settings
     )
     at_once, _ = train(sqlite_url, algorithm, tmp_path / "b", consumer="at once", **settings)
     assert [report.committed for report in reports] == [False] * 3  # begun, that is

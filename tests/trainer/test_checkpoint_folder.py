@@ -39,11 +39,7 @@ def state() -> TrainerState[TransformerPolicy]:
     return TrainerState(model, optimizer, step=7, manifests=ManifestChain().after(bytes(16)))
 
 
-WRITES = [
-    (TransformerPolicy, "save"),
-    (sharded, "save_file"),
-    (checkpoint, "_random_of"),
-]
+WRITES = [(TransformerPolicy, "save"), (sharded, "save_file"), (checkpoint, "_random_of")]
 
 
 @pytest.mark.parametrize(("owner", "write"), WRITES)

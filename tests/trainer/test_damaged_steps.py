@@ -66,10 +66,7 @@ async def filled(url: str, told: Path | None = None) -> None:
 
 async def left(url: str, steps: int, **options: Any) -> list[TrainStep]:
     """Return so many steps that a trainer takes and never commits."""
-    async with (
-        opened(url) as experiment,
-        experiment.train_stream(**OPTIONS | options) as stream,
-    ):
+    async with opened(url) as experiment, experiment.train_stream(**OPTIONS | options) as stream:
         return [await anext(stream) for _ in range(steps)]
 
 

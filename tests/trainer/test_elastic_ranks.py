@@ -64,11 +64,7 @@ async def life(
 
 
 async def _take(
-    stream: TrainStream,
-    found: Taken,
-    deliver: int,
-    commit: int,
-    take: Callable[[TrainStep], None],
+    stream: TrainStream, found: Taken, deliver: int, commit: int, take: Callable[[TrainStep], None]
 ) -> None:
     number = 0
     async for step in stream:

@@ -34,10 +34,7 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_what_is_copied_stays_when_the_weights_change(mesh: Any) -> None:
-    held = {
-        "sharded": distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
-        "plain": torch.ones(4),
-    }
+    held = {"sharded": distribute_tensor(torch.ones(4), mesh, [Shard(0)]), "plain": torch.ones(4)}
     kept = whole_tensors(held, list(held), HostCopies(copied=True))
     for tensor in held.values():
         tensor.mul_(3)

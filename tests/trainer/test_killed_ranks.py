@@ -24,8 +24,7 @@ def live(url: str, folder: Path, ranks: int, victim: int | None, dies_in: int) -
     folder.mkdir()
     processes = [
         CONTEXT.Process(
-            target=train,
-            args=(url, str(folder), rank, ranks, dies_in if rank == victim else 0),
+            target=train, args=(url, str(folder), rank, ranks, dies_in if rank == victim else 0)
         )
         for rank in range(ranks)
     ]

@@ -74,12 +74,7 @@ def test_a_setting_changed_at_a_restart_holds_from_there_on(
     for consumer, changed in (("same", same), ("other", other)):
         train(sqlite_url, build("ppo"), tmp_path / consumer, max_steps=1, consumer=consumer)
         trainer, _ = train(
-            sqlite_url,
-            build("ppo"),
-            tmp_path / consumer,
-            max_steps=2,
-            consumer=consumer,
-            **changed,
+            sqlite_url, build("ppo"), tmp_path / consumer, max_steps=2, consumer=consumer, **changed
         )
         trained[consumer] = trainer
     for part in ("policy", "critic"):

@@ -262,11 +262,7 @@ def test_an_accuracy_that_is_not_finite_is_left_out(sqlite_url: str, tmp_path: P
     ],
 )
 def test_models_beside_the_policy_that_are_broken_break_nothing_else(
-    name: str,
-    arguments: dict[str, Any],
-    models: dict[str, bool],
-    sqlite_url: str,
-    tmp_path: Path,
+    name: str, arguments: dict[str, Any], models: dict[str, bool], sqlite_url: str, tmp_path: Path
 ) -> None:
     algorithm = build(name, **arguments)
     anyio.run(prepared, sqlite_url, algorithm)

@@ -103,12 +103,7 @@ def windowed(
 
 
 def oldest(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    limits: Tensor,
-    *others: Any,
-    is_causal: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, limits: Tensor, *others: Any, is_causal: bool = False
 ) -> Tensor:
     """Attend as torch 2.10 is asked to."""
     assert is_causal

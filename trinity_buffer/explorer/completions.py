@@ -137,10 +137,7 @@ def require_ids(completion: Completion, url: str, remedy: str = LEAVE_OUT) -> No
 
 
 def require_all_sampled(
-    answer: Mapping[str, Any],
-    completions: Sequence[Completion],
-    url: str,
-    remedy: str = LEAVE_OUT,
+    answer: Mapping[str, Any], completions: Sequence[Completion], url: str, remedy: str = LEAVE_OUT
 ) -> None:
     """Raise unless the choices of an answer hold as many ids as the server says it sampled.
 

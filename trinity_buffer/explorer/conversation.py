@@ -161,10 +161,7 @@ class Conversation:
     """
 
     def __init__(
-        self,
-        messages: Sequence[Mapping[str, Any]] = (),
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Mapping[str, Any]] = (), *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.tools = [dict(tool) for tool in tools]

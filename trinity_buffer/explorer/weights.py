@@ -111,11 +111,7 @@ class PushReport:
 
 
 async def push_weights(
-    server: Server,
-    policy: PublishedPolicy,
-    *,
-    dialect: Dialect = "vllm",
-    mode: PauseMode = "wait",
+    server: Server, policy: PublishedPolicy, *, dialect: Dialect = "vllm", mode: PauseMode = "wait"
 ) -> PushReport:
     """Have ``server`` load the weights of ``policy`` and call them by its version.
 

@@ -548,9 +548,7 @@ async def _measured(source: Source, own: Sequence[Fate]) -> dict[tuple[str, int]
 
 
 def _set(
-    fate: Fate,
-    notes: Mapping[int, EventWithSegment],
-    measures: Mapping[tuple[str, int], Measured],
+    fate: Fate, notes: Mapping[int, EventWithSegment], measures: Mapping[tuple[str, int], Measured]
 ) -> SetView:
     first = fate.annotations[0].address if fate.annotations else None
     segment = None if first is None else notes[position_of(first)].families.get("annotation")

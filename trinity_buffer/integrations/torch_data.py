@@ -86,10 +86,7 @@ class StepDataset(IterableDataset[TrainStep]):
         return open_train_stream(self._url, experiment=self._experiment, **options)
 
     def commit(
-        self,
-        step: TrainStep,
-        checkpoint: str | Path | None = None,
-        policy: PolicyPath = None,
+        self, step: TrainStep, checkpoint: str | Path | None = None, policy: PolicyPath = None
     ) -> None:
         """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`.
 

@@ -344,8 +344,7 @@ def unrewarded(tx: Transaction, turns: int, experiment: int) -> tuple[int, int]:
     rollout = (experience.c.batch, experience.c.task, experience.c.run)
     closed = experience.alias()
     is_closed = has_row(
-        closed.c.experiment == experiment,
-        *(closed.c[column.name] == column for column in rollout),
+        closed.c.experiment == experiment, *(closed.c[column.name] == column for column in rollout)
     )
     # All columns lie in the index of EIDs; else SQLite walks the whole experiment for each row.
     each = (

@@ -31,9 +31,7 @@ def position_before(
 ) -> int:
     """Return the position before the last ``count`` events of ``wanted`` kinds up to ``up_to``."""
     query = select(event.c.position).where(
-        event.c.experiment == experiment,
-        event.c.kind.in_(wanted),
-        event.c.position <= up_to,
+        event.c.experiment == experiment, event.c.kind.in_(wanted), event.c.position <= up_to
     )
     query = query.order_by(event.c.position.desc()).offset(count).limit(1)
     return int(tx.execute(query).scalar_one_or_none() or 0)
@@ -228,12 +226,7 @@ class RejectedRow(NamedTuple):
     position: int
 
 
-_REJECTED = (
-    rejection.c.consumer,
-    rejection.c.address,
-    rejection.c.reason,
-    rejection.c.position,
-)
+_REJECTED = (rejection.c.consumer, rejection.c.address, rejection.c.reason, rejection.c.position)
 
 
 def rejections(

@@ -87,10 +87,7 @@ class SQLiteChanges(Changes):
         super().__init__(owner)
         self._files = files
         self._connection: Any = dbapi2.connect(
-            uri_of(path, still=still),
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
+            uri_of(path, still=still), uri=True, isolation_level=None, check_same_thread=False
         )
         self._log = path.with_name(f"{path.name}-wal")
         self._watch: int | None = None

@@ -319,11 +319,7 @@ class Scratch:
         self.sees_live = sees_live
 
     def ask(
-        self,
-        f: Callable[Concatenate[Transaction, P], T],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return the result of ``f`` on these projections. Not on an event loop."""
         # A transaction of its own: an attached store must not be held in one state for long.

@@ -187,9 +187,7 @@ def _done_by(tx: Transaction, experiment: int, need: Need, after: int, last: int
         annotation.c.experience <= last,
     )
     held = has_row(
-        *reader.held(),
-        delivery.c.address == annotation.c.address,
-        delivery.c.step <= need.horizon,
+        *reader.held(), delivery.c.address == annotation.c.address, delivery.c.step <= need.horizon
     )
     left_out = has_row(
         rejection.c.experiment == experiment,

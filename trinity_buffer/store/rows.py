@@ -22,9 +22,7 @@ from trinity_buffer.events import (
     StepsCommitted,
 )
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.store.tables import (
-    experience,
-)
+from trinity_buffer.store.tables import experience
 
 SLOT_BITS = 20
 MAX_ROWS_PER_EVENT = 1 << SLOT_BITS

@@ -10,15 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import (
-    Any,
-    Concatenate,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    TypeVarTuple,
-)
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, TypeVarTuple
 
 from sqlalchemy import (
     ARRAY,

@@ -212,9 +212,7 @@ def _tasks(dialect: str) -> Prepared:
 def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
     """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
     query = select(batch.c.batch).where(
-        batch.c.experiment == experiment,
-        batch.c.actor == actor,
-        *is_open(),
+        batch.c.experiment == experiment, batch.c.actor == actor, *is_open()
     )
     unsealed = tx.execute(query.order_by(batch.c.planned_at)).scalars()
     return counters.planned_batches(tx, experiment, actor), list(unsealed)
@@ -353,12 +351,7 @@ def rows_of_events(
 
 
 def decided_groups(
-    tx: Transaction,
-    experiment: int,
-    name: str,
-    groups: Sequence[tuple[str, str]],
-    *,
-    cursor: int,
+    tx: Transaction, experiment: int, name: str, groups: Sequence[tuple[str, str]], *, cursor: int
 ) -> set[tuple[str, str]]:
     """Return which groups have experiences up to ``cursor`` that the strategy has decided."""
     statement, end = _of_tasks(tx.dialect.name, "decided"), first_address(cursor + 1)

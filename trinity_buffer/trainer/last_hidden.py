@@ -52,10 +52,7 @@ class OutputHead(NamedTuple):
 
 
 def hidden_and_logits(
-    model: Any,
-    layer: nn.Module,
-    microbatch: Mapping[str, Any],
-    to_head: Callable[[Tensor], Tensor],
+    model: Any, layer: nn.Module, microbatch: Mapping[str, Any], to_head: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return what the head of a model is given in a micro-batch, and the logits.
 

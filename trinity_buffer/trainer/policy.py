@@ -91,11 +91,7 @@ class Critic(Trainable, Protocol):
     """A model that predicts returns."""
 
     def values(
-        self,
-        input_ids: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        self, input_ids: Tensor, *, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
         """Return the value of the state in which each token was said, the shape of ``input_ids``.
 

@@ -40,10 +40,7 @@ WRITTEN = {
     "facts": tf.TensorSpec([1, 3], tf.float64),
 }
 """``facts`` are number, reward and moment of writing."""
-TABLES = {
-    "written": WRITTEN,
-    "decided": WRITTEN | {"advantage": tf.TensorSpec([1], tf.float32)},
-}
+TABLES = {"written": WRITTEN, "decided": WRITTEN | {"advantage": tf.TensorSpec([1], tf.float32)}}
 START_LIMIT_S = 120.0
 
 

@@ -190,10 +190,7 @@ async def test_a_run_with_a_step_that_cannot_be_used_is_rejected_whole() -> None
     writer = StagedWriter()
     exps = [rollout(0, 0, None, step=0), rollout(0, 0, None, step=1), rollout(0, 1, 1.0)]
     await StepWiseGRPOStrategy(writer).add(exps, 0)
-    assert rejected(writer) == [
-        ("b/0/0/0/", "invalid: reward"),
-        ("b/0/0/1/", "invalid: reward"),
-    ]
+    assert rejected(writer) == [("b/0/0/0/", "invalid: reward"), ("b/0/0/1/", "invalid: reward")]
     assert [e.eid.run for e in written(writer)] == [1]
 
 

@@ -14,11 +14,7 @@ from tests.algorithm.strategies.rollouts import (
     written,
 )
 from trinity_buffer.algorithm.add_strategy import AddStrategy, compose, original_uid
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    InvalidExperienceError,
-    UnknownNameError,
-)
+from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError, UnknownNameError
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
 

@@ -84,9 +84,7 @@ def test_the_order_of_a_group_does_not_matter(values: list[float], random: rando
 
 
 @given(
-    st.lists(st.integers(-20, 20), min_size=2, max_size=12),
-    st.floats(0.1, 10),
-    st.floats(-10, 10),
+    st.lists(st.integers(-20, 20), min_size=2, max_size=12), st.floats(0.1, 10), st.floats(-10, 10)
 )
 def test_scores_do_not_change_with_scale_and_offset_of_the_rewards(
     values: list[float], scale: float, offset: float

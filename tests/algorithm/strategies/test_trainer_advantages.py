@@ -262,10 +262,9 @@ def test_divergence_advantages_are_the_gradient_of_the_divergence(weight: float)
     mixed = (1 - weight) * q + weight * p
     forward = (p * (teacher - mixed.log())).sum()
     reverse = (q * (student - mixed.log())).sum()
-    divergence = {
-        0.0: (q * (student - teacher)).sum(),
-        1.0: (p * (teacher - student)).sum(),
-    }.get(weight, weight * forward + (1 - weight) * reverse)
+    divergence = {0.0: (q * (student - teacher)).sum(), 1.0: (p * (teacher - student)).sum()}.get(
+        weight, weight * forward + (1 - weight) * reverse
+    )
     (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     batch = {
         "action_mask": torch.ones(1, 6, dtype=torch.bool),

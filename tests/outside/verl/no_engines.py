@@ -29,12 +29,7 @@ def configured(url: str, job: Path, mode: str = "sync", strategy: str = "grpo") 
         "max_off_policy_threshold": None,
         "max_off_policy_strategy": "drop",
         "custom_sampler": {"path": f"pkg://{MODULE}", "name": "StoreReplayBuffer"},
-        "sampler_kwargs": {
-            "url": url,
-            "experiment": "run",
-            "strategy": strategy,
-            "lease_ttl_s": 1,
-        },
+        "sampler_kwargs": {"url": url, "experiment": "run", "strategy": strategy, "lease_ttl_s": 1},
     }
     trainer = {
         "v1": {"trainer_mode": mode, "sampler": sampler},

@@ -49,10 +49,7 @@ class ASYMREGroupAdvantage(RewardAdvantage):
     ) -> ScoredGroups:
         """Return the distance from the shifted mean."""
         reference = shifted_baselines(rewards, self.baseline_shift, weights)
-        metrics = {
-            "group_baseline": reference,
-            "reward_mean": group_scores.means(rewards, weights),
-        }
+        metrics = {"group_baseline": reference, "reward_mean": group_scores.means(rewards, weights)}
         return ScoredGroups(scores=rewards - reference[:, np.newaxis], metrics=metrics)
 
 

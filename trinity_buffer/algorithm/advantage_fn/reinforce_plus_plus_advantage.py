@@ -30,12 +30,7 @@ class REINFORCEPLUSPLUSAdvantageFn(TrainerAdvantage):
     reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False, "over": "rows"}
 
     def __init__(
-        self,
-        gamma: float = 1.0,
-        *,
-        mask_aware: bool = True,
-        over: Over = "runs",
-        **kwargs: Any,
+        self, gamma: float = 1.0, *, mask_aware: bool = True, over: Over = "runs", **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self.over = check_over(over)

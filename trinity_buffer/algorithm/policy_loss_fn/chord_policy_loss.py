@@ -51,10 +51,7 @@ class SFTPhiLossFn(LikelihoodLossFn):
     loss_name = "sft_phi_loss"
 
     def __init__(
-        self,
-        backend: str = "verl",
-        loss_agg_mode: str = "token-mean",
-        cutoff_prob: float = 1.0,
+        self, backend: str = "verl", loss_agg_mode: str = "token-mean", cutoff_prob: float = 1.0
     ) -> None:
         super().__init__(backend, loss_agg_mode)
         if not 0.0 < cutoff_prob <= 1.0:

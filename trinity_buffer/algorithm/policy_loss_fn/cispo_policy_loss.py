@@ -59,10 +59,7 @@ class CISPOPolicyLossFn(TokenLossFn):
         weight = ratio.clamp(1.0 - self.clip_range_low, 1.0 + self.clip_range_high)
         learns = self._learns(ratio, tokens.advantages).to(ratio)
         losses = -tokens.advantages * weight * learns * tokens.logprob
-        return losses, {
-            "ppo_kl": tokens.mean(-difference),
-            "unmasked_frac": tokens.mean(learns),
-        }
+        return losses, {"ppo_kl": tokens.mean(-difference), "unmasked_frac": tokens.mean(learns)}
 
     def _learns(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return M, bool."""

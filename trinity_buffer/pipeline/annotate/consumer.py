@@ -493,10 +493,7 @@ class StrategyConsumer:
                 f"{self._reader.unscored} on; `tb.assign_rewards` again under this name brings them"
             )
         return await experiment.database.read(
-            diagnosis.of_strategy,
-            experiment.key,
-            self.name,
-            whole_batches=self._unit == "batch",
+            diagnosis.of_strategy, experiment.key, self.name, whole_batches=self._unit == "batch"
         )
 
     async def _report_undecided(self) -> None:

@@ -412,10 +412,7 @@ class Grouping:
             group.decided = True
         chunks = [ready] if self.unit == "batch" else [[group] for group in ready]
         return [
-            ReadyUnit(
-                tuple(chunk),
-                any(group.short for group in chunk),
-            )
+            ReadyUnit(tuple(chunk), any(group.short for group in chunk))
             for chunk in chunks
             if chunk
         ]

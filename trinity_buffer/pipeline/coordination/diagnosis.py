@@ -220,11 +220,7 @@ def abandoned_groups(tx: Transaction, experiment: int) -> int:
 
 
 def lacks_of(
-    tx: Transaction,
-    experiment: int,
-    strategy: ConsumerRow | None,
-    *,
-    whole_batches: bool = False,
+    tx: Transaction, experiment: int, strategy: ConsumerRow | None, *, whole_batches: bool = False
 ) -> list[Lack]:
     """Return the incomplete groups that a strategy has not decided, the oldest batch first.
 

@@ -7,12 +7,7 @@ from contextlib import asynccontextmanager
 
 import anyio.to_thread
 
-from trinity_buffer.pipeline.verify.projections import (
-    Progress,
-    decoded_events,
-    no_progress,
-    pages,
-)
+from trinity_buffer.pipeline.verify.projections import Progress, decoded_events, no_progress, pages
 from trinity_buffer.store import fold, refold
 from trinity_buffer.store.database import Database, DedicatedConnection
 

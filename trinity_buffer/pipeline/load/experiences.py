@@ -6,11 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from trinity_buffer.errors import (
-    CodecError,
-    CodecVersionError,
-    DamagedSegmentError,
-)
+from trinity_buffer.errors import CodecError, CodecVersionError, DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.coordination.waiting import one_line

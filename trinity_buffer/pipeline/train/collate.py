@@ -176,11 +176,7 @@ def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, Co
 
 
 def _put_response(
-    column: Array,
-    blocks: deque[Block],
-    places: Places,
-    weights: Weights,
-    last: Array | None = None,
+    column: Array, blocks: deque[Block], places: Places, weights: Weights, last: Array | None = None
 ) -> Iterator[None]:
     """Write a column of the responses by `put_rows`.
 
@@ -388,11 +384,7 @@ def _each(items: Sequence[T], size: int) -> Sequence[T]:
 
 
 def _per_row(
-    manifest: Manifest,
-    plan: MicroBatchPlan,
-    size: int,
-    recorded: Array | None,
-    runs: Array | None,
+    manifest: Manifest, plan: MicroBatchPlan, size: int, recorded: Array | None, runs: Array | None
 ) -> dict[str, Column]:
     """Return the columns ``[N]`` that identify each row."""
     chosen = slice(plan.start, plan.stop)

@@ -155,10 +155,7 @@ class StreamOptions:
             InvalidArgumentError: an impossible ratio or staleness.
         """
         kind: Any = SAMPLE_STRATEGY.get(self.sample_strategy)
-        args = {
-            "max_staleness": self.max_staleness,
-            "expert_data_ratio": self.expert_data_ratio,
-        }
+        args = {"max_staleness": self.max_staleness, "expert_data_ratio": self.expert_data_ratio}
         # Unset options are left out, so that each strategy keeps its own defaults.
         made: SampleStrategy = kind(**{k: v for k, v in args.items() if v is not None})
         return made

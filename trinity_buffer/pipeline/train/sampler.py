@@ -89,13 +89,7 @@ class ReadyGroups:
         source: number of that experiment in the manifests.
     """
 
-    def __init__(
-        self,
-        annotation_set: str,
-        reader: Reader,
-        rows: EventCache,
-        source: int,
-    ) -> None:
+    def __init__(self, annotation_set: str, reader: Reader, rows: EventCache, source: int) -> None:
         self._set = annotation_set
         self._reader = reader
         self._rows = rows

@@ -95,12 +95,7 @@ class TrainerAudit:
             yield Problem("manifests", place, what)
         rows, by_rank = self._rows_of(manifest), manifest.rows_by_rank()
         self.steps[manifest.step] = LeasedManifest(
-            position,
-            manifest.step,
-            fact.digest,
-            len(rows),
-            packed(np.sort(rows)),
-            by_rank,
+            position, manifest.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
         )
         self._manifests[position] = manifest
 
@@ -153,11 +148,7 @@ class TrainerAudit:
             what = f"step {fact.step} was dealt to {fact.world_size} ranks as {by_rank} rows"
             yield self._dealt_wrongly(position, f"{what}, it has {len(rows)}")
         self.steps[fact.step] = replace(
-            leased,
-            digest=fact.digest,
-            count=len(rows),
-            rows=packed(np.sort(rows)),
-            by_rank=by_rank,
+            leased, digest=fact.digest, count=len(rows), rows=packed(np.sort(rows)), by_rank=by_rank
         )
 
     def _dealt_wrongly(self, position: int, what: str) -> Problem:

@@ -263,11 +263,7 @@ def _check_tokens(experience: Experience, field: str) -> None:
 
 
 def _check_vector(
-    experience: Experience,
-    field: str,
-    value: Any,
-    dtypes: frozenset[torch.dtype],
-    what: str,
+    experience: Experience, field: str, value: Any, dtypes: frozenset[torch.dtype], what: str
 ) -> None:
     if not isinstance(value, Tensor):
         raise _refuse(experience, field, f"is a {type(value).__name__}, it must be a tensor")

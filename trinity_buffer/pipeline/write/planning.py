@@ -307,11 +307,7 @@ MAX_ROLLOUTS = 1 << 20
 
 
 def _check_admission(
-    tx: Transaction,
-    experiment: int,
-    actor: str,
-    wanted: BatchPlanned,
-    version: int | None,
+    tx: Transaction, experiment: int, actor: str, wanted: BatchPlanned, version: int | None
 ) -> AdmissionCheck:
     """Return whether the batch may be planned now."""
     existing = writer_queries.batch_row(tx, experiment, wanted.batch)

@@ -136,10 +136,7 @@ class SQLWriter(BufferWriter):
             BatchTakenError: another actor has planned it, with the same tasks.
         """
         wanted = BatchPlanned(
-            batch=batch,
-            tasks=list(tasks),
-            rollouts_per_group=rollouts_per_group,
-            contents=contents,
+            batch=batch, tasks=list(tasks), rollouts_per_group=rollouts_per_group, contents=contents
         )
         return await planning.plan(
             self._database,
