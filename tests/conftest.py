@@ -23,8 +23,8 @@ import pytest
 from hypothesis import settings
 
 from tests.postgres import PostgresServer
+from trinity_buffer import open_store
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.store import open_store
 
 DATABASE = "test"
 STORE, EMPTY_STORE = "store", "empty_store"

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
+from trinity_buffer import assign_rewards, open_store, run_strategy
 from trinity_buffer.events import SegmentsArchived
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import log
 
 TASKS = 4

@@ -14,9 +14,8 @@ import pytest
 
 from tests.contract.making import group, opened
 from tests.postgres import PostgresServer
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.errors import UnsafeStoreError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
 
 pytestmark = pytest.mark.outside
 PORT = 6432

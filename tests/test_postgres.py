@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.postgres import PostgresServer
 from tests.sample_run import rollout
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 
 ROOT = Path(__file__).parents[1]
 OWNER_OF_A_SERVER = """

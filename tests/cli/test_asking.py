@@ -18,7 +18,7 @@ from sqlalchemy import update
 from tests.cli.calling import Cli
 from tests.pipeline.planting import delete_event, unguarded
 from tests.sample_run import SampleRun, record_sample_run
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 from trinity_buffer.store.tables import experience
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.calling import Cli, Ended
 from tests.crash.forking import fork_children
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from trinity_buffer import GroupingRules, StreamOptions
 from trinity_buffer.cli.roles import settings_of
 from trinity_buffer.cli.run_config import (
     ExploringConfig,
@@ -16,8 +17,6 @@ from trinity_buffer.cli.run_config import (
 )
 from trinity_buffer.demo.policy import PolicyConfig
 from trinity_buffer.explorer.explore import ExploreOptions
-from trinity_buffer.pipeline.annotate.grouping import GroupingRules
-from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.trainer.settings import TrainerSettings
 
 SECTIONS: tuple[type[Section], ...] = (RunConfig, ModelConfig, OptimizerConfig, ExploringConfig)

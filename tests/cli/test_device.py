@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.cli.calling import Cli
 from tests.cli.test_option_matrix import SMALL, stored, words_of
 from tests.trainer.qwen import qwen2
+from trinity_buffer import open_store
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.run_backends import backend_for
 from trinity_buffer.cli.run_config import resolved
@@ -21,7 +22,6 @@ from trinity_buffer.demo.policy import KeyValueCache, PolicyConfig, TransformerP
 from trinity_buffer.demo.rollout import evaluate
 from trinity_buffer.demo.tasks import SortDigits
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.models import new_critic
 

@@ -23,10 +23,9 @@ from tests.cli.calling import Cli
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
 from tests.sample_run import record_sample_run
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.pipeline.coordination.presence import this_host
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import heartbeats, leases
 from trinity_buffer.store.database import open_database
 from trinity_buffer.store.heartbeats import PresenceRow

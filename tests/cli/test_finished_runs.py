@@ -11,7 +11,7 @@ import pytest
 from tests.cli.calling import Cli
 from tests.cli.test_option_matrix import SMALL, words_of
 from tests.pipeline.planting import events_of
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 
 RUN = {
     **SMALL,

@@ -10,11 +10,11 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
+from trinity_buffer import open_store
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.main import app
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.errors import TrinityBufferError
-from trinity_buffer.pipeline.store import open_store
 
 CONFIG = {
     "task": {"digits": 1},

@@ -17,6 +17,7 @@ from pysqlite3 import dbapi2
 
 from tests.cli.calling import Cli
 from tests.crash.forking import fork_children
+from trinity_buffer import open_store
 from trinity_buffer.algorithm import (
     ADD_STRATEGY,
     ADVANTAGE_FN,
@@ -31,7 +32,6 @@ from trinity_buffer.cli import roles, run
 from trinity_buffer.cli.commands import COMMANDS
 from trinity_buffer.cli.run_config import RunConfig, overridden, recorded, resolved
 from trinity_buffer.errors import UnknownStoreError
-from trinity_buffer.pipeline.store import open_store
 
 STEPS = 4
 SMALL = {

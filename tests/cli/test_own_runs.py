@@ -14,8 +14,8 @@ import pytest
 from tests.cli.calling import Cli
 from tests.crash.forking import said_by
 from tests.explorer.vllm_dialect import VLLM, served
+from trinity_buffer import open_store
 from trinity_buffer.cli.main import run_command
-from trinity_buffer.pipeline.store import open_store
 
 SMALL = {
     "groups_per_batch = 8": "groups_per_batch = 2",

@@ -11,8 +11,8 @@ from pathlib import Path
 import anyio
 
 from tests.sample_run import rollout
+from trinity_buffer import open_store
 from trinity_buffer.explorer.explore import Acknowledgements
-from trinity_buffer.pipeline.store import open_store
 
 POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 """As in a container of its own Python; else Python itself sees to it."""

@@ -15,9 +15,9 @@ import trinity_buffer as tb
 from tests.cli.calling import Cli
 from tests.inspect.test_experts import mixed
 from tests.sample_run import SampleRun, record_sample_run, rollout
+from trinity_buffer import open_store
 from trinity_buffer.cli.stats import MOST_IN_FULL
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.url import named
 
 

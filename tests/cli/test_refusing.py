@@ -13,7 +13,7 @@ from pysqlite3 import dbapi2
 
 from tests.cli.calling import Cli
 from tests.sample_run import SampleRun, record_sample_run
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 
 DUMP = str(Path(__file__).parents[1] / "integrations" / "dumps" / "trinity.db")
 OWN_RUN = 'model = "m"\nrollout = "nowhere_at_all:f"\ntasks = "nowhere_at_all:t"\n'

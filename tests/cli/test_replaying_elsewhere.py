@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
+from trinity_buffer import open_store
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.main import app
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.trainer.determinism import largest_difference
 from trinity_buffer.trainer.settings import TrainerSettings
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from trinity_buffer import open_store
 from trinity_buffer.cli.roles import prepare
 from trinity_buffer.cli.run_config import algorithm_of, overridden, read_file, resolved
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 
 

@@ -9,7 +9,7 @@ import anyio
 from tests.cli.calling import Cli
 from tests.contract.making import group, opened
 from tests.pipeline.test_deadlines import abandoned, sealed
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import run_strategy
 
 
 def test_a_batch_is_sealed_by_hand_as_it_is(cli: Cli, store_url: str) -> None:

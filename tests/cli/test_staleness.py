@@ -6,7 +6,7 @@ import anyio
 
 from tests.cli.calling import Cli
 from tests.contract.making import opened, rollout
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import run_strategy
 
 
 async def _by_two(url: str) -> None:

@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from tests.cli.calling import Cli
+from trinity_buffer import open_store
 from trinity_buffer.cli.supervisor import (
     ENDS_WITH_PARENT,
     GIVEN_UP,
@@ -26,7 +27,6 @@ from trinity_buffer.errors import (
     TrinityBufferError,
     UnknownExperimentError,
 )
-from trinity_buffer.pipeline.store import open_store
 
 
 def given_up(folder: Path, code: int) -> Child:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from tests.cli.calling import Cli
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 
 SMALL = (
     *("task.digits=1", "model.width=8", "model.layers=1", "model.heads=1", "groups_per_step=1"),

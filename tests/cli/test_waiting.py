@@ -8,9 +8,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from trinity_buffer import open_store
 from trinity_buffer.cli.options import awaited_experiment
 from trinity_buffer.pipeline.coordination.waiting import WAIT_REPORT
-from trinity_buffer.pipeline.store import open_store
 
 
 async def test_a_follower_waits_for_the_store_and_its_first_experiment(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.making import opened
+from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import anyio
 import pytest
 
 from tests.contract.making import group, opened, rows
+from trinity_buffer import run_strategy
 from trinity_buffer.errors import ConflictingExperienceError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import tables
 

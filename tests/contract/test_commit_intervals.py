@@ -13,11 +13,10 @@ import pytest
 import trinity_buffer as tb
 from tests.contract.making import group, opened
 from tests.trainer.qwen import qwen2
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError
 from trinity_buffer.inspector.doctor import examine
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
 
 
 async def annotated(url: str, **config: object) -> None:

@@ -14,11 +14,11 @@ import pytest
 from sqlalchemy import make_url
 
 from tests.contract.making import contents, group, opened
+from trinity_buffer import open_store
 from trinity_buffer.cli.maintenance import migrate
 from trinity_buffer.cli.options import chosen_experiment
 from trinity_buffer.cli.run_config import experiment_in
 from trinity_buffer.errors import TrinityBufferError, UnknownExperimentError
-from trinity_buffer.pipeline.store import open_store
 
 PASSWORD = "s3cret-hunter2"
 

@@ -17,6 +17,7 @@ from tests.codec.test_validation import BAD
 from tests.codec.test_validation import rollout as of_five_tokens
 from tests.contract.making import group, kinds, opened, rollout, rows
 from tests.pipeline.planting import unguarded
+from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import (
     ConflictError,
     DamagedSegmentError,
@@ -27,12 +28,9 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import ConfigurationChanged, ExperienceColumns, ExperiencesRecorded
 from trinity_buffer.experience import EID, CustomField, Experience
 from trinity_buffer.identity import problem_of_name
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, segments, tables
 from trinity_buffer.store.transaction import Transaction
 

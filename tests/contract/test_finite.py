@@ -10,11 +10,9 @@ import torch
 from typing_extensions import override
 
 from tests.trainer.data import rollouts
+from trinity_buffer import assign_rewards, open_store, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.annotate.rewards import assign_rewards
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.write.checks import PER_TOKEN
 
 NAN, INF = math.nan, math.inf

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trinity_buffer import open_store
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
-from trinity_buffer.pipeline.store import open_store
 
 _numbers = count()
 

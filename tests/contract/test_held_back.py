@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.making import group, opened
 from tests.contract.test_planning import waiting_plan
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 
 

@@ -13,11 +13,11 @@ from sqlalchemy.exc import DBAPIError
 
 from tests.conftest import Resize
 from tests.contract.making import contents, dawdling, group, kinds, opened, rollout, rows
+from trinity_buffer import open_store
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import StreamEnded
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import log, segments, tables
 from trinity_buffer.store.transaction import Transaction
 

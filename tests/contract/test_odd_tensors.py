@@ -9,11 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from tests.contract.making import opened
+from trinity_buffer import run_strategy, verify
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.tensors import TORCH_DTYPES
-from trinity_buffer.pipeline.verify.verify import verify
 
 MANY = 40_000
 """Elements of a tensor whose bytes are not joined with those of others."""

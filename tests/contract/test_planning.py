@@ -12,6 +12,7 @@ from sqlalchemy import func, select
 from typing_extensions import override
 
 from tests.contract.making import contents, group, kinds, opened, rollout, rows
+from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import (
     ConflictingPlanError,
@@ -20,7 +21,6 @@ from trinity_buffer.errors import (
     TrinityBufferError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.store import tables

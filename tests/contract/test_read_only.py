@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.making import contents, group, opened
+from trinity_buffer import open_store
 from trinity_buffer.errors import ReadOnlyStoreError
-from trinity_buffer.pipeline.store import open_store
 
 
 async def test_a_read_only_store_refuses_to_write(store_url: str) -> None:

@@ -12,14 +12,13 @@ from sqlalchemy import select
 from tests.conftest import Resize
 from tests.contract.making import group, opened, rollout, rows
 from tests.pipeline.planting import unguarded
-from trinity_buffer import codec
+from trinity_buffer import codec, open_store, run_strategy
 from trinity_buffer.codec import decode_body
 from trinity_buffer.errors import CodecError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.train.sampler import ReadyGroup, ReadyGroups
 from trinity_buffer.store import tables
 from trinity_buffer.store.log import StoredEvent

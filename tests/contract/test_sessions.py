@@ -13,11 +13,11 @@ from sqlalchemy import func, select
 
 from tests.conftest import Resize
 from tests.contract.making import contents, kinds, opened
+from trinity_buffer import open_store
 from trinity_buffer.errors import ReadOnlyStoreError
 from trinity_buffer.events import StreamEnded
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import log
 from trinity_buffer.store.tables import waiting
 from trinity_buffer.store.transaction import ReadSession, Session, TakenKeyError, Transaction

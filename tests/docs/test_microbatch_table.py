@@ -12,10 +12,9 @@ import torch
 
 from tests.contract.making import opened
 from tests.trainer.data import prepared
+from trinity_buffer import open_train_stream, run_strategy
 from trinity_buffer.algorithm import build
 from trinity_buffer.experience import EID, CustomField, Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()

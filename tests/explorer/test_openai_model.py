@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from tests.contract.making import group, opened
 from tests.explorer.vllm_dialect import VLLM, served
+from trinity_buffer import run_strategy
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.explorer import weights
@@ -23,7 +24,6 @@ from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.explorer.server import Server
 from trinity_buffer.explorer.weights import PushReport, push_weights, sync_weights
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import PublishedPolicy
 from trinity_buffer.trainer.token_scores import token_scores
 

@@ -11,6 +11,7 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 
+from trinity_buffer import open_store
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.demo.tasks import SortDigits
@@ -20,7 +21,6 @@ from trinity_buffer.explorer.explore import BatchReport, ExploreOptions, Samplin
 from trinity_buffer.explorer.weights import Weights
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer.checkpoint import POLICY_FILE, remove_old
 

@@ -12,12 +12,12 @@ import pytest
 
 from tests.conftest import Resize
 from tests.sample_run import record_sample_run
+from trinity_buffer import open_store
 from trinity_buffer.codec import Column, Segment
 from trinity_buffer.inspector.compare import compare_sets
 from trinity_buffer.inspector.experience import mean_of, means_of, readable_events
 from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, as_of, now
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import position_of, slot_of
 from trinity_buffer.store.transaction import Transaction

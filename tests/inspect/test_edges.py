@@ -17,6 +17,7 @@ from tests.conftest import Resize
 from tests.contract.making import rollout
 from tests.pipeline.planting import unguarded
 from tests.trainer.test_mixing import filled, taken
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.experience import Experience
@@ -34,9 +35,7 @@ from trinity_buffer.inspector.experience import row_of
 from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import trainer_of
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.coordination.lease import owner_name
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.tables import event, experience
 from trinity_buffer.store.transaction import Transaction
 

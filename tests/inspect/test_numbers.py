@@ -21,9 +21,9 @@ from tests.inspect.numbers_run import MIXED, PENALIZED, Reports, made
 from tests.inspect.plain_log import Log, Row, Step, Trainer, log_of
 from tests.web.conftest import BASE
 from tests.web.test_report import Page
+from trinity_buffer import open_store
 from trinity_buffer.inspector.table import to_arrow
 from trinity_buffer.inspector.tracking import Tracker, track
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.web.app import inspector
 from trinity_buffer.web.metrics import metrics
 from trinity_buffer.web.report import report

@@ -15,10 +15,9 @@ from pysqlite3 import dbapi2
 
 from tests.conftest import Resize
 from tests.sample_run import SampleRun, record_sample_run, rollout
-from trinity_buffer import inspector
+from trinity_buffer import inspector, open_store
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector.source import Source, as_of, now
-from trinity_buffer.pipeline.store import open_store
 
 SLOTS = 1 << 20
 

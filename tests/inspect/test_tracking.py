@@ -14,15 +14,14 @@ import pytest
 from typing_extensions import override
 
 from tests.sample_run import SampleRun, record_sample_run, rollout
-from trinity_buffer import inspector
+from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector import tracking
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.tracking import Tracker, numbers_of, track
 from trinity_buffer.integrations.trackers import tracker_of
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Store
 
 
 class Kept(Tracker):

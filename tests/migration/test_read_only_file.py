@@ -12,8 +12,8 @@ from pathlib import Path
 import anyio
 import pytest
 
+from trinity_buffer import open_store
 from trinity_buffer.errors import StoreReplacedError
-from trinity_buffer.pipeline.store import open_store
 
 NOBODY = 65534
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import trinity_buffer as tb
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import run_strategy
 
 STEPS = 4
 

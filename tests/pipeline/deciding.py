@@ -11,11 +11,10 @@ from typing import Any
 from typing_extensions import override
 
 from tests.crash.forking import CONTEXT, become
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
 
 NAME = "all"
 

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Table, select, text
 
-from trinity_buffer import codec
+from trinity_buffer import codec, open_store
 from trinity_buffer.pipeline.handle import Event, now_us
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.report import Problem, VerifyReport
 from trinity_buffer.store import log
 from trinity_buffer.store.database import open_for_migration

@@ -13,13 +13,11 @@ from tests.contract.making import group, rows
 from tests.pipeline.edits import in_body
 from tests.pipeline.planting import beside_heads, unguarded
 from tests.pipeline.test_compaction import trained
+from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.archive import read_archive
-from trinity_buffer.pipeline.history.compact import compact, restore
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
+from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.store.segments import blob_of
 from trinity_buffer.store.tables import segment
 

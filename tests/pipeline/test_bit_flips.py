@@ -13,10 +13,9 @@ from pysqlite3 import dbapi2
 
 from tests.contract.making import opened, rollout
 from tests.sample_run import SampleRun
+from trinity_buffer import open_store, verify
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.history.rebuild import rebuild
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
 
 PER_TEST = 10
 

@@ -13,14 +13,13 @@ from sqlalchemy import select, text, update
 
 from tests.pipeline.planting import chain_anew, events_of, unguarded
 from tests.sample_run import SampleRun, rollout
-from trinity_buffer import codec
+from trinity_buffer import codec, open_store, verify
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.history.rebuild import rebuild
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.addresses import Names
 from trinity_buffer.pipeline.verify.evidence import read_acknowledged
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.tables import event, experiment, segment
 from trinity_buffer.store.transaction import Transaction
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.making import group, opened
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import digest_of, make_durable, read_manifest_chain
 
 

@@ -19,15 +19,13 @@ from typer.testing import CliRunner
 from tests.contract.making import rows
 from tests.pipeline.planting import events_of, unguarded
 from tests.pipeline.watching import Killed
+from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compact import compact, restore
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
+from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.store.tables import event, segment
 
 

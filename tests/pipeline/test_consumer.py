@@ -13,6 +13,7 @@ from typing_extensions import override
 from tests.contract.making import assert_conserved, contents, group, kinds, opened, rollout, rows
 from tests.pipeline.planting import unguarded
 from tests.pipeline.watching import BatchWatcher, Watcher, reasons, rejected_groups
+from trinity_buffer import StrategyConsumer, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import (
     ConflictingStrategyError,
@@ -22,7 +23,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.annotate.consumer import ConsumerReport, StrategyConsumer, run_strategy
+from trinity_buffer.pipeline.annotate.consumer import ConsumerReport
 from trinity_buffer.pipeline.annotate.deciding import DecisionBuilder
 from trinity_buffer.store import tables
 

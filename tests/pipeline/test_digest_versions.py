@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.contract.making import group, opened
+from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint
@@ -25,7 +25,6 @@ from trinity_buffer.pipeline.train.checkpoint import (
     write_manifest_chain,
     written,
 )
-from trinity_buffer.pipeline.verify.verify import verify
 
 PIECE = 1000
 

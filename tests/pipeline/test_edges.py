@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract.making import rollout
-from trinity_buffer import codec
+from trinity_buffer import assign_rewards, codec, open_store
 from trinity_buffer.events import (
     BatchLeased,
     ExperienceColumns,
@@ -19,12 +19,10 @@ from trinity_buffer.events import (
     TrainerRewound,
     body_of,
 )
-from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.blocks import Block, Field
 from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches, plans_of
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.log_audit import CrossAudit, EventChain, LogAudit
 from trinity_buffer.pipeline.verify.report import Problem
 from trinity_buffer.pipeline.verify.segments import wrong_columns

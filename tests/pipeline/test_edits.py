@@ -12,10 +12,10 @@ from sqlalchemy import text
 from tests.pipeline.edits import EDITS
 from tests.pipeline.planting import chain_anew
 from tests.sample_run import SampleRun
+from trinity_buffer import open_store, verify
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.history.rebuild import rebuild
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.schema import guards
 from trinity_buffer.store.transaction import Transaction

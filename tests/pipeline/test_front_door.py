@@ -12,8 +12,9 @@ import pytest
 
 import trinity_buffer as tb
 from tests.contract.making import group, opened
+from trinity_buffer import StreamOptions
 from trinity_buffer.errors import UnknownExperimentError, UnknownStoreError
-from trinity_buffer.pipeline.train.options import StreamKeywords, StreamOptions
+from trinity_buffer.pipeline.train.options import StreamKeywords
 
 
 def test_the_stream_shows_every_option_with_its_default() -> None:

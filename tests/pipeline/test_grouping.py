@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from trinity_buffer import GroupingRules
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.pipeline.annotate.grouping import (
     Group,
     Grouping,
-    GroupingRules,
     ReadyUnit,
     RowRange,
     range_of_row,

@@ -9,11 +9,11 @@ from typing_extensions import override
 
 from tests.contract.making import assert_conserved, group, opened
 from tests.pipeline.watching import reasons
+from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 
 
 class Hostile(AddStrategy):

@@ -18,11 +18,11 @@ import torch
 
 from tests.conftest import Resize
 from tests.pipeline.test_rows_to_batches import LAYOUTS, written
+from trinity_buffer import open_train_stream
 from trinity_buffer.codec import decode_segment
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.pipeline.load import columns
 from trinity_buffer.pipeline.manifest import LayoutName
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train.collate import LazyColumns
 from trinity_buffer.pipeline.train.microbatch import Lazy, LazyTensors, MicroBatch
 

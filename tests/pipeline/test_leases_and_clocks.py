@@ -11,12 +11,12 @@ import anyio
 import pytest
 
 from tests.postgres import PostgresServer
+from trinity_buffer import open_store
 from trinity_buffer.errors import LeaseHeldError
 from trinity_buffer.pipeline import handle
 from trinity_buffer.pipeline.coordination import lease
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.presence import has_ended
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.leases import describe_owner
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from tests.conftest import Resize
 from tests.pipeline.test_late_columns import require_equal
 from tests.pipeline.test_rows_to_batches import written
+from trinity_buffer import open_train_stream
 from trinity_buffer.pipeline.load.blocks import Array
 from trinity_buffer.pipeline.manifest import LayoutName
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train import moving
 from trinity_buffer.pipeline.train.microbatch import LazyTensors, MicroBatch
 from trinity_buffer.pipeline.train.moving import Event, Mover

@@ -16,11 +16,11 @@ from sqlalchemy import update
 from typing_extensions import override
 
 from tests.contract.making import group, living, opened, rows
+from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer, explore
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.coordination import presence
 from trinity_buffer.pipeline.coordination.lease import is_dead, owner_name
 from trinity_buffer.pipeline.coordination.presence import describe_process, has_ended, is_here

@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.making import assert_conserved, group, opened, rollout
 from tests.pipeline.watching import Watcher, reasons
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import run_strategy
 
 
 @pytest.mark.parametrize("strategy", ["grpo", Watcher])

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tests.contract.making import assert_conserved, group, opened, rollout, rows
 from tests.pipeline.planting import beside_heads, unguarded
-from trinity_buffer import codec
+from trinity_buffer import assign_rewards, codec, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
     ASYMREAddStrategy,
@@ -30,16 +30,13 @@ from trinity_buffer.algorithm.add_strategy import (
 )
 from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.annotate.deciding import Decision, DecisionBuilder
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.annotate.reward_table import table_of, verdicts_of
-from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, segments, tables
 from trinity_buffer.store.rows import SLOT_BITS, address_of
 from trinity_buffer.store.transaction import Transaction

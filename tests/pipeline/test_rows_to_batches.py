@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from tests.conftest import Resize
+from trinity_buffer import open_store, open_train_stream, run_strategy
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.load import columns, segments
 from trinity_buffer.pipeline.load.blocks import Array
 from trinity_buffer.pipeline.manifest import LayoutName
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train.buffers import StepMemory
 from trinity_buffer.pipeline.train.collate import LazyColumn
 from trinity_buffer.pipeline.train.microbatch import MicroBatch

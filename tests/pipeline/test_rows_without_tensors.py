@@ -12,16 +12,11 @@ import pytest
 import torch
 
 from tests.contract.making import group
-from trinity_buffer import inspector
+from trinity_buffer import assign_rewards, compact, inspector, open_store, run_strategy, verify
 from trinity_buffer.errors import ArchivedSegmentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compact import compact
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
 
 GONE, KEPT, LATER = 2, 2, 1
 """Groups whose tensors leave, groups that keep theirs, and those that are written afterwards."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 from tests.contract.making import opened, rollout, rows
 from tests.pipeline.test_reward_table import by_experiences, said
 from tests.pipeline.test_reward_table import recorded as as_events
-from trinity_buffer import inspector
+from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY, ADVANTAGE_FN
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
@@ -31,7 +31,6 @@ from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.errors import ConflictingStrategyError, InvalidArgumentError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience, group_by
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.annotate.deciding import DecisionBuilder
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.annotate.reward_table import table_of, verdicts_of
@@ -39,7 +38,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import RowLoader, experiences_of
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.train.collate import collate_step
 from trinity_buffer.store import segments, tables, writer_queries
 from trinity_buffer.writer import StagedWriter

@@ -10,10 +10,10 @@ import pytest
 
 from tests.contract.making import group, opened, rows
 from tests.pipeline.watching import Watcher
+from trinity_buffer import GroupingRules, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.errors import ConflictingStrategyError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy, same_config
-from trinity_buffer.pipeline.annotate.grouping import GroupingRules
+from trinity_buffer.pipeline.annotate.consumer import same_config
 from trinity_buffer.store import tables
 from trinity_buffer.writer import StagedWriter
 

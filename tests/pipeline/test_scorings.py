@@ -12,12 +12,10 @@ import pytest
 
 from tests.conftest import Resize
 from tests.contract.making import opened, rollout
+from trinity_buffer import assign_rewards, run_strategy, verify
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.verify.verify import verify
 
 RUNS = 3
 

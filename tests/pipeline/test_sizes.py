@@ -20,18 +20,14 @@ from tests.contract.making import rollout, rows
 from tests.pipeline.planting import everything, unguarded
 from tests.sample_run import SampleRun
 from tests.small_sizes import NAMES, small
+from trinity_buffer import assign_rewards, compact, open_store, run_strategy, verify
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import groups
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.annotate.rewards import assign_rewards
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compact import compact
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import retention, writer_queries
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.tables import PROJECTIONS, experience, segment

@@ -20,17 +20,16 @@ from tests.contract.making import assert_conserved, group, opened, rollout
 from tests.pipeline import deciding
 from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
+from trinity_buffer import StrategyConsumer, run_strategy, verify
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import compare_sets, leases
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer, run_strategy
 from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
 from trinity_buffer.pipeline.coordination.presence import is_paused, start_of, this_host
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import heartbeats, writer_queries
 from trinity_buffer.store import leases as store_leases
 from trinity_buffer.store.rows import ConsumerRow

@@ -10,9 +10,8 @@ import anyio.to_thread
 import pytest
 
 from tests.contract.making import group, opened, rows
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import open_train_stream, run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train import lead
 from trinity_buffer.pipeline.train.step import StepQueue, TrainStep
 from trinity_buffer.store import tables

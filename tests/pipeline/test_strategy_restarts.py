@@ -16,8 +16,9 @@ from tests.pipeline.watching import (
     reasons,
     rejected_groups,
 )
+from trinity_buffer import StrategyConsumer, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.pipeline.annotate.consumer import ConsumerReport, StrategyConsumer, run_strategy
+from trinity_buffer.pipeline.annotate.consumer import ConsumerReport
 from trinity_buffer.store import counts, tables
 
 

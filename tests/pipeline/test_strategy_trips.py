@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.contract.making import assert_conserved, group, opened
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import run_strategy
 from trinity_buffer.store.connection import ConnectionPool
 
 

@@ -20,14 +20,13 @@ from tests.pipeline.planting import (
     unguarded,
 )
 from tests.sample_run import RUNS, SampleRun, record_sample_run, rollout
-from trinity_buffer import codec
+from trinity_buffer import codec, open_store, verify
 from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, body_of
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.manifest import Manifest
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import digest_of
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, step
 from trinity_buffer.store.transaction import Transaction

@@ -17,12 +17,11 @@ import pytest
 
 import trinity_buffer as tb
 from tests.contract.making import group, opened, rollout, rows
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector.doctor import examine
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import leases, tables
 
 HERE = f"pid {os.getpid()} on host {socket.gethostname()}"

@@ -21,15 +21,14 @@ from tests.pipeline.planting import unguarded
 from tests.planted_faults.dying import write_and_die
 from tests.planted_faults.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
 from tests.sample_run import rollout
+from trinity_buffer import run_strategy, verify
 from trinity_buffer.algorithm import GRPOAddStrategy
 from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceError
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.transaction import Transaction

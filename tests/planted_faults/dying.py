@@ -11,8 +11,8 @@ from typing import Any
 import anyio
 
 from tests.sample_run import rollout
+from trinity_buffer import open_store
 from trinity_buffer.explorer.explore import Acknowledgements
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.write.group_commit import GroupCommit, Outcome
 from trinity_buffer.store.log import Place
 

@@ -12,10 +12,10 @@ from sqlalchemy import delete, select, update
 
 from tests.pipeline.planting import delete_event
 from tests.planted_faults import checks
+from trinity_buffer import StrategyConsumer, verify
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact, PlacedFact
 from trinity_buffer.pipeline.annotate import deciding
-from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer
 from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
@@ -24,7 +24,6 @@ from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.pipeline.write import batch, planning
 from trinity_buffer.store import (
     fold,

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.sample_run import rollout
+from trinity_buffer import open_store
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.verify import VerifyReport
 
 RUNS = 4

@@ -21,11 +21,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.explorer.vllm_dialect import VLLM, served
+from trinity_buffer import open_store
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.server import Server
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.recorder.app import Recorder, RecorderSettings
 from trinity_buffer.recorder.recording import Recording
 from trinity_buffer.trainer.token_scores import token_scores

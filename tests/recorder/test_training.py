@@ -22,9 +22,9 @@ from tests.cli.calling import Cli
 from tests.cli.conftest import cli
 from tests.explorer.vllm_dialect import VLLM, served
 from tests.recorder.test_recorder import HELLO, client, recording, reward
+from trinity_buffer import open_store
 from trinity_buffer.cli.main import run_command
 from trinity_buffer.demo.tiny_model import make_tiny_model
-from trinity_buffer.pipeline.store import open_store
 
 __all__ = ["cli"]  # the fixture
 

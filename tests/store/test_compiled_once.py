@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy.sql.compiler import SQLCompiler
 
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 
 
 async def asked(url: str) -> list[str]:

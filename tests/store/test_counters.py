@@ -15,18 +15,16 @@ from tests.pipeline.planting import unguarded
 from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.store.test_earlier import append, taken_back
 from tests.trainer.test_mixing import filled, taken
+from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import counters, counts, log, migrations, writer_queries
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.transaction import Transaction

@@ -12,6 +12,7 @@ from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.postgres import PostgresServer
 from tests.sample_run import record_sample_run
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import (
     ExperiencesRejected,
@@ -25,10 +26,8 @@ from trinity_buffer.events import (
     TrainerRewound,
 )
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.projections import decoded_events
 from trinity_buffer.store import log
 from trinity_buffer.store.refold import Scratch, open_scratch

@@ -9,10 +9,10 @@ import anyio
 import asyncpg
 from sqlalchemy import make_url
 
+from trinity_buffer import open_store
 from trinity_buffer.events import StreamEnded
 from trinity_buffer.pipeline.coordination.lease import hold_lease
 from trinity_buffer.pipeline.handle import new_event
-from trinity_buffer.pipeline.store import open_store
 
 LOCK = "SELECT pg_advisory_lock(7, $1)"
 WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"

@@ -16,11 +16,10 @@ from sqlalchemy.event import listen
 
 from tests.postgres import PostgresServer
 from tests.sample_run import rollout
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.events import TrainerRewound
 from trinity_buffer.identity import EID
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import counters, counts, inspection, log, retention, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader

@@ -16,9 +16,9 @@ import pytest
 from pysqlite3 import dbapi2
 
 from tests.postgres import PostgresServer
+from trinity_buffer import open_store
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import log, sqlite
 from trinity_buffer.store import notify as module
 from trinity_buffer.store.connection import Owner, StoreFiles

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.making import group, opened
+from trinity_buffer import open_store
 from trinity_buffer.errors import UnknownStoreError
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import sqlite
 
 CLOSE_AS_THE_LAST = """

@@ -8,8 +8,8 @@ import pytest
 
 from tests.postgres import PostgresServer
 from tests.sample_run import rollout
+from trinity_buffer import open_store
 from trinity_buffer.errors import UnknownStoreError
-from trinity_buffer.pipeline.store import open_store
 
 DATABASE = "of_two_roles"
 

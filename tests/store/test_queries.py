@@ -12,9 +12,9 @@ from pysqlite3 import dbapi2
 from sqlalchemy import text
 from sqlalchemy.event import listen
 
+from trinity_buffer import open_store
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import counts, inspection, log, refold, trainer_queries, writer_queries
 from trinity_buffer.store.fold import fold_all
 from trinity_buffer.store.rows import ConsumerRow

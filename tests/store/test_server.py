@@ -14,10 +14,8 @@ from sqlalchemy.util import await_only
 
 from tests.contract.making import group, kinds, opened
 from tests.postgres import PostgresServer
+from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, postgres, postgres_connect, sqlite
 from trinity_buffer.store.transaction import Transaction
 

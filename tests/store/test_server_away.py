@@ -17,11 +17,9 @@ from typing_extensions import override
 from tests.contract.making import group, kinds, opened
 from tests.postgres import PostgresServer
 from tests.store.wire import wired
+from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError, StoreReplacedError, StoreUnavailableError
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, notify, postgres_connect, sqlite
 from trinity_buffer.store.url import parse_url
 

@@ -17,9 +17,8 @@ import pytest
 
 from tests.contract.making import contents, opened, rollout
 from tests.crash.forking import CONTEXT
+from trinity_buffer import open_store, verify
 from trinity_buffer.errors import ReadOnlyStoreError, UnsafeStoreError
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import sqlite
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.wal import log_state

@@ -17,13 +17,12 @@ from sqlalchemy.util import await_only
 
 from tests.contract.making import group, opened, rows
 from tests.postgres import PostgresServer
+from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import StoreUnavailableError
 from trinity_buffer.events import BatchLeased, StepsCommitted
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.coordination.lease import hold_lease
 from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.train.resume import register
-from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.tables import consumer, policy
 from trinity_buffer.store.transaction import Prepared, TakenKeyError, Transaction, one_statement

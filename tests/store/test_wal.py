@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import group
+from trinity_buffer import open_store
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import sqlite, wal
 from trinity_buffer.store.wal import Checkpointer
 

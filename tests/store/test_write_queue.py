@@ -16,7 +16,7 @@ from threading import Thread
 import anyio
 import pytest
 
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 from trinity_buffer.store import write_queue
 from trinity_buffer.store.write_queue import WriterQueue
 

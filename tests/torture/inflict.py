@@ -11,8 +11,8 @@ import anyio
 from tests.torture import effects
 from tests.torture.fleet import LEASE_TTL_S, Fleet
 from tests.torture.sites import Site
+from trinity_buffer import open_store
 from trinity_buffer.errors import StoreError
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import counts, leases
 
 EXPERIMENT = "torture"

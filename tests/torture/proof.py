@@ -17,11 +17,10 @@ from tests.torture.inflict import EXPERIMENT
 from tests.torture.plan import Plan
 from tests.torture.roles import Life, live
 from tests.torture.sites import Site
+from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import StoreReplacedError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 
 if TYPE_CHECKING:

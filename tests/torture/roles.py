@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from tests.crash.forking import become
 from tests.torture.effects import note
+from trinity_buffer import open_replay_stream, open_store, open_train_stream, run_strategy
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.run_backends import first_policy, task_of
 from trinity_buffer.cli.run_config import RunConfig, algorithm_of, of_experiment
@@ -33,10 +34,6 @@ from trinity_buffer.errors import ConflictingExperienceError, TrainingError, Tri
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer
 from trinity_buffer.pipeline import handle
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.history.replay import open_replay_stream
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.store import sqlite
 from trinity_buffer.trainer.policy import TokenScores

@@ -17,9 +17,9 @@ from tests.torture.inflict import EXPERIMENT, MORTAL, SHARED, Fault, Scene
 from tests.torture.plan import Plan
 from tests.torture.roles import POISON
 from tests.torture.sites import Site
+from trinity_buffer import open_store
 from trinity_buffer.cli.run_config import resolved
 from trinity_buffer.errors import StoreError
-from trinity_buffer.pipeline.store import open_store
 
 CONFIG = {
     "task": {"digits": 1},

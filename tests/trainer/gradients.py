@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tests.trainer.data import CONFIG, policy
+from trinity_buffer import open_train_stream
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.demo.policy import TransformerCritic
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.requirements import strategy_of, stream_options

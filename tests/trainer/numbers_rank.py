@@ -11,8 +11,8 @@ import torch
 import torch.distributed
 
 from tests.trainer.data import policy
+from trinity_buffer import open_train_stream
 from trinity_buffer.algorithm import Algorithm, build
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from tests.crash.forking import become
-from trinity_buffer.pipeline.sync_stream import open_train_stream
+from trinity_buffer import open_train_stream
 
 
 def train(url: str, folder: str, rank: int, ranks: int, dies_in: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.contract.making import group, opened
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
+from trinity_buffer import run_strategy
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 
 COPIES: list[Callable[[MicroBatch], MicroBatch]] = [

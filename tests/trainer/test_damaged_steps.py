@@ -22,23 +22,27 @@ from tests.trainer.data import RUNS as RUNS_OF_DATA
 from tests.trainer.data import policy, recorded, rollouts, solutions
 from tests.trainer.test_elastic_ranks import life
 from tests.trainer.test_mixing import MIXED
-from trinity_buffer import inspector
+from trinity_buffer import (
+    compact,
+    inspector,
+    open_replay_stream,
+    open_store,
+    open_train_stream,
+    run_strategy,
+    verify,
+)
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, StepDealt
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.inspector.source import now
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compact import compact
-from trinity_buffer.pipeline.history.replay import open_replay_stream, replayed_steps
+from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.columns import FAMILIES
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.verify.projections import diff_projections
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import step_with_rows
 from trinity_buffer.store.transaction import Transaction

@@ -12,8 +12,7 @@ import pytest
 from tests.crash.forking import CONTEXT
 from tests.trainer.data import recorded, rollouts
 from tests.trainer.rank_life import train
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
+from trinity_buffer import open_store, verify
 
 LIVES = ((2, 1, 2), (3, 0, 3), (1, 0, 4), (4, 3, 5), (2, None, 0))
 """Number of ranks, which of them is killed, and in which step it has begun."""

@@ -16,16 +16,14 @@ from torch import Tensor
 
 from tests.trainer.data import policy, prepared
 from tests.trainer.two_ranks import RankOfTwo
+from trinity_buffer import open_replay_stream, open_store, open_train_stream, verify
 from trinity_buffer.algorithm import build
 from trinity_buffer.inspector.experience import show
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import StepContents, blame, steps
 from trinity_buffer.inspector.token_table import tokens
-from trinity_buffer.pipeline.history.replay import open_replay_stream
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train.commit import StepMeasures
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.parallel import Processes

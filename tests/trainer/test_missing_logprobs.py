@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import TrainStep
 

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
+from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownExperimentError
 from trinity_buffer.events import body_of
 from trinity_buffer.inspector import now, rejection_counts, rejections
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.manifest import Manifest
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.verify.verify import verify
 
 MIXED = {
     "strategy": "grpo",

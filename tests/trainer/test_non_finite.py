@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from tests.trainer.data import policy, prepared
 from tests.trainer.gradients import train
+from trinity_buffer import open_replay_stream, open_store, open_train_stream
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.algorithm.entropy_loss_fn import DefaultEntropyLossFn
 from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN
@@ -23,9 +24,6 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_F
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError, NonFiniteError
 from trinity_buffer.pipeline.handle import Event
-from trinity_buffer.pipeline.history.replay import open_replay_stream
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings

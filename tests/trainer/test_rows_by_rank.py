@@ -6,9 +6,8 @@ import pytest
 
 from tests.trainer.data import recorded, rollouts
 from tests.trainer.test_elastic_ranks import life
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store, verify
 from trinity_buffer.pipeline.train.commit import DeliveredSteps
-from trinity_buffer.pipeline.verify.verify import verify
 
 
 async def test_a_commit_says_how_many_rows_each_rank_took(store_url: str) -> None:

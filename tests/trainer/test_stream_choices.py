@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from tests.trainer.data import RUNS, pairs, recorded, rollouts, solutions
+from trinity_buffer import StreamOptions, open_store, run_strategy
 from trinity_buffer.algorithm import ADVANTAGE_FN, build
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.trainer.requirements import stream_options
 
 

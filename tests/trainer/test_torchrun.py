@@ -19,12 +19,10 @@ import trinity_buffer as tb
 from tests.cli.test_option_matrix import SMALL, words_of
 from tests.planted_faults.scenes import nothing_is_wrong
 from tests.trainer.data import policy, recorded, rollouts
+from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4

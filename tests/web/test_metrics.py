@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.sample_run import rollout
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.web.metrics import metrics
 
 

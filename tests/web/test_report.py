@@ -11,9 +11,8 @@ import torch
 from typing_extensions import override
 
 from tests.sample_run import record_sample_run
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.web.charts import histogram, lines
 from trinity_buffer.web.report import report
 

@@ -12,10 +12,9 @@ from starlette.testclient import TestClient
 from tests.inspect.test_experts import mixed
 from tests.sample_run import rollout
 from tests.web.conftest import BASE
+from trinity_buffer import open_store, run_strategy
 from trinity_buffer.inspector import blame
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.web.app import inspector
 

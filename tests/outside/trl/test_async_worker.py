@@ -13,11 +13,11 @@ from transformers import TrainerCallback
 import trinity_buffer as tb
 from tests.outside.trl.on_cpu import settings, trainer_of
 from tests.outside.trl.test_grpo_trainer import GROUPS, RUNS, record
+from trinity_buffer import open_store, verify
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.integrations.trl_async import StoredRollouts, samples_of
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 
 PER_STEP = 4
 """Groups of a step; two micro-batches of 8 rows."""

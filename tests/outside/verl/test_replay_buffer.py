@@ -25,10 +25,11 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_
 from verl.workers.config import ActorConfig
 
 import trinity_buffer as tb
+from trinity_buffer import verify
 from trinity_buffer.algorithm.policy_loss_fn import POLICY_LOSS_FN
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.integrations.verl import StoreCheckpointCallback, StoreReplayBuffer
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import VerifyReport
 
 STEPS = 20
 EXAMPLE = Path(__file__).with_name("example.py")
