@@ -140,6 +140,16 @@ def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:
         raise InvalidArgumentError(f"{name} must be one of {listed}, not {value!r}")
 
 
+def require(is_valid: bool, name: str, value: Any, rule: str) -> None:
+    """Raise unless an argument is as it must be.
+
+    Raises:
+        InvalidArgumentError: names the argument, the rule and the value.
+    """
+    if not is_valid:
+        raise InvalidArgumentError(f"{name} must {rule}, it is {value!r}")
+
+
 def positive(name: str, value: Any) -> int:
     """Return ``value`` as a count.
 

@@ -16,13 +16,14 @@ weighted advantages are compared with. Tokens with weight 0 stay in the denomina
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import default_arguments
+from trinity_buffer.algorithm.arguments import default_arguments, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     keep,
@@ -111,16 +112,23 @@ class NoCorrection(ImportanceCorrection):
         return torch.ones_like(ratio)
 
 
-@IMPORTANCE_CORRECTION.register_module("token_tis")
-class TokenTIS(ImportanceCorrection):
-    """Truncated importance sampling: ``min(ratio, cap)`` (Ionides 2008; Yao et al. 2025).
+@dataclass(eq=False)
+class _Capped(ImportanceCorrection):
+    """A correction with a largest ratio.
 
     Args:
-        cap: largest weight, positive.
+        cap: positive.
     """
 
-    def __init__(self, cap: float = 2.0) -> None:
-        self.cap = _positive("cap", cap)
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        require(self.cap > 0.0, "cap", self.cap, "be positive")
+
+
+@IMPORTANCE_CORRECTION.register_module("token_tis")
+class TokenTIS(_Capped):
+    """Truncated importance sampling: ``min(ratio, cap)`` (Ionides 2008; Yao et al. 2025)."""
 
     @override
     def weigh(self, ratio: Tensor) -> Tensor:
@@ -136,15 +144,8 @@ class SequenceTIS(TokenTIS):
 
 
 @IMPORTANCE_CORRECTION.register_module("token_mis")
-class TokenMIS(ImportanceCorrection):
-    """Masked importance sampling: the ratio up to ``cap``, and 0 beyond.
-
-    Args:
-        cap: largest ratio that still learns, positive.
-    """
-
-    def __init__(self, cap: float = 2.0) -> None:
-        self.cap = _positive("cap", cap)
+class TokenMIS(_Capped):
+    """Masked importance sampling: the ratio up to ``cap``, and 0 beyond."""
 
     @override
     def weigh(self, ratio: Tensor) -> Tensor:
@@ -160,6 +161,7 @@ class SequenceMIS(TokenMIS):
 
 
 @IMPORTANCE_CORRECTION.register_module("icepop")
+@dataclass(eq=False)
 class IcePop(ImportanceCorrection):
     """The ratio within ``[low, high]``, and 0 on both sides (Ring-1T, arXiv:2510.18855).
 
@@ -168,21 +170,16 @@ class IcePop(ImportanceCorrection):
         high: largest one.
     """
 
-    def __init__(self, low: float = 0.5, high: float = 5.0) -> None:
-        if not 0.0 <= low < high:
+    low: float = 0.5
+    high: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.low < self.high:
             raise InvalidArgumentError(
-                f"low must be at least 0 and below high; they are {low} and {high}"
+                f"low must be at least 0 and below high; they are {self.low} and {self.high}"
             )
-        self.low = low
-        self.high = high
 
     @override
     def weigh(self, ratio: Tensor) -> Tensor:
         """Return the ratio, or 0 outside the interval."""
         return torch.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0)
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0.0:
-        raise InvalidArgumentError(f"{name} must be positive, it is {value}")
-    return value

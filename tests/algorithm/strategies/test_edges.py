@@ -12,7 +12,7 @@ from trinity_buffer.algorithm.add_strategy import (
     DynamicSamplingAddStrategy,
 )
 from trinity_buffer.algorithm.advantage_fn import RLOOAdvantageFn
-from trinity_buffer.algorithm.advantage_fn.rows import Columns, Rows
+from trinity_buffer.algorithm.advantage_fn.rows import Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns, row_statistics
 from trinity_buffer.writer import StagedWriter
 
@@ -48,7 +48,7 @@ async def test_a_batch_that_is_full_gets_no_copy() -> None:
 
 
 def test_one_row_has_no_deviation() -> None:
-    rows = Rows(Columns({"action_mask": torch.ones(1, 3, dtype=torch.bool)}))
+    rows = Rows({"action_mask": torch.ones(1, 3, dtype=torch.bool)})
     found = row_statistics("x", torch.ones(1, 3), rows)
     assert (float(found["x/mean"]), float(found["x/std"])) == (3.0, 0.0)
 

@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.advantage_fn.rows import Columns, Result, Rows, as_mapping
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.annotating import (
     Problem,
     WholeUnits,
@@ -39,6 +40,7 @@ from trinity_buffer.algorithm.group_scores import (
     by_run,
     check_over,
     inherits,
+    means,
     numbered,
     over_runs,
 )
@@ -221,6 +223,14 @@ class RewardAdvantage(GroupAdvantage):
         return annotate_group(exps, rewards, over_runs(self.score_groups, self.over), self.over)
 
 
+def less_baseline(
+    rewards: Rewards, baselines: Rewards, weights: Rewards | None = None
+) -> ScoredGroups:
+    """Return the distance of ``rewards`` ``[k, G]`` from the baseline of each group ``[k]``."""
+    metrics = {"group_baseline": baselines, "reward_mean": means(rewards, weights)}
+    return ScoredGroups(scores=rewards - baselines[:, np.newaxis], metrics=metrics)
+
+
 class TrainerAdvantage(AdvantageFn):
     """Computes advantages of the tensors of one gradient step.
 
@@ -261,9 +271,9 @@ class TrainerAdvantage(AdvantageFn):
                 where every rank holds a part of the step.
             kwargs: ignored.
         """
-        columns = Columns(as_mapping(exps))
-        result = self.compute(Rows(columns, reduce))
-        columns.store(result)
+        rows = Rows(exps, reduce)
+        result = self.compute(rows)
+        rows.store(result)
         return exps, result.metrics
 
 

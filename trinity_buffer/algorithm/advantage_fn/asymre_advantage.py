@@ -8,67 +8,51 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
+    AdvantageFn,
     GroupScoredAdvantage,
     RewardAdvantage,
+    less_baseline,
 )
-from trinity_buffer.algorithm.group_scores import ScoredGroups
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means, size_of
 
 
-def shifted_baselines(
-    rewards: group_scores.Rewards, shift: float, weights: group_scores.Rewards | None = None
-) -> group_scores.Rewards:
-    """Return the mean plus ``shift`` of each group of ``rewards`` ``(..., G)``, shape ``(...)``.
-
-    0 for groups of one, as the reference does.
-    """
-    mean = group_scores.means(rewards, weights)
-    alone = group_scores.size_of(rewards, weights) == 1
-    return np.zeros_like(mean) if alone else mean + shift
-
-
-@ADVANTAGE_FN.register_module("asymre")
-class ASYMREGroupAdvantage(RewardAdvantage):
-    """``reward - (mean + baseline_shift)`` on every action token of a group.
+class _ShiftedMean(AdvantageFn):
+    """The mean of a group plus a constant.
 
     Args:
         baseline_shift: added to the mean; negative values keep average answers attractive.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
-
     def __init__(self, baseline_shift: float = -0.1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.baseline_shift = baseline_shift
 
+    def baselines(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
+        """Return the shifted mean of each group; 0 for groups of one, as the reference does."""
+        mean = means(rewards, weights)
+        alone = size_of(rewards, weights) == 1
+        return np.zeros_like(mean) if alone else mean + self.baseline_shift
+
+
+@ADVANTAGE_FN.register_module("asymre")
+class ASYMREGroupAdvantage(_ShiftedMean, RewardAdvantage):
+    """``reward - (mean + baseline_shift)`` on every action token of a group."""
+
+    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
+
     @override
-    def score_groups(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the shifted mean."""
-        reference = shifted_baselines(rewards, self.baseline_shift, weights)
-        metrics = {"group_baseline": reference, "reward_mean": group_scores.means(rewards, weights)}
-        return ScoredGroups(scores=rewards - reference[:, np.newaxis], metrics=metrics)
+        return less_baseline(rewards, self.baselines(rewards, weights), weights)
 
 
 @ADVANTAGE_FN.register_module("asymre_verl")
-class ASYMREAdvantageFn(GroupScoredAdvantage):
-    """``reward - (mean + baseline_shift)`` of the rows' summed token-level rewards.
-
-    Args:
-        baseline_shift: added to the mean.
-        kwargs: of `GroupScoredAdvantage`.
-    """
-
-    def __init__(self, baseline_shift: float = -0.1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.baseline_shift = baseline_shift
+class ASYMREAdvantageFn(_ShiftedMean, GroupScoredAdvantage):
+    """``reward - (mean + baseline_shift)`` of the rows' summed token-level rewards."""
 
     @override
-    def score(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> group_scores.Rewards:
+    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
         """Return the scores of one group."""
-        return rewards - shifted_baselines(rewards, self.baseline_shift, weights)
+        return rewards - self.baselines(rewards, weights)

@@ -13,8 +13,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
-from trinity_buffer.algorithm.arguments import one_of
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.algorithm.arguments import one_of, require
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are cut here before ``exp``: e^20 is far beyond any useful weight, and finite."""
@@ -97,12 +96,8 @@ class JSDAdvantage(TrainerAdvantage):
     ) -> None:
         super().__init__(**kwargs)
         one_of("estimator", estimator, ("gradient", "log_ratio"))
-        if not 0 <= lambda_coef <= 1:
-            raise InvalidArgumentError(
-                f"lambda_coef must lie between 0 and 1, it is {lambda_coef!r}"
-            )
-        if not temperature > 0:
-            raise InvalidArgumentError(f"temperature must be positive, it is {temperature!r}")
+        require(0 <= lambda_coef <= 1, "lambda_coef", lambda_coef, "lie between 0 and 1")
+        require(temperature > 0, "temperature", temperature, "be positive")
         self.lambda_coef = lambda_coef
         self.kl_coef = kl_coef
         self.temperature = temperature

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
@@ -13,8 +12,8 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     GroupScoredAdvantage,
     RewardAdvantage,
+    less_baseline,
 )
-from trinity_buffer.algorithm.group_scores import ScoredGroups
 
 
 @ADVANTAGE_FN.register_module("opmd")
@@ -37,12 +36,10 @@ class OPMDGroupAdvantage(RewardAdvantage):
     @override
     def score_groups(
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> ScoredGroups:
+    ) -> group_scores.ScoredGroups:
         """Return the distance from the baseline."""
-        reference = group_scores.baselines(rewards, self.opmd_baseline, self.tau, weights)
-        mean = group_scores.means(rewards, weights)
-        metrics = {"group_baseline": reference, "reward_mean": mean}
-        return ScoredGroups(scores=rewards - reference[:, np.newaxis], metrics=metrics)
+        baselines = group_scores.baselines(rewards, self.opmd_baseline, self.tau, weights)
+        return less_baseline(rewards, baselines, weights)
 
 
 @ADVANTAGE_FN.register_module("opmd_verl")

@@ -10,19 +10,9 @@ from typing_extensions import override
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import masked_whiten
 from trinity_buffer.algorithm.group_scores import Over, check_over
-from trinity_buffer.errors import InvalidArgumentError
-
-
-def check_discount(name: str, value: float) -> None:
-    """Raise unless ``value`` lies in [0, 1].
-
-    Raises:
-        InvalidArgumentError: it does not.
-    """
-    if not 0 <= value <= 1:
-        raise InvalidArgumentError(f"{name} must lie between 0 and 1, it is {value!r}")
 
 
 @ADVANTAGE_FN.register_module("ppo")
@@ -55,8 +45,8 @@ class PPOAdvantageFn(TrainerAdvantage):
     ) -> None:
         super().__init__(**kwargs)
         self.over = check_over(over)
-        check_discount("gamma", gamma)
-        check_discount("lam", lam)
+        require(0 <= gamma <= 1, "gamma", gamma, "lie between 0 and 1")
+        require(0 <= lam <= 1, "lam", lam, "lie between 0 and 1")
         self.gamma = gamma
         self.lam = lam
         self.mask_aware = mask_aware

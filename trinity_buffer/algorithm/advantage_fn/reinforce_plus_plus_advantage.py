@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
-from trinity_buffer.algorithm.advantage_fn.ppo_advantage import check_discount
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns, whitened
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import masked_whiten
 from trinity_buffer.algorithm.group_scores import Over, check_over
 
@@ -34,7 +34,7 @@ class REINFORCEPLUSPLUSAdvantageFn(TrainerAdvantage):
     ) -> None:
         super().__init__(**kwargs)
         self.over = check_over(over)
-        check_discount("gamma", gamma)
+        require(0 <= gamma <= 1, "gamma", gamma, "lie between 0 and 1")
         self.gamma = gamma
         self.mask_aware = mask_aware
 

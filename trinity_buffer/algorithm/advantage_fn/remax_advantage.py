@@ -37,5 +37,5 @@ class REMAXAdvantageFn(TrainerAdvantage):
         else:
             returns = discounted_returns(rows["token_level_rewards"], 1.0)
         # One greedy answer per row, and so one baseline for all of its tokens.
-        baselines = rows.per_row("reward_baselines").to(returns.dtype).unsqueeze(-1)
+        baselines = rows.column("reward_baselines").to(returns.dtype).unsqueeze(-1)
         return Result(returns - baselines.where(rows.mask, 0.0), returns)

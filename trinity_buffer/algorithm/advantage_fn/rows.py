@@ -43,42 +43,49 @@ class Result:
     action_mask: Tensor | None = None
 
 
-class Columns:
-    """A batch under our names, every column padded to ``[B, T]``."""
+class Rows:
+    """What an advantage function sees of a batch: padded columns, groups, and the sum over ranks.
 
-    def __init__(self, batch: MutableMapping[str, Any]) -> None:
-        self.batch = batch
-        self.verl = "response_mask" in batch
-        boundaries = batch.get("cu_seqlens")
-        self.lengths: list[int] | None = None if boundaries is None else boundaries.diff().tolist()
+    Args:
+        batch: under verl's names or ours, padded or packed, or verl's ``DataProto``.
+        reduce: sums a tensor over data-parallel ranks.
+    """
 
-    def named(self, name: str) -> str:
-        """Return the name of column ``name`` in the batch."""
-        return VERL_NAMES.get(name, name) if self.verl else name
+    def __init__(self, batch: Any, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._batch = as_mapping(batch)
+        self._reduce = reduce
+        self._verl = "response_mask" in self._batch
+        boundaries = self._batch.get("cu_seqlens")
+        self._lengths: list[int] | None = None if boundaries is None else boundaries.diff().tolist()
+        self.mask = self.raw("action_mask") != 0
 
-    def read(self, name: str) -> Any:
-        """Return column ``name``.
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the per-token column ``name``, shape ``(B, T)``, 0 where the mask is."""
+        return self.raw(name).where(self.mask, 0.0)
+
+    def raw(self, name: str) -> Tensor:
+        """Return the per-token column ``name``, shape ``(B, T)``, as it is."""
+        column: Tensor = self.column(name)
+        if self._lengths is None:
+            return column
+        # pad_sequence refuses an empty list, and a rank may have no rows in a step.
+        if not self._lengths:
+            return column.new_zeros(0, 1)
+        return torch.nn.utils.rnn.pad_sequence(list(column.split(self._lengths)), batch_first=True)
+
+    def column(self, name: str) -> Any:
+        """Return the column ``name`` as it stands in the batch.
 
         Raises:
             InvalidArgumentError: the batch lacks it; the message says what it holds.
         """
-        key = self.named(name)
-        if key not in self.batch:
-            held = ", ".join(sorted(self.batch))
+        key = self._named(name)
+        if key not in self._batch:
+            held = ", ".join(sorted(self._batch))
             raise InvalidArgumentError(
                 f"the batch has no {key!r}, which these advantages need (it holds {held})"
             )
-        return self.batch[key]
-
-    def rows(self, name: str) -> Tensor:
-        """Return the per-token column ``name``, shape ``(B, T)``."""
-        column: Tensor = self.read(name)
-        if self.lengths is None:
-            return column
-        # pad_sequence refuses an empty list, and a rank may have no rows in a step.
-        if not self.lengths:
-            return column.new_zeros(0, 1)
-        return torch.nn.utils.rnn.pad_sequence(list(column.split(self.lengths)), batch_first=True)
+        return self._batch[key]
 
     def store(self, result: Result) -> None:
         """Put ``result`` into the batch, in the batch's own layout."""
@@ -86,46 +93,23 @@ class Columns:
         if result.action_mask is not None:
             columns["action_mask"] = result.action_mask
         for name, value in columns.items():
-            self.batch[self.named(name)] = self._flattened(value)
+            if self._lengths is not None:
+                pairs = zip(value, self._lengths, strict=True)
+                parts = [row[:length] for row, length in pairs]
+                value = torch.cat(parts) if parts else value.flatten()
+            self._batch[self._named(name)] = value
 
-    def _flattened(self, value: Tensor) -> Tensor:
-        """Return ``value`` of shape ``(B, T)`` as the batch lays it out."""
-        if self.lengths is None:
-            return value
-        if not self.lengths:
-            return value.flatten()
-        return torch.cat([row[:length] for row, length in zip(value, self.lengths, strict=True)])
-
-
-class Rows:
-    """What an advantage function sees: padded columns, the groups, and the sum over ranks."""
-
-    def __init__(self, columns: Columns, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._columns = columns
-        self._reduce = reduce
-        self.mask = columns.rows("action_mask") != 0
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return the per-token column ``name``, shape ``(B, T)``, 0 where the mask is."""
-        return self._columns.rows(name).where(self.mask, 0.0)
-
-    def raw(self, name: str) -> Tensor:
-        """Return the per-token column ``name``, shape ``(B, T)``, as it is."""
-        return self._columns.rows(name)
-
-    def per_row(self, name: str) -> Tensor:
-        """Return the column ``name`` with one value per row, shape ``(B,)``."""
-        column: Tensor = self._columns.read(name)
-        return column
+    def _named(self, name: str) -> str:
+        return VERL_NAMES.get(name, name) if self._verl else name
 
     def scores(self) -> Tensor:
         """Return the sum of all token-level rewards of each row, float64, shape ``(B,)``."""
         # All tokens, not the action tokens: an environment may pay on a token of its own.
-        return self._columns.rows("token_level_rewards").to(torch.float64).sum(-1)
+        return self.raw("token_level_rewards").to(torch.float64).sum(-1)
 
     def groups(self) -> list[list[int]]:
         """Return the row numbers of each group, in order of first appearance."""
-        column = self._columns.read("group_index")
+        column = self.column("group_index")
         names = column.tolist() if isinstance(column, Tensor) else list(column)
         rows_of: dict[Any, list[int]] = {}
         for row, name in enumerate(names):
@@ -134,7 +118,7 @@ class Rows:
 
     def runs(self) -> list[int] | None:
         """Return the run of each row, where the batch says it."""
-        column = self._columns.batch.get("run_index")
+        column = self._batch.get("run_index")
         return None if column is None else [int(run) for run in column.tolist()]
 
     def weights(self, over: Over) -> Tensor | None:
@@ -170,15 +154,12 @@ class Rows:
         # float64: a variance is a small difference of large sums.
         masked = values.to(torch.float64).where(chosen, 0.0)
         if weights is None:
-            count = self.total(chosen.sum().to(torch.float64))
-            # Two passes, two exchanges: the one-pass formula loses the digits of a small variance.
-            mean = self.total(masked.sum()) / count.clamp(min=1.0)
-            squares = self.total((masked - mean).square().where(chosen, 0.0).sum())
-        else:
-            count = self.total((chosen * weights).sum())
-            mean = self.total((masked * weights).sum()) / count.clamp(min=1.0)
-            apart = (masked - mean).square().where(chosen, 0.0)
-            squares = self.total((apart * weights).sum())
+            weights = masked.new_ones(())
+        count = self.total((chosen * weights).sum())
+        # Two passes, two exchanges: the one-pass formula loses the digits of a small variance.
+        mean = self.total((masked * weights).sum()) / count.clamp(min=1.0)
+        apart = (masked - mean).square().where(chosen, 0.0)
+        squares = self.total((apart * weights).sum())
         return count, mean, (squares / (count - ddof).clamp(min=1.0)).where(count > ddof, 0.0)
 
 

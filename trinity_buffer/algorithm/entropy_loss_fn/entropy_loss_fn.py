@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from trinity_buffer.errors import InvalidArgumentError
 Metrics = dict[str, Tensor]
 
 
+@dataclass(eq=False)
 class EntropyLossFn:
     """An aggregated entropy and its coefficient.
 
@@ -31,8 +33,7 @@ class EntropyLossFn:
     usual_rows_only: ClassVar[bool] = False
     reference_args: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, entropy_coef: float = 0.0) -> None:
-        self.entropy_coef = entropy_coef
+    entropy_coef: float = 0.0
 
     def __call__(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.rows import as_mapping
-from trinity_buffer.algorithm.arguments import default_arguments
+from trinity_buffer.algorithm.arguments import default_arguments, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     aggregate_loss,
@@ -32,6 +33,7 @@ Batch = TypeVar("Batch")
 """A mutable mapping, or a ``DataProto``."""
 
 
+@dataclass(eq=False)
 class KLFn(ABC):
     """A divergence and its coefficient; subclasses say what it is per token.
 
@@ -48,22 +50,16 @@ class KLFn(ABC):
     reference_args: ClassVar[Mapping[str, Any]] = {}
     reads_old_logprob: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        adaptive: bool = False,
-        kl_coef: float = 0.001,
-        target_kl: float | None = None,
-        horizon: float | None = None,
-    ) -> None:
-        if adaptive and (target_kl is None or horizon is None):
+    adaptive: bool = False
+    kl_coef: float = 0.001
+    target_kl: float | None = None
+    horizon: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.adaptive and (self.target_kl is None or self.horizon is None):
             raise InvalidArgumentError("an adaptive KL coefficient needs target_kl and horizon")
-        for name, value in {"target_kl": target_kl, "horizon": horizon}.items():
-            if value is not None and not value > 0:
-                raise InvalidArgumentError(f"{name} must be above 0, it is {value}")
-        self.adaptive = adaptive
-        self.kl_coef = kl_coef
-        self.target_kl = target_kl
-        self.horizon = horizon
+        for name, value in {"target_kl": self.target_kl, "horizon": self.horizon}.items():
+            require(value is None or value > 0, name, value, "be above 0")
 
     @abstractmethod
     def calculate_kl(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import bounded_exp
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.mix_policy_loss import TwoKindsLossFn
@@ -39,6 +40,7 @@ class SFTISLossFn(LikelihoodLossFn):
 
 
 @POLICY_LOSS_FN.register_module("sft_phi")
+@dataclass(eq=False)
 class SFTPhiLossFn(LikelihoodLossFn):
     """``-sg(p (1 - p)) logprob``: SFT that learns most where the policy is undecided.
 
@@ -50,13 +52,13 @@ class SFTPhiLossFn(LikelihoodLossFn):
 
     loss_name = "sft_phi_loss"
 
-    def __init__(
-        self, backend: str = "verl", loss_agg_mode: str = "token-mean", cutoff_prob: float = 1.0
-    ) -> None:
-        super().__init__(backend, loss_agg_mode)
-        if not 0.0 < cutoff_prob <= 1.0:
-            raise InvalidArgumentError(f"cutoff_prob must be in (0, 1], it is {cutoff_prob}")
-        self.cutoff_prob = cutoff_prob
+    cutoff_prob: float = 1.0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_share = 0.0 < self.cutoff_prob <= 1.0
+        require(is_share, "cutoff_prob", self.cutoff_prob, "be in (0, 1]")
 
     @override
     def terms(self, logprob: Tensor) -> Tensor:
@@ -70,6 +72,7 @@ class SFTPhiLossFn(LikelihoodLossFn):
 
 
 @POLICY_LOSS_FN.register_module("mix_chord")
+@dataclass(eq=False)
 class MIXCHORDPolicyLossFn(TwoKindsLossFn):
     """``(1 - mu(step)) PPO(usual rows) + mu(step) SFT-phi(expert rows)``.
 
@@ -86,23 +89,17 @@ class MIXCHORDPolicyLossFn(TwoKindsLossFn):
         kwargs: the options of `TwoKindsLossFn`.
     """
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        mu_warmup_steps: int = 0,
-        mu_decay_steps: int = 0,
-        mu_peak: float = 0.1,
-        mu_valley: float = 0.1,
-        enable_phi_function: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(backend, **kwargs)
-        self.mu_warmup_steps = mu_warmup_steps
-        self.mu_decay_steps = mu_decay_steps
-        self.mu_peak = mu_peak
-        self.mu_valley = mu_valley
-        if enable_phi_function:
-            self.expert = SFTPhiLossFn("trinity", self.expert.loss_agg_mode)
+    mu_warmup_steps: int = 0
+    mu_decay_steps: int = 0
+    mu_peak: float = 0.1
+    mu_valley: float = 0.1
+    enable_phi_function: bool = True
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enable_phi_function:
+            self.expert = SFTPhiLossFn("trinity", self.expert.mode)
 
     def mu_schedule(self, step: Tensor) -> Tensor:
         """Return the share of the expert part at each of ``step``, float64."""
@@ -134,13 +131,9 @@ class MIXCHORDPolicyLossFn(TwoKindsLossFn):
             InvalidArgumentError: the steps differ. A compiled loss cannot raise it: it is NaN.
         """
         mu = self.mu_schedule(_one_step(step)).to(logprob.device)
-        tensors = {
-            "logprob": logprob,
-            "old_logprob": old_logprob,
-            "action_mask": action_mask,
-            "advantages": advantages,
-        }
-        usual, expert, metrics = self.parts(tensors, expert_mask, layout)
+        usual, expert, metrics = self.parts(
+            logprob, old_logprob, action_mask, advantages, expert_mask, layout
+        )
         # The shares are float64; the loss keeps the dtype of its parts.
         loss = (1.0 - mu).to(usual) * usual + mu.to(expert) * expert
         return loss, detached({**metrics, "loss": loss, "mu": mu})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -16,6 +18,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 
 
 @POLICY_LOSS_FN.register_module("cispo")
+@dataclass(eq=False)
 class CISPOPolicyLossFn(TokenLossFn):
     """``-A sg(clip(r, 1 - low, 1 + high)) sg(M) logprob``: clipped tokens still learn.
 
@@ -32,22 +35,11 @@ class CISPOPolicyLossFn(TokenLossFn):
 
     loss_name = "cispo_loss"
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        clip_range_low: float = 1.0,
-        clip_range_high: float = 0.28,
-        enable_mask_clip: bool = False,
-        mask_clip_range_low: float = 1.0,
-        mask_clip_range_high: float = 0.28,
-        loss_agg_mode: str = "token-mean",
-    ) -> None:
-        super().__init__(backend, loss_agg_mode)
-        self.clip_range_low = clip_range_low
-        self.clip_range_high = clip_range_high
-        self.enable_mask_clip = enable_mask_clip
-        self.mask_clip_range_low = mask_clip_range_low
-        self.mask_clip_range_high = mask_clip_range_high
+    clip_range_low: float = 1.0
+    clip_range_high: float = 0.28
+    enable_mask_clip: bool = False
+    mask_clip_range_low: float = 1.0
+    mask_clip_range_high: float = 0.28
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    clip_limits,
-    clipped_objective,
-    log_ratio,
-    masked_mean,
-)
+from trinity_buffer.algorithm.functional import clipped_objective, log_ratio, masked_mean
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
+    ClippedLossFn,
     Metrics,
     TokenLossFn,
     Tokens,
@@ -39,7 +37,8 @@ def chosen_tokens(scores: Tensor, eligible: Tensor, share: float, mask: Tensor) 
 
 
 @POLICY_LOSS_FN.register_module("clip_cov")
-class ClipCovLossFn(TokenLossFn):
+@dataclass(eq=False)
+class ClipCovLossFn(ClippedLossFn):
     """PPO in which a few random tokens of high covariance do not learn.
 
     Which tokens, is chosen in each micro-batch, from its own mean and its own random numbers: how a
@@ -56,25 +55,11 @@ class ClipCovLossFn(TokenLossFn):
         loss_agg_mode: see `aggregate_loss`.
     """
 
-    tuned = {"clip_range": 0.2}
     per_microbatch = True
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        clip_range: float | None = None,
-        clip_range_low: float | None = None,
-        clip_range_high: float | None = None,
-        clip_cov_ratio: float = 0.0002,
-        clip_cov_lb: float = 1.0,
-        clip_cov_ub: float = 5.0,
-        loss_agg_mode: str = "token-mean",
-    ) -> None:
-        super().__init__(backend, loss_agg_mode)
-        self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
-        self.clip_cov_ratio = clip_cov_ratio
-        self.clip_cov_lb = clip_cov_lb
-        self.clip_cov_ub = clip_cov_ub
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
@@ -98,6 +83,7 @@ class ClipCovLossFn(TokenLossFn):
 
 
 @POLICY_LOSS_FN.register_module("kl_cov")
+@dataclass(eq=False)
 class KLCovLossFn(TokenLossFn):
     """``-A r``, plus ``coef |logprob - old_logprob|`` for the tokens of highest covariance.
 
@@ -112,16 +98,8 @@ class KLCovLossFn(TokenLossFn):
 
     per_microbatch = True
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        kl_cov_ratio: float = 0.0002,
-        kl_cov_coef: float = 1.0,
-        loss_agg_mode: str = "token-mean",
-    ) -> None:
-        super().__init__(backend, loss_agg_mode)
-        self.kl_cov_ratio = kl_cov_ratio
-        self.kl_cov_coef = kl_cov_coef
+    kl_cov_ratio: float = 0.0002
+    kl_cov_coef: float = 1.0
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

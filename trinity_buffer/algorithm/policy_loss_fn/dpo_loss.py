@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from typing_extensions import override
@@ -18,6 +20,7 @@ from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("dpo")
+@dataclass(eq=False)
 class DPOLossFn(PolicyLossFn):
     """``-log sigmoid(beta ((chosen - ref) - (rejected - ref)))``, the mean over pairs.
 
@@ -36,17 +39,9 @@ class DPOLossFn(PolicyLossFn):
     row_metrics = ("chosen_reward", "rejected_reward", "accuracy_mean")
     reference_args = {"per_pair": False}
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
-        per_pair: bool = True,
-    ) -> None:
-        super().__init__(backend)
-        self.beta = beta
-        self.label_smoothing = label_smoothing
-        self.per_pair = per_pair
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    per_pair: bool = True
 
     @override
     def __call__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -23,6 +25,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 
 
 @POLICY_LOSS_FN.register_module("gmpo")
+@dataclass(eq=False)
 class GMPOLossFn(PolicyLossFn):
     """``-A exp(mean_t d_t)`` per sequence, with ``d_t`` the log-ratio, clipped where A pushes it.
 
@@ -37,12 +40,8 @@ class GMPOLossFn(PolicyLossFn):
 
     row_metrics = ("ratio/mean",)
 
-    def __init__(
-        self, backend: str = "verl", clip_range_low: float = 0.4, clip_range_high: float = 0.4
-    ) -> None:
-        super().__init__(backend)
-        self.low = clip_range_low
-        self.high = clip_range_high
+    clip_range_low: float = 0.4
+    clip_range_high: float = 0.4
 
     @override
     def __call__(
@@ -57,7 +56,10 @@ class GMPOLossFn(PolicyLossFn):
         """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
         advantages = keep(action_mask, advantages)
         difference = keep(action_mask, logprob) - keep(action_mask, old_logprob)
-        upper, lower = difference.clamp(max=self.high), difference.clamp(min=-self.low)
+        upper, lower = (
+            difference.clamp(max=self.clip_range_high),
+            difference.clamp(min=-self.clip_range_low),
+        )
         # Only the direction in which the advantage pushes is clipped, as in PPO's pessimistic
         # bound.
         clipped = torch.where(advantages > 0, upper, lower)

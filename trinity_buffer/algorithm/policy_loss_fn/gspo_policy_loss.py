@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -9,21 +11,21 @@ from typing_extensions import override
 from trinity_buffer.algorithm.functional import (
     aggregation_mode,
     bounded_exp,
-    clip_limits,
     clipped_objective,
     row_means,
     spread,
 )
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
+    ClippedLossFn,
     Metrics,
-    TokenLossFn,
     Tokens,
 )
 
 
 @POLICY_LOSS_FN.register_module("gspo")
-class GSPOLossFn(TokenLossFn):
+@dataclass(eq=False)
+class GSPOLossFn(ClippedLossFn):
     """``max(-A s, -A clip(s, 1 - low, 1 + high))``, ``s = exp(mean_t(logprob - old_logprob))``.
 
     The value of ``s`` is the sequence's, its gradient flows through each token's own probability
@@ -41,16 +43,12 @@ class GSPOLossFn(TokenLossFn):
     tuned = {"clip_range_low": 3e-4, "clip_range_high": 4e-4}
     row_metrics = ("ppo_kl_seq",)
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        clip_range: float | None = None,
-        clip_range_low: float | None = None,
-        clip_range_high: float | None = None,
-        loss_agg_mode: str | None = "seq-mean-token-mean",
-    ) -> None:
-        super().__init__(backend, aggregation_mode(loss_agg_mode, "seq-mean-token-mean"))
-        self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
+    loss_agg_mode: str | None = field(default="seq-mean-token-mean", kw_only=True)
+
+    @override
+    def __post_init__(self) -> None:
+        self.loss_agg_mode = aggregation_mode(self.loss_agg_mode, "seq-mean-token-mean")
+        super().__post_init__()
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

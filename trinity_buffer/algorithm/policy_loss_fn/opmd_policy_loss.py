@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import aggregate_loss, aggregation_mode, keep
+from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.functional import keep
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
+    AggregatedLossFn,
     LossAndMetrics,
-    PolicyLossFn,
-    detached,
 )
-from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("opmd")
-class OPMDPolicyLossFn(PolicyLossFn):
+@dataclass(eq=False)
+class OPMDPolicyLossFn(AggregatedLossFn):
     """``-A logprob / (1 + tau)``.
 
     Args:
@@ -26,14 +28,14 @@ class OPMDPolicyLossFn(PolicyLossFn):
         loss_agg_mode: see `aggregate_loss`.
     """
 
-    def __init__(
-        self, backend: str = "verl", tau: float = 1.0, loss_agg_mode: str = "token-mean"
-    ) -> None:
-        super().__init__(backend)
-        if not tau > -1.0:
-            raise InvalidArgumentError(f"tau must be greater than -1, it is {tau}")
-        self.tau = tau
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
+    loss_name = "opmd_loss"
+
+    tau: float = 1.0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.tau > -1.0, "tau", self.tau, "be greater than -1")
 
     @override
     def __call__(
@@ -46,5 +48,4 @@ class OPMDPolicyLossFn(PolicyLossFn):
     ) -> LossAndMetrics:
         """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
         losses = -keep(action_mask, advantages) * keep(action_mask, logprob) / (1.0 + self.tau)
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        return loss, detached({"opmd_loss": loss})
+        return self.aggregated(losses, action_mask, layout)

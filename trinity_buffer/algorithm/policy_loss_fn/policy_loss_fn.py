@@ -6,6 +6,8 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +15,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments, did_you_mean
-from trinity_buffer.algorithm.functional import aggregate_loss, aggregation_mode, keep, masked_mean
+from trinity_buffer.algorithm.functional import (
+    aggregate_loss,
+    aggregation_mode,
+    clip_limits,
+    keep,
+    masked_mean,
+)
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import UnknownNameError
@@ -55,6 +63,7 @@ NOT_SELECTED = frozenset({"logprob", "layout"})
 """The trainer computes the one; the other is no tensor of the batch."""
 
 
+@dataclass(eq=False)
 class PolicyLossFn(ABC):
     """A policy loss: a class whose ``__call__`` names the tensors that it needs.
 
@@ -66,6 +75,11 @@ class PolicyLossFn(ABC):
     Metrics whose name ends in ``loss`` are shares of the step's loss: with a layout they add up
     over micro-batches. Of one that ends in ``_max`` or ``_min`` the largest or smallest is told, of
     all others the mean, weighted by action tokens, or by rows if `row_metrics` names them.
+
+    Options are fields of a dataclass, or arguments of a constructor that calls this one.
+
+    Args:
+        backend: whose names callers may use.
 
     Attributes:
         tuned: defaults for configuration files where they differ from the constructor's.
@@ -85,6 +99,8 @@ class PolicyLossFn(ABC):
     pairs: ClassVar[bool] = False
     _tensors: ClassVar[tuple[str, ...]] = ()
 
+    backend: str = "verl"
+
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Read the tensors off the signature, and let callers use the backend's names for them."""
@@ -98,18 +114,17 @@ class PolicyLossFn(ABC):
         # The one place where names are translated: subclasses are asked for a plain `__call__`.
         cls.__call__ = _with_backend_names(cls.__call__)  # type: ignore[method-assign]
 
-    def __init__(self, backend: str = "verl") -> None:
-        """Remember whose names callers may use.
+    def __post_init__(self) -> None:
+        """Refuse options that cannot be right.
 
         Raises:
             UnknownNameError: an unknown backend.
         """
-        if backend not in BACKEND_NAMES:
+        if self.backend not in BACKEND_NAMES:
             raise UnknownNameError(
-                f"no backend {backend!r}{did_you_mean(backend, BACKEND_NAMES)} "
+                f"no backend {self.backend!r}{did_you_mean(self.backend, BACKEND_NAMES)} "
                 f"(there are: {', '.join(sorted(BACKEND_NAMES))})"
             )
-        self.backend = backend
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> LossAndMetrics:
@@ -205,8 +220,9 @@ class Tokens(NamedTuple):
         )
 
 
-class TokenLossFn(PolicyLossFn):
-    """A loss that is one term per token: subclasses write `terms` and set ``loss_name``.
+@dataclass(eq=False)
+class AggregatedLossFn(PolicyLossFn):
+    """A loss that is one term per token, aggregated.
 
     Args:
         backend: whose names callers use.
@@ -214,13 +230,32 @@ class TokenLossFn(PolicyLossFn):
 
     Attributes:
         loss_name: name of the loss among the metrics.
+        mode: how it is aggregated.
     """
 
     loss_name: ClassVar[str] = "pg_loss"
 
-    def __init__(self, backend: str = "verl", loss_agg_mode: str | None = "token-mean") -> None:
-        super().__init__(backend)
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
+    loss_agg_mode: str | None = field(default="token-mean", kw_only=True)
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mode = aggregation_mode(self.loss_agg_mode)
+
+    def aggregated(
+        self,
+        losses: Tensor,
+        mask: Tensor,
+        layout: BatchLayout | None,
+        metrics: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> LossAndMetrics:
+        """Return the loss of ``losses`` under ``mask``, and ``metrics`` with it."""
+        loss = aggregate_loss(losses, mask, self.mode, layout=layout)
+        return loss, detached({**metrics, self.loss_name: loss})
+
+
+class TokenLossFn(AggregatedLossFn):
+    """A loss that compares the policy with the one that sampled: subclasses write `terms`."""
 
     @abstractmethod
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
@@ -247,26 +282,39 @@ class TokenLossFn(PolicyLossFn):
             advantages,
         )
         losses, metrics = self.terms(tokens)
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        return loss, detached({**metrics, self.loss_name: loss})
+        return self.aggregated(losses, action_mask, layout, metrics)
 
 
-class LikelihoodLossFn(PolicyLossFn):
-    """A loss of recorded tokens that no policy has to have sampled: subclasses write `terms`.
+@dataclass(eq=False)
+class ClippedLossFn(TokenLossFn):
+    """A loss that clips the ratio of the two policies, as PPO does.
 
     Args:
         backend: whose names callers use.
+        clip_range: both limits at once; the two below win.
+        clip_range_low: how far the ratio may fall below 1.
+        clip_range_high: how far it may rise above 1.
         loss_agg_mode: see `aggregate_loss`.
-
-    Attributes:
-        loss_name: name of the loss among the metrics.
     """
 
-    loss_name: ClassVar[str]
+    tuned: ClassVar[Mapping[str, Any]] = {"clip_range": 0.2}
 
-    def __init__(self, backend: str = "verl", loss_agg_mode: str = "token-mean") -> None:
-        super().__init__(backend)
-        self.loss_agg_mode = aggregation_mode(loss_agg_mode)
+    clip_range: float | None = None
+    clip_range_low: float | None = None
+    clip_range_high: float | None = None
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limits = clip_limits(self.clip_range, self.clip_range_low, self.clip_range_high)
+        self.low, self.high = limits
+
+
+@dataclass(eq=False)
+class LikelihoodLossFn(AggregatedLossFn):
+    """A loss of recorded tokens that no policy has to have sampled: subclasses write `terms`."""
+
+    loss_agg_mode: str | None = "token-mean"
 
     @abstractmethod
     def terms(self, logprob: Tensor) -> Tensor:
@@ -278,5 +326,4 @@ class LikelihoodLossFn(PolicyLossFn):
     ) -> LossAndMetrics:
         """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
         losses = self.terms(keep(action_mask, logprob))
-        loss = aggregate_loss(losses, action_mask, self.loss_agg_mode, layout=layout)
-        return loss, detached({self.loss_name: loss})
+        return self.aggregated(losses, action_mask, layout)

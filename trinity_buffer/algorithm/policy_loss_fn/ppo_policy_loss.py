@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    clip_limits,
-    clipped_objective,
-    log_ratio,
-    row_sums,
-    spread,
-)
+from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.functional import clipped_objective, log_ratio, row_sums, spread
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
+    ClippedLossFn,
     Metrics,
-    TokenLossFn,
     Tokens,
 )
-from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("ppo")
-class PPOPolicyLossFn(TokenLossFn):
+@dataclass(eq=False)
+class PPOPolicyLossFn(ClippedLossFn):
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``, and at most ``-A c`` where A is negative.
 
     Args:
@@ -41,29 +38,18 @@ class PPOPolicyLossFn(TokenLossFn):
             ``logprob``.
     """
 
-    tuned = {"clip_range": 0.2}
     row_metrics = ("seq_mask/mean_sequence_kl",)
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        clip_range: float | None = None,
-        clip_range_low: float | None = None,
-        clip_range_high: float | None = None,
-        clip_ratio_c: float = 3.0,
-        loss_agg_mode: str | None = "token-mean",
-        enable_sequence_masking: bool = False,
-        delta_sequence_masking: float = 0.1,
-        fallback_to_policy_gradient: bool = False,
-    ) -> None:
-        super().__init__(backend, loss_agg_mode)
-        self.low, self.high = clip_limits(clip_range, clip_range_low, clip_range_high)
-        if not clip_ratio_c > 1.0:
-            raise InvalidArgumentError(f"clip_ratio_c must be greater than 1, it is {clip_ratio_c}")
-        self.clip_ratio_c = clip_ratio_c
-        self.enable_sequence_masking = enable_sequence_masking
-        self.delta_sequence_masking = delta_sequence_masking
-        self.fallback_to_policy_gradient = fallback_to_policy_gradient
+    clip_ratio_c: float = 3.0
+    enable_sequence_masking: bool = False
+    delta_sequence_masking: float = 0.1
+    fallback_to_policy_gradient: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_bound = self.clip_ratio_c > 1.0
+        require(is_bound, "clip_ratio_c", self.clip_ratio_c, "be greater than 1")
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

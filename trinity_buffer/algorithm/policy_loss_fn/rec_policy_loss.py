@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.arguments import one_of, require
 from trinity_buffer.algorithm.functional import (
     aggregation_mode,
     bounded_exp,
@@ -20,7 +22,6 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     TokenLossFn,
     Tokens,
 )
-from trinity_buffer.errors import InvalidArgumentError
 
 CLIP_MODES = ("none", "one-side", "gspo-one-side", "two-side", "ring")
 WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
@@ -28,6 +29,7 @@ REGULARIZERS = ("none", "k2", "forward-kl")
 
 
 @POLICY_LOSS_FN.register_module("rec")
+@dataclass(eq=False)
 class RECPolicyLossFn(TokenLossFn):
     """``-A w K logprob`` plus a regularizer: K says which tokens learn, w how much.
 
@@ -58,40 +60,35 @@ class RECPolicyLossFn(TokenLossFn):
 
     tuned = {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0}
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        epsilon_low_prime: float = 0.4,
-        epsilon_high_prime: float = 0.4,
-        clip_mode: str = "none",
-        weight: str = "none",
-        regularizer: str = "none",
-        regularizer_coef: float = 0.0,
-        temp: float = 1.0,
-        loss_agg_mode: str | None = None,
-    ) -> None:
-        by_sequence = clip_mode == "gspo-one-side"
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    epsilon_low_prime: float = 0.4
+    epsilon_high_prime: float = 0.4
+    clip_mode: str = "none"
+    weight: str = "none"
+    regularizer: str = "none"
+    regularizer_coef: float = 0.0
+    temp: float = 1.0
+    loss_agg_mode: str | None = field(default=None, kw_only=True)
+
+    @override
+    def __post_init__(self) -> None:
+        one_of("clip_mode", self.clip_mode, CLIP_MODES)
+        one_of("weight", self.weight, WEIGHTS)
+        one_of("regularizer", self.regularizer, REGULARIZERS)
+        for name, (is_valid, rule) in {
+            "epsilon_low": (0.0 < self.epsilon_low <= 1.0, "be in (0, 1]"),
+            "epsilon_high": (self.epsilon_high > 0.0, "be positive"),
+            "epsilon_low_prime": (0.0 < self.epsilon_low_prime <= 1.0, "be in (0, 1]"),
+            "epsilon_high_prime": (self.epsilon_high_prime > 0.0, "be positive"),
+            "regularizer_coef": (self.regularizer_coef >= 0.0, "be at least 0"),
+            "temp": (self.temp > 0.0, "be positive"),
+        }.items():
+            require(is_valid, name, getattr(self, name), rule)
+        by_sequence = self.clip_mode == "gspo-one-side"
         default = "seq-mean-token-mean" if by_sequence else "token-mean"
-        super().__init__(backend, aggregation_mode(loss_agg_mode, default))
-        one_of("clip_mode", clip_mode, CLIP_MODES)
-        one_of("weight", weight, WEIGHTS)
-        one_of("regularizer", regularizer, REGULARIZERS)
-        _refuse(not 0.0 < epsilon_low <= 1.0, "epsilon_low", epsilon_low, "in (0, 1]")
-        _refuse(not epsilon_high > 0.0, "epsilon_high", epsilon_high, "positive")
-        prime = epsilon_low_prime
-        _refuse(not 0.0 < prime <= 1.0, "epsilon_low_prime", prime, "in (0, 1]")
-        _refuse(not epsilon_high_prime > 0.0, "epsilon_high_prime", epsilon_high_prime, "positive")
-        _refuse(not regularizer_coef >= 0.0, "regularizer_coef", regularizer_coef, "at least 0")
-        _refuse(not temp > 0.0, "temp", temp, "positive")
-        self.low, self.high = epsilon_low, epsilon_high
-        self.low_prime, self.high_prime = epsilon_low_prime, epsilon_high_prime
-        self.clip_mode = clip_mode
-        self.weight = weight
-        self.regularizer = regularizer
-        self.regularizer_coef = regularizer_coef
-        self.temp = temp
+        self.loss_agg_mode = aggregation_mode(self.loss_agg_mode, default)
+        super().__post_init__()
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
@@ -113,7 +110,7 @@ class RECPolicyLossFn(TokenLossFn):
 
     def _learns(self, ratio: Tensor, sequence_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return K, bool."""
-        low, high = 1.0 - self.low, 1.0 + self.high
+        low, high = 1.0 - self.epsilon_low, 1.0 + self.epsilon_high
         match self.clip_mode:
             case "none":
                 return torch.ones_like(ratio, dtype=torch.bool)
@@ -124,8 +121,8 @@ class RECPolicyLossFn(TokenLossFn):
                 return inside(ratio, low, high)
             case _:
                 # Outside the ring only updates that lead back to it are let through.
-                up = (advantages >= 0) & (ratio <= 1.0 - self.low_prime)
-                down = (advantages <= 0) & (ratio >= 1.0 + self.high_prime)
+                up = (advantages >= 0) & (ratio <= 1.0 - self.epsilon_low_prime)
+                down = (advantages <= 0) & (ratio >= 1.0 + self.epsilon_high_prime)
                 return inside(ratio, low, high) | up | down
 
     def _weights(self, ratio: Tensor, sequence_ratio: Tensor, advantages: Tensor) -> Tensor:
@@ -149,8 +146,3 @@ class RECPolicyLossFn(TokenLossFn):
                 return -self.regularizer_coef * logprob
             case _:
                 return torch.zeros_like(logprob)
-
-
-def _refuse(wrong: bool, name: str, value: float, accepted: str) -> None:
-    if wrong:
-        raise InvalidArgumentError(f"{name} must be {accepted}, it is {value}")

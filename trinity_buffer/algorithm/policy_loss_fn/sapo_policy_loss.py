@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -17,6 +19,7 @@ from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("sapo")
+@dataclass(eq=False)
 class SAPOPolicyLossFn(TokenLossFn):
     """``-f(r) A`` with ``f(r) = 4 / tau * sigmoid(tau (r - 1))``.
 
@@ -34,23 +37,18 @@ class SAPOPolicyLossFn(TokenLossFn):
     reference_args = {"detach_gate": True}
     loss_name = "sapo_loss"
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        tau_pos: float = 1.0,
-        tau_neg: float = 1.05,
-        loss_agg_mode: str = "token-mean",
-        detach_gate: bool = False,
-    ) -> None:
-        super().__init__(backend, loss_agg_mode)
-        if not 0.0 < tau_pos <= tau_neg:
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    detach_gate: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.tau_pos <= self.tau_neg:
             raise InvalidArgumentError(
                 "tau_neg must be at least tau_pos, and both positive; "
-                f"they are {tau_neg} and {tau_pos}"
+                f"they are {self.tau_neg} and {self.tau_pos}"
             )
-        self.tau_pos = tau_pos
-        self.tau_neg = tau_neg
-        self.detach_gate = detach_gate
 
     def soft_gate_function(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return ``4 / tau * sigmoid(tau (ratio - 1))`` per token."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import bounded_exp, inside
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
@@ -12,10 +15,10 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     TokenLossFn,
     Tokens,
 )
-from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("sppo")
+@dataclass(eq=False)
 class sPPOPolicyLossFn(TokenLossFn):  # noqa: N801 - the documented name
     """``-A (logprob - old_logprob)`` where the ratio is within ``[1 / (1 + e), 1 + e]``, else 0.
 
@@ -25,13 +28,12 @@ class sPPOPolicyLossFn(TokenLossFn):  # noqa: N801 - the documented name
         loss_agg_mode: see `aggregate_loss`.
     """
 
-    def __init__(
-        self, backend: str = "verl", epsilon: float = 0.3, loss_agg_mode: str = "token-mean"
-    ) -> None:
-        super().__init__(backend, loss_agg_mode)
-        if not epsilon >= 0.0:
-            raise InvalidArgumentError(f"epsilon must not be negative, it is {epsilon}")
-        self.epsilon = epsilon
+    epsilon: float = 0.3
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.epsilon >= 0.0, "epsilon", self.epsilon, "not be negative")
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -16,6 +18,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 
 
 @POLICY_LOSS_FN.register_module("topr")
+@dataclass(eq=False)
 class TOPRPolicyLossFn(TokenLossFn):
     """``-sg(alpha) A logprob``: alpha is 1 for successes, the ratio cut to [0, 1] for failures.
 
@@ -29,14 +32,7 @@ class TOPRPolicyLossFn(TokenLossFn):
 
     loss_name = "topr_loss"
 
-    def __init__(
-        self,
-        backend: str = "verl",
-        advantage_threshold: float = 0.0,
-        loss_agg_mode: str = "token-mean",
-    ) -> None:
-        super().__init__(backend, loss_agg_mode)
-        self.advantage_threshold = advantage_threshold
+    advantage_threshold: float = 0.0
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

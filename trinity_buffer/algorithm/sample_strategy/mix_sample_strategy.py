@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import (
     SAMPLE_STRATEGY,
     Sampled,
@@ -55,10 +56,8 @@ class MixSampleStrategy(SampleStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(reader, batch_size=batch_size, **kwargs)
-        if not 0 <= expert_data_ratio <= 1:
-            raise InvalidArgumentError(
-                f"expert_data_ratio must lie between 0 and 1, it is {expert_data_ratio!r}"
-            )
+        is_share = 0 <= expert_data_ratio <= 1
+        require(is_share, "expert_data_ratio", expert_data_ratio, "lie between 0 and 1")
         self.expert_reader = expert_reader
         self.expert_data_ratio = expert_data_ratio
         self.sft_dataset_name = sft_dataset_name

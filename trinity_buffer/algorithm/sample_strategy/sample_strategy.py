@@ -10,7 +10,12 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import declared_arguments, default_arguments, refuse_unknown
+from trinity_buffer.algorithm.arguments import (
+    declared_arguments,
+    default_arguments,
+    refuse_unknown,
+    require,
+)
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
@@ -147,8 +152,7 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
     ) -> None:
         super().__init__(reader, batch_size=batch_size, **kwargs)
         self.max_staleness = float(max_staleness)
-        if not self.max_staleness >= 0:
-            raise InvalidArgumentError(f"max_staleness must not be negative: {max_staleness!r}")
+        require(self.max_staleness >= 0, "max_staleness", max_staleness, "not be negative")
 
     @override
     def plan(self, step: int, size: int) -> SamplePlan:
