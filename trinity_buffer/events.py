@@ -1,60 +1,49 @@
-"""What may be said in the log: a frozen dataclass per kind of event.
+"""What may be said in the log: a struct per kind of event.
 
-A class is how we speak of an event; its bytes are the contract. `body_of` turns a fact into the
-mapping that is encoded, key by key in the order of the fields, and `fact_of` turns a decoded body
-back. ``docs/events.md`` says who records each kind and when.
+A class is how we speak of an event; its bytes are the contract. `trinity_buffer.codec` encodes a
+fact key by key in the order of its fields, behind the version of its kind under ``v``, and decodes
+bodies by the types of the fields. ``docs/events.md`` says who records each kind and when.
 
-A new kind is a class here and a member of `Fact`. Readers ``match`` the facts that they read and
-end in ``assert_never``, so the type checker names each reader that has to know the new kind.
+A new kind is a class here and a member of `Recorded`. Readers ``match`` the facts that they read
+and end in ``assert_never``, so the type checker names each reader that has to know the new kind.
 
-A change that old readers would misunderstand raises the `version` of its class and adds an entry
-to `UPCASTERS`. A field that only some events have is `optional`: it is left out where it says
-nothing, so older stores need no new version.
+A change that old readers would misunderstand raises the ``tag`` of its class, which is the version,
+and adds an entry to `UPCASTERS`. A field with a default is left out of a body where it says
+nothing, so older stores need no new version. Keys that are not known are passed over.
 
 Columns stay columns: `ExperienceColumns` are lists with one item per experience.
-
-What explorers and strategies say in the log; `trinity_buffer.events` has all kinds of events.
-
-From a fact to the mapping that is encoded, and back, checked against the types of the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, get_args
 
-from trinity_buffer.errors import CodecError
+from msgspec import Struct, field, structs
+
 from trinity_buffer.identity import Key
 
-Config = Mapping[str, Any]
+Config: TypeAlias = Mapping[str, Any]
+
+Number: TypeAlias = float | int | bool
+"""A number that is stored as it came: an int stays one, so that its bytes are those that were."""
 
 
-def optional(default: Any, *, name: str | None = None) -> Any:
-    """Return a field that a body leaves out where the value is ``default``."""
-    return field(default=default, metadata={"optional": True, "name": name})
+class EventBody(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="v", tag=1):
+    """The fields of an event; ``v`` is the version of their form."""
 
 
-def named(name: str) -> Any:
-    """Return a field whose key in the body is ``name``, which Python would read otherwise."""
-    return field(metadata={"name": name})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExperimentCreated:
+class ExperimentCreated(EventBody, frozen=True, kw_only=True):
     """The first event of every experiment.
 
     Attributes:
         config: the resolved configuration, schema included.
     """
 
-    version: ClassVar[int] = 1
-
     config: Config
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigurationChanged:
+class ConfigurationChanged(EventBody, frozen=True, kw_only=True):
     """The experiment was opened with another configuration.
 
     Attributes:
@@ -62,14 +51,11 @@ class ConfigurationChanged:
         config: the whole configuration that holds from here on.
     """
 
-    version: ClassVar[int] = 1
-
     changes: Mapping[str, Sequence[Any]]
     config: Config
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchPlanned:
+class BatchPlanned(EventBody, frozen=True, kw_only=True):
     """An explorer is going to generate these rollouts.
 
     Attributes:
@@ -79,16 +65,13 @@ class BatchPlanned:
         contents: digest of what stands behind the tasks, where they are no more than positions.
     """
 
-    version: ClassVar[int] = 1
-
     batch: Key
     tasks: Sequence[Key]
     rollouts_per_group: int
-    contents: bytes | None = optional(None)
+    contents: bytes | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExperienceColumns:
+class ExperienceColumns(Struct, frozen=True, kw_only=True):
     """What an ``ExperiencesRecorded`` says of its experiences: lists with one item per experience.
 
     Attributes:
@@ -104,7 +87,7 @@ class ExperienceColumns:
     run: Sequence[int]
     step: Sequence[int]
     suffix: Sequence[str]
-    reward: Sequence[float | None]
+    reward: Sequence[Number | None]
     policy_version: Sequence[int | None]
     prompt_length: Sequence[int]
     length: Sequence[int]
@@ -113,6 +96,10 @@ class ExperienceColumns:
     kind: Sequence[str]
     finish_reason: Sequence[str | None]
     digest: Sequence[bytes]
+
+    def __post_init__(self) -> None:
+        if len(set(map(len, structs.astuple(self)))) > 1:
+            raise ValueError("its columns differ in length")
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -123,8 +110,7 @@ class ExperienceColumns:
         return (f"{batch}/{task}/{run}/{step}/{suffix}" for batch, task, run, step, suffix in eids)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExperiencesRecorded:
+class ExperiencesRecorded(EventBody, frozen=True, kw_only=True):
     """Experiences are durable.
 
     Attributes:
@@ -139,14 +125,12 @@ class ExperiencesRecorded:
             the experiences that were not just sampled at temperature 1.
     """
 
-    version: ClassVar[int] = 1
-
     segment: bytes
     families: Mapping[str, int]
-    columns: ExperienceColumns = named("meta")  # noqa: RUF009 - says how the key is named
+    columns: ExperienceColumns = field(name="meta")
     refused: Mapping[int, str]
-    scorable: bool | None = optional(None)
-    sampling: Mapping[int, Sequence[Any]] | None = optional(None)
+    scorable: bool | None = None
+    sampling: Mapping[int, Sequence[Any]] | None = None
 
     @property
     def rows(self) -> int:
@@ -154,22 +138,18 @@ class ExperiencesRecorded:
         return len(self.columns)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSealed:
+class BatchSealed(EventBody, frozen=True, kw_only=True):
     """A batch is complete; what comes later is refused.
 
     Attributes:
         expected: experiences that it holds.
     """
 
-    version: ClassVar[int] = 1
-
     batch: Key
     expected: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConsumerRegistered:
+class ConsumerRegistered(EventBody, frozen=True, kw_only=True):
     """A strategy or a trainer took a name.
 
     Attributes:
@@ -177,15 +157,12 @@ class ConsumerRegistered:
         config: what the name stands for from now on.
     """
 
-    version: ClassVar[int] = 1
-
     consumer: str
     kind: str
     config: Config
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExperiencesAnnotated:
+class ExperiencesAnnotated(EventBody, frozen=True, kw_only=True):
     """A strategy decided groups, and these rows of them are to be trained.
 
     Attributes:
@@ -202,15 +179,13 @@ class ExperiencesAnnotated:
         metrics: per group, what the strategy measured.
     """
 
-    version: ClassVar[int] = 1
-
     consumer: str
     seen: int
     calls: int
-    after: int | None = optional(None)
+    after: int | None = None
     segment: bytes
     families: Mapping[str, int]
-    digest: bytes | None = optional(None)
+    digest: bytes | None = None
     experiences: Sequence[int]
     groups: Sequence[int]
     planned: Sequence[bool]
@@ -222,8 +197,7 @@ class ExperiencesAnnotated:
         return len(self.experiences)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExperiencesRejected:
+class ExperiencesRejected(EventBody, frozen=True, kw_only=True):
     """A strategy or a trainer left experiences out.
 
     Attributes:
@@ -235,20 +209,17 @@ class ExperiencesRejected:
         planned_groups: planned groups of which nothing is left.
     """
 
-    version: ClassVar[int] = 1
-
     consumer: str
-    seen: int | None = optional(None)
-    calls: int | None = optional(None)
-    after: int | None = optional(None)
+    seen: int | None = None
+    calls: int | None = None
+    after: int | None = None
     by: str
     experiences: Sequence[int]
     reasons: Sequence[str]
     planned_groups: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardsAssigned:
+class RewardsAssigned(EventBody, frozen=True, kw_only=True):
     """Stored experiences were scored anew; strategies may read this scoring by its name.
 
     Attributes:
@@ -259,142 +230,19 @@ class RewardsAssigned:
             to the position of this event.
     """
 
-    version: ClassVar[int] = 1
-
     scoring: str
     experiences: Sequence[int]
-    rewards: Sequence[float]
-    seen: int | None = optional(None)
+    rewards: Sequence[Number]
+    seen: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExperimentFinished:
+class ExperimentFinished(EventBody, frozen=True, kw_only=True):
     """Consumers that follow the experiment end."""
-
-    version: ClassVar[int] = 1
 
     reason: str
 
 
-T = TypeVar("T")
-
-
-def _dataclass_body(fact: object) -> dict[str, Any]:
-    """Return ``fact`` as the mapping that is encoded, in the order of its fields."""
-    plan = _plans(type(fact))
-    items = ((name, getattr(fact, attribute), default) for attribute, name, default, _ in plan)
-    return {name: _plain(value) for name, value, default in items if not _left_out(value, default)}
-
-
-def _plain(value: Any) -> Any:
-    return dict(vars(value)) if isinstance(value, ExperienceColumns) else value
-
-
-def _left_out(value: Any, default: Any) -> bool:
-    return default is not MISSING and value in (None, (), [])
-
-
-def _read_body(kind: type[T], body: Mapping[str, Any]) -> T:
-    """Return the fact of this ``kind`` that a body says. Keys that are not known are passed over.
-
-    Raises:
-        CodecError: the body lacks a field of its kind, or has one of another type.
-    """
-    values = {}
-    for attribute, name, default, form in _plans(kind):
-        if name in body:
-            values[attribute] = _checked(kind.__name__, name, body[name], form)
-        elif default is MISSING:
-            raise CodecError(f"the body of an event {kind.__name__} is damaged: it has no {name!r}")
-    return kind(**values)
-
-
-class _Form(NamedTuple):
-    """Of which types a value may be, and of which its items; nothing: of any."""
-
-    types: frozenset[type]
-    items: frozenset[type]
-
-
-class _Plan(NamedTuple):
-    """A field: its attribute, its key in the body, what it is where it is left out, its form."""
-
-    attribute: str
-    name: str
-    default: Any
-    form: _Form
-
-
-_READ_AS: Mapping[Any, frozenset[type]] = {
-    Sequence: frozenset({list, tuple}),
-    Mapping: frozenset({dict}),
-    int: frozenset({int, bool}),
-    float: frozenset({float, int, bool}),
-}
-_ANYTHING: frozenset[type] = frozenset()
-
-
-def _types(hint: Any) -> frozenset[type]:
-    """Return of which types a decoded value of this hint may be; nothing: of any."""
-    if hint is Any:
-        return _ANYTHING
-    plain = get_origin(hint) or hint
-    if plain in _READ_AS:
-        return _READ_AS[plain]
-    members = get_args(hint)
-    return frozenset().union(*map(_types, members)) if members else frozenset({plain})
-
-
-_OF_COLUMNS = _Form(frozenset({dict}), frozenset({list, tuple}))
-
-
-def _form(hint: Any) -> _Form:
-    if hint is ExperienceColumns:
-        return _OF_COLUMNS
-    items = get_args(hint)[-1] if get_origin(hint) in (Sequence, Mapping) else Any
-    return _Form(_types(hint), _types(items))
-
-
-def _checked(kind: str, name: str, value: Any, form: _Form) -> Any:
-    sound = type(value) in form.types
-    if sound and form.items:
-        items = value.values() if type(value) is dict else value
-        sound = form.items.issuperset(map(type, items))
-    if not sound:
-        raise CodecError(f"the body of an event {kind} is damaged: its {name!r} is {value!r:.100}")
-    return _columns(kind, value) if form is _OF_COLUMNS else value
-
-
-def _columns(kind: str, value: Mapping[str, Any]) -> ExperienceColumns:
-    """Return the columns of an event. Those that are not known are passed over."""
-    columns = {}
-    for attribute, name, _, form in _plans(ExperienceColumns):
-        if name not in value:
-            raise CodecError(f"the body of an event {kind} is damaged: it has no column {name!r}")
-        columns[attribute] = _checked(kind, name, value[name], form)
-    if len(set(map(len, columns.values()))) > 1:
-        raise CodecError(f"the body of an event {kind} is damaged: its columns differ in length")
-    return ExperienceColumns(**columns)
-
-
-def _plans(kind: type[Any]) -> tuple[_Plan, ...]:
-    if kind not in _PLANS:
-        # Once per kind: resolving type hints takes longer than reading an event.
-        hints = get_type_hints(kind)
-        _PLANS[kind] = tuple(_plan(each, _form(hints[each.name])) for each in fields(kind))
-    return _PLANS[kind]
-
-
-def _plan(each: Field[Any], form: _Form) -> _Plan:
-    default = each.default if each.metadata.get("optional") else MISSING
-    return _Plan(each.name, each.metadata.get("name") or each.name, default, form)
-
-
-_PLANS: dict[type[Any], tuple[_Plan, ...]] = {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchLeased:
+class BatchLeased(EventBody, frozen=True, kw_only=True):
     """A trainer took a step: the manifest.
 
     Attributes:
@@ -414,10 +262,8 @@ class BatchLeased:
             not, and are computed again as they were.
     """
 
-    version: ClassVar[int] = 1
-
-    sources: Sequence[str] = optional(())
-    source: Sequence[int] = optional(())
+    sources: Sequence[str] = []
+    source: Sequence[int] = []
     consumer: str
     token: int
     step: int
@@ -429,13 +275,12 @@ class BatchLeased:
     planned_groups: int
     layout: str
     microbatches: Sequence[Sequence[int]]
-    normalizer: float | None
+    normalizer: Number | None
     digest: bytes
-    by_run: bool | None = optional(None)
+    by_run: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepDealt:
+class StepDealt(EventBody, frozen=True, kw_only=True, tag=2):
     """A step that was leased and not committed is served otherwise from here on.
 
     To another number of ranks: rows, groups and denominators stay those of its `BatchLeased`. Or
@@ -456,8 +301,6 @@ class StepDealt:
         num_groups: how many groups are left, where rows are dropped.
     """
 
-    version: ClassVar[int] = 2
-
     consumer: str
     token: int
     step: int
@@ -466,24 +309,20 @@ class StepDealt:
     order: Sequence[int]
     microbatches: Sequence[Sequence[int]]
     digest: bytes
-    dropped: Sequence[int] = optional(())
-    dropped_from: Sequence[str] = optional(())
-    num_groups: int | None = optional(None)
+    dropped: Sequence[int] = []
+    dropped_from: Sequence[str] = []
+    num_groups: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankJoined:
+class RankJoined(EventBody, frozen=True, kw_only=True):
     """A rank is here; rank 0 calls the others, and they answer."""
-
-    version: ClassVar[int] = 1
 
     consumer: str
     rank: int
     world_size: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RanksAssembled:
+class RanksAssembled(EventBody, frozen=True, kw_only=True):
     """Rank 0 has all ranks together.
 
     Attributes:
@@ -491,16 +330,13 @@ class RanksAssembled:
         joins: positions of the `RankJoined` that it answers.
     """
 
-    version: ClassVar[int] = 1
-
     consumer: str
     token: int
     committed_step: int
     joins: Sequence[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPartDone:
+class StepPartDone(EventBody, frozen=True, kw_only=True):
     """A rank above 0 went through all steps up to this one.
 
     Attributes:
@@ -508,28 +344,22 @@ class StepPartDone:
         rows: how many rows it took of each step since its last `StepPartDone`.
     """
 
-    version: ClassVar[int] = 1
-
     consumer: str
     assembly: int
     rank: int
     step: int
-    rows: Sequence[int] = optional(())
+    rows: Sequence[int] = []
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamEnded:
+class StreamEnded(EventBody, frozen=True, kw_only=True):
     """Rank 0 says that there are no steps after this one."""
-
-    version: ClassVar[int] = 1
 
     consumer: str
     assembly: int
     step: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsCommitted:
+class StepsCommitted(EventBody, frozen=True, kw_only=True):
     """The weights went through these steps, and the checkpoint is durable.
 
     Attributes:
@@ -544,8 +374,6 @@ class StepsCommitted:
         largest_rows: per skipped step, uids of the rows to look at.
     """
 
-    version: ClassVar[int] = 1
-
     consumer: str
     token: int
     steps: Sequence[int]
@@ -555,10 +383,10 @@ class StepsCommitted:
     checkpoint_digest: str | None
     metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
-    rows_by_rank: Sequence[Sequence[int]] = optional(())
-    skipped: str | None = optional(None)
-    skipped_steps: Sequence[int] = optional(())
-    largest_rows: Sequence[Sequence[str]] = optional(())
+    rows_by_rank: Sequence[Sequence[int]] = []
+    skipped: str | None = None
+    skipped_steps: Sequence[int] = []
+    largest_rows: Sequence[Sequence[str]] = []
 
 
 MEASURED_ROWS = "measures"
@@ -568,8 +396,7 @@ MEASURED_TOKENS = "token_measures"
 """Column family of a `StepMeasured`: a number per token and column, where that was asked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMeasured:
+class StepMeasured(EventBody, frozen=True, kw_only=True):
     """What a trainer measured in a step, row by row; recorded with its `StepsCommitted`, behind it.
 
     Attributes:
@@ -580,8 +407,6 @@ class StepMeasured:
         metrics: numbers of the whole step, the finite ones.
     """
 
-    version: ClassVar[int] = 1
-
     consumer: str
     step: int
     segment: bytes
@@ -591,8 +416,7 @@ class StepMeasured:
     metrics: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyPublished:
+class PolicyPublished(EventBody, frozen=True, kw_only=True):
     """Weights that explorers shall load.
 
     Attributes:
@@ -601,26 +425,20 @@ class PolicyPublished:
         digest: sha256 of the file, where it is known.
     """
 
-    version: ClassVar[int] = 1
-
-    number: int = named("version")
+    number: int = field(name="version")
     uri: str
     digest: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerRewound:
+class TrainerRewound(EventBody, frozen=True, kw_only=True):
     """A trainer went back; commits after `step` are superseded, not deleted."""
-
-    version: ClassVar[int] = 1
 
     consumer: str
     step: int
-    from_step: int = named("from")
+    from_step: int = field(name="from")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentsArchived:
+class SegmentsArchived(EventBody, frozen=True, kw_only=True):
     """Segments left the store.
 
     Attributes:
@@ -629,37 +447,28 @@ class SegmentsArchived:
         digest: sha256 of that file.
     """
 
-    version: ClassVar[int] = 1
-
     segments: Sequence[bytes]
     uri: str | None
-    digest: str | None = optional(None)
+    digest: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentsRestored:
+class SegmentsRestored(EventBody, frozen=True, kw_only=True):
     """Segments that had left the store are in it again; by their keys."""
-
-    version: ClassVar[int] = 1
 
     segments: Sequence[bytes]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChainStarted:
+class ChainStarted(EventBody, frozen=True, kw_only=True):
     """A store that is older than the heads of events was migrated: from here on each has one.
 
     Attributes:
         digest: the head that the event before would have, so that the old past is proven too.
     """
 
-    version: ClassVar[int] = 1
-
     digest: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnknownEvent:
+class UnknownEvent(Struct, frozen=True, kw_only=True):
     """A kind of a newer version of this package; readers pass over it."""
 
     kind: str
@@ -700,8 +509,7 @@ Fact = Recorded | UnknownEvent
 """All that a reader may meet in a log."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedFact:
+class PlacedFact(Struct, frozen=True):
     """A fact at its place in the log of an experiment, and who recorded it."""
 
     position: int
@@ -726,7 +534,9 @@ UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
 def version_of(kind: str) -> int:
     """Return the version of bodies of ``kind`` that is written today; 1 for an unknown kind."""
     cls = KINDS.get(kind)
-    return 1 if cls is None else cls.version
+    tag = 1 if cls is None else cls.__struct_config__.tag
+    assert isinstance(tag, int)  # all classes above have one
+    return tag
 
 
 def kind_of(fact: Fact) -> str:
@@ -740,15 +550,13 @@ def kinds_of(facts: Any) -> tuple[str, ...]:
 
 
 def body_of(fact: Fact) -> dict[str, Any]:
-    """Return ``fact`` as the mapping that is encoded, in the order of its fields."""
-    return dict(fact.body) if isinstance(fact, UnknownEvent) else _dataclass_body(fact)
-
-
-def fact_of(kind: str, body: Mapping[str, Any]) -> Fact:
-    """Return the fact that a body of today's version says. Keys that are not known are passed over.
-
-    Raises:
-        CodecError: the body lacks a field of its kind, or has one of another type.
-    """
-    cls = KINDS.get(kind)
-    return UnknownEvent(kind=kind, body=body) if cls is None else _read_body(cls, body)
+    """Return ``fact`` as the mapping that its body is, in the order of its fields."""
+    if isinstance(fact, UnknownEvent):
+        return dict(fact.body)
+    body = {}
+    for each in structs.fields(fact):
+        value = getattr(fact, each.name)
+        if each.required or value not in (None, []):
+            is_columns = isinstance(value, ExperienceColumns)
+            body[each.encode_name] = structs.asdict(value) if is_columns else value
+    return body

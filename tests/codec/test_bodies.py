@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ def test_a_value_that_cannot_be_stored_is_named_with_its_event() -> None:
 
 def renamed(monkeypatch: pytest.MonkeyPatch, *, version: int) -> None:
     """Let there be a kind of event whose bodies are of ``version`` today."""
-    kind = type("Renamed", (), {"version": version})
+    kind = msgspec.defstruct("Renamed", [], bases=(events.EventBody,), tag=version)
     monkeypatch.setattr(events, "KINDS", {**events.KINDS, "Renamed": kind})
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError
+from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
 from trinity_buffer.pipeline.annotations import (
     annotation_scalars,
@@ -86,8 +88,9 @@ def read_segment(family: str, meta: dict[str, Any]) -> Read:
 
 
 def read_body(blob: bytes | bytearray) -> None:
-    body = codec.decode_body(KIND, blob)
-    decode_experiences({}, body.get("meta", {}))
+    fact = codec.decode_fact(KIND, blob)
+    assert isinstance(fact, ExperiencesRecorded)
+    decode_experiences({}, structs.asdict(fact.columns))
 
 
 def read_annotations(masks: Any) -> Read:
@@ -111,7 +114,9 @@ def targets() -> list[tuple[bytes, Read]]:
     given = samples()
     write = encode_experiences(given)
     blobs = {family: bytes(blob) for family, blob in write.families.items()}
-    body = codec.encode_body(KIND, {"meta": write.meta, "segment": b"key", "families": {}})
+    body = codec.encode_body(
+        KIND, {"meta": write.meta, "segment": b"key", "families": {}, "refused": {}}
+    )
     annotations = encode_annotations(given)
     return [
         *((blob, read_segment(family, write.meta)) for family, blob in blobs.items()),
@@ -159,7 +164,7 @@ def test_random_bytes_are_refused() -> None:
         with pytest.raises(CodecError):
             codec.decode_segment(b"\x94\xce" + blob)
         with pytest.raises(CodecError):
-            codec.decode_body(KIND, b"\xc1" + blob)
+            codec.decode_fact(KIND, b"\xc1" + blob)
 
 
 CLAIMS = [

@@ -13,8 +13,9 @@ from tests.conftest import Resize
 from tests.contract.making import group, opened, rollout, rows
 from tests.pipeline.planting import unguarded
 from trinity_buffer import codec, open_store, run_strategy
-from trinity_buffer.codec import decode_body
+from trinity_buffer.codec import decode_fact
 from trinity_buffer.errors import CodecError
+from trinity_buffer.events import Fact
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded
 from trinity_buffer.pipeline.load.events import EventCache
@@ -220,14 +221,14 @@ async def test_a_strategy_decodes_what_was_recorded_once(
 ) -> None:
     times: Counter[tuple[str, int]] = Counter()
 
-    def counted(kind: str, blob: bytes) -> dict[str, Any]:
+    def counted(kind: str, blob: bytes) -> Fact:
         times[kind, hash(bytes(blob))] += 1
-        return decode_body(kind, blob)
+        return decode_fact(kind, blob)
 
     async with opened(store_url, rollouts_per_group=RUNS) as experiment:
         for task in range(4):
             await experiment.writer("e0").write(group(task=task, runs=RUNS))
-        monkeypatch.setattr(codec, "decode_body", counted)
+        monkeypatch.setattr(codec, "decode_fact", counted)
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
     assert [times[one] for one in times if one[0] == "ExperiencesRecorded"] == [1] * 4
 

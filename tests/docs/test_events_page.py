@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from msgspec import structs
 
 from trinity_buffer.events import ExperienceColumns, Recorded
 
@@ -20,7 +20,7 @@ VALUES = {"late", "invalid", "non_finite"}
 
 
 def keys_of(kind: Any) -> set[str]:
-    return {field.metadata.get("name") or field.name for field in fields(kind)}
+    return {field.encode_name for field in structs.fields(kind)}
 
 
 def test_every_kind_has_its_row() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.contract.making import rollout
 from trinity_buffer import assign_rewards, codec, open_store
@@ -104,7 +105,7 @@ DEALT = StepDealt(
 
 def test_what_is_wrong_with_a_step_that_is_dealt_anew_is_told_with_its_place() -> None:
     audit, leased = TrainerAudit("t"), Manifest.of(LEASED)
-    assert list(audit.leased(5, replace(LEASED, digest=leased.digest))) == []
+    assert list(audit.leased(5, structs.replace(LEASED, digest=leased.digest))) == []
     dealt = leased.repartitioned(DEALT.order, plans_of(DEALT)).digest.hex()
     place = "position 7 (trainer 't')"
     assert list(audit.dealt(7, DEALT)) == [
@@ -114,7 +115,7 @@ def test_what_is_wrong_with_a_step_that_is_dealt_anew_is_told_with_its_place() -
         ),
         Problem("manifests", place, "a group of step 1 lies on two ranks"),
     ]
-    assert list(audit.dealt(7, replace(DEALT, step=2))) == [
+    assert list(audit.dealt(7, structs.replace(DEALT, step=2))) == [
         Problem(*("manifests", place), "step 2 was dealt anew, and was not leased or is committed")
     ]
 
@@ -163,9 +164,9 @@ def test_a_manifest_is_compared_with_the_annotations_that_it_names() -> None:
     assert list(audit.take(3, ANNOTATED)) == []
     assert audit.named == {ANNOTATED.segment}
     own = [3 << 20, (3 << 20) + 1]
-    assert list(audit.take(4, replace(LEASED, annotations=own))) == []
+    assert list(audit.take(4, structs.replace(LEASED, annotations=own))) == []
     place = "position 5 (trainer 't')"
-    exchanged = replace(LEASED, annotations=own[::-1])
+    exchanged = structs.replace(LEASED, annotations=own[::-1])
     assert list(audit.take(5, exchanged)) == [
         Problem("manifests", place, "row 0 trains 1:0 with 3:1, which is of 2:0")
     ]
@@ -178,7 +179,7 @@ def test_a_manifest_is_compared_with_the_annotations_that_it_names() -> None:
 @pytest.mark.parametrize(
     "fact",
     [
-        replace(LEASED, annotations=[1 << 63, 1]),
+        structs.replace(LEASED, annotations=[1 << 63, 1]),
         RewardsAssigned(scoring="s", experiences=[1 << 63], rewards=[1.0]),
     ],
 )
@@ -202,7 +203,7 @@ def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
     decoded = [codec.decode_segment(bytes(blob)) for blob in write.families.values()]
     assert list(wrong_columns(columns, {}, decoded)) == []
     what = "its policy version and finish reason are"
-    assert list(wrong_columns(replace(columns, finish_reason=[None] * 3), {}, decoded)) == [
+    assert list(wrong_columns(structs.replace(columns, finish_reason=[None] * 3), {}, decoded)) == [
         (0, f"{what} (0, 'stop'), its event says (0, None)"),
         (1, f"{what} (0, 'response_truncated'), its event says (0, None)"),
     ]

@@ -22,7 +22,7 @@ from tests.pipeline.planting import (
 from tests.sample_run import RUNS, SampleRun, record_sample_run, rollout
 from trinity_buffer import codec, open_store, verify
 from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
-from trinity_buffer.events import BatchLeased, body_of
+from trinity_buffer.events import BatchLeased, StepsCommitted, body_of
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.train.checkpoint import digest_of
@@ -102,6 +102,7 @@ async def test_a_committed_step_that_the_weights_did_not_go_through_is_lost(
 
 async def test_a_manifest_that_was_committed_twice_is_there_twice(sample: SampleRun) -> None:
     commit = (await events_of(sample.url, "StepsCommitted"))[1].fact
+    assert isinstance(commit, StepsCommitted)
     async with open_store(sample.url) as store:
         key = (await store.experiment(sample.name)).key
         again = [new_event(commit)]
@@ -262,7 +263,7 @@ async def test_a_body_of_another_form_is_named_and_the_rest_is_read(
     await unguarded(sample.url, change)
     report = await verified(sample)
     (told,) = [one for one in report.problems if "cannot be read" in one.what]
-    assert (told.where, repr(field) in told.what) == (f"position {damaged.position}", True)
+    assert (told.where, f"$.{field}" in told.what) == (f"position {damaged.position}", True)
     assert report.events > others[-1].position
     with pytest.raises(CodecError, match=rf"'{sample.name}', the event at position"):
         await events_of(sample.url, kind)

@@ -8,13 +8,14 @@ from itertools import count
 from typing import Any
 
 import pytest
+from msgspec import structs
 from sqlalchemy import delete, select, update
 
 from tests.pipeline.planting import delete_event
 from tests.planted_faults import checks
 from trinity_buffer import StrategyConsumer, verify
 from trinity_buffer.errors import LeaseLostError
-from trinity_buffer.events import BatchLeased, ExperiencesRejected, Fact, PlacedFact
+from trinity_buffer.events import BatchLeased, ExperiencesRejected, PlacedFact, Recorded
 from trinity_buffer.pipeline.annotate import deciding
 from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
 from trinity_buffer.pipeline.experiment import Experiment
@@ -283,9 +284,9 @@ def everybody_may_plan(patch: Patch) -> None:
 def rejected_groups_hold_a_place(patch: Patch) -> None:
     """10: a group that a filter rejected is waited for, for ever."""
 
-    def counted(fact: Fact) -> Any:
+    def counted(fact: Recorded) -> Any:
         if isinstance(fact, ExperiencesRejected):
-            fact = replace(fact, planned_groups=0)
+            fact = structs.replace(fact, planned_groups=0)
         return new_event(fact)
 
     patch.setattr(deciding, "new_event", counted)

@@ -17,7 +17,7 @@ from trinity_buffer.errors import StoreError
 from trinity_buffer.events import (
     ExperiencesRejected,
     ExperimentFinished,
-    Fact,
+    Recorded,
     RewardsAssigned,
     SegmentsArchived,
     SegmentsRestored,
@@ -68,7 +68,7 @@ def folded(scratch: Scratch) -> Rows:
     return scratch.ask(shown, scratch.experiment)
 
 
-async def append(experiment: Experiment, *facts: Fact) -> None:
+async def append(experiment: Experiment, *facts: Recorded) -> None:
     events = [new_event(fact) for fact in facts]
     await experiment.database.write(log.append, experiment.key, events, actor="somebody", now_us=1)
 
@@ -93,7 +93,7 @@ async def test_each_position_of_a_run_that_takes_much_of_it_back(
         await require_equal(experiment)
 
 
-async def taken_back(experiment: Experiment) -> list[Fact]:
+async def taken_back(experiment: Experiment) -> list[Recorded]:
     """Return facts that change what was before them; the last step of a trainer loses two rows."""
     held = await experiment.database.read(of_last_step)
     trainer, step, lost = held[0].consumer, held[0].step, [int(row.address) for row in held[:2]]

@@ -6,12 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import pytest
+from msgspec import structs
 from sqlalchemy import bindparam, make_url, update
 from sqlalchemy.util import await_only
 
@@ -117,7 +117,7 @@ async def test_a_write_a_lease_and_a_commit_wait_for_the_server_as_seldom_as_the
         async with hold_lease(experiment.database, experiment.key, "other") as lease:
             for fact in facts:
                 if isinstance(fact, BatchLeased | StepsCommitted):
-                    same = new_event(replace(fact, consumer="other", token=lease.token))
+                    same = new_event(structs.replace(fact, consumer="other", token=lease.token))
                     with counted.count(same.kind):
                         counted.trips[same.kind] = 0
                         await experiment.database.write(lease.append, [same])

@@ -12,15 +12,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, TypeAlias
 
 import msgpack
+import msgspec
 
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
-from trinity_buffer.events import UPCASTERS, Fact, body_of, fact_of, kind_of, version_of
+from trinity_buffer.events import (
+    KINDS,
+    UPCASTERS,
+    Fact,
+    Recorded,
+    UnknownEvent,
+    body_of,
+    kind_of,
+    version_of,
+)
 
 Place: TypeAlias = "tuple[Place | str, object] | str"
 
@@ -386,21 +396,59 @@ def _head(view: memoryview, at: int) -> tuple[int, int]:
 
 
 _VERSION = "v"
+_SHORT_MAP, _LONG_MAP = 0x80, 0xDE
+_VERSION_KEY = b"\xa1v"
+_LONGEST_HEAD = 3 + len(_VERSION_KEY)  # of a map, and its first key
 
 
-def encode_fact(fact: Fact) -> bytes:
-    """Return the bytes of the body of ``fact``, as `encode_body` does."""
-    return encode_body(kind_of(fact), body_of(fact))
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+@cache
+def _decoder(kind: type[Recorded]) -> msgspec.msgpack.Decoder[Recorded]:
+    return msgspec.msgpack.Decoder(kind, ext_hook=_extension_in_body)
+
+
+def _extension_in_body(code: int, data: memoryview) -> Any:
+    return _extension(None, MAX_DEPTH, code, bytes(data))
+
+
+def encode_fact(fact: Recorded) -> bytes:
+    """Return the bytes of the body of ``fact``, its version included.
+
+    Raises:
+        InvalidArgumentError: a value that does not come back as it is.
+    """
+    try:
+        blob = _ENCODER.encode(fact)
+    except (TypeError, OverflowError, UnicodeEncodeError):
+        # NumPy's numbers, ints beyond 64 bits, and texts with lone surrogates.
+        return encode_body(kind_of(fact), body_of(fact))
+    # The head that msgspec writes has room for all fields; the bytes of events have the shortest.
+    is_long = blob[0] == _LONG_MAP and (size := int.from_bytes(blob[1:3], "big")) < 16
+    return bytes((_SHORT_MAP | size,)) + blob[3:] if is_long else blob
 
 
 def decode_fact(kind: str, blob: Buffer) -> Fact:
     """Return the fact of an event of any version; an unknown kind becomes an `UnknownEvent`.
 
     Raises:
-        CodecError: bytes that are no body, or a body that lacks a field of its kind.
+        CodecError: bytes that are no body, or a body that lacks a field of its kind, or has one of
+            another type.
         CodecVersionError: a newer version of this package wrote it.
     """
-    return fact_of(kind, decode_body(kind, blob))
+    cls = KINDS.get(kind)
+    if cls is None:
+        return UnknownEvent(kind=kind, body=decode_body(kind, blob))
+    if _VERSION_KEY in bytes(blob[:_LONGEST_HEAD]):
+        try:
+            return _decoder(cls).decode(blob)
+        except (msgspec.DecodeError, CodecError, ValueError, TypeError, RecursionError):
+            pass  # of another version, with a text that is no UTF-8, or damaged
+    try:
+        return msgspec.convert(decode_body(kind, blob), cls)
+    except msgspec.ValidationError as error:
+        raise CodecError(f"the body of an event {kind} is damaged: {error}") from error
 
 
 def encode_body(kind: str, body: Mapping[str, Any]) -> bytes:

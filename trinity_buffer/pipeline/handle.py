@@ -6,12 +6,14 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError, InvalidArgumentError
-from trinity_buffer.events import BatchLeased, Fact, StepDealt, fact_of
+from trinity_buffer.events import BatchLeased, Fact, Recorded, StepDealt
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, StoredEvent
@@ -62,8 +64,8 @@ class Event:
         kind: in past tense, such as ``ExperiencesRecorded``.
         actor: the process that recorded it.
         recorded_at: seconds since 1970, for display; events are ordered by `position`.
-        body: its content; see ``docs/events.md``.
-        fact: the same as an instance of its class in `trinity_buffer.events`.
+        fact: its content, an instance of a class in `trinity_buffer.events`.
+        encoded: the same as bytes.
     """
 
     experiment: str
@@ -71,29 +73,33 @@ class Event:
     kind: str
     actor: str
     recorded_at: float
-    body: Mapping[str, Any]
     fact: Fact
+    encoded: bytes = field(repr=False)
+
+    @property
+    def body(self) -> Mapping[str, Any]:
+        """Its content as a mapping, upgraded to the current version; see ``docs/events.md``."""
+        return codec.decode_body(self.kind, self.encoded)
 
 
-def new_event(fact: Fact) -> NewEvent:
+def new_event(fact: Recorded) -> NewEvent:
     """Return the event to append. Encodes: call it outside transactions."""
     return NewEvent(fact, codec.encode_fact(fact))
 
 
 def decoded(experiment: str, stored: StoredEvent) -> Event:
-    """Return a stored event, its body upgraded to the current version of its kind.
+    """Return a stored event, its fact upgraded to the current version of its kind.
 
     Raises:
         CodecError: the body is damaged, or of a newer version; the message names the position.
     """
     try:
-        body = codec.decode_body(stored.kind, stored.body)
-        fact = fact_of(stored.kind, body)
+        fact = codec.decode_fact(stored.kind, stored.body)
     except CodecError as error:
         place = f"experiment {experiment!r}, the event at position {stored.position}"
         raise type(error)(f"{place}: {error}") from error
     at = stored.recorded_at / 1e6
-    return Event(experiment, stored.position, stored.kind, stored.actor, at, body, fact)
+    return Event(experiment, stored.position, stored.kind, stored.actor, at, fact, stored.body)
 
 
 def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
@@ -166,14 +172,14 @@ def _as_repartitioned(lease: BatchLeased, dealt: StepDealt) -> BatchLeased:
     def placed(column: Sequence[int]) -> tuple[int, ...]:
         return tuple(column[place] for place in dealt.order)
 
-    return replace(
+    return structs.replace(
         lease,
         token=dealt.token,
         annotations=placed(lease.annotations),
         experiences=placed(lease.experiences),
         groups=placed(lease.groups),
         num_groups=len({lease.groups[place] for place in dealt.order}),
-        source=placed(lease.source) if lease.source else (),
+        source=placed(lease.source),
         microbatches=dealt.microbatches,
         digest=dealt.digest,
     )

@@ -127,7 +127,7 @@ class Manifest:
         """Return the event that records the lease of the step by ``consumer``."""
         return BatchLeased(
             sources=list(self.sources),
-            source=list(self.source) if self.sources else (),
+            source=list(self.source) if self.sources else [],
             consumer=consumer,
             token=token,
             step=self.step,

@@ -6,6 +6,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
 from trinity_buffer.errors import CodecError, CodecVersionError, DamagedSegmentError
 from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
@@ -104,7 +106,9 @@ def _decoded(
                 f"segment {rows_of_event[0].segment.hex()} is missing: run `verify`"
             )
         held = [f for f in families if absence is None or f not in event.families]
-        decoded_rows = decode_experiences(buffers, vars(event.columns), slots, loaded=held)
+        decoded_rows = decode_experiences(
+            buffers, structs.asdict(event.columns), slots, loaded=held
+        )
         for row, experience in zip(rows_of_event, decoded_rows, strict=True):
             experience.address = row.address
             experience.archived = None if absence is None else absence.why

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 from torch import Tensor
 
 from trinity_buffer.codec import Column, content_digest, encode_segment
@@ -334,7 +335,7 @@ async def commit_records(
     known = dict(request.digests or {})  # checkpoint and policy may share files
     if request.checkpoint is not None:
         path, content = await anyio.to_thread.run_sync(_make_durable, request.checkpoint, known)
-    events = [new_event(replace(commit, checkpoint=path, checkpoint_digest=content))]
+    events = [new_event(structs.replace(commit, checkpoint=path, checkpoint_digest=content))]
     if request.published is not None:
         uri, digest = await anyio.to_thread.run_sync(_make_durable, request.published, known)
         published = PolicyPublished(number=commit.steps[-1], uri=uri, digest=digest)

@@ -570,7 +570,7 @@ class Repartitioner:
             microbatches=[[m.start, m.stop, m.width, m.rank] for m in plans],
             digest=manifest.digest,
             dropped=[first.annotations[place] for place in lost],
-            dropped_from=sources if any(sources) else (),
+            dropped_from=sources if any(sources) else [],
             num_groups=manifest.num_groups if lost else None,
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from trinity_buffer.codec import (
     Segment,
@@ -246,7 +247,7 @@ def _check_digests(
     columns = fact.columns
     uids = list(columns.uids())
     try:
-        digests = digests_of_segments(vars(columns), decoded)
+        digests = digests_of_segments(structs.asdict(columns), decoded)
         if fact.scorable and not is_scorable({k: v for s in decoded for k, v in s.columns.items()}):
             what = "its event says that one number per row can stand for an annotation: it cannot"
             yield Problem("segments", f"segment {fact.segment.hex()} of position {position}", what)
