@@ -16,6 +16,7 @@ from tests.sample_run import SampleRun
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.history.rebuild import rebuild
+from trinity_buffer.store.tables import metadata
 
 PER_TEST = 10
 
@@ -133,6 +134,41 @@ async def test_what_is_no_json_any_more_is_named_and_mended(sqlite_sample: Sampl
         experiment = await store.experiment(sqlite_sample.name)
         await rebuild(experiment.database, experiment.key)
     assert everything(path) == sound
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("configuration", "config", "'-1'"),
+        ("batch", "batch", "x'6230'"),
+        ("experience", "refused", "x'6c617465'"),
+        ("consumer", "name", "x'6772706f'"),
+        ("consumer", "config", "'[1]'"),
+        ("consumer", "cursor", "'abc'"),
+        ("waiting", "consumer", "x'6772706f'"),
+        ("rejection", "reason", "x''"),
+        ("delivery", "source", "x''"),
+        ("assigned_reward", "scoring", "x'ff'"),
+        ("counter", "number", "'many'"),
+        ("counter", "key", "x'00'"),
+        ("archived", "segment", "'a text'"),
+        ("archived", "segment", "7"),
+    ],
+)
+async def test_a_value_of_another_type_in_a_projection_is_named_and_mended(
+    sqlite_sample: SampleRun, table: str, column: str, value: str
+) -> None:
+    path = file_of(sqlite_sample)
+    sound = everything(path)
+    with closing(dbapi2.connect(str(path))) as connection, connection:
+        keys = ", ".join(key.name for key in metadata.tables[table].primary_key)
+        first = f"({keys}) = (SELECT {keys} FROM {table} LIMIT 1)"
+        connection.execute(f"UPDATE {table} SET {column} = {value} WHERE {first}")
+    assert await is_named(sqlite_sample)
+    async with open_store(sqlite_sample.url) as store:
+        await rebuild(store.database, 1)
+    assert everything(path) == sound
+    assert not await is_named(sqlite_sample)  # `everything` takes a text for its bytes
 
 
 def cell_of_blob(path: Path, family: str) -> tuple[int, int]:

@@ -220,6 +220,37 @@ async def test_verify_finds_an_archive_that_is_changed_or_gone(
             assert "there is no such file" in gone.what
 
 
+@pytest.mark.parametrize("change", ["a row is gone", "a value is gone", "another experiment's"])
+async def test_an_archive_that_is_not_what_was_written_is_not_restored(
+    sqlite_url: str, tmp_path: Path, change: str
+) -> None:
+    """Its segments would be back in parts, and no event would ask for the file any more."""
+    async with open_store(sqlite_url) as store:
+        experiment, other = [await store.experiment(name, config={}) for name in ("x", "y")]
+        names: list[str] = []
+        for each in (experiment, other):
+            await trained(each, steps=4)
+            names += (await compact(each, keep_steps=0, archive=tmp_path)).files
+        file, other_file = map(Path, names)
+        sound = file.read_bytes()
+        table = pyarrow.parquet.read_table(file)
+        held = table.to_pylist()
+        held[0]["data"] = None
+        changed = {
+            "a row is gone": pyarrow.Table.from_pylist(held[1:], table.schema),
+            "a value is gone": pyarrow.Table.from_pylist(held, table.schema),
+            "another experiment's": pyarrow.parquet.read_table(other_file),
+        }
+        pyarrow.parquet.write_table(changed[change], file)
+        with pytest.raises(InvalidArgumentError, match="restore from"):
+            await restore(experiment)
+        damaged = [e async for e in experiment.read() if e.damaged or e.archived]
+        assert damaged
+        file.write_bytes(sound)
+        assert (await restore(experiment)).segments == 4
+        assert (await verify(experiment)).problems == ()
+
+
 async def test_an_archive_of_an_older_version_is_read(store_url: str, tmp_path: Path) -> None:
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})

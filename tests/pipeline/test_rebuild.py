@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from tests.conftest import Resize
 from tests.contract.making import count
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
 from tests.sample_run import SampleRun, record_sample_run, rollout
-from trinity_buffer import open_store
+from trinity_buffer import open_store, verify
 from trinity_buffer.errors import StoreError
+from trinity_buffer.inspector.source import as_of
 from trinity_buffer.pipeline.history.rebuild import RebuildReport, diff_projections, rebuild
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.verify.projections import catch_up, suspects
@@ -173,6 +175,27 @@ async def test_a_log_that_contradicts_itself_changes_nothing(sample: SampleRun) 
     with pytest.raises(StoreError, match=rf"event {position} \(ExperiencesRecorded\) cannot"):
         await rebuilt(sample.url)
     assert await everything(sample.url) == before
+    async with open_store(sample.url, read_only=True) as store:
+        experiment = await store.experiment(sample.name)
+        with pytest.raises(StoreError, match=rf"to {position} cannot be folded .*verify` names it"):
+            async with as_of(experiment, position):
+                pass
+
+
+async def test_a_disk_that_is_full_is_not_taken_for_a_log_that_contradicts_itself(
+    sqlite_sample: SampleRun,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with open_store(sqlite_sample.url, read_only=True) as store:
+        experiment = await store.experiment(sqlite_sample.name)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, hard))
+        try:
+            for look in (verify(experiment), diff_projections(store.database, experiment.key)):
+                with pytest.raises(StoreError, match="let TMPDIR name another folder"):
+                    await look
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (await verify(experiment)).ok
 
 
 async def test_other_experiments_stay_as_they_are(store_url: str, tmp_path: Path) -> None:

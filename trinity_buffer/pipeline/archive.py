@@ -174,7 +174,7 @@ def _read_parts(
     held = parquet.read_table(path, columns=["segment"], filters=[of_keys])["segment"]
     parts: SegmentParts = {}
     for row in parquet.read_table(path, filters=[of_keys, of_families]).to_pylist():
-        part = (row["part"], row["checksum"], row["data"])
+        part = (row["part"], row["checksum"], row["data"] or b"")
         parts.setdefault((row["segment"], row["family"]), []).append(part)
     return set(held.to_pylist()), parts
 

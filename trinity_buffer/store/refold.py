@@ -26,7 +26,7 @@ from sqlalchemy import (
     true,
     type_coerce,
 )
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.types import NULLTYPE
 from typing_extensions import override
@@ -150,7 +150,7 @@ def spans(tx: Transaction, experiment: int) -> list[Span]:
             continue
         columns = [table.c[key] for key in (_OWNER[name], "source") if key in table.c]
         query = select(*columns).where(table.c.experiment == experiment).distinct()
-        owners = sorted(tuple(row) for row in tx.execute(query).all())
+        owners = sorted((tuple(row) for row in tx.execute(query).all()), key=repr)
         whole += [Span(name, owner, source=(*source, None)[0]) for owner, *source in owners]
     return whole
 
@@ -190,8 +190,10 @@ def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
     if number is not None:
         query = query.order_by(table.c[number])
     rows = [tuple(row) for row in tx.execute(query).all()]
-    # Texts are sorted here: a PostgreSQL may have a collation of its own.
-    return rows if number is not None else sorted(rows, key=_key_getter(table))
+    # Texts are sorted here: a PostgreSQL may have a collation of its own. By what they look like: a
+    # damaged key may be of another type.
+    key_of = _key_getter(table)
+    return rows if number is not None else sorted(rows, key=lambda row: repr(key_of(row)))
 
 
 def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int, bool]:
@@ -257,7 +259,16 @@ def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
     for difference in wrong:
         table = _TABLES[difference.table]
         if (live := difference.live) is not None:
-            tx.execute(delete(table).where(*(c == live[c.name] for c in table.primary_key)))
+            # SQLite keeps values of any type: a damaged key is compared as what it is.
+            raw = tx.dialect.name == "sqlite"
+            tx.execute(
+                delete(table).where(
+                    *(
+                        (type_coerce(key, NULLTYPE) if raw else key) == live[key.name]
+                        for key in table.primary_key
+                    )
+                )
+            )
         if (folded := difference.folded) is not None:
             # The scratch is SQLite's, which knows no booleans.
             row = (bool(folded[c.name]) if _is_boolean(c) else folded[c.name] for c in table.c)
@@ -337,9 +348,10 @@ class Scratch:
         for new in events:
             try:
                 stored += fold.fold_rows(tx, self.experiment, new)
+            except _DISK_ERRORS:
+                raise  # of the scratch, and not of the log
             except _CANNOT_FOLD as error:
-                cause = " ".join(str(getattr(error, "orig", error)).split())
-                return Unfoldable(new.position, new.kind, f"{type(error).__name__}: {cause}")
+                return Unfoldable(new.position, new.kind, _cause(error))
             self.position = new.position
         # No fold reads a counter, so a page needs but one statement for all of them.
         fold.fold_counters(tx, self.experiment, events, stored)
@@ -357,6 +369,28 @@ _CANNOT_FOLD = (
     AttributeError,
     OverflowError,
 )
+_DISK_ERRORS = (OperationalError, dbapi2.OperationalError)
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(getattr(error, 'orig', error)).split())}"
+
+
+def fold_page(tx: Transaction, experiment: int, events: Sequence[PlacedFact]) -> None:
+    """Apply ``events``, of the page of a log.
+
+    Raises:
+        StoreError: one of them cannot be applied; the message names the page.
+    """
+    try:
+        fold.fold_all(tx, experiment, events)
+    except _DISK_ERRORS:
+        raise
+    except _CANNOT_FOLD as error:
+        raise StoreError(
+            f"one of the events {events[0].position} to {events[-1].position} cannot be folded "
+            f"({_cause(error)}): `trinity-buffer verify` names it, restore the store from a backup"
+        ) from error
 
 
 @contextmanager
@@ -365,14 +399,23 @@ def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]
 
     Args:
         live: file of a SQLite store, to be read beside them.
+
+    Raises:
+        StoreError: the folder of temporary files is full.
     """
     sqlite.require_safe_library()
     with TemporaryDirectory(prefix="trinity-buffer-") as folder:
         path = Path(folder) / "scratch.db"
         tx = SQLiteTransaction(_connected(path, live), StoreFiles(path, with_log=False))
-        with closing(tx):
-            tx.run(_create, writes=True)
-            yield Scratch(tx, experiment, sees_live=live is not None)
+        try:
+            with closing(tx):
+                tx.run(_create, writes=True)
+                yield Scratch(tx, experiment, sees_live=live is not None)
+        except _DISK_ERRORS as error:
+            raise StoreError(
+                f"the log cannot be folded in {path.parent.parent} ({_cause(error)}): free space "
+                "there, or let TMPDIR name another folder"
+            ) from error
 
 
 def _create(tx: Transaction) -> None:

@@ -86,14 +86,14 @@ def held_segments(tx: Transaction, experiment: int, *, after: int, limit: int) -
     return sorted(Held(int(n), bytes(key), int(a), int(z)) for n, key, a, z in rows)
 
 
-def archives(tx: Transaction, experiment: int) -> dict[str, list[bytes]]:
-    """Return file -> segments that are in it and not in the database, in the order of the log."""
-    query = select(archived.c.uri, archived.c.segment).where(
+def archives(tx: Transaction, experiment: int) -> dict[int, list[bytes]]:
+    """Return position -> segments that its event archived to a file, in the order of the log."""
+    query = select(archived.c.position, archived.c.segment).where(
         archived.c.experiment == experiment, archived.c.uri.is_not(None)
     )
-    segments: dict[str, list[bytes]] = {}
-    for uri, segment in tx.execute(query.order_by(archived.c.position, archived.c.segment)):
-        segments.setdefault(uri, []).append(bytes(segment))
+    segments: dict[int, list[bytes]] = {}
+    for position, segment in tx.execute(query.order_by(archived.c.position, archived.c.segment)):
+        segments.setdefault(int(position), []).append(bytes(segment))
     return segments
 
 

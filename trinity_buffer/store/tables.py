@@ -51,10 +51,18 @@ def canonical(value: Any) -> str | None:
 
 
 class CanonicalJSON(TypeDecorator[Any]):
-    """JSON with sorted keys, as text: the same value is the same bytes on every backend."""
+    """JSON with sorted keys, as text: the same value is the same bytes on every backend.
+
+    Args:
+        kind: of the values: dict or list.
+    """
 
     impl = Text
     cache_ok = True
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.kind = kind
 
     @override
     def process_bind_param(self, value: Any, dialect: Any) -> str | None:
@@ -66,16 +74,25 @@ class CanonicalJSON(TypeDecorator[Any]):
         """Return the value of the text.
 
         Raises:
-            StoreError: it is not JSON: the file was edited or damaged.
+            StoreError: it is not JSON of that kind: the file was edited or damaged.
         """
+        if value is None:
+            return None
         try:
-            return None if value is None else json.loads(value)
-        except ValueError as error:
-            raise StoreError(
-                f"a value that the store keeps as JSON is damaged ({error}): run `trinity-buffer "
-                "rebuild`, which makes it from the log again; if that cannot open the experiment, "
-                "restore the store from a backup"
-            ) from error
+            parsed = json.loads(value)
+        except (TypeError, ValueError) as error:
+            raise _damaged_json(error) from error
+        if not isinstance(parsed, self.kind):
+            raise _damaged_json(f"{type(parsed).__name__} in place of {self.kind.__name__}")
+        return parsed
+
+
+def _damaged_json(why: object) -> StoreError:
+    return StoreError(
+        f"a value that the store keeps as JSON is damaged ({why}): run `trinity-buffer rebuild`, "
+        "which makes it from the log again; if that cannot open the experiment, restore the store "
+        "from a backup"
+    )
 
 
 def _key(name: str, kind: type[Any] = BigInteger) -> Column[Any]:
@@ -136,7 +153,7 @@ configuration = Table(
     metadata,
     _key("experiment", Integer),
     Column("position", BigInteger, nullable=False),
-    Column("config", CanonicalJSON, nullable=False),
+    Column("config", CanonicalJSON(dict), nullable=False),
     Column("finished", Boolean, nullable=False),
     sqlite_with_rowid=False,
 )
@@ -209,7 +226,7 @@ consumer = Table(
     _key("experiment", Integer),
     _key("name", Text),
     Column("kind", Text, nullable=False),
-    Column("config", CanonicalJSON, nullable=False),
+    Column("config", CanonicalJSON(dict), nullable=False),
     # Of a strategy: the position up to which the log was seen, how often `add` was called, and how
     # many planned groups it left out as a whole.
     Column("cursor", BigInteger, nullable=False),
@@ -295,7 +312,7 @@ step = Table(
     # Of the last step of a commit: the digest of the chain of manifests up to it, and how many rows
     # of it each rank took, where that was recorded.
     Column("chain", LargeBinary),
-    Column("rows_by_rank", CanonicalJSON),
+    Column("rows_by_rank", CanonicalJSON(list)),
     # of this and all earlier steps of the consumer, without those of an expert's experiment
     Column("own_rows_so_far", BigInteger),
     sqlite_with_rowid=False,

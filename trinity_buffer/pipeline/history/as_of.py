@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import anyio.to_thread
 
 from trinity_buffer.pipeline.verify.projections import Progress, decoded_events, no_progress, pages
-from trinity_buffer.store import fold, refold
+from trinity_buffer.store import refold
 from trinity_buffer.store.database import Database, DedicatedConnection
 
 
@@ -23,11 +23,12 @@ async def open_as_of(
 
     Raises:
         CodecError: an event that says how it was is damaged; the message names its position.
+        StoreError: an event contradicts those before it.
     """
     async with database.dedicated_connection() as connection:
         await connection.change(refold.make_temporary_tables)
         async for page in pages(database, experiment, after=0, up_to=position):
             facts = await anyio.to_thread.run_sync(decoded_events, page)
-            await connection.change(fold.fold_all, experiment, facts)
+            await connection.change(refold.fold_page, experiment, facts)
             progress("fold", page[-1].position, position)
         yield connection

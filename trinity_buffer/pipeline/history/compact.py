@@ -21,12 +21,13 @@ from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import (
     ArchiveFile,
+    digest_of,
     read_archive,
     require_pyarrow,
     write_archive,
 )
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.handle import new_event, now_us
+from trinity_buffer.pipeline.handle import fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
 from trinity_buffer.store import log, retention, segments
@@ -270,26 +271,41 @@ async def restore(
         InvalidArgumentError: a file is not there, or is not the one that was written.
     """
     database, key = experiment.database, experiment.key
-    files = await database.read(retention.archives, key)
+    archives = await database.read(retention.archives, key)
+    files: list[str] = []
     segments_back = bytes_back = 0
-    for number, (uri, keys) in enumerate(files.items()):
-        progress("restore", number, len(files))
-        path = uri if folder is None else str(folder / Path(uri).name)
-        rows = await anyio.to_thread.run_sync(_put, database.segments, path, keys)
+    for number, (position, keys) in enumerate(archives.items()):
+        progress("restore", number, len(archives))
+        (stored,) = await database.read(log.read_at, key, [position])
+        archive = fact_at(experiment.name, stored, SegmentsArchived)
+        path = Path(str(archive.uri)) if folder is None else folder / Path(str(archive.uri)).name
+        put = partial(_put, database.segments, path, archive.digest, keys)
+        rows = await anyio.to_thread.run_sync(put)
+        files.append(str(archive.uri))
         event = new_event(SegmentsRestored(segments=keys))
         await database.write(_take_back, database.segments, key, keys, rows, event, actor)
         segments_back += len(keys)
         bytes_back += sum(len(row.data) for row in rows)
-    progress("restore", len(files), len(files))
+    progress("restore", len(archives), len(archives))
     return RestoreReport(segments_back, bytes_back, tuple(files))
 
 
-def _put(store: SegmentStore, path: str, keys: Sequence[bytes]) -> list[SegmentRow]:
+def _put(
+    store: SegmentStore, path: Path, digest: str | None, keys: Sequence[bytes]
+) -> list[SegmentRow]:
     """Put what a file holds of some segments into ``store``; return what is to be taken in."""
     try:
-        blobs = blobs_of(read_archive(path, keys, tuple(FAMILIES)))
-    except (StoreError, DamagedSegmentError) as error:
+        blobs = blobs_of(read_archive(str(path), keys, tuple(FAMILIES)))
+        sha256 = digest_of(path)
+    except (OSError, StoreError, DamagedSegmentError) as error:
         raise InvalidArgumentError(f"restore from {path}: {error}") from error
+    # Once its segments are back no event asks for the file any more: one that lacks a part of them
+    # must not be taken for the one that was written.
+    if digest not in (None, sha256):
+        raise InvalidArgumentError(
+            f"restore from {path}: its sha256 is {sha256}, that of the file that was written is "
+            f"{digest}: put a sound copy in its place"
+        )
     return [row for key, families in blobs.items() for row in store.put(key, families)]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from trinity_buffer.errors import StoreError
 from trinity_buffer.events import (
     ExperiencesRecorded,
     PlacedFact,
@@ -92,7 +93,11 @@ async def verify(
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What the projections said in one transaction, and the head of the log then."""
+    """What the projections said in one transaction, and the head of the log then.
+
+    Attributes:
+        damage: why they cannot be counted, which are no numbers then; None: they were.
+    """
 
     head: int
     rows: dict[str, int]
@@ -100,20 +105,28 @@ class _Snapshot:
     strategies: tuple[counts.StrategyCounts, ...]
     trainers: tuple[counts.TrainerCounts, ...]
     plans: counts.PlanCounts
+    damage: str | None = None
 
 
 def _snapshot(tx: Transaction, experiment: int) -> _Snapshot:
-    consumers = writer_queries.consumers(tx, experiment).values()
-    strategies = [row for row in consumers if row.kind == "strategy"]
-    trainers = [row for row in consumers if row.kind == "trainer"]
-    return _Snapshot(
-        log.head(tx, experiment),
-        refold.counts(tx, experiment),
-        counters.numbers_of(tx, experiment),
-        tuple(counts.recount_strategy(tx, experiment, row) for row in strategies),
-        tuple(counts.recount_trainer(tx, experiment, row) for row in trainers),
-        counts.recount_plans(tx, experiment),
-    )
+    head, rows = log.head(tx, experiment), refold.counts(tx, experiment)
+    try:
+        consumers = writer_queries.consumers(tx, experiment).values()
+        strategies = [row for row in consumers if row.kind == "strategy"]
+        trainers = [row for row in consumers if row.kind == "trainer"]
+        return _Snapshot(
+            head,
+            rows,
+            counters.numbers_of(tx, experiment),
+            tuple(counts.recount_strategy(tx, experiment, row) for row in strategies),
+            tuple(counts.recount_trainer(tx, experiment, row) for row in trainers),
+            counts.recount_plans(tx, experiment),
+        )
+    except (StoreError, TypeError, ValueError) as error:
+        # A value of another type, as one flipped bit makes it on SQLite, must not keep the rest
+        # from being looked at.
+        damage = f"the projections cannot be counted: {error}"
+        return _Snapshot(head, rows, {}, (), (), counts.PlanCounts(0, 0), damage)
 
 
 class _Verification:
@@ -230,6 +243,9 @@ class _Verification:
         return problems
 
     def _add_up(self) -> None:
+        if self._live.damage is not None:
+            self._problems.append(Problem("conservation", "projections", self._live.damage))
+            return
         everything: list[counts.StrategyCounts | counts.TrainerCounts]
         everything = [*self._live.strategies, *self._live.trainers]
         for terms in everything:
