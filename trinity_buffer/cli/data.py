@@ -12,21 +12,19 @@ import anyio.to_thread
 import typer
 
 from trinity_buffer.cli.options import (
-    AsOfOption,
     ExperimentOption,
-    JsonOption,
     SetNameOption,
     StoreOption,
     TrainerOption,
-    asked_of,
     chosen_experiment,
     chosen_store,
+    command,
     make_folder,
     on_experiment,
     require_no_database,
     run,
 )
-from trinity_buffer.cli.output import end_if_damaged, print_json, say, size_of
+from trinity_buffer.cli.output import Answer, say, size_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspector.output import strict_json
 from trinity_buffer.inspector.source import Source
@@ -40,18 +38,29 @@ SUFFIXES = (".parquet", ".jsonl")
 """Of the files that `export` writes."""
 
 
-def export(
-    output: Annotated[Path, typer.Option("--output", "-o", help="FILE.parquet or FILE.jsonl.")],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+def _writable(output: Path) -> Path:
+    """Return ``output`` if a table may be written there, with its folder; see `export`."""
+    if output.suffix not in SUFFIXES:
+        raise InvalidArgumentError(f"--output {output}: end the name in {' or '.join(SUFFIXES)}")
+    require_no_database(output)
+    make_folder(output.parent)
+    return output
+
+
+@command()
+async def export(
+    source: Source,
+    output: Annotated[
+        Path,
+        # By a callback, and so before the store is opened: see `require_no_database`.
+        typer.Option("--output", "-o", help="FILE.parquet or FILE.jsonl.", callback=_writable),
+    ],
     annotation_set: SetNameOption = None,
     step: Annotated[
         int | None, typer.Option(help="Only what this gradient step was trained on.", min=1)
     ] = None,
     trainer: TrainerOption = None,
-    as_of: AsOfOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Write a file with a row for each rollout, its advantage and what became of it.
 
     What cannot be read is null, and the column `damaged` says why; the exit code is 1 then.
@@ -63,25 +72,13 @@ def export(
 
     Example: trinity-buffer export -o runs/demo.parquet
     """
-    if output.suffix not in SUFFIXES:
-        raise InvalidArgumentError(f"--output {output}: end the name in {' or '.join(SUFFIXES)}")
-    # Before the store is opened: see `require_no_database`.
-    require_no_database(output)
-    make_folder(output.parent)
-    wanted = Wanted(annotation_set, step, trainer)
     damaged: list[str] = []
-
-    async def question(source: Source) -> int:
-        with _written(output) as write:
-            return await _export(source, wanted, write, damaged)
-
-    count = asked_of(store, experiment, as_of, question)
+    with _written(output) as write:
+        wanted = Wanted(annotation_set, step, trainer)
+        count = await _export(source, wanted, write, damaged)
     size = output.stat().st_size
-    if as_json:
-        print_json({"path": str(output), "rows": count, "bytes": size})
-    else:
-        say(f"{count} rows, {size_of(size)}: {output}")
-    end_if_damaged(damaged)
+    value = {"path": str(output), "rows": count, "bytes": size}
+    return Answer(value, f"{count} rows, {size_of(size)}: {output}", damaged)
 
 
 async def _export(

@@ -17,20 +17,19 @@ from trinity_buffer.cli.options import (
     StoreOption,
     chosen_experiment,
     chosen_store,
+    command,
     named_experiment,
     run,
-    run_on,
 )
-from trinity_buffer.cli.output import Report, console, print_json, say
+from trinity_buffer.cli.output import Answer, Lines, print_answer, verbatim
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.compact import CompactionReport, RestoreReport
 from trinity_buffer.pipeline.history.compact import compact as compact_experiment
 from trinity_buffer.pipeline.history.compact import restore as restore_experiment
+from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
 
 if TYPE_CHECKING:
     from trinity_buffer.cli.replays import ReplayReport
-    from trinity_buffer.pipeline.annotate.consumer import ConsumerReport
 
 
 def replay(
@@ -83,19 +82,19 @@ def replay(
         tolerance=tolerance,
         say=(lambda _: None) if as_json else roles.plain,
     )
-    if as_json:
-        print_json(asdict(report))
-    else:
-        console().print(
-            f"steps {report.first} to {report.last}: weights {_verdict(report, changed)}\n"
-            f"replayed {report.digest}\nrecorded {report.recorded}{_distance(report, tolerance)}",
-            markup=False,
-            soft_wrap=True,  # a digest is for copying, so it must stay in one piece
+
+    def text() -> Lines:
+        verdict, distance = _verdict(report, changed), _distance(report, tolerance)
+        yield verbatim(
+            f"steps {report.first} to {report.last}: weights {verdict}\n"
+            f"replayed {report.digest}\nrecorded {report.recorded}{distance}"
         )
+
     passed = report.within
     if passed is None:  # no tolerance, or the recorded weights are gone: then the bits decide
         passed = report.identical is True or (tolerance is None and report.identical is None)
-    raise typer.Exit(0 if passed else 1)
+    # A digest is for copying, so it must stay in one piece.
+    print_answer(Answer(report, text, failed=not passed), as_json=as_json, soft_wrap=True)
 
 
 def _verdict(report: ReplayReport, changed: list[str]) -> str:
@@ -121,17 +120,16 @@ def _distance(report: ReplayReport, tolerance: float | None) -> str:
     )
 
 
-def reannotate(
+@command(read_only=False)
+async def reannotate(
+    experiment: Experiment,
     strategy: Annotated[str, typer.Option(help="Registered name, or several as a+b.")],
     name: Annotated[str, typer.Option(help="Name of the new annotation set.")],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
     arguments: ArgumentsOption = None,
     rewards: Annotated[
         str | None, typer.Option(help="Name of a scoring whose rewards replace the recorded ones.")
     ] = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Add a second set of annotations beside the first, without touching it.
 
     Example: trinity-buffer reannotate --strategy grpo --set epsilon=1e-4 --name grpo-4
@@ -139,77 +137,62 @@ def reannotate(
     from trinity_buffer.cli.roles import run_named  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
-    async def work(opened: Experiment, _: Report) -> tuple[bool, ConsumerReport]:
-        # Asked before: a set that existed may have had nothing left to decide.
-        existed = name in await opened.database.read(writer_queries.consumers, opened.key)
-        args, parts = overridden({}, arguments or []), strategy.split("+")
-        return existed, await run_named(opened, parts, args, name=name, rewards=rewards)
-
-    existed, report = run_on(store, experiment, work, read_only=False)
-    if as_json:
-        print_json({"set": name, **asdict(report)})
-    elif existed and not any(asdict(report).values()):
-        message = f"set {name} was complete already: all that is recorded is decided in it"
-        say(message)
-    else:
-        say(
-            f"set {name}: {report.annotated} annotated, {report.rejected} rejected, "
-            f"{report.waiting} waiting in {report.waiting_groups} incomplete groups"
-        )
+    # Asked before: a set that existed may have had nothing left to decide.
+    existed = name in await experiment.database.read(writer_queries.consumers, experiment.key)
+    args, parts = overridden({}, arguments or []), strategy.split("+")
+    report = await run_named(experiment, parts, args, name=name, rewards=rewards)
+    line = (
+        f"set {name}: {report.annotated} annotated, {report.rejected} rejected, "
+        f"{report.waiting} waiting in {report.waiting_groups} incomplete groups"
+    )
+    if existed and not any(asdict(report).values()):
+        line = f"set {name} was complete already: all that is recorded is decided in it"
+    return Answer({"set": name, **asdict(report)}, line)
 
 
-def compact(
+@command(read_only=False)
+async def compact(
+    experiment: Experiment,
     keep_steps: Annotated[
         int, typer.Option(help="How many of each trainer's last steps keep their tensors.")
     ],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
     archive: Annotated[Path | None, typer.Option(help="Folder for Parquet files.")] = None,
     delete: Annotated[
         bool, typer.Option("--delete", help="Delete the tensors for good, without an archive.")
     ] = False,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    progress: Progress,
+) -> Answer:
     """Archive, or delete, the tensors of what was committed long ago; events and lineage stay.
 
     Example: trinity-buffer compact --keep-steps 100 --archive runs/archive
     """
+    report = await compact_experiment(
+        experiment, keep_steps=keep_steps, archive=archive, delete=delete, progress=progress
+    )
 
-    async def work(opened: Experiment, progress: Report) -> CompactionReport:
-        return await compact_experiment(
-            opened, keep_steps=keep_steps, archive=archive, delete=delete, progress=progress
-        )
+    def text() -> Lines:
+        where = f" to {len(report.files)} files" if report.files else ""
+        yield f"{report.segments} segments ({report.bytes / 1e6:.1f} MB) left the store{where}"
+        if report.damaged:
+            yield f"{report.damaged} cannot be read and stayed: `verify` names what is damaged"
 
-    report: CompactionReport = run_on(store, experiment, work, read_only=False)
-    if as_json:
-        print_json(asdict(report))
-        return
-    where = f" to {len(report.files)} files" if report.files else ""
-    size = f"{report.bytes / 1e6:.1f} MB"
-    say(f"{report.segments} segments ({size}) left the store{where}")
-    if report.damaged:
-        say(f"{report.damaged} cannot be read and stayed: `verify` names what is damaged")
+    return Answer(report, text)
 
 
-def restore(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+@command(read_only=False)
+async def restore(
+    experiment: Experiment,
     folder: Annotated[
         Path | None, typer.Option("--from", help="Where the files are now, if they were moved.")
     ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    progress: Progress,
+) -> Answer:
     """Restore archived tensors; the archive files stay where they are.
 
     Example: trinity-buffer restore --from /mnt/archive
     """
-
-    async def work(opened: Experiment, progress: Report) -> RestoreReport:
-        return await restore_experiment(opened, folder=folder, progress=progress)
-
-    report: RestoreReport = run_on(store, experiment, work, read_only=False)
-    if as_json:
-        print_json(asdict(report))
-    else:
-        size = f"{report.bytes / 1e6:.1f} MB"
-        say(f"{report.segments} segments ({size}) are in the store again")
+    report = await restore_experiment(experiment, folder=folder, progress=progress)
+    line = f"{report.segments} segments ({report.bytes / 1e6:.1f} MB) are in the store again"
+    return Answer(report, line)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 import anyio
 import typer
 from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from trinity_buffer import inspector as questions
 from trinity_buffer.cli.escaping import one_line, unescaped
@@ -25,32 +29,41 @@ from trinity_buffer.cli.options import (
     StoreOption,
     TrainerOption,
     UidArgument,
-    asked_of,
     chosen_store,
+    command,
     on_experiment,
     run,
 )
 from trinity_buffer.cli.output import (
+    Answer,
+    Lines,
+    cells_of,
     console,
-    end_if_damaged,
     fields_of,
+    print_answer,
     print_json,
     progress,
     say,
     shown,
     table,
+    table_of,
     time_of,
+    verbatim,
 )
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.identity import parse_uid
+from trinity_buffer.inspector.experience import Unreadable
 from trinity_buffer.inspector.group_views import Order as GroupOrder
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.inspector.token_table import token_texts
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.url import named
+
+T = TypeVar("T")
 
 AfterStepOption = Annotated[
     int | None,
@@ -61,13 +74,11 @@ StepLimitOption = Annotated[
 ]
 RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length", "loss-share"]
 
-ROW_METRICS = ("loss_share", "ratio_mean", "ratio_max", "clipped", "kl", "entropy", "gap_mean")
-"""What `blame` shows of what the trainer measured of each row."""
-
 STEP_METRICS = ("loss", "kl", "entropy", "gradient_norm", "learning_rate")
 """What `steps` shows of the metrics of a step."""
 
-TENSOR_COLUMNS = ["field", "dtype", "shape", "min", "mean", "max", "first"]
+ROW_METRICS = ("loss_share", "ratio_mean", "ratio_max", "clipped", "kl", "entropy", "gap_mean")
+"""What `blame` shows of what the trainer measured of each row."""
 
 MOST_LINES = 200
 """Lines of steps that `diff` prints of two runs."""
@@ -127,9 +138,9 @@ def events(
         raise typer.Exit(0 if follow else INTERRUPTED) from None
 
 
-def groups(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+@command(lines=True)
+async def groups(
+    source: Source,
     annotation_set: SetNameOption = None,
     batch: Annotated[str | None, typer.Option(help="Only groups of this batch.")] = None,
     step: Annotated[
@@ -141,49 +152,36 @@ def groups(
         typer.Option(help="Which groups come first; any order but newest reads all groups."),
     ] = "newest",
     limit: Annotated[int, typer.Option(help="Show at most this many, the first ones.", min=1)] = 20,
-    as_of: AsOfOption = None,
-    as_json: JsonLinesOption = False,
-) -> None:
+) -> Answer:
     """Show groups: rewards and advantages of the runs of a task, and what became of them.
 
     Example: trinity-buffer groups --set grpo --limit 5
     """
+    trained = None
+    if step is not None:
+        contents = await questions.blame(source, step, trainer=trainer)
+        # An expert's row has no group in this experiment.
+        eids = [parse_uid(row.uid) for row in contents.rows if row.uid and not row.experiment]
+        trained = list(dict.fromkeys((str(eid.batch), str(eid.task)) for eid in eids))
+    views = await questions.groups(
+        source, annotation_set=annotation_set, batch=batch, named=trained, order=sort, limit=limit
+    )
 
-    async def question(source: Source) -> list[questions.GroupView]:
-        trained = None
-        if step is not None:
-            contents = await questions.blame(source, step, trainer=trainer)
-            # An expert's row has no group in this experiment.
-            eids = [parse_uid(row.uid) for row in contents.rows if row.uid and not row.experiment]
-            trained = list(dict.fromkeys((str(eid.batch), str(eid.task)) for eid in eids))
-        return await questions.groups(
-            source,
-            annotation_set=annotation_set,
-            batch=batch,
-            named=trained,
-            order=sort,
-            limit=limit,
-        )
+    def text() -> Lines:
+        rows = [
+            (
+                *(view.runs[0].uid, len({run.run for run in view.runs}), view.mean, view.deviation),
+                _numbers([run.reward for run in view.runs]),
+                _numbers([run.advantage for run in view.runs]),
+                view.state,
+            )
+            for view in views
+        ]
+        columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
+        first = "the newest" if sort == "newest" else f"the greatest {sort}"
+        yield table(f"{counted(len(views), 'group')}, {first} first", columns, rows)
 
-    views: list[questions.GroupView] = asked_of(store, experiment, as_of, question)
-    if as_json:
-        print_json(*views)
-        return
-    rows = [
-        (
-            view.runs[0].uid,
-            len({run.run for run in view.runs}),
-            view.mean,
-            view.deviation,
-            _numbers([run.reward for run in view.runs]),
-            _numbers([run.advantage for run in view.runs]),
-            view.state,
-        )
-        for view in views
-    ]
-    columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
-    first = "the newest" if sort == "newest" else f"the greatest {sort}"
-    console().print(table(f"{counted(len(views), 'group')}, {first} first", columns, rows))
+    return Answer(views, text)
 
 
 def _numbers(values: list[float | None], most: int = 8) -> str:
@@ -191,200 +189,173 @@ def _numbers(values: list[float | None], most: int = 8) -> str:
     return text + (f" … {len(values)}" if len(values) > most else "")
 
 
-async def _by_uid(question: Callable[[str], Awaitable[Any]], uid: str) -> Any:
+async def _by_uid(question: Callable[[Source, str], Awaitable[T]], source: Source, uid: str) -> T:
     """Ask about ``uid``; if there is none, about the one that a table prints as ``uid``."""
     try:
-        return await question(uid)
+        return await question(source, uid)
     except UnknownNameError:
         if unescaped(uid) == uid:
             raise
-        return await question(unescaped(uid))
+        return await question(source, unescaped(uid))
 
 
-def show(
+@command()
+async def show(
+    source: Source,
     uid: UidArgument,
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
     annotation_set: Annotated[
         str | None, typer.Option("--set", help="Annotation set whose advantages --tokens shows.")
     ] = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="A line for each token: id, mask, log-prob, advantage.")
     ] = False,
-    as_of: AsOfOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Show one experience: what it holds, its annotations, where it was trained, or why not.
 
     Example: trinity-buffer show e0-7/3/1/0/ --tokens
     """
+    view = await _by_uid(questions.show, source, uid)
+    if not tokens:
+        return Answer(view, partial(_experience_text, view))
+    by_token = await questions.tokens(source, view.uid, annotation_set=annotation_set)
+    texts = await token_texts(source, by_token.ids)
+    columns: dict[str, list[Any]] = {} if texts is None else {"text": texts}
+    columns |= {"id": by_token.ids.tolist(), "mask": by_token.mask.tolist()}
+    for name, values in by_token.columns.items():  # null in place of NaN
+        columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
 
-    async def question(source: Source) -> tuple[questions.ExperienceView, Any]:
-        view = await _by_uid(lambda uid: questions.show(source, uid), uid)
-        if not tokens:
-            return view, None
-        by_token = await questions.tokens(source, view.uid, annotation_set=annotation_set)
-        return view, (by_token, await token_texts(source, by_token.ids))
+    def text() -> Lines:
+        yield from _experience_text(view)
+        yield _token_table(by_token, columns)
 
-    view, by_token = asked_of(store, experiment, as_of, question)
-    if as_json:
-        print_json(view if by_token is None else asdict(view) | {"tokens": _plain(*by_token)})
-        return
-    _print_experience(view)
-    if by_token is not None:
-        _print_tokens(*by_token)
-
-
-def _plain(tokens: questions.TokenTable, texts: list[str] | None) -> dict[str, Any]:
-    """Return the columns of tokens as JSON has them, null in place of NaN."""
-    columns = {"id": tokens.ids, "mask": tokens.mask, **tokens.columns}
-    by_name: dict[str, Any] = {} if texts is None else {"text": texts}
-    return by_name | {
-        name: [None if value != value else value for value in values.tolist()]  # noqa: PLR0124 - NaN
-        for name, values in columns.items()
-    }
+    return Answer(asdict(view) | {"tokens": columns}, text)
 
 
-def _print_tokens(tokens: questions.TokenTable, texts: list[str] | None) -> None:
+def _token_table(tokens: questions.TokenTable, columns: Mapping[str, Sequence[Any]]) -> Table:
     of = "" if tokens.annotation_set is None else f", advantages of set {tokens.annotation_set}"
     parts = [
         "prompt" if at < tokens.prompt_length else "trained" if mask else "masked"
-        for at, mask in enumerate(tokens.mask.tolist())
+        for at, mask in enumerate(columns["mask"])
     ]
-    columns: dict[str, Any] = {"part": parts, "id": tokens.ids.tolist()}
-    if texts is not None:
-        columns["text"] = [one_line(repr(text)) for text in texts]
-    columns |= {name: values.tolist() for name, values in tokens.columns.items()}
-    rows = [(at, *values) for at, values in enumerate(zip(*columns.values(), strict=True))]
-    console().print(table(one_line(f"{len(tokens.ids)} tokens{of}"), ["token", *columns], rows))
+    cells: dict[str, Any] = {"part": parts, "id": columns["id"]}
+    if "text" in columns:
+        cells["text"] = [*map(repr, columns["text"])]
+    cells |= {name: columns[name] for name in tokens.columns}
+    rows = [(at, *values) for at, values in enumerate(zip(*cells.values(), strict=True))]
+    return table(one_line(f"{len(parts)} tokens{of}"), ["token", *cells], rows)
 
 
-def _print_experience(view: questions.ExperienceView) -> None:
-    out = console()
-    out.print(f"[bold]{escape(one_line(view.uid))}[/bold] at {view.address}, {view.kind}")
-    say(
+def _experience_text(view: questions.ExperienceView) -> Lines:
+    uid = escape(one_line(view.uid))
+    yield Text.from_markup(f"[bold]{uid}[/bold] at {view.address}, {view.kind}", emoji=False)
+    yield (
         f"recorded by {view.actor}, {time_of(view.recorded_at)} UTC, "
-        f"segment {view.segment}, digest {view.digest}",
+        f"segment {view.segment}, digest {view.digest}"
+    )
+    yield (
         f"reward {shown(view.reward)}, policy version {shown(view.policy_version)}, "
         f"{view.prompt_length} prompt + {view.length - view.prompt_length} response tokens "
-        f"({view.trained_tokens} trained), finish reason {shown(view.finish_reason)}",
+        f"({view.trained_tokens} trained), finish reason {shown(view.finish_reason)}"
     )
     if view.refused is not None:
-        say(f"refused: {view.refused}")
+        yield f"refused: {view.refused}"
     if view.archived is not None:
-        out.print(view.archived, markup=False)
-    out.print(table("tensors", TENSOR_COLUMNS, _tensor_rows(view.tensors)))
+        yield verbatim(view.archived)
+    yield _tensor_table("tensors", view.tensors)
     # Indented, so that no line of a stored text looks like a field of its own.
     for name, value in view.objects.items():
-        out.print(f"{name}: {value}".replace("\n", "\n  "), markup=False)
+        yield verbatim(f"{name}: {value}".replace("\n", "\n  "))
     for part in view.sets:
         reason = "" if part.reason is None else f": {part.reason}"
         where = "" if part.annotation is None else f" at {part.annotation}"
         copies = f", {part.copies} copies" if part.copies > 1 else ""
-        out.print()
-        say(f"set {part.annotation_set}: {part.state}{reason}{where}{copies}")
+        yield ""
+        yield f"set {part.annotation_set}: {part.state}{reason}{where}{copies}"
         if part.tensors:
-            out.print(table("", TENSOR_COLUMNS, _tensor_rows(part.tensors)))
+            yield _tensor_table("", part.tensors)
         for step in part.steps:
             held = "trained" if step.committed else "leased, not committed,"
             fate = f"{held} in step {step.step}" if step.step else f"rejected: {step.reason}"
-            say(f"  {step.trainer}: {fate}")
+            yield f"  {step.trainer}: {fate}"
             if step.measured:
-                say("    " + ", ".join(f"{k} {shown(v)}" for k, v in step.measured.items()))
+                yield "    " + ", ".join(f"{k} {shown(v)}" for k, v in step.measured.items())
 
 
-def _tensor_rows(tensors: Mapping[str, questions.TensorSummary]) -> list[tuple[Any, ...]]:
-    return [
+def _tensor_table(title: str, tensors: Mapping[str, questions.TensorSummary]) -> Table:
+    rows = [
         (
-            name,
-            summary.dtype,
+            *(name, summary.dtype),
             "× mask" if summary.scaled_mask else "×".join(map(str, summary.shape)),
-            summary.minimum,
-            summary.mean,
-            summary.maximum,
+            *(summary.minimum, summary.mean, summary.maximum),
             " ".join(map(shown, summary.first)),
         )
         for name, summary in tensors.items()
     ]
+    return table(title, ["field", "dtype", "shape", "min", "mean", "max", "first"], rows)
 
 
-def steps(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+@command(lines=True)
+async def steps(
+    source: Source,
     trainer: TrainerOption = None,
     after: AfterStepOption = None,
     limit: StepLimitOption = 20,
-    as_of: AsOfOption = None,
-    as_json: JsonLinesOption = False,
-) -> None:
+) -> Answer:
     """Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer recorded.
 
     Example: trinity-buffer steps --limit 10
     """
-    lines: list[questions.StepLine] = asked_of(
-        store,
-        experiment,
-        as_of,
-        lambda source: questions.steps(source, trainer=trainer, after=after, limit=limit),
-    )
-    if as_json:
-        print_json(*lines)
-        return
-    # A metric that no step has would be a column of dashes.
-    names = [name for name in STEP_METRICS if any(name in line.metrics for line in lines)]
-    columns = ["step", "state", "rows", "groups", "tokens", "reward", "staleness", "oldest"]
-    rows = [
-        (
-            *(line.step, line.state, line.rows, line.groups, line.tokens, line.reward),
-            *(line.staleness, line.oldest, line.seconds, *map(line.metrics.get, names)),
-        )
-        for line in lines
-    ]
-    title = f"steps of {lines[0].trainer}" if lines else "no steps yet"
-    console().print(table(one_line(title), [*columns, "seconds", *names], rows))
+    lines = await questions.steps(source, trainer=trainer, after=after, limit=limit)
+
+    def text() -> Lines:
+        # A metric that no step has would be a column of dashes.
+        names = [name for name in STEP_METRICS if any(name in line.metrics for line in lines)]
+        columns = ["step", "state", "rows", "groups", "tokens", "reward", "staleness", "oldest"]
+        columns.append("seconds")
+        rows = [(*cells_of(line, columns), *map(line.metrics.get, names)) for line in lines]
+        title = f"steps of {lines[0].trainer}" if lines else "no steps yet"
+        yield table(one_line(title), [*columns, *names], rows)
+
+    return Answer(lines, text)
 
 
-def blame(
+@command()
+async def blame(
+    source: Source,
     step: Annotated[int, typer.Argument(help="Number of a gradient step.", min=1)],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
     sort: Annotated[RowOrder, typer.Option(help="Order of the rows.")] = "slot",
     limit: Annotated[int | None, typer.Option(help="Show at most this many rows.", min=1)] = None,
-    as_of: AsOfOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Say exactly what one gradient step was trained on, and whether its commit proves it.
 
     Example: trinity-buffer blame 2 --sort loss-share
     """
-    contents: questions.StepContents = asked_of(
-        store, experiment, as_of, lambda source: questions.blame(source, step, trainer=trainer)
-    )
+    contents = await questions.blame(source, step, trainer=trainer)
     rows = sorted(contents.rows, key=_ORDERS[sort])[:limit]
-    if as_json:
-        print_json(fields_of(contents) | {"rows": rows})
-        return
-    line = contents.line
-    proof = {None: "not committed", True: "its commit names it", False: "ITS COMMIT NAMES ANOTHER"}
-    say(
-        f"step {step} of {line.trainer}, {line.state}: {counted(line.rows, 'row')} in "
-        f"{counted(line.groups, 'group')} and {counted(line.microbatches, 'micro-batch')} "
-        f"({contents.layout}), set {contents.annotation_set}, {time_of(line.recorded_at)} UTC; "
-        f"manifest {contents.digest}, {proof[contents.proven]}"
-    )
-    columns = ["slot", "uid", "micro-batch", "reward", "advantage", "version", "stale", "tokens"]
-    names = [name for name in ROW_METRICS if any(name in row.measured for row in contents.rows)]
-    cells = [
-        (
-            *(row.slot, row.uid, row.microbatch, row.reward, row.advantage, row.policy_version),
-            *(row.staleness, row.length, row.actor or row.experiment),
-            *map(row.measured.get, names),
+
+    def text() -> Lines:
+        line = contents.line
+        proof = {True: "its commit names it", False: "ITS COMMIT NAMES ANOTHER"}
+        yield (
+            f"step {step} of {line.trainer}, {line.state}: {counted(line.rows, 'row')} in "
+            f"{counted(line.groups, 'group')} and {counted(line.microbatches, 'micro-batch')} "
+            f"({contents.layout}), set {contents.annotation_set}, {time_of(line.recorded_at)} UTC; "
+            f"manifest {contents.digest}, "
+            + ("not committed" if contents.proven is None else proof[contents.proven])
         )
-        for row in rows
-    ]
-    of = "" if len(rows) == len(contents.rows) else f" of {len(contents.rows)}"
-    console().print(table(f"{len(rows)}{of} rows", [*columns, "actor", *names], cells))
+        names = [name for name in ROW_METRICS if any(name in row.measured for row in contents.rows)]
+        columns = ["slot", "uid", "microbatch", "reward", "advantage", "policy_version"]
+        columns += ["staleness", "length"]
+        cells = [
+            (*cells_of(row, columns), row.actor or row.experiment, *map(row.measured.get, names))
+            for row in rows
+        ]
+        titles = ["slot", "uid", "micro-batch", "reward", "advantage", "version", "stale", "tokens"]
+        of = "" if len(rows) == len(contents.rows) else f" of {len(contents.rows)}"
+        yield table(f"{len(rows)}{of} rows", [*titles, "actor", *names], cells)
+
+    return Answer(fields_of(contents) | {"rows": rows}, text)
 
 
 # The slot breaks ties, so that two calls print the same order.
@@ -398,36 +369,27 @@ _ORDERS: dict[str, Any] = {
 }
 
 
-def why(
-    uid: UidArgument,
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    as_of: AsOfOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@command()
+async def why(source: Source, uid: UidArgument) -> Answer:
     """Say why a rollout was trained or never was: each event that decided it, in order.
 
     Steps that a rewind superseded are left out.
 
     Example: trinity-buffer why e0-7/3/1/0/
     """
-    answer: questions.Why = asked_of(
-        store,
-        experiment,
-        as_of,
-        lambda source: _by_uid(lambda uid: questions.why(source, uid), uid),
-    )
-    if as_json:
-        print_json(answer)
-        return
-    say(f"{answer.uid}: {answer.verdict}")
-    rows = [(r.position, time_of(r.recorded_at), r.actor, r.what) for r in answer.reasons]
-    console().print(table("", ["position", "time", "actor", "what"], rows))
+    answer = await _by_uid(questions.why, source, uid)
+
+    def text() -> Lines:
+        yield f"{answer.uid}: {answer.verdict}"
+        rows = [(r.position, time_of(r.recorded_at), r.actor, r.what) for r in answer.reasons]
+        yield table("", ["position", "time", "actor", "what"], rows)
+
+    return Answer(answer, text)
 
 
-def rejected(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+@command(lines=True)
+async def rejected(
+    source: Source,
     by: Annotated[
         str | None,
         typer.Option(help="Only what this strategy or trainer rejected; door: refused by write()."),
@@ -439,86 +401,66 @@ def rejected(
     limit: Annotated[
         int, typer.Option(help="Show at most this many, the newest ones.", min=1)
     ] = 20,
-    as_of: AsOfOption = None,
-    as_json: JsonLinesOption = False,
-) -> None:
+) -> Answer:
     """Show what was left out, by whom and why.
 
     Example: trinity-buffer rejected --reason zero_variance
     """
-
-    async def question(source: Source) -> tuple[list[questions.Rejected], Any]:
-        rows = await questions.rejections(source, by=by, reason=reason, limit=limit)
-        return rows, await questions.rejection_counts(source)
-
-    rows, counts = asked_of(store, experiment, as_of, question)
+    rows = await questions.rejections(source, by=by, reason=reason, limit=limit)
+    counts = await questions.rejection_counts(source)
     known = {name for who, reasons in counts.items() if by in (None, who) for name in reasons}
     if reason is not None and known and not rows:
         names = ", ".join(map(repr, sorted(known)))
         message = f"no rejection has the reason {reason!r} (there: {names})"
         sys.stderr.write(one_line(message) + "\n")  # standard output may be parsed as JSON
-    if as_json:
-        print_json(*rows)
-        return
-    say(*(f"{name}: {shown(reasons)}" for name, reasons in counts.items()))
-    if rows:
-        cells = [(row.position, row.by, row.reason, row.uid) for row in rows]
-        columns = ["position", "by", "reason", "uid"]
-        console().print(table(f"{len(rows)}, the newest first", columns, cells))
-    elif not known:
-        say("nothing was left out" if by is None else f"{by} left out nothing")
+
+    def text() -> Lines:
+        yield from (f"{name}: {shown(reasons)}" for name, reasons in counts.items())
+        if rows:
+            yield table_of(
+                f"{len(rows)}, the newest first", ["position", "by", "reason", "uid"], rows
+            )
+        elif not known:
+            yield "nothing was left out" if by is None else f"{by} left out nothing"
+
+    return Answer(rows, text)
 
 
-def leases(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    as_of: AsOfOption = None,
-    as_json: JsonLinesOption = False,
-) -> None:
+@command(lines=True)
+async def leases(source: Source) -> Answer:
     """Show who holds each lease of a trainer or strategy, until when, and how far a trainer is.
 
     Example: trinity-buffer leases --json
     """
-    held: list[questions.Lease] = asked_of(store, experiment, as_of, questions.leases)
-    if as_json:
-        print_json(*held)
-        return
-    columns = ["kind", "name", "state", "owner", "token", "expires in s", "leased", "committed"]
-    rows = [
-        (
-            *(lease.kind, lease.trainer, lease.state, lease.owner, lease.token),
-            *(lease.expires_in_s, lease.leased_step, lease.committed_step),
-        )
-        for lease in held
-    ]
-    console().print(table("leases" if held else "no trainer yet", columns, rows))
+    held = await questions.leases(source)
+
+    def text() -> Lines:
+        columns = ["kind", "trainer", "state", "owner", "token", "expires_in_s"]
+        columns += ["leased_step", "committed_step"]
+        titles = ["kind", "name", "state", "owner", "token", "expires in s", "leased", "committed"]
+        yield table_of("leases" if held else "no trainer yet", columns, held, titles)
+
+    return Answer(held, text)
 
 
-def staleness(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+@command(lines=True)
+async def staleness(
+    source: Source,
     trainer: TrainerOption = None,
     after: AfterStepOption = None,
     limit: StepLimitOption = 100,
-    as_of: AsOfOption = None,
-    as_json: JsonLinesOption = False,
-) -> None:
+) -> Answer:
     """Show staleness, in policy versions: by gradient step and by actor, and whether it grew.
 
     Example: trinity-buffer staleness --limit 50
     """
-    by_step: list[questions.Staleness] = asked_of(
-        store,
-        experiment,
-        as_of,
-        lambda source: questions.staleness(source, trainer=trainer, after=after, limit=limit),
-    )
-    if as_json:
-        print_json(*by_step)
-        return
-    rows = [(o.step, o.state, o.actor, o.rows, o.mean, o.greatest) for o in by_step]
-    console().print(table("", ["step", "state", "actor", "rows", "mean", "greatest"], rows))
-    say(*map(_growth_line, questions.growth_by_actor(by_step)))
+    by_step = await questions.staleness(source, trainer=trainer, after=after, limit=limit)
+
+    def text() -> Lines:
+        yield table_of("", ["step", "state", "actor", "rows", "mean", "greatest"], by_step)
+        yield from map(_growth_line, questions.growth_by_actor(by_step))
+
+    return Answer(by_step, text)
 
 
 def _growth_line(growth: questions.StalenessGrowth) -> str:
@@ -571,65 +513,60 @@ def diff(
 
     runs: questions.RunDifference | None = run(compared_runs)
     if runs is not None:
-        if as_json:
-            print_json(runs)
-        else:
-            _print_runs(runs, url, other)
+        print_answer(Answer(runs, partial(_runs_text, runs, url, other)), as_json=as_json)
         return
-
-    async def question(source: Source) -> questions.SetDifference:
-        with progress() as report:
-            return await questions.compare_sets(source, first, second, limit=limit, progress=report)
-
-    sets: questions.SetDifference = asked_of(url, experiment, as_of, question)
-    if as_json:
-        print_json(fields_of(sets, without="total") | {"mean": sets.mean})
-    else:
-        _print_sets(sets)
-    end_if_damaged(sets.unreadable)
+    place: dict[str, Any] = {"store": url, "experiment": experiment, "as_of": as_of}
+    _diff_sets(**place, first=first, second=second, limit=limit, as_json=as_json)
 
 
-def _print_sets(sets: questions.SetDifference) -> None:
-    out = console()
+@command()
+async def _diff_sets(
+    source: Source, first: str, second: str, limit: int, progress: Progress
+) -> Answer:
+    sets = await questions.compare_sets(source, first, second, limit=limit, progress=progress)
+    value = fields_of(sets, without="total") | {"mean": sets.mean}
+    return Answer(value, partial(_sets_text, sets), sets.unreadable)
+
+
+def _sets_text(sets: questions.SetDifference) -> Lines:
     states = sets.states.most_common()
-    out.print(table(f"{sets.first} / {sets.second}", ["states", "experiences"], states))
-    out.print(
+    yield table(f"{sets.first} / {sets.second}", ["states", "experiences"], states)
+    yield (
         f"{sets.both} have an advantage in both: {sets.equal} the same, {sets.opposite} of "
-        f"opposite sign, mean difference {shown(sets.mean)}, greatest {shown(sets.greatest)}",
-        markup=False,
+        f"opposite sign, mean difference {shown(sets.mean)}, greatest {shown(sets.greatest)}"
     )
     rows = [(r.uid, r.first, r.second, r.first_advantage, r.second_advantage) for r in sets.rows]
     if rows:
         columns = ["uid", sets.first, sets.second, "advantage", "advantage "]
-        out.print(table("what differs most", columns, rows))
+        yield table("what differs most", columns, rows)
     else:
-        legible = " that can be read" if sets.unreadable else ""
-        out.print(f"no difference in any advantage{legible}")
+        yield f"no difference in any advantage{' that can be read' if sets.unreadable else ''}"
 
 
-def _print_runs(runs: questions.RunDifference, *stores: str) -> None:
-    out = console()
+def _runs_text(runs: questions.RunDifference, *stores: str) -> Lines:
     sides = [runs.first, runs.second]
     if runs.first == runs.second and len(set(stores)) > 1:  # only the store tells them apart
         sides = [f"{name} ({named(store)})" for name, store in zip(sides, stores, strict=True)]
     if runs.config:
         rows = [(name, *values) for name, values in runs.config.items()]
-        out.print(table("configuration", ["key", *sides], rows))
+        yield table("configuration", ["key", *sides], rows)
     else:
-        out.print("no difference in the configuration")
+        yield "no difference in the configuration"
     numbers = [(name, *values) for name, values in runs.numbers.items()]
-    out.print(table("in numbers", ["", *sides], numbers))
+    yield table("in numbers", ["", *sides], numbers)
     lines = [
         (step, name, *values)
         for step, metrics in runs.steps.items()
         for name, values in metrics.items()
     ]
-    out.print(table("steps of both", ["step", "", *sides], lines[-MOST_LINES:]))
+    yield table("steps of both", ["step", "", *sides], lines[-MOST_LINES:])
     if len(lines) > MOST_LINES:
-        say(f"these are the last {MOST_LINES} of {len(lines)} lines: --json has them all")
+        yield f"these are the last {MOST_LINES} of {len(lines)} lines: --json has them all"
 
 
-def search(
+@command(lines=True)
+async def search(
+    source: Source,
     text: Annotated[
         str,
         typer.Argument(
@@ -637,41 +574,35 @@ def search(
             " and tools."
         ),
     ],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Match upper and lower case exactly.")
     ] = False,
     limit: Annotated[int, typer.Option(help="Stop after this many results.", min=1)] = 20,
-    as_of: AsOfOption = None,
-    as_json: JsonLinesOption = False,
-) -> None:
+    *,
+    progress: Progress,
+    as_json: bool,
+) -> Answer:
     """Find rollouts by their text; each is printed as soon as it is found.
 
     Example: trinity-buffer search "3 1 2" --limit 5
     """
-    damaged: list[Any] = []
+    count, unreadable = 0, list[Unreadable]()
+    async for match in questions.search(
+        source, text, exact=exact, progress=progress, unreadable=unreadable
+    ):
+        count += 1
+        if as_json:
+            print_json(match)
+        else:
+            say(f"{match.uid}  {match.field}: {match.excerpt}")
+        if count == limit:
+            break
 
-    async def question(source: Source) -> int:
-        count = 0
-        with progress() as report:
-            matches = questions.search(
-                source, text, exact=exact, progress=report, unreadable=damaged
-            )
-            async for match in matches:
-                count += 1
-                if as_json:
-                    print_json(match)
-                else:
-                    say(f"{match.uid}  {match.field}: {match.excerpt}")
-                if count == limit:
-                    break
-        return count
+    def nothing() -> Lines:
+        if not count:
+            yield f"no text holds {text!r}"
 
-    count = asked_of(store, experiment, as_of, question)
-    if not count and not as_json:
-        say(f"no text holds {text!r}")
-    end_if_damaged(damaged)
+    return Answer([], nothing, unreadable)
 
 
 def top(
@@ -704,26 +635,25 @@ def top(
 async def _screen(experiment: Experiment) -> Group:
     source = now(experiment)
     consumers = await source.read(writer_queries.consumers, source.key)
-    trainers = [one for one in await questions.leases(source) if one.kind == "trainer"]
-    parts: list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]] = [
-        (
+    trainers = [lease for lease in await questions.leases(source) if lease.kind == "trainer"]
+    strategies = [row for row in consumers.values() if row.kind == "strategy"]
+    parts = [
+        table_of(
             one_line(experiment.name),
+            ["trainer", "state", "leased_step", "committed_step"],
+            trainers,
             ["trainer", "lease", "handed out", "committed"],
-            [(one.trainer, one.state, one.leased_step, one.committed_step) for one in trainers],
         ),
-        (
-            "strategies",
-            ["set", "seen up to", "groups"],
-            [(x.name, x.cursor, x.calls) for x in consumers.values() if x.kind == "strategy"],
+        table_of(
+            "strategies", ["name", "cursor", "calls"], strategies, ["set", "seen up to", "groups"]
         ),
     ]
-    for one in trainers[:1]:
-        lines = await questions.steps(source, trainer=one.trainer, limit=5)
-        rows = [(x.step, x.state, x.rows, x.reward, x.staleness, x.seconds) for x in lines]
+    for trainer in trainers[:1]:
+        lines = await questions.steps(source, trainer=trainer.trainer, limit=5)
         columns = ["step", "state", "rows", "reward", "staleness", "seconds"]
-        parts.append(("last steps", columns, rows))
+        parts.append(table_of("last steps", columns, lines))
     after = await questions.position_before(experiment, 8)
     last = [line async for line in questions.event_lines(experiment, after=after)]
     what = [(e.position, time_of(e.recorded_at), e.kind, e.actor, e.summary[:60]) for e in last]
-    parts.append(("last events", ["position", "time", "kind", "actor", "what"], what))
-    return Group(*(table(*part) for part in parts))
+    parts.append(table("last events", ["position", "time", "kind", "actor", "what"], what))
+    return Group(*parts)

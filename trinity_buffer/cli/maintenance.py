@@ -15,15 +15,24 @@ from trinity_buffer.cli.options import (
     JsonOption,
     StoreOption,
     chosen_store,
+    command,
     run,
-    run_on,
 )
-from trinity_buffer.cli.output import Report, console, print_json, say, shown, table, time_of
+from trinity_buffer.cli.output import (
+    Answer,
+    Lines,
+    print_answer,
+    shown,
+    table,
+    table_of,
+    time_of,
+    verbatim,
+)
 from trinity_buffer.inspector.doctor import Examination, examine
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.rebuild import RebuildReport
 from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
 from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.pipeline.verify.verify import verify as verify_experiment
 from trinity_buffer.pipeline.write.planning import seal_as_it_is
@@ -32,9 +41,9 @@ from trinity_buffer.store.url import named
 PROBLEMS_SHOWN = 50
 
 
-def verify(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+@command()
+async def verify(
+    experiment: Experiment,
     acknowledged: Annotated[
         Path | None,
         typer.Option(
@@ -55,8 +64,9 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Open no segment; count projections, compare no rows.")
     ] = False,
-    as_json: JsonOption = False,
-) -> None:
+    *,
+    progress: Progress,
+) -> Answer:
     """Check every promise: the log, its segments and projections, and the proof from outside.
 
     Exit code 1 if anything is wrong.
@@ -64,42 +74,34 @@ def verify(
     Example: trinity-buffer verify --acknowledged runs/demo.acks --checkpoint
         runs/demo.checkpoints/step-00000040
     """
-
-    async def work(opened: Experiment, report: Report) -> VerifyReport:
-        return await verify_experiment(
-            opened,
-            acknowledged,
-            checkpoint,
-            quick=quick,
-            consumer=consumer,
-            head=head,
-            progress=report,
-        )
-
-    report: VerifyReport = run_on(store, experiment, work)
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        _print_verified(report)
-    raise typer.Exit(0 if report.ok else 1)
+    report = await verify_experiment(
+        experiment,
+        acknowledged,
+        checkpoint,
+        quick=quick,
+        consumer=consumer,
+        head=head,
+        progress=progress,
+    )
+    return Answer(report.to_dict(), partial(_verified, report), failed=not report.ok)
 
 
-def _print_verified(report: VerifyReport) -> None:
+def _verified(report: VerifyReport) -> Lines:
     kind = "quick look" if report.quick else "full look"
-    say(
-        f"{report.store}, experiment {report.experiment}, {report.version}, {kind}",
+    yield f"{report.store}, experiment {report.experiment}, {report.version}, {kind}"
+    yield (
         f"{report.events} events, {report.experiences} experiences, {report.manifests} manifests, "
-        f"{report.segments} segments in {report.seconds:.1f} s",
+        f"{report.segments} segments in {report.seconds:.1f} s"
     )
     plans = report.plans
-    say(f"planned {plans.planned} = stored {plans.stored} + missing {plans.missing}")
+    yield f"planned {plans.planned} = stored {plans.stored} + missing {plans.missing}"
     for s in report.strategies:
-        say(
+        yield (
             f"set {s.consumer}: recorded {s.recorded} = unseen {s.unseen} + waiting {s.waiting} + "
             f"annotated {s.annotated} + rejected {sum(s.rejected.values())} ({shown(s.rejected)})"
         )
     for t in report.trainers:
-        say(
+        yield (
             f"trainer {t.consumer}: rows {t.rows} = ready {t.ready} + leased {t.leased} + "
             f"committed {t.committed} + rejected {sum(t.rejected.values())} ({shown(t.rejected)})"
         )
@@ -107,12 +109,13 @@ def _print_verified(report: VerifyReport) -> None:
     lines += [f"duplicated: {item}" for item in report.duplicated_items]
     lines += [f"wrong: {problem}" for problem in report.problems]
     # A damaged store can have a problem for each of a million rows.
-    say(*lines[:PROBLEMS_SHOWN])
+    yield from lines[:PROBLEMS_SHOWN]
     if len(lines) > PROBLEMS_SHOWN:
-        say(f"... and {len(lines) - PROBLEMS_SHOWN} more (--json has all)")
-    say(_compared(report))
-    say(f"head {report.head} at position {report.events}")
-    say("everything holds" if report.ok else "FAILED", _lost_and_duplicated(report))
+        yield f"... and {len(lines) - PROBLEMS_SHOWN} more (--json has all)"
+    yield _compared(report)
+    yield f"head {report.head} at position {report.events}"
+    yield "everything holds" if report.ok else "FAILED"
+    yield _lost_and_duplicated(report)
 
 
 def _lost_and_duplicated(report: VerifyReport) -> str:
@@ -142,25 +145,17 @@ def _compared(report: VerifyReport) -> str:
     return f"compared with {' and '.join(evidence)}"
 
 
-def rebuild(
-    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
-) -> None:
+@command(read_only=False)
+async def rebuild(experiment: Experiment, *, progress: Progress) -> Answer:
     """Rebuild every projection from the log.
 
     Other processes may keep running; they see all of the change or none of it.
 
     Example: trinity-buffer rebuild --store runs/demo.db
     """
-
-    async def work(opened: Experiment, report: Report) -> RebuildReport:
-        return await rebuild_projections(opened.database, opened.key, report)
-
-    report: RebuildReport = run_on(store, experiment, work, read_only=False)
-    if as_json:
-        print_json(report)
-    else:
-        what = f"mended: {shown(report.mended)}" if report.mended else "every row was right already"
-        say(f"{report.events} events folded; {what}")
+    report = await rebuild_projections(experiment.database, experiment.key, progress)
+    what = f"mended: {shown(report.mended)}" if report.mended else "every row was right already"
+    return Answer(report, f"{report.events} events folded; {what}")
 
 
 def migrate(
@@ -179,12 +174,11 @@ def migrate(
     url = chosen_store(store)
     before, after = run(partial(migrate_store, url, wait=wait))
     name = named(url)
-    if as_json:
-        print_json({"store": name, "before": before, "after": after})
-    elif before == after:
-        say(f"{name} is up to date (schema {after})")
-    else:
-        say(f"{name}: schema {before} -> {after}")
+    line = f"{name}: schema {before} -> {after}"
+    if before == after:
+        line = f"{name} is up to date (schema {after})"
+    value = {"store": name, "before": before, "after": after}
+    print_answer(Answer(value, line), as_json=as_json)
 
 
 def doctor(
@@ -200,32 +194,30 @@ def doctor(
             return await examine(opened, experiment)
 
     examination: Examination = run(main)
-    if as_json:
-        print_json(examination)
-        raise typer.Exit(1 if examination.stuck else 0)
-    out = console()
-    say(f"store: {examination.url}")
-    if examination.here:
-        columns = ["experiment", "role", "name", "where", "waits for"]
-        rows = [(h.experiment, h.role, h.name, h.place, h.waiting_for) for h in examination.here]
-        out.print(table("who is there", columns, rows))
-    else:
-        out.print("no process is running")
-    for finding in examination.stuck:
-        where = f"experiment {finding.experiment}: " if finding.experiment else ""
-        since = "" if finding.since is None else f", since {time_of(finding.since)} UTC"
-        out.print(f"stuck: {where}{finding.what}{since}\n  {finding.remedy}", markup=False)
-    if not examination.stuck:
-        out.print("nothing is stuck")
-    raise typer.Exit(1 if examination.stuck else 0)
+
+    def text() -> Lines:
+        yield f"store: {examination.url}"
+        if examination.here:
+            columns = ["experiment", "role", "name", "place", "waiting_for"]
+            titles = ["experiment", "role", "name", "where", "waits for"]
+            yield table_of("who is there", columns, examination.here, titles)
+        else:
+            yield "no process is running"
+        for finding in examination.stuck:
+            where = f"experiment {finding.experiment}: " if finding.experiment else ""
+            since = "" if finding.since is None else f", since {time_of(finding.since)} UTC"
+            yield verbatim(f"stuck: {where}{finding.what}{since}\n  {finding.remedy}")
+        if not examination.stuck:
+            yield "nothing is stuck"
+
+    print_answer(Answer(examination, text, failed=bool(examination.stuck)), as_json=as_json)
 
 
-def seal(
+@command(read_only=False)
+async def seal(
+    experiment: Experiment,
     batch: Annotated[str, typer.Argument(help="Its id, as `trinity-buffer doctor` names it.")],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Seal a batch as it is: its groups are decided with the runs that are stored.
 
     What comes later is recorded as rejected (late). To have the runs made that are missing, start
@@ -233,19 +225,12 @@ def seal(
 
     Example: trinity-buffer seal e0-7 --store runs/demo.db
     """
-
-    async def work(opened: Experiment, _: Report) -> int | None:
-        write = opened.database.write
-        return await write(seal_as_it_is, opened.key, batch, actor="user")
-
-    experiences: int | None = run_on(store, experiment, work, read_only=False)
-    if as_json:
-        print_json({"batch": batch, "experiences": experiences})
-    elif experiences is None:
-        say(f"batch {batch} was sealed before")
-    else:
-        message = f"sealed batch {batch} with {experiences} experiences"
-        say(message)
+    write = experiment.database.write
+    experiences = await write(seal_as_it_is, experiment.key, batch, actor="user")
+    line = f"sealed batch {batch} with {experiences} experiences"
+    if experiences is None:
+        line = f"batch {batch} was sealed before"
+    return Answer({"batch": batch, "experiences": experiences}, line)
 
 
 def algorithms(as_json: JsonLinesOption = False) -> None:
@@ -270,11 +255,12 @@ def algorithms(as_json: JsonLinesOption = False) -> None:
         for kind in sorted(kinds, key=lambda kind: kind.kind)
         for name in kind.names()
     ]
-    if as_json:
-        print_json(*entries)
-        return
-    rows = [(*list(entry.values())[:-1], _arguments_text(entry["arguments"])) for entry in entries]
-    console().print(table(f"{len(entries)} registered names", list(entries[0]), rows))
+
+    def text() -> Lines:
+        rows = [(*[*entry.values()][:-1], _arguments_text(entry["arguments"])) for entry in entries]
+        yield table(f"{len(entries)} registered names", list(entries[0]), rows)
+
+    print_answer(Answer(entries, text), as_json=as_json)
 
 
 def _arguments_of(

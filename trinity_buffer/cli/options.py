@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -16,10 +18,11 @@ import anyio
 import typer
 
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.output import Report, progress
+from trinity_buffer.cli.output import Answer, print_answer, progress
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.identity import TURNS
-from trinity_buffer.inspector.source import Source, as_of
+from trinity_buffer.inspector.source import Source
+from trinity_buffer.inspector.source import as_of as opened_as_of
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
@@ -289,34 +292,62 @@ async def on_experiment(
         return await work(await opened.experiment(name))
 
 
-def run_on(
-    store: str | None,
-    experiment: str | None,
-    work: Callable[[Experiment, Report], Awaitable[Any]],
-    *,
-    read_only: bool = True,
-) -> Any:
-    """Run ``work`` on the chosen experiment, and show its progress."""
+Work = Callable[..., Awaitable[Answer]]
+"""What a command does: a question about a `Source`, or work on an `Experiment`."""
 
-    async def main() -> Any:
-        with progress() as report:
-            return await on_experiment(
-                store, experiment, lambda opened: work(opened, report), read_only=read_only
-            )
-
-    return run(main)
+_PASSED = ("progress", "as_json")
 
 
-def asked_of(
-    store: str | None,
-    experiment: str | None,
-    position: int | None,
-    question: Callable[[Source], Awaitable[Any]],
-) -> Any:
-    """Return the answer to ``question`` about an experiment as of ``position``; None: as it is."""
+def _option(name: str, annotation: Any, default: Any = None) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-    async def work(opened: Experiment, report: Report) -> Any:
-        async with as_of(opened, position, report) as source:
-            return await question(source)
 
-    return run_on(store, experiment, work)
+def command(
+    *, lines: bool = False, read_only: bool = True
+) -> Callable[[Work], Callable[..., None]]:
+    """Make a command of what asks a `Source`, or works on an `Experiment`, and returns an `Answer`.
+
+    Its options are --store, --experiment, those of the function, --as-of where a `Source` is asked,
+    and --json. ``progress`` and ``as_json`` are passed to a function that takes them.
+
+    Args:
+        lines: with --json there is an object per line.
+        read_only: how the store is opened.
+    """
+
+    def decorated(work: Work) -> Callable[..., None]:
+        first, *own = signature(work, eval_str=True).parameters.values()
+        takes = {parameter.name for parameter in own}
+        is_question = first.annotation is Source
+
+        @wraps(work)
+        def run_command(
+            *,
+            store: str | None,
+            experiment: str | None,
+            as_json: bool,
+            as_of: int | None = None,
+            **options: Any,
+        ) -> None:
+            async def answer(opened: Experiment) -> Answer:
+                with progress() as report:
+                    passed = dict(zip(_PASSED, (report, as_json), strict=True))
+                    options.update({name: passed[name] for name in passed.keys() & takes})
+                    if not is_question:
+                        return await work(opened, **options)
+                    async with opened_as_of(opened, as_of, report) as source:
+                        return await work(source, **options)
+
+            answered = run(partial(on_experiment, store, experiment, answer, read_only=read_only))
+            print_answer(answered, as_json=as_json)
+
+        mine = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own if p.name not in _PASSED]
+        required = [p for p in mine if p.default is Parameter.empty]
+        shared = [_option("store", StoreOption), _option("experiment", ExperimentOption)]
+        last = [_option("as_of", AsOfOption)] if is_question else []
+        last.append(_option("as_json", JsonLinesOption if lines else JsonOption, default=False))
+        run_command.__annotations__ = {}
+        run_command.__signature__ = Signature([*required, *shared, *mine[len(required) :], *last])  # type: ignore[attr-defined]  # read by typer
+        return run_command
+
+    return decorated

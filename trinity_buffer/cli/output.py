@@ -6,14 +6,14 @@ import codecs
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
-from rich.console import Console, JustifyMethod
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -99,6 +99,18 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     return made
 
 
+def cells_of(item: object, columns: Sequence[str]) -> tuple[Any, ...]:
+    """Return the values of some attributes."""
+    return tuple(getattr(item, column) for column in columns)
+
+
+def table_of(
+    title: str, columns: Sequence[str], items: Iterable[object], titles: Sequence[str] | None = None
+) -> Table:
+    """Return a table of attributes, a row for each item; ``titles`` may rename the columns."""
+    return table(title, titles or columns, [cells_of(item, columns) for item in items])
+
+
 def shown(value: Any) -> str:
     """Return a value as text for people."""
     if value is None:
@@ -112,12 +124,45 @@ def shown(value: Any) -> str:
     return one_line(str(value))
 
 
-def end_if_damaged(rows: Sequence[object]) -> None:
-    """If any rows could not be read, report them on standard error and end with exit code 1."""
-    for row in rows:
+Lines = Iterator[str | RenderableType]
+"""What is printed for people: a text is one line, anything else is printed as rich does."""
+
+
+class Answer(NamedTuple):
+    """What a command prints, and whether it failed.
+
+    Attributes:
+        value: printed with --json; of a list, each item on a line of its own.
+        text: what is printed without --json; a text is one line.
+        unreadable: rows that could not be read; they are errors.
+        failed: end with exit code 1.
+    """
+
+    value: Any
+    text: str | Callable[[], Lines]
+    unreadable: Sequence[object] = ()
+    failed: bool = False
+
+
+def print_answer(answer: Answer, *, as_json: bool, soft_wrap: bool | None = None) -> None:
+    """Print what a command answers, and end with exit code 1 if it failed."""
+    if as_json:
+        print_json(*(answer.value if isinstance(answer.value, list) else [answer.value]))
+    elif isinstance(answer.text, str):
+        say(answer.text)
+    else:
+        for item in answer.text():
+            text = one_line(item) if isinstance(item, str) else item
+            console().print(text, markup=False, soft_wrap=soft_wrap)
+    for row in answer.unreadable:
         sys.stderr.write(f"error: {one_line(str(row))}\n")
-    if rows:
+    if answer.failed or answer.unreadable:
         raise typer.Exit(1)
+
+
+def verbatim(text: str) -> Text:
+    """Return a stored text with its line feeds, and with escapes in place of other controls."""
+    return Text(escaped(text))
 
 
 def time_of(seconds: float | None) -> str:

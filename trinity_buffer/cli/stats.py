@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 
 from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.cli.options import (
@@ -16,12 +18,23 @@ from trinity_buffer.cli.options import (
     ExperimentOption,
     JsonOption,
     StoreOption,
-    asked_of,
     chosen_experiment,
     chosen_store,
+    command,
     run,
 )
-from trinity_buffer.cli.output import console, print_json, progress, shown, size_of, table, time_of
+from trinity_buffer.cli.output import (
+    Answer,
+    Lines,
+    print_answer,
+    progress,
+    shown,
+    size_of,
+    table,
+    table_of,
+    time_of,
+    verbatim,
+)
 from trinity_buffer.inspector.overviews import ExperimentOverview, Overview, overview, overview_of
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.source import as_of as at_position
@@ -46,10 +59,6 @@ def stats(
     Example: trinity-buffer stats --store runs/demo.db
     """
 
-    async def configuration(source: Source) -> dict[str, Any]:
-        row = await source.read(writer_queries.config_of, source.key)
-        return {} if row is None else row[0]
-
     async def main() -> Overview:
         url = chosen_store(store)
         name = experiment if as_of is None else await chosen_experiment(url, experiment)
@@ -64,28 +73,30 @@ def stats(
                     return replace(now, experiments=(await overview_of(source),))
 
     if config:
-        print_json(asked_of(store, experiment, as_of, configuration))
+        _configuration(store=store, experiment=experiment, as_of=as_of, as_json=True)
         return
     view: Overview = run(main)
-    if as_json:
-        print_json(view)
-    else:
-        _print_overview(view)
+    print_answer(Answer(view, partial(_overview_text, view)), as_json=as_json)
 
 
-def _print_overview(view: Overview) -> None:
-    out = console()
-    out.print(f"{view.url}  {view.version}, {size_of(view.size_bytes)} on disk", markup=False)
+@command()
+async def _configuration(source: Source) -> Answer:
+    row = await source.read(writer_queries.config_of, source.key)
+    return Answer({} if row is None else row[0], "")
+
+
+def _overview_text(view: Overview) -> Lines:
+    yield verbatim(f"{view.url}  {view.version}, {size_of(view.size_bytes)} on disk")
     if view.growth is not None:
-        out.print(view.growth, markup=False)
+        yield verbatim(view.growth)
     if not view.experiments:
-        out.print("no experiments yet")
+        yield "no experiments yet"
     if len(view.experiments) > MOST_IN_FULL:
         _print_many(view.experiments)
         return
-    for one in view.experiments:
-        out.print()
-        _print_experiment(one)
+    for experiment in view.experiments:
+        yield ""
+        yield from _experiment_text(experiment)
 
 
 def _print_many(experiments: Sequence[ExperimentOverview]) -> None:
@@ -102,30 +113,23 @@ def _print_many(experiments: Sequence[ExperimentOverview]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _print_experiment(one: ExperimentOverview) -> None:
-    out = console()
-    state = "finished" if one.finished else "open"
-    out.print(f"[bold]experiment {escape(one_line(one.name))}[/bold] ({state})")
+def _experiment_text(one: ExperimentOverview) -> Lines:
+    state, name = "finished" if one.finished else "open", escape(one_line(one.name))
+    yield Text.from_markup(f"[bold]experiment {name}[/bold] ({state})", emoji=False)
     low, high = one.versions
-    lines = [
-        f"events       {one.head}, {time_of(one.first_at)} to {time_of(one.last_at)} UTC",
-        f"batches      {one.batches} planned, {one.sealed} sealed",
-        f"rollouts     {one.plans.planned} planned = {one.plans.stored} stored + "
-        f"{one.plans.missing} missing",
-        f"experiences  {one.experiences}, by policy versions {shown(low)} to {shown(high)}",
-        f"policies     {one.policies} published, newest {shown(one.published)}",
-    ]
-    lines += [f"refused      at the door: {shown(one.refused)}"] if one.refused else []
-    for name, reasons in one.guests.items():
-        lines.append(one_line(f"rejected     by {name}: {shown(reasons)}"))
-    out.print("\n".join(lines), markup=False)
+    yield f"events       {one.head}, {time_of(one.first_at)} to {time_of(one.last_at)} UTC"
+    yield f"batches      {one.batches} planned, {one.sealed} sealed"
+    plans = one.plans
+    yield f"rollouts     {plans.planned} planned = {plans.stored} stored + {plans.missing} missing"
+    yield f"experiences  {one.experiences}, by policy versions {shown(low)} to {shown(high)}"
+    yield f"policies     {one.policies} published, newest {shown(one.published)}"
+    if one.refused:
+        yield f"refused      at the door: {shown(one.refused)}"
+    for guest, reasons in one.guests.items():
+        yield f"rejected     by {guest}: {shown(reasons)}"
     if one.strategies:
-        columns = ["set", "recorded", "unseen", "waiting", "annotated", "rows", "rejected"]
-        rows: list[tuple[Any, ...]] = [
-            (s.consumer, s.recorded, s.unseen, s.waiting, s.annotated, s.rows, s.rejected)
-            for s in one.strategies
-        ]
-        out.print(table("annotation sets", columns, rows))
+        columns = ["consumer", "recorded", "unseen", "waiting", "annotated", "rows", "rejected"]
+        yield table_of("annotation sets", columns, one.strategies, ["set", *columns[1:]])
     if one.trainers:
         columns = ["trainer", "set", "rows", "ready", "leased", "committed", "rejected", "step"]
         columns += ["staleness", "undelivered groups", "uncommitted groups"]
@@ -137,5 +141,5 @@ def _print_experiment(one: ExperimentOverview) -> None:
             )
             for t in one.trainers
         ]
-        out.print(table("trainers", columns, rows))
-    out.print(table("events", ["kind", "count"], list(one.events.items())))
+        yield table("trainers", columns, rows)
+    yield table("events", ["kind", "count"], list(one.events.items()))
