@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from functools import wraps
 from importlib import import_module
-from typing import Any, NamedTuple
+from inspect import Parameter, getdoc, signature
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import typer
 from typer.core import TyperGroup
@@ -103,6 +107,43 @@ def _without_gc() -> Iterator[None]:
         gc.enable()
 
 
+_ARGUMENT = re.compile(r"^    (\w+): ", re.MULTILINE)
+
+
+def documented(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose options have the help that its docstring has for them under Args.
+
+    A truth value is a flag, without a ``--no-`` form.
+    """
+    text, _, described = (getdoc(function) or "").partition("\n\nArgs:\n")
+    _, *parts = _ARGUMENT.split(described)
+    helps = dict(zip(parts[::2], parts[1::2], strict=True))
+    own = signature(function, eval_str=True)
+
+    def with_help(parameter: Parameter) -> Parameter:
+        if parameter.name not in helps:  # its help stands in its annotation
+            return parameter
+        kind, settings = parameter.annotation, None
+        if get_origin(kind) is Annotated:
+            kind, settings = get_args(kind)
+        elif parameter.default is Parameter.empty:
+            settings = typer.Argument()
+        elif kind is bool:
+            settings = typer.Option(f"--{parameter.name.replace('_', '-')}")
+        settings = copy(settings or typer.Option())
+        settings.help = " ".join(helps[parameter.name].split())
+        return parameter.replace(annotation=Annotated[kind, settings])
+
+    @wraps(function)
+    def command(**options: Any) -> None:
+        function(**options)
+
+    command.__doc__ = text
+    command.__annotations__ = {}
+    command.__signature__ = own.replace(parameters=[*map(with_help, own.parameters.values())])  # type: ignore[attr-defined]  # read by typer
+    return command
+
+
 class _Loaded(Mapping[str, Any]):
     """The commands by name, each loaded on access."""
 
@@ -113,7 +154,7 @@ class _Loaded(Mapping[str, Any]):
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
         with _without_gc():
-            alone.command(name)(getattr(import_module(module), function))
+            alone.command(name)(documented(getattr(import_module(module), function)))
         return typer.main.get_command(alone)
 
     @override

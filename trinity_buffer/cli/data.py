@@ -50,15 +50,9 @@ def _writable(output: Path) -> Path:
 @command()
 async def export(
     source: Source,
-    output: Annotated[
-        Path,
-        # By a callback, and so before the store is opened: see `require_no_database`.
-        typer.Option("--output", "-o", help="FILE.parquet or FILE.jsonl.", callback=_writable),
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", callback=_writable)],
     annotation_set: SetNameOption = None,
-    step: Annotated[
-        int | None, typer.Option(help="Only what this gradient step was trained on.", min=1)
-    ] = None,
+    step: Annotated[int | None, typer.Option(min=1)] = None,
     trainer: TrainerOption = None,
 ) -> Answer:
     """Write a file with a row for each rollout, its advantage and what became of it.
@@ -71,6 +65,10 @@ async def export(
     Parquet is read by pandas, DuckDB and Hugging Face datasets; JSONL by everything.
 
     Example: trinity-buffer export -o runs/demo.parquet
+
+    Args:
+        output: FILE.parquet or FILE.jsonl.
+        step: Only what this gradient step was trained on.
     """
     damaged: list[str] = []
     with _written(output) as write:
@@ -122,13 +120,16 @@ def _written(path: Path) -> Iterator[Callable[[Any], None]]:
 
 
 def report(
-    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o")],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
 ) -> None:
     """Write a page about a run: one file that opens offline, without scripts.
 
     Example: trinity-buffer report -o runs/report.html
+
+    Args:
+        output: HTML file to write.
     """
     from trinity_buffer.web.report import report as page_of  # noqa: PLC0415 - jinja2
 
@@ -147,23 +148,21 @@ def report(
 
 
 def track(
-    to: Annotated[str, typer.Option("--to", help="tensorboard:FOLDER or trackio:PROJECT[/RUN].")],
+    to: Annotated[str, typer.Option()],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     trainer: TrainerOption = None,
-    after: Annotated[int, typer.Option(help="Begin after this gradient step.", min=0)] = 0,
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "--follow",
-            "-f",
-            help="Wait for the trainer, and for more until the experiment is finished.",
-        ),
-    ] = False,
+    after: Annotated[int, typer.Option(min=0)] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:
     """Send each committed step's numbers to TensorBoard or trackio, during a run or after it.
 
     Example: trinity-buffer track --to tensorboard:runs/tensorboard/demo
+
+    Args:
+        to: tensorboard:FOLDER or trackio:PROJECT[/RUN].
+        after: Begin after this gradient step.
+        follow: Wait for the trainer, and for more until the experiment is finished.
     """
     from trinity_buffer.integrations.trackers import tracker_of  # noqa: PLC0415 - torch
 

@@ -36,24 +36,12 @@ def replay(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     config: PlaceOption = None,
-    steps: Annotated[str | None, typer.Option(help="A:B; by default all committed ones.")] = None,
-    from_checkpoint: Annotated[
-        Path | None, typer.Option(help="Start from the weights of this checkpoint, after its step.")
-    ] = None,
-    loss: Annotated[str | None, typer.Option(help="Another policy loss.")] = None,
-    algorithm: Annotated[
-        str | None,
-        typer.Option(help="Another algorithm; one with a strategy reads the recorded advantages."),
-    ] = None,
+    steps: str | None = None,
+    from_checkpoint: Path | None = None,
+    loss: str | None = None,
+    algorithm: str | None = None,
     overrides: SetOption = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Pass if no weight differs by more than this part of the largest of its tensor; "
-            "by default, if all bits are the same.",
-        ),
-    ] = None,
+    tolerance: Annotated[float | None, typer.Option(min=0)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train again on the recorded batches, without explorers and without changing the store.
@@ -63,6 +51,14 @@ def replay(
     --tolerance, if they are too far apart.
 
     Example: trinity-buffer replay --steps 1:40 --json
+
+    Args:
+        steps: A:B; by default all committed ones.
+        from_checkpoint: Start from the weights of this checkpoint, after its step.
+        loss: Another policy loss.
+        algorithm: Another algorithm; one with a strategy reads the recorded advantages.
+        tolerance: Pass if no weight differs by more than this part of the largest of its tensor; by
+            default, if all bits are the same.
     """
     from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
 
@@ -123,16 +119,19 @@ def _distance(report: ReplayReport, tolerance: float | None) -> str:
 @command(read_only=False)
 async def reannotate(
     experiment: Experiment,
-    strategy: Annotated[str, typer.Option(help="Registered name, or several as a+b.")],
-    name: Annotated[str, typer.Option(help="Name of the new annotation set.")],
+    strategy: Annotated[str, typer.Option()],
+    name: Annotated[str, typer.Option()],
     arguments: ArgumentsOption = None,
-    rewards: Annotated[
-        str | None, typer.Option(help="Name of a scoring whose rewards replace the recorded ones.")
-    ] = None,
+    rewards: str | None = None,
 ) -> Answer:
     """Add a second set of annotations beside the first, without touching it.
 
     Example: trinity-buffer reannotate --strategy grpo --set epsilon=1e-4 --name grpo-4
+
+    Args:
+        strategy: Registered name, or several as a+b.
+        name: Name of the new annotation set.
+        rewards: Name of a scoring whose rewards replace the recorded ones.
     """
     from trinity_buffer.cli.roles import run_named  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
@@ -153,19 +152,20 @@ async def reannotate(
 @command(read_only=False)
 async def compact(
     experiment: Experiment,
-    keep_steps: Annotated[
-        int, typer.Option(help="How many of each trainer's last steps keep their tensors.")
-    ],
-    archive: Annotated[Path | None, typer.Option(help="Folder for Parquet files.")] = None,
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Delete the tensors for good, without an archive.")
-    ] = False,
+    keep_steps: Annotated[int, typer.Option()],
+    archive: Path | None = None,
+    delete: bool = False,
     *,
     progress: Progress,
 ) -> Answer:
     """Archive, or delete, the tensors of what was committed long ago; events and lineage stay.
 
     Example: trinity-buffer compact --keep-steps 100 --archive runs/archive
+
+    Args:
+        keep_steps: How many of each trainer's last steps keep their tensors.
+        archive: Folder for Parquet files.
+        delete: Delete the tensors for good, without an archive.
     """
     report = await compact_experiment(
         experiment, keep_steps=keep_steps, archive=archive, delete=delete, progress=progress
@@ -183,15 +183,16 @@ async def compact(
 @command(read_only=False)
 async def restore(
     experiment: Experiment,
-    folder: Annotated[
-        Path | None, typer.Option("--from", help="Where the files are now, if they were moved.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option("--from")] = None,
     *,
     progress: Progress,
 ) -> Answer:
     """Restore archived tensors; the archive files stay where they are.
 
     Example: trinity-buffer restore --from /mnt/archive
+
+    Args:
+        folder: Where the files are now, if they were moved.
     """
     report = await restore_experiment(experiment, folder=folder, progress=progress)
     line = f"{report.segments} segments ({report.bytes / 1e6:.1f} MB) are in the store again"

@@ -26,19 +26,11 @@ from trinity_buffer.store.url import named
 
 def import_(
     name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
-    path: Annotated[Path, typer.Argument(help="The file or the folder.")],
-    store: Annotated[
-        str, typer.Option(envvar=STORE_VARIABLE, help="Path or URL of the store to fill.")
-    ] = "runs/imported.db",
-    experiment: Annotated[
-        str | None, typer.Option(help="Experiment name; by default that of the file or folder.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of a transformers tokenizer, for files with texts.")
-    ] = None,
-    skip_bad_lines: Annotated[
-        bool, typer.Option("--skip-bad-lines", help="Leave out and list what cannot be imported.")
-    ] = False,
+    path: Path,
+    store: Annotated[str, typer.Option(envvar=STORE_VARIABLE)] = "runs/imported.db",
+    experiment: str | None = None,
+    tokenizer: Path | None = None,
+    skip_bad_lines: bool = False,
     as_json: JsonOption = False,
 ) -> None:
     """Import files of another package into a store, ready to be annotated and trained.
@@ -46,6 +38,13 @@ def import_(
     Blank lines are passed over, and a last line that is torn is left out.
 
     Example: trinity-buffer import trinity-rft buffer.db --store runs/run.db
+
+    Args:
+        path: The file or the folder.
+        store: Path or URL of the store to fill.
+        experiment: Experiment name; by default that of the file or folder.
+        tokenizer: Folder of a transformers tokenizer, for files with texts.
+        skip_bad_lines: Leave out and list what cannot be imported.
     """
     if name not in FORMATS:
         known = "; ".join(f"{key}: {one.holds}" for key, one in FORMATS.items())

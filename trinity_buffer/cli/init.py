@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,14 +15,18 @@ MODEL = "model"
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder to write to; created if missing.")],
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    folder: Path,
+    seed: int = 0,
 ) -> None:
     """Write a run to start from: configuration, rollouts, a small random model.
 
     It runs as it is; its README says how.
 
     Example: trinity-buffer init own
+
+    Args:
+        folder: Folder to write to; created if missing.
+        seed: Of the random weights.
     """
     from trinity_buffer.demo.tiny_model import make_tiny_model  # noqa: PLC0415 - torch
 

@@ -90,30 +90,22 @@ FRAME_S = 0.5
 def events(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for more until the experiment is finished.")
-    ] = False,
-    after: Annotated[
-        int | None,
-        typer.Option("--after", help="Only events after this position. Default: the last ones."),
-    ] = None,
-    kind: Annotated[
-        list[str] | None,
-        typer.Option("--kind", help="Only this kind, such as StepsCommitted; repeatable."),
-    ] = None,
-    limit: Annotated[
-        int,
-        typer.Option(
-            help="How many; with --follow and without --after, how many earlier ones come first.",
-            min=1,
-        ),
-    ] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
+    after: int | None = None,
+    kind: list[str] | None = None,
+    limit: Annotated[int, typer.Option(min=1)] = 20,
     as_of: AsOfOption = None,
     as_json: JsonLinesOption = False,
 ) -> None:
     """Print the events of the log, one per line: the last ones, or those after a position.
 
     Example: trinity-buffer events --follow --kind StepsCommitted
+
+    Args:
+        follow: Wait for more until the experiment is finished.
+        after: Only events after this position. Default: the last ones.
+        kind: Only this kind, such as StepsCommitted; repeatable.
+        limit: How many; with --follow and without --after, how many earlier ones come first.
     """
 
     async def question(opened: Experiment) -> None:
@@ -142,20 +134,21 @@ def events(
 async def groups(
     source: Source,
     annotation_set: SetNameOption = None,
-    batch: Annotated[str | None, typer.Option(help="Only groups of this batch.")] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Only groups that this gradient step was trained on.", min=1)
-    ] = None,
+    batch: str | None = None,
+    step: Annotated[int | None, typer.Option(min=1)] = None,
     trainer: TrainerOption = None,
-    sort: Annotated[
-        GroupOrder,
-        typer.Option(help="Which groups come first; any order but newest reads all groups."),
-    ] = "newest",
-    limit: Annotated[int, typer.Option(help="Show at most this many, the first ones.", min=1)] = 20,
+    sort: GroupOrder = "newest",
+    limit: Annotated[int, typer.Option(min=1)] = 20,
 ) -> Answer:
     """Show groups: rewards and advantages of the runs of a task, and what became of them.
 
     Example: trinity-buffer groups --set grpo --limit 5
+
+    Args:
+        batch: Only groups of this batch.
+        step: Only groups that this gradient step was trained on.
+        sort: Which groups come first; any order but newest reads all groups.
+        limit: Show at most this many, the first ones.
     """
     trained = None
     if step is not None:
@@ -203,16 +196,16 @@ async def _by_uid(question: Callable[[Source, str], Awaitable[T]], source: Sourc
 async def show(
     source: Source,
     uid: UidArgument,
-    annotation_set: Annotated[
-        str | None, typer.Option("--set", help="Annotation set whose advantages --tokens shows.")
-    ] = None,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="A line for each token: id, mask, log-prob, advantage.")
-    ] = False,
+    annotation_set: Annotated[str | None, typer.Option("--set")] = None,
+    tokens: bool = False,
 ) -> Answer:
     """Show one experience: what it holds, its annotations, where it was trained, or why not.
 
     Example: trinity-buffer show e0-7/3/1/0/ --tokens
+
+    Args:
+        annotation_set: Annotation set whose advantages --tokens shows.
+        tokens: A line for each token: id, mask, log-prob, advantage.
     """
     view = await _by_uid(questions.show, source, uid)
     if not tokens:
@@ -322,14 +315,19 @@ async def steps(
 @command()
 async def blame(
     source: Source,
-    step: Annotated[int, typer.Argument(help="Number of a gradient step.", min=1)],
+    step: Annotated[int, typer.Argument(min=1)],
     trainer: TrainerOption = None,
-    sort: Annotated[RowOrder, typer.Option(help="Order of the rows.")] = "slot",
-    limit: Annotated[int | None, typer.Option(help="Show at most this many rows.", min=1)] = None,
+    sort: RowOrder = "slot",
+    limit: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> Answer:
     """Say exactly what one gradient step was trained on, and whether its commit proves it.
 
     Example: trinity-buffer blame 2 --sort loss-share
+
+    Args:
+        step: Number of a gradient step.
+        sort: Order of the rows.
+        limit: Show at most this many rows.
     """
     contents = await questions.blame(source, step, trainer=trainer)
     rows = sorted(contents.rows, key=_ORDERS[sort])[:limit]
@@ -390,21 +388,18 @@ async def why(source: Source, uid: UidArgument) -> Answer:
 @command(lines=True)
 async def rejected(
     source: Source,
-    by: Annotated[
-        str | None,
-        typer.Option(help="Only what this strategy or trainer rejected; door: refused by write()."),
-    ] = None,
-    reason: Annotated[
-        str | None,
-        typer.Option(help="Only this reason, or this kind of reason, such as stale or invalid."),
-    ] = None,
-    limit: Annotated[
-        int, typer.Option(help="Show at most this many, the newest ones.", min=1)
-    ] = 20,
+    by: str | None = None,
+    reason: str | None = None,
+    limit: Annotated[int, typer.Option(min=1)] = 20,
 ) -> Answer:
     """Show what was left out, by whom and why.
 
     Example: trinity-buffer rejected --reason zero_variance
+
+    Args:
+        by: Only what this strategy or trainer rejected; door: refused by write().
+        reason: Only this reason, or this kind of reason, such as stale or invalid.
+        limit: Show at most this many, the newest ones.
     """
     rows = await questions.rejections(source, by=by, reason=reason, limit=limit)
     counts = await questions.rejection_counts(source)
@@ -479,20 +474,24 @@ def _growth_line(growth: questions.StalenessGrowth) -> str:
 
 
 def diff(
-    first: Annotated[str, typer.Argument(help="An annotation set, or an experiment.")],
-    second: Annotated[str, typer.Argument(help="Another one.")],
+    first: str,
+    second: str,
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    other_store: Annotated[
-        str | None, typer.Option("--other-store", help="Store of SECOND, if it is an experiment.")
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Show at most this many differing rows.", min=1)] = 20,
+    other_store: str | None = None,
+    limit: Annotated[int, typer.Option(min=1)] = 20,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two annotation sets over the same rollouts, or two runs step by step.
 
     Example: trinity-buffer diff grpo grpo-4
+
+    Args:
+        first: An annotation set, or an experiment.
+        second: Another one.
+        other_store: Store of SECOND, if it is an experiment.
+        limit: Show at most this many differing rows.
     """
     url = chosen_store(store)
     other = other_store or url
@@ -567,17 +566,9 @@ def _runs_text(runs: questions.RunDifference, *stores: str) -> Lines:
 @command(lines=True)
 async def search(
     source: Source,
-    text: Annotated[
-        str,
-        typer.Argument(
-            help="What to look for in prompts, responses, messages (chosen and rejected ones too)"
-            " and tools."
-        ),
-    ],
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Match upper and lower case exactly.")
-    ] = False,
-    limit: Annotated[int, typer.Option(help="Stop after this many results.", min=1)] = 20,
+    text: str,
+    exact: bool = False,
+    limit: Annotated[int, typer.Option(min=1)] = 20,
     *,
     progress: Progress,
     as_json: bool,
@@ -585,6 +576,12 @@ async def search(
     """Find rollouts by their text; each is printed as soon as it is found.
 
     Example: trinity-buffer search "3 1 2" --limit 5
+
+    Args:
+        text: What to look for in prompts, responses, messages (chosen and rejected ones too) and
+            tools.
+        exact: Match upper and lower case exactly.
+        limit: Stop after this many results.
     """
     count, unreadable = 0, list[Unreadable]()
     async for match in questions.search(
@@ -608,11 +605,14 @@ async def search(
 def top(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one screen, and end.")] = False,
+    once: bool = False,
 ) -> None:
     """Watch a run: how far each process is, the last steps, and the last events.
 
     Example: trinity-buffer top --once
+
+    Args:
+        once: Print one screen, and end.
     """
 
     async def watch(opened: Experiment) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from trinity_buffer.cli.options import (
     ExperimentOption,
@@ -44,26 +42,11 @@ PROBLEMS_SHOWN = 50
 @command()
 async def verify(
     experiment: Experiment,
-    acknowledged: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder (or file) of lines of receipts, as explore --acknowledge and"
-            " tb.explore(acknowledgements=PATH) write them, or of uids."
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose manifests.json is compared with the log.")
-    ] = None,
-    consumer: Annotated[
-        str | None,
-        typer.Option(help="The trainer that wrote the checkpoint, if several could have."),
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(help="A head that you kept: the log must still contain it.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Open no segment; count projections, compare no rows.")
-    ] = False,
+    acknowledged: Path | None = None,
+    checkpoint: Path | None = None,
+    consumer: str | None = None,
+    head: str | None = None,
+    quick: bool = False,
     *,
     progress: Progress,
 ) -> Answer:
@@ -73,6 +56,14 @@ async def verify(
 
     Example: trinity-buffer verify --acknowledged runs/demo.acks --checkpoint
         runs/demo.checkpoints/step-00000040
+
+    Args:
+        acknowledged: Folder (or file) of lines of receipts, as explore --acknowledge and
+            tb.explore(acknowledgements=PATH) write them, or of uids.
+        checkpoint: Checkpoint whose manifests.json is compared with the log.
+        consumer: The trainer that wrote the checkpoint, if several could have.
+        head: A head that you kept: the log must still contain it.
+        quick: Open no segment; count projections, compare no rows.
     """
     report = await verify_experiment(
         experiment,
@@ -160,14 +151,15 @@ async def rebuild(experiment: Experiment, *, progress: Progress) -> Answer:
 
 def migrate(
     store: StoreOption = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until no process has it open.")
-    ] = False,
+    wait: bool = False,
     as_json: JsonOption = False,
 ) -> None:
     """Upgrade a store that an older version wrote.
 
     Example: trinity-buffer migrate --store runs/demo.db
+
+    Args:
+        wait: Wait until no process has it open.
     """
     from trinity_buffer.pipeline.history.migrate import migrate as migrate_store  # noqa: PLC0415 - alembic
 
@@ -216,7 +208,7 @@ def doctor(
 @command(read_only=False)
 async def seal(
     experiment: Experiment,
-    batch: Annotated[str, typer.Argument(help="Its id, as `trinity-buffer doctor` names it.")],
+    batch: str,
 ) -> Answer:
     """Seal a batch as it is: its groups are decided with the runs that are stored.
 
@@ -224,6 +216,9 @@ async def seal(
     its explorer again under the same name, or another one with --take-over.
 
     Example: trinity-buffer seal e0-7 --store runs/demo.db
+
+    Args:
+        batch: Its id, as `trinity-buffer doctor` names it.
     """
     write = experiment.database.write
     experiences = await write(seal_as_it_is, experiment.key, batch, actor="user")

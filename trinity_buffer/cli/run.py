@@ -37,43 +37,17 @@ from trinity_buffer.identity import require_name
 
 
 def demo(
-    store: Annotated[
-        str | None, typer.Option("--store", help="Path or URL; by default runs/NAME.db.")
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the run and of its files under runs/; by default demo (with hf: demo-hf)."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="hf: a small transformers model, which learns a game in a conversation; by"
-            " default our own transformer."
-        ),
-    ] = None,
-    algorithm: Annotated[
-        str | None,
-        typer.Option(
-            help="Registered name, see `trinity-buffer algorithms`; by default the task's."
-        ),
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="sort or guess; by default the algorithm's.")
-    ] = None,
-    digits: Annotated[int | None, typer.Option(help="sort: how many digits; by default 3.")] = None,
-    explorers: Annotated[int, typer.Option(min=1, help="How many explorer processes.")] = 2,
-    chaos: Annotated[
-        bool, typer.Option("--chaos", help="Kill a random process every few seconds.")
-    ] = False,
-    chaos_every: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds between kills, on average; by default 4.")
-    ] = None,
-    limit: Annotated[float | None, typer.Option(min=0, help="Stop after N seconds.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of weights, problems and rollouts; by default 0.")
-    ] = None,
+    store: str | None = None,
+    name: str | None = None,
+    model: str | None = None,
+    algorithm: str | None = None,
+    task: str | None = None,
+    digits: int | None = None,
+    explorers: Annotated[int, typer.Option(min=1)] = 2,
+    chaos: bool = False,
+    chaos_every: Annotated[float | None, typer.Option(min=0.1)] = None,
+    limit: Annotated[float | None, typer.Option(min=0)] = None,
+    seed: int | None = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
 ) -> None:
@@ -82,6 +56,20 @@ def demo(
     What the algorithm needs is made for it: solutions, pairs, a teacher, an expert's data.
 
     Example: trinity-buffer demo --algorithm dpo --chaos
+
+    Args:
+        store: Path or URL; by default runs/NAME.db.
+        name: Name of the run and of its files under runs/; by default demo (with hf: demo-hf).
+        model: hf: a small transformers model, which learns a game in a conversation; by default our
+            own transformer.
+        algorithm: Registered name, see `trinity-buffer algorithms`; by default the task's.
+        task: sort or guess; by default the algorithm's.
+        digits: sort: how many digits; by default 3.
+        explorers: How many explorer processes.
+        chaos: Kill a random process every few seconds.
+        chaos_every: Seconds between kills, on average; by default 4.
+        limit: Stop after N seconds.
+        seed: Of weights, problems and rollouts; by default 0.
     """
     from trinity_buffer.cli import demo_run  # noqa: PLC0415 - torch
 
@@ -108,38 +96,27 @@ def demo(
 
 
 def explore(
-    actor: Annotated[
-        str,
-        typer.Option(
-            help="Name of this explorer; its batches are ACTOR-0, ACTOR-1, ...; with tasks of your "
-            "own all explorers share epoch0-0, epoch0-1, ..."
-        ),
-    ],
+    actor: Annotated[str, typer.Option()],
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    acknowledge: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the file ACTOR.ack, which proves what was acknowledged."),
-    ] = None,
-    batches: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="End after so many batches; without tasks of your own, those of earlier calls"
-            " count.",
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Finish batches of explorers that are gone, too.")
-    ] = False,
+    acknowledge: Path | None = None,
+    batches: Annotated[int | None, typer.Option(min=1)] = None,
+    take_over: bool = False,
 ) -> None:
     """Generate rollouts with the newest published policy, until the experiment is finished.
 
     With a model, rollouts and tasks of your own in the file of --config, until they are through.
 
     Example: trinity-buffer explore --store runs/demo.db --actor e0
+
+    Args:
+        actor: Name of this explorer; its batches are ACTOR-0, ACTOR-1, ...; with tasks of your own
+            all explorers share epoch0-0, epoch0-1, ...
+        acknowledge: Folder for the file ACTOR.ack, which proves what was acknowledged.
+        batches: End after so many batches; without tasks of your own, those of earlier calls count.
+        take_over: Finish batches of explorers that are gone, too.
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
@@ -168,15 +145,8 @@ def annotate(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     config: PlaceOption = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="Registered name, or several as a+b; by default the set's, or the experiment's."
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the annotation set; by default the strategy's.")
-    ] = None,
+    strategy: str | None = None,
+    name: str | None = None,
     arguments: ArgumentsOption = None,
     follow: FollowOption = False,
     as_json: JsonOption = False,
@@ -184,6 +154,10 @@ def annotate(
     """Run a strategy over stored rollouts, and store its advantages as annotations.
 
     Example: trinity-buffer annotate --strategy grpo --set epsilon=1e-5 --name grpo-5
+
+    Args:
+        strategy: Registered name, or several as a+b; by default the set's, or the experiment's.
+        name: Name of the annotation set; by default the strategy's.
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
@@ -215,30 +189,12 @@ def train(
     experiment: ExperimentOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
-    checkpoints: Annotated[
-        Path | None,
-        typer.Option(help="Folder for this trainer only; by default one beside the store."),
-    ] = None,
-    resume_from: Annotated[
-        int | None,
-        typer.Option(help="Rewind to this committed step; its checkpoint must still exist."),
-    ] = None,
-    drop_damaged_rows: Annotated[
-        bool, typer.Option("--drop-damaged-rows", help="Continue without unreadable rows.")
-    ] = False,
-    drop: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="UID",
-            help="Never train this row, and go on with the rest of its step; may be repeated.",
-        ),
-    ] = None,
-    keep_checkpoints: Annotated[
-        str, typer.Option(help="How many of the newest checkpoints stay on disk: a number, or all.")
-    ] = "2",
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Wait for more; otherwise end with what is stored.")
-    ] = False,
+    checkpoints: Path | None = None,
+    resume_from: int | None = None,
+    drop_damaged_rows: bool = False,
+    drop: Annotated[list[str] | None, typer.Option(metavar="UID")] = None,
+    keep_checkpoints: str = "2",
+    follow: bool = False,
 ) -> None:
     """Train on annotated groups, and commit each checkpoint with what it was trained on.
 
@@ -246,6 +202,14 @@ def train(
     one rank of the trainer.
 
     Example: trinity-buffer train --store runs/demo.db --follow
+
+    Args:
+        checkpoints: Folder for this trainer only; by default one beside the store.
+        resume_from: Rewind to this committed step; its checkpoint must still exist.
+        drop_damaged_rows: Continue without unreadable rows.
+        drop: Never train this row, and go on with the rest of its step; may be repeated.
+        keep_checkpoints: How many of the newest checkpoints stay on disk: a number, or all.
+        follow: Wait for more; otherwise end with what is stored.
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 

@@ -92,16 +92,14 @@ def serve(
     store: StoreOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8500,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="TRINITY_BUFFER_TOKEN", help="Token that every visitor must give: /?token=TOKEN."
-        ),
-    ] = None,
+    token: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_TOKEN")] = None,
 ) -> None:
     """Show a store in the browser: red flags, steps, groups, rollouts, events; and /metrics.
 
     Example: trinity-buffer serve --store runs/demo.db
+
+    Args:
+        token: Token that every visitor must give: /?token=TOKEN.
     """
     _require_token(token, host, "read the store: give --token, which they must bring")
     uvicorn = extra("uvicorn", "web")
@@ -126,25 +124,12 @@ def serve(
 
 
 def sync_weights(
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--server", help="URL of an inference server; repeatable. By default the run's."
-        ),
-    ] = None,
+    server: list[str] | None = None,
     store: StoreOption = None,
     experiment: ExperimentOption = None,
     config: PlaceOption = None,
-    dialect: Annotated[
-        str | None, typer.Option(help="vllm or sglang. By default the run's.")
-    ] = None,
-    mode: Annotated[
-        str,
-        typer.Option(
-            help="Requests in flight: wait for them, abort them, or keep them, whose answers then"
-            " mix old and new weights."
-        ),
-    ] = "wait",
+    dialect: str | None = None,
+    mode: str = "wait",
     follow: FollowOption = False,
 ) -> None:
     """Load the newest published weights into inference servers: pause, load, resume.
@@ -153,6 +138,12 @@ def sync_weights(
     VLLM_SERVER_DEV_MODE=1).
 
     Example: trinity-buffer sync-weights --server http://127.0.0.1:8000/v1 --follow
+
+    Args:
+        server: URL of an inference server; repeatable. By default the run's.
+        dialect: vllm or sglang. By default the run's.
+        mode: Requests in flight: wait for them, abort them, or keep them, whose answers then mix
+            old and new weights.
     """
     _require_known("--mode", mode, MODES)
     _require_known("--dialect", dialect, DIALECTS)
@@ -196,54 +187,19 @@ async def _sync(
 
 
 def record(
-    upstream: Annotated[str, typer.Option(help="URL of the inference server.")],
-    store: Annotated[
-        str, typer.Option(envvar=STORE_VARIABLE, help="Path or URL of the store.")
-    ] = "runs/recorded.db",
-    experiment: Annotated[
-        str, typer.Option(help="Which experiment; created if it does not exist.")
-    ] = "recorded",
-    rollouts_per_group: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Rollouts of each task: it is decided when so many are closed. Without it, an "
-            "experiment that exists keeps its number; where there is none, --idle-s decides.",
-        ),
-    ] = None,
-    idle_s: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            help="Where the number of rollouts is not known, a task is decided so many seconds "
-            "after the last one was closed; of a new experiment, 60.",
-        ),
-    ] = None,
-    actor: Annotated[str, typer.Option(help="Name of this recorder.")] = "recorder",
+    upstream: Annotated[str, typer.Option()],
+    store: Annotated[str, typer.Option(envvar=STORE_VARIABLE)] = "runs/recorded.db",
+    experiment: str = "recorded",
+    rollouts_per_group: Annotated[int | None, typer.Option(min=1)] = None,
+    idle_s: Annotated[float | None, typer.Option(min=0.001)] = None,
+    actor: str = "recorder",
     host: HostOption = "127.0.0.1",
     port: PortOption = 8400,
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="TRINITY_BUFFER_TOKEN", help="Token that every client must send as its API key."
-        ),
-    ] = None,
-    upstream_key: Annotated[
-        str | None,
-        typer.Option(envvar="TRINITY_BUFFER_UPSTREAM_KEY", help="API key of the inference server."),
-    ] = None,
-    ack: Annotated[
-        str,
-        typer.Option(
-            help="after: send an answer (the end of a stream) once it is durable. before: at once."
-        ),
-    ] = "after",
-    logprobs_mode: Annotated[
-        str, typer.Option(help="As the server was started: raw_logprobs or processed_logprobs.")
-    ] = "raw_logprobs",
-    max_in_flight: Annotated[
-        int, typer.Option(min=1, help="Concurrent requests; more are answered with 429.")
-    ] = 1024,
+    token: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_TOKEN")] = None,
+    upstream_key: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_UPSTREAM_KEY")] = None,
+    ack: str = "after",
+    logprobs_mode: str = "raw_logprobs",
+    max_in_flight: Annotated[int, typer.Option(min=1)] = 1024,
 ) -> None:
     """Run an OpenAI-compatible proxy that stores every conversation passing through it.
 
@@ -251,6 +207,21 @@ def record(
     header X-Trinity-Rollout: TASK/RUN. POST /v1/rollouts/TASK/RUN/reward {"reward": 1.0} closes it.
 
     Example: trinity-buffer record --upstream http://127.0.0.1:8000/v1 --store runs/agent.db
+
+    Args:
+        upstream: URL of the inference server.
+        store: Path or URL of the store.
+        experiment: Which experiment; created if it does not exist.
+        rollouts_per_group: Rollouts of each task: it is decided when so many are closed. Without
+            it, an experiment that exists keeps its number; where there is none, --idle-s decides.
+        idle_s: Where the number of rollouts is not known, a task is decided so many seconds after
+            the last one was closed; of a new experiment, 60.
+        actor: Name of this recorder.
+        token: Token that every client must send as its API key.
+        upstream_key: API key of the inference server.
+        ack: after: send an answer (the end of a stream) once it is durable. before: at once.
+        logprobs_mode: As the server was started: raw_logprobs or processed_logprobs.
+        max_in_flight: Concurrent requests; more are answered with 429.
     """
     _require_known("--ack", ack, ("after", "before"))
     _require_known("--logprobs-mode", logprobs_mode, ("raw_logprobs", "processed_logprobs"))

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
 
-import typer
 from rich.markup import escape
 from rich.text import Text
 
@@ -48,15 +46,16 @@ MOST_IN_FULL = 12
 def stats(
     store: StoreOption = None,
     experiment: ExperimentOption = None,
-    config: Annotated[
-        bool, typer.Option("--config", help="Only the configuration of an experiment, as JSON.")
-    ] = False,
+    config: bool = False,
     as_of: AsOfOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what is in a store and how far each process is.
 
     Example: trinity-buffer stats --store runs/demo.db
+
+    Args:
+        config: Only the configuration of an experiment, as JSON.
     """
 
     async def main() -> Overview:
