@@ -152,8 +152,10 @@ def print_answer(answer: Answer, *, as_json: bool, soft_wrap: bool | None = None
         say(answer.text)
     else:
         for item in answer.text():
-            text = one_line(item) if isinstance(item, str) else item
-            console().print(text, markup=False, soft_wrap=soft_wrap)
+            if isinstance(item, str):
+                say(item)
+            else:  # the markup of a table is its own, and its cells are escaped
+                console().print(item, soft_wrap=soft_wrap)
     for row in answer.unreadable:
         sys.stderr.write(f"error: {one_line(str(row))}\n")
     if answer.failed or answer.unreadable:
