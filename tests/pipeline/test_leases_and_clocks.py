@@ -68,6 +68,26 @@ async def test_a_silent_holder_is_replaced_whatever_the_clocks_say(
         assert other.token == silent.token + 1
 
 
+async def test_a_holder_whose_lease_another_took_and_gave_back_holds_it_again(
+    store_url: str,
+) -> None:
+    """As one that was stopped meanwhile: it goes on, so nobody may think that it is gone."""
+    async with open_store(store_url) as store:
+        experiment = await store.experiment("run", config={})
+        async with hold_lease(store.database, experiment.key, "trainer", ttl_s=1) as held:
+            other = TrainerLease(store.database, experiment.key, "trainer", ttl_s=30)
+            seen = await other.holder()
+            assert await store.database.write(other.take, seen)
+            await other.release()
+            with anyio.fail_after(10):
+                while not await held.is_held():
+                    await anyio.sleep(0.05)
+            third = TrainerLease(store.database, experiment.key, "trainer", ttl_s=30)
+            with pytest.raises(LeaseHeldError, match=describe_owner(held.owner)):
+                await third.acquire(wait=False)
+            assert held.lost is None
+
+
 async def test_who_does_not_wait_hears_who_is_at_work(sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})

@@ -95,10 +95,17 @@ def acquire(
         )
     recorded = int(_RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
     token = max(recorded, held[1] if held else 0) + 1
-    row = {"owner": owner, "token": token, "expires_at": now_us + ttl_us}
+    put(tx, experiment, name, owner=owner, token=token, expires_at_us=now_us + ttl_us)
+    return token
+
+
+def put(
+    tx: Transaction, experiment: int, name: str, *, owner: str, token: int, expires_at_us: int
+) -> None:
+    """Note who holds the lease, whatever stood there before."""
+    row = {"owner": owner, "token": token, "expires_at": expires_at_us}
     statement = upsert(tx, lease).values({"experiment": experiment, "consumer": name, **row})
     tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "consumer"], set_=row))
-    return token
 
 
 def renew(tx: Transaction, experiment: int, name: str, *, owner: str, expires_at_us: int) -> bool:

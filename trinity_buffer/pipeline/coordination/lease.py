@@ -424,7 +424,11 @@ class TrainerLease(Lease):
 
     def _heartbeat(self, tx: Transaction) -> None:
         self._require(tx)
-        self.renew(tx)
+        # Put and not extended: who took it while we were paused may have left again, and a lease
+        # that is nobody's would be taken from a trainer that lives.
+        expires = now_us() + int(self._ttl_s * 1e6)
+        key, name = self._experiment, self.consumer
+        leases.put(tx, key, name, owner=self.owner, token=self.token, expires_at_us=expires)
         self.presence.note(tx)
 
     def _require(self, tx: Transaction) -> leases.Standing:
