@@ -179,7 +179,8 @@ def _as_repartitioned(lease: BatchLeased, dealt: StepDealt) -> BatchLeased:
         experiences=placed(lease.experiences),
         groups=placed(lease.groups),
         num_groups=len({lease.groups[place] for place in dealt.order}),
-        source=placed(lease.source),
+        # empty, as in the event, where all rows are of the trainer's own experiment
+        source=placed(lease.source) if lease.source else [],
         microbatches=dealt.microbatches,
         digest=dealt.digest,
     )
