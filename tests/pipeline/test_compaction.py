@@ -193,6 +193,17 @@ async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_pa
         assert (await verify(experiment)).problems == ()
 
 
+async def test_an_experiment_may_have_a_name_that_is_too_long_for_a_file(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("名" * 200, config={})
+        await trained(experiment, steps=4)
+        assert (await compact(experiment, keep_steps=0, archive=tmp_path)).segments == 4
+        assert (await verify(experiment)).problems == ()
+        assert (await restore(experiment)).segments == 4
+
+
 def take_away(file: Path) -> None:
     file.unlink()
 

@@ -85,7 +85,10 @@ def write_archive(
                 named = ((experiment, positions[row[0]], *row) for row in rows)
                 columns = map(pyarrow.array, zip(*named, strict=True), schema.types)
                 file.write_table(pyarrow.table([*columns], schema))
-        return _placed(folder.absolute(), quote(experiment, safe=""), temporary)
+        # for people, who know it by its beginning: a file's name has 255 bytes, that of an
+        # experiment may take three times as many here
+        name = quote(experiment, safe="")[:200]
+        return _placed(folder.absolute(), name, temporary)
     except OSError as error:
         raise StoreError(f"archive folder {folder}: a file cannot be written ({error})") from error
     finally:
