@@ -32,7 +32,7 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/train/lead.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/connection.py:execute": "raised again where the trip is waited for",
     f"{PACKAGE}/pipeline/background.py:task_group": "raised again, bare of the group",
-    f"{PACKAGE}/pipeline/write/group_commit.py:prepare": "handed to its caller",
+    f"{PACKAGE}/pipeline/write/batch.py:prepare": "handed to its caller",
     f"{PACKAGE}/pipeline/background.py:run": "raised at the end of the body",
     f"{PACKAGE}/pipeline/write/group_commit.py:_commit": "handed to every caller of the group",
     f"{PACKAGE}/pipeline/write/group_commit.py:_commit_singly": "handed to its caller",

@@ -47,8 +47,6 @@ class Sizes:
         rows_kept: rows whose events a stream keeps decoded, beside those in use: some 10 MB.
         bytes_kept: segments that a stream keeps because rows of theirs were not asked for yet,
             beside those in use.
-        blocks_kept: memory of writes: one that is committed, one that is made, one to spare.
-        bytes_per_block: of such memory; a larger write has memory of its own.
         bytes_made_ahead: columns of a step that are made before the trainer asks for it; of larger
             ones each is made when somebody first looks at it, which takes less than half the memory
             and some milliseconds of the trainer's time.
@@ -89,8 +87,6 @@ class Sizes:
     segments_per_load: int = 32
     rows_kept: int = 32_768
     bytes_kept: int = 16 * _MIB
-    blocks_kept: int = 3
-    bytes_per_block: int = 32 * _MIB
     bytes_made_ahead: int = 32 * _MIB
     pieces_kept: int = 4
     segments_per_audit: int = 64

@@ -15,8 +15,7 @@ from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
 from trinity_buffer.pipeline.encoding import (
     META,
-    EncodedWrite,
-    content_digest_of,
+    RecordBatch,
     decode_experiences,
     encode_experiences,
 )
@@ -95,7 +94,12 @@ def state(experience: Experience) -> dict[str, Any]:
     return {name: plain(getattr(experience, name)) for name in (*known, *FIELDS)}
 
 
-def blobs(write: EncodedWrite) -> dict[str, bytearray]:
+def content_digest_of(experience: Experience) -> bytes:
+    digest: bytes = encode_experiences([experience]).meta["digest"][0]
+    return digest
+
+
+def blobs(write: RecordBatch) -> dict[str, bytearray]:
     return {family: bytearray(bytes(blob)) for family, blob in write.families.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -19,8 +19,8 @@ from tests.contract.making import count, group, opened
 from trinity_buffer.errors import InvalidExperienceError, StoreBusyError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.write.batch import WriteCall
-from trinity_buffer.pipeline.write.group_commit import GroupCommit, Outcome, PreparedWrite
+from trinity_buffer.pipeline.write.batch import PreparedWrite, WriteCall
+from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import sqlite, tables
 from trinity_buffer.store.sqlite import dbapi2
 
@@ -32,12 +32,13 @@ class Watched(WriteCall):
 
     def __init__(self, experiment: Experiment, task: int) -> None:
         given = group(task=task, runs=ROWS)
-        super().__init__(given, experiment.key, "e0", "experience", "raise")
+        segments = experiment.database.segments
+        super().__init__(given, experiment.key, "e0", "experience", "raise", segments)
         self.prepared = Event()
 
     @override
-    def prepare(self) -> PreparedWrite:
-        found = super().prepare()
+    def prepare(self, others: Sequence[WriteCall] = ()) -> list[PreparedWrite]:
+        found = super().prepare(others)
         self.prepared.set()
         return found
 
@@ -61,13 +62,12 @@ async def test_what_waits_is_prepared_beside_the_commit_before_it(
     tmp_path: Path, resize: Resize
 ) -> None:
     resize(rows_prepared_ahead=ROWS)
-    outcomes: dict[int, Outcome] = {}
     async with opened(str(tmp_path / "run.db")) as experiment, anyio.create_task_group() as tasks:
         commits = GroupCommit(experiment.database)
         calls = [Watched(experiment, task) for task in range(3)]
 
         async def submit(number: int) -> None:
-            outcomes[number] = await commits.submit(calls[number])
+            await commits.submit(calls[number])
 
         with locked(tmp_path / "run.db"):
             tasks.start_soon(submit, 0)
@@ -76,8 +76,8 @@ async def test_what_waits_is_prepared_beside_the_commit_before_it(
             await calls[1].is_prepared()
             tasks.start_soon(submit, 2)
             await anyio.wait_all_tasks_blocked()
-            assert not outcomes
-    positions = [outcomes[number].place.position for number in range(3)]
+            assert not any(call.answered.is_set() for call in calls)
+    positions = [call.place.position for call in calls]
     assert positions == sorted(set(positions))
 
 

@@ -13,7 +13,8 @@ import anyio
 from tests.sample_run import rollout
 from trinity_buffer import open_store
 from trinity_buffer.explorer.explore import Acknowledgements
-from trinity_buffer.pipeline.write.group_commit import GroupCommit, Outcome
+from trinity_buffer.pipeline.write.batch import WriteCall
+from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store.log import Place
 
 
@@ -44,12 +45,12 @@ def open_and_die(url: str, options: dict[str, Any]) -> None:
     anyio.run(main)
 
 
-async def _acknowledge_first(self: GroupCommit, call: Any) -> Outcome:
+async def _acknowledge_first(self: GroupCommit, call: WriteCall) -> None:
     """Say that it is durable, as the commit will surely come."""
     call.prepare()  # a receipt names contents
     _PENDING.append(asyncio.create_task(_SUBMIT(self, call)))
-    return Outcome(place=Place(1, bytes(32)))
+    call.place = Place(1, bytes(32))
 
 
 _SUBMIT = GroupCommit.submit
-_PENDING: list[asyncio.Task[Outcome]] = []
+_PENDING: list[asyncio.Task[None]] = []

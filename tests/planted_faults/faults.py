@@ -81,11 +81,11 @@ FAULTS = [
         "tests/contract/test_ready_rows.py::test_events_of_a_single_row_are_all_found",
     ),
     Fault(
-        "memory of a write is used again while somebody looks at it",
+        "a column of a single tensor is a view of it",
         "pipeline/tensors.py",
-        "        return True\n",
-        "        return False\n",
-        "tests/pipeline/test_reused_memory.py::test_what_somebody_looks_at_is_not_given_to_another",
+        "tensors[0].detach().clone()",
+        "tensors[0].detach()",
+        "tests/contract/test_odd_tensors.py::test_what_was_encoded_does_not_change_with_the_tensors",
     ),
     Fault(
         "of a long blob the last piece is not filled in",
@@ -524,15 +524,15 @@ FAULTS = [
     Fault(
         "a receipt counts what was stored already as written",
         "pipeline/write/batch.py",
-        "            len(written),\n            len(uids) - len(written),",
-        "            len(uids),\n            0,",
+        "            len(written),\n            len(self.experiences) - len(written),",
+        "            len(self.experiences),\n            0,",
         "tests/contract/test_writing.py::test_only_what_is_new_of_a_call_is_written",
     ),
     Fault(
         "a batch that was sealed meanwhile is written to as if it were open",
         "pipeline/write/batch.py",
-        'return "late" if str(eid.batch) in self._late else self._invalid.get(eid)',
-        "return self._invalid.get(eid)",
+        'return "late" if is_late else self._invalid.get(experience.eid)',
+        "return self._invalid.get(experience.eid)",
         "tests/contract/test_writing.py::test_late_experiences_are_recorded_as_rejected",
     ),
     Fault(

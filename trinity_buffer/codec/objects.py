@@ -10,7 +10,7 @@ The body of an event is a map with the version of its kind; old versions are upc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -46,8 +46,9 @@ _SCALARS = frozenset({type(None), bool, float, str, bytes})
 _DIRECT = _SCALARS | {int}
 _TEXT = frozenset({str})
 _DICT = frozenset({dict})
+_PLAIN = _DIRECT | {dict, list}
 _KEYS = _TEXT | {int}
-_DIRECT_LEVELS = 6  # deeper values are rare, and go the longer way
+_DIRECT_LEVELS = 8  # deeper values are rare, and go the longer way
 _BASES: tuple[type, ...] = (int, float, str, bytes, list, tuple, dict)
 
 # msgpack allocates a list as soon as its length is claimed, and claims may be nested a thousand
@@ -92,52 +93,31 @@ class ObjectPacker:
         Raises:
             InvalidArgumentError: a type that does not come back as it is.
         """
-        if _is_direct(value, _DIRECT_LEVELS, in_order=self._canonical):
-            try:
-                return self._pack(value)
-            except OverflowError:  # an int beyond 64 bits
-                pass
-        return self._pack(self._plain(value, place, MAX_DEPTH))
+        return self.pack_all([value], place)[0] or self._pack(None)
 
     def pack_all(self, values: Sequence[object], place: str) -> list[bytes]:
         """Return each of ``values`` as `pack` does, and nothing (``b""``) for None."""
-        if _TEXT.issuperset(map(type, values)):
-            return list(map(self._pack, values))
-        return [b"" if value is None else self.pack(value, place) for value in values]
+        is_plain, in_order = _plainness(values)
+        if is_plain and (in_order or not self._canonical):
+            try:
+                return [b"" if value is None else self._pack(value) for value in values]
+            except OverflowError:  # an int beyond 64 bits
+                pass
+        return [
+            b"" if value is None else self._pack(self._plain(value, place, MAX_DEPTH))
+            for value in values
+        ]
 
     def pack_twice(
         self, canonical: ObjectPacker, values: Sequence[object], place: str
     ) -> tuple[list[bytes], list[bytes]]:
         """Return what `pack_all` returns, and what it returns of a ``canonical`` packer.
 
-        Values in canonical order are packed once; most are, and are checked all together.
+        Values in canonical order are packed once; most are.
         """
-        if _TEXT.issuperset(map(type, values)) or _are_flat_in_order(values):
-            try:
-                pieces = list(map(self._pack, values))
-            except OverflowError:  # an int beyond 64 bits
-                pass
-            else:
-                return pieces, pieces
         pieces = self.pack_all(values, place)
-        same = (_is_direct(value, _DIRECT_LEVELS, in_order=True) for value in values)
-        return pieces, [
-            piece if is_same or value is None else canonical.pack(value, place)
-            for value, piece, is_same in zip(values, pieces, same, strict=True)
-        ]
-
-    def pack_rows(self, columns: Sequence[Sequence[object]], place: str) -> list[bytes]:
-        """Return each row of ``columns``, as a list, as `pack` does."""
-        rows = map(list, zip(*columns, strict=True))
-        if all(_DIRECT.issuperset(map(type, column)) for column in columns):
-            return self._pack_direct(list(rows), place)
-        return [self.pack(row, place) for row in rows]
-
-    def _pack_direct(self, values: list[list[object]], place: str) -> list[bytes]:
-        try:
-            return list(map(self._pack, values))
-        except OverflowError:  # an int beyond 64 bits
-            return [self.pack(value, place) for value in values]
+        in_order = _plainness(values) == (True, True)
+        return pieces, pieces if in_order else canonical.pack_all(values, place)
 
     def _plain(self, value: object, place: Place, depth: int) -> object:
         """Return ``value`` in the types that msgpack knows, extensions included."""
@@ -206,40 +186,32 @@ class ObjectPacker:
         )
 
 
-def _is_direct(value: object, levels: int, *, in_order: bool) -> bool:
-    """Return whether msgpack packs ``value`` as `ObjectPacker` would; long ints apart.
+def _plainness(values: Sequence[object]) -> tuple[bool, bool]:
+    """Return whether msgpack packs ``values`` as `ObjectPacker` would, and their keys are in order.
 
-    Looks at whole lists and dicts at once: most of what is packed is one of plain values.
+    Long ints apart. Walks level by level, all values together: most of what is packed is a column
+    of texts, or of small dicts of plain values with the same keys.
     """
-    kind = type(value)
-    if kind in _DIRECT:
-        return True
-    items: Any = value
-    if kind is dict:
-        kinds = set(map(type, items))
-        if not kinds <= _KEYS or (in_order and not (kinds <= _TEXT and _is_sorted(items))):
-            return False
-        items = items.values()
-    elif kind is not list:
-        return False
-    if _DIRECT.issuperset(map(type, items)):
-        return True
-    return levels > 0 and all(_is_direct(item, levels - 1, in_order=in_order) for item in items)
+    level: Any = values
+    in_order = True
+    for _ in range(_DIRECT_LEVELS):
+        kinds = set(map(type, level))
+        if kinds <= _DIRECT:
+            return True, in_order
+        if not kinds <= _PLAIN:
+            break
+        dicts = level if kinds == _DICT else [value for value in level if type(value) is dict]
+        key_kinds = set(map(type, chain(*dicts)))
+        if not key_kinds <= _KEYS:
+            break
+        in_order = in_order and key_kinds <= _TEXT and all(map(_is_sorted, set(map(tuple, dicts))))
+        lists = (value for value in level if type(value) is list) if list in kinds else ()
+        level = [*chain(*map(dict.values, dicts)), *chain(*lists)]
+    return False, False
 
 
-def _are_flat_in_order(values: Sequence[Any]) -> bool:
-    """Return whether ``values`` are dicts of plain values whose keys are texts in order."""
-    if not _DICT.issuperset(map(type, values)):
-        return False
-    keys = set(map(tuple, values))
-    return all(_TEXT.issuperset(map(type, texts)) and _is_sorted(texts) for texts in keys) and (
-        _DIRECT.issuperset(map(type, chain.from_iterable(map(dict.values, values))))
-    )
-
-
-def _is_sorted(texts: Iterable[str]) -> bool:
-    listed = list(texts)
-    return listed == sorted(listed)
+def _is_sorted(keys: tuple[str, ...]) -> bool:
+    return list(keys) == sorted(keys)
 
 
 def _are_plain(values: list[Any]) -> bool:

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.codec.blob import Blob, Buffer, few_pieces
-from trinity_buffer.codec.objects import AsTensor, FromTensor, ObjectPacker, unpack_object
+from trinity_buffer.codec.objects import AsTensor, ObjectPacker, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -502,10 +502,7 @@ class Contents:
 
     Args:
         kinds, prompts, rewards: of each experience its type, prompt length and reward.
-        from_tensor: for tensors inside objects, see `ObjectPacker`.
-
-    Attributes:
-        packer: makes the same bytes of equal objects.
+        packer: a canonical one: it makes the same bytes of equal objects.
     """
 
     def __init__(
@@ -513,24 +510,22 @@ class Contents:
         kinds: Sequence[str],
         prompts: Sequence[int],
         rewards: Sequence[float | None],
-        from_tensor: FromTensor | None = None,
+        packer: ObjectPacker | None = None,
     ) -> None:
-        self.packer = (
-            ObjectPacker(from_tensor, canonical=True)
-            if from_tensor
-            else ObjectPacker(canonical=True)
-        )
+        self._packer = packer or ObjectPacker(canonical=True)
         self._rows = len(kinds)
-        heads = ([_DIGEST_VERSION] * self._rows, kinds, prompts, rewards)
+        heads = zip([_DIGEST_VERSION] * self._rows, kinds, prompts, rewards, strict=True)
         # One list per field, with a piece for each row: the rows are joined at the end, in C.
-        self._heads: list[Sequence[bytes]] = [self.packer.pack_rows(heads, "reward")]
+        self._heads: list[Sequence[bytes]] = [
+            self._packer.pack_all(list(map(list, heads)), "reward")
+        ]
         self._buffers: list[Sequence[Buffer]] = []
 
     def add_objects(self, field: str, pieces: Sequence[bytes]) -> None:
         """Add one field of objects, packed in order; an empty piece is no object."""
         if field == _NOT_CONTENT:
             return
-        name = self.packer.pack(field, field)
+        name = self._packer.pack(field, field)
         names = (
             [name] * len(pieces) if all(pieces) else [name if piece else b"" for piece in pieces]
         )
@@ -552,7 +547,7 @@ class Contents:
 
     def _canonical(self, piece: bytes, field: str) -> bytes:
         is_text = 0xA0 <= piece[0] < 0xC0 or 0xD9 <= piece[0] <= 0xDB
-        return piece if is_text else self.packer.pack(unpack_object(piece), field)
+        return piece if is_text else self._packer.pack(unpack_object(piece), field)
 
     def add_column(self, column: Column) -> None:
         """Add the tensors of one column."""
@@ -560,7 +555,7 @@ class Contents:
         ends = (column.offsets * width).tolist()
         shapes = list(map(tuple, column.shapes.tolist()))
         form = [column.field, column.dtype]
-        known = {shape: self.packer.pack([*form, list(shape)], "a shape") for shape in set(shapes)}
+        known = {shape: self._packer.pack([*form, list(shape)], "a shape") for shape in set(shapes)}
         heads = list(map(known.__getitem__, shapes))
         buffers: list[Buffer] = [view[start:stop] for start, stop in pairwise(ends)]
         if column.rows is not None:

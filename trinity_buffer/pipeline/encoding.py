@@ -1,16 +1,15 @@
-"""Encodes experiences as segments and metadata columns, and decodes them again.
+"""Experiences as columns: one `RecordBatch` is what every stage of a write reads.
 
-`Fields` gathers each attribute of several experiences once, for both validation and encoding.
+Encodes experiences as segments and metadata columns, and decodes them again.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 from torch import Tensor
@@ -30,12 +29,8 @@ from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.tensors import (
     DTYPE_NAMES,
     TORCH_DTYPES,
-    BufferPool,
     PresentTensors,
-    Take,
     columns_of,
-    columns_of_present,
-    present_tensors,
     raw_tensor,
     tensor_of,
     tensors_of,
@@ -48,74 +43,6 @@ _NAMES = (
 )
 _every = attrgetter(*_NAMES)
 _address = attrgetter("batch", "task", "run", "step", "suffix")
-
-
-class Fields:
-    """The attributes of ``experiences`` as columns, each looked up once.
-
-    Raises:
-        AttributeError: a field of an experience was not loaded.
-    """
-
-    def __init__(self, experiences: Sequence[Experience]) -> None:
-        self.experiences = experiences
-        columns = zip(*map(_every, experiences), strict=True) if experiences else [()] * len(_NAMES)
-        # One attrgetter call per experience reads all attributes: it is the hot loop of a write.
-        self._of: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
-        self._kinds: dict[str, frozenset[type]] = {}
-        self._tensors: dict[str, PresentTensors] = {}
-        self._addresses: tuple[tuple[Any, ...], ...] | None = None
-        self._from_info: dict[str, list[Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self.experiences)
-
-    def __getitem__(self, name: str) -> tuple[Any, ...]:
-        return self._of[name]
-
-    def kinds(self, name: str) -> frozenset[type]:
-        """Return the types of one field."""
-        if name not in self._kinds:
-            self._kinds[name] = frozenset(map(type, self._of[name]))
-        return self._kinds[name]
-
-    def tensors(self, name: str) -> PresentTensors:
-        """Return the tensors of a field that holds only tensors and None."""
-        if name not in self._tensors:
-            self._tensors[name] = present_tensors(self._of[name])
-        return self._tensors[name]
-
-    @property
-    def addresses(self) -> tuple[tuple[Any, ...], ...]:
-        """Batches, tasks, runs, steps and suffixes of the EIDs."""
-        if self._addresses is None:
-            columns = zip(*map(_address, self._of["eid"]), strict=True)
-            self._addresses = tuple(columns) if self.experiences else ((),) * 5
-        return self._addresses
-
-    @property
-    def versions(self) -> list[Any]:
-        """The policy version in each ``info``, unchecked."""
-        return self._in_info("model_version")
-
-    @property
-    def reasons(self) -> list[Any]:
-        """Why each generation ended: from ``info``, else ``truncate_status``."""
-        if "reasons" not in self._from_info:
-            pairs = zip(self._in_info("finish_reason"), self._of["truncate_status"], strict=True)
-            self._from_info["reasons"] = [reason or status for reason, status in pairs]
-        return self._from_info["reasons"]
-
-    @property
-    def segments(self) -> list[Any]:
-        """The sampling segments in each ``info``, see `trinity_buffer.sampling`."""
-        return self._in_info(SEGMENTS)
-
-    def _in_info(self, key: str) -> list[Any]:
-        if key not in self._from_info:
-            self._from_info[key] = [info.get(key) for info in self._of["info"]]
-        return self._from_info[key]
-
 
 _KEY, _COUNT, _TEXT = frozenset({int, str}), frozenset({int}), frozenset({str})
 _NONE = frozenset({type(None)})
@@ -153,96 +80,179 @@ TENSORS = [name for names in FAMILIES.values() for name in names if name not in 
 MODAL = "multi_modal_inputs."
 """Prefix of the names of their columns."""
 
-_memory = BufferPool()
-os.register_at_fork(after_in_child=_memory.forget)
 
+class RecordBatch:
+    """Experiences that share an event: what every stage of a write reads, as columns.
 
-@dataclass(frozen=True, slots=True)
-class EncodedWrite:
-    """The encoded content of one write.
+    Columns are made when a stage first asks for them, and only once. What `encode` adds is ready to
+    be committed.
 
     Attributes:
+        experiences: in the order of their slots.
+        values: field -> its value in each row.
+        kinds: field -> the types of these values.
         families: family -> blob of its segment; absent where it would be empty.
         meta: the columns of `META`, one item per experience. ``length`` counts the tokens,
             ``response_length`` the action mask, ``trained_tokens`` what it selects. Of a ``dpo``
             experience ``length`` is the prompt, ``response_length`` the longer of the two
             responses and ``trained_tokens`` their sum.
-        columns: field -> the columns in the segments, for checks of their numbers.
         sampling: that of `ExperiencesRecorded`.
+
+    Raises:
+        AttributeError: a field of an experience was not loaded.
     """
 
-    families: dict[str, Blob]
-    meta: dict[str, list[Any]]
-    columns: dict[str, list[Column]]
-    sampling: dict[int, list[Any]] | None = None
+    def __init__(self, experiences: Sequence[Experience]) -> None:
+        self.experiences = experiences
+        # One attrgetter call per experience reads all attributes: it is the hot loop of a write.
+        columns = zip(*map(_every, experiences), strict=True) if experiences else [()] * len(_NAMES)
+        self.values: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
+        self.kinds = {name: frozenset(map(type, values)) for name, values in self.values.items()}
+        self.families: dict[str, Blob] = {}
+        self.meta: dict[str, list[Any]] = {}
+        self.sampling: dict[int, list[Any]] | None = None
+        self._tensors: dict[str, PresentTensors] = {}
+        self._packer = ObjectPacker(raw_tensor)
+        self._canonical = ObjectPacker(raw_tensor, canonical=True)
+        self._packed: dict[str, tuple[list[bytes], list[bytes]]] = {}
+
+    def tensors(self, name: str) -> PresentTensors:
+        """Return the tensors of a field that holds only tensors and None."""
+        if name not in self._tensors:
+            self._tensors[name] = PresentTensors.of(self.values[name])
+        return self._tensors[name]
+
+    @cached_property
+    def addresses(self) -> tuple[tuple[Any, ...], ...]:
+        """Batches, tasks, runs, steps and suffixes of the EIDs."""
+        return tuple(zip(*map(_address, self.values["eid"]), strict=True)) or ((),) * 5
+
+    @cached_property
+    def versions(self) -> list[Any]:
+        """The policy version in each ``info``, unchecked."""
+        return [info.get("model_version") for info in self.values["info"]]
+
+    @cached_property
+    def reasons(self) -> list[Any]:
+        """Why each generation ended: from ``info``, else ``truncate_status``."""
+        pairs = zip(self.values["info"], self.values["truncate_status"], strict=True)
+        return [info.get("finish_reason") or status for info, status in pairs]
+
+    @cached_property
+    def segments(self) -> list[Any]:
+        """The sampling segments in each ``info``, see `trinity_buffer.sampling`."""
+        return [info.get(SEGMENTS) for info in self.values["info"]]
+
+    @cached_property
+    def columns(self) -> dict[str, list[Column]]:
+        """Field -> its columns in the segments; ``multi_modal_inputs``: one or more of each name.
+
+        Raises:
+            InvalidArgumentError: a tensor that cannot be stored; the message names the field.
+        """
+        columns = {
+            name: columns_of(name, self.tensors(name))
+            for name in TENSORS
+            if not self.kinds[name] <= _NONE
+        }
+        if not self.kinds["multi_modal_inputs"] <= _NONE:
+            columns["multi_modal_inputs"] = _modal_columns(self.values["multi_modal_inputs"])
+        return columns
+
+    def packed(self, field: str) -> tuple[list[bytes], list[bytes]]:
+        """Return a field of `OBJECTS` in bytes: as given, and with sorted keys, of equal order.
+
+        Both lists are empty if no row has one. Stored is what was given, but digests are of sorted
+        keys: equal content must have equal digests.
+
+        Raises:
+            InvalidArgumentError: a value that cannot be stored; the message names its place.
+        """
+        if field not in self._packed:
+            stored = _stored(field, self.values[field]) if self.kinds[field] != _NONE else ()
+            self._packed[field] = (
+                ([], [])
+                if _NONE.issuperset(map(type, stored))
+                else self._packer.pack_twice(self._canonical, stored, field)
+            )
+        return self._packed[field]
+
+    def encode(self) -> Self:
+        """Make the segments, one per family, and the metadata for the event's body.
+
+        Pure computation: call it outside transactions, and off the event loop.
+
+        Raises:
+            InvalidArgumentError: a value that cannot be stored; the message names the field.
+        """
+        values = self.values
+        heads = (values["experience_type"], values["prompt_length"], values["reward"])
+        contents = Contents(*heads, packer=self._canonical)
+        for family, names in FAMILIES.items():
+            packed: dict[str, list[bytes]] = {}
+            for field in filter(OBJECTS.__contains__, names):
+                pieces, in_order = self.packed(field)
+                if pieces:
+                    packed[field] = pieces
+                    contents.add_objects(field, in_order)
+            columns = [column for field in names for column in self.columns.get(field, ())]
+            for column in columns:
+                contents.add_column(column)
+            if columns or packed:
+                self.families[family] = segment_blob(columns, len(self.experiences), packed)
+        metadata: Iterable[Iterable[Any]] = (
+            *self.addresses,
+            values["reward"],
+            [None if version is None else int(version) for version in self.versions],
+            values["prompt_length"],
+            self._sizes("tokens", "length"),
+            [experience.response_length for experience in self.experiences]
+            if "dpo" in values["experience_type"]
+            else self._sizes("action_mask", "response_length"),
+            self._trained_tokens(),
+            values["experience_type"],
+            [None if reason is None else str(reason) for reason in self.reasons],
+            contents.digests(),
+        )
+        self.meta = dict(zip(META, map(list, metadata), strict=True))
+        # Most rows have no sampling segments, and their events no such column.
+        if any(self.segments):
+            rows = zip(values["info"], values["prompt_length"], self.meta["length"], strict=True)
+            spans = ((slot, sampled(*row)) for slot, row in enumerate(rows))
+            self.sampling = {slot: [*map(list, of)] for slot, of in spans if of} or None
+        return self
+
+    def _sizes(self, field: str, attribute: str) -> Iterable[int]:
+        """Return the ``attribute`` of each experience: the sizes of ``field``, if all have one."""
+        if self.kinds[field] >= _NONE:
+            return map(attrgetter(attribute), self.experiences)
+        return self.tensors(field).sizes
+
+    def _trained_tokens(self) -> list[int]:
+        counts = [0] * len(self.experiences)
+        for column in self.columns.get("action_mask", ()):
+            elements, ends = column.elements, column.offsets.tolist()
+            rows = range(len(counts)) if column.rows is None else column.rows.tolist()
+            if np.count_nonzero(elements) == len(elements):  # single turns: everything is selected
+                trained = column.sizes.tolist()
+            else:
+                trained = [int(np.count_nonzero(elements[a:b])) for a, b in pairwise(ends)]
+            for row, count in zip(rows, trained, strict=True):
+                counts[row] = count
+        for row, kind in enumerate(self.values["experience_type"]):
+            if kind == "dpo":
+                pair = (self.values["chosen"][row], self.values["rejected"][row])
+                counts[row] = sum(response.numel() for response in pair if response is not None)
+        return counts
 
 
-def encode_experiences(
-    experiences: Sequence[Experience], fields: Fields | None = None
-) -> EncodedWrite:
-    """Return ``experiences`` as segments, one per family, and the metadata for the event's body.
-
-    Pure computation: call it outside transactions, and off the event loop.
-
-    Args:
-        experiences: in the order of their slots.
-        fields: their fields, if they were gathered already.
+def encode_experiences(experiences: Sequence[Experience]) -> RecordBatch:
+    """Return ``experiences`` as one encoded batch, in the order of their slots.
 
     Raises:
         InvalidArgumentError: a value that cannot be stored; the message names the field.
     """
-    fields = Fields(experiences) if fields is None else fields
-    packer = ObjectPacker(raw_tensor)
-    contents = Contents(
-        fields["experience_type"], fields["prompt_length"], fields["reward"], raw_tensor
-    )
-    # The size is known before copying, so all columns of the write share one block.
-    block = _memory.block(_bytes_to_join(fields))
-    families, every = dict[str, Blob](), dict[str, list[Column]]()
-    for family, names in FAMILIES.items():
-        columns: list[Column] = []
-        packed: dict[str, list[bytes]] = {}
-        for field in names:
-            if fields.kinds(field) <= _NONE:
-                continue
-            if field == "multi_modal_inputs":
-                columns += _modal_columns(fields[field], block.take)
-            if field in OBJECTS:
-                packed |= _packed(contents, packer, field, fields[field])
-            else:
-                every[field] = columns_of_present(field, fields.tensors(field), block.take)
-                columns += every[field]
-        for column in columns:
-            contents.add_column(column)
-        if columns or packed:
-            families[family] = segment_blob(columns, len(experiences), packed)
-    meta = _meta(fields, every, contents.digests())
-    return EncodedWrite(families, meta, every, _sampling(fields, meta))
-
-
-def _bytes_to_join(fields: Fields) -> int:
-    """Return an upper bound of the bytes that the columns of tensors need."""
-    present = (name for name in TENSORS if not fields.kinds(name) <= _NONE)
-    return sum(fields.tensors(name).bytes_to_join for name in present)
-
-
-def content_digest_of(experience: Experience) -> bytes:
-    """Return a 16-byte digest of the content: everything but address and metrics."""
-    digest: bytes = encode_experiences([experience]).meta["digest"][0]
-    return digest
-
-
-def _packed(
-    contents: Contents, packer: ObjectPacker, field: str, values: Sequence[Any]
-) -> dict[str, list[bytes]]:
-    """Return {field: packed objects}, or an empty mapping if all are absent."""
-    stored = _stored(field, values)
-    if _NONE.issuperset(map(type, stored)):
-        return {}
-    # Stored as given, but digested with sorted keys: equal content must have equal digests.
-    pieces, in_order = packer.pack_twice(contents.packer, stored, field)
-    contents.add_objects(field, in_order)
-    return {field: pieces}
+    return RecordBatch(experiences).encode()
 
 
 def _stored(field: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -261,7 +271,7 @@ def _as_texts(custom: CustomField) -> list[str]:
     return [custom.source_field, custom.destination_field, DTYPE_NAMES[custom.data_type]]
 
 
-def _modal_columns(values: Sequence[dict[str, Tensor] | None], take: Take) -> list[Column]:
+def _modal_columns(values: Sequence[dict[str, Tensor] | None]) -> list[Column]:
     names = sorted({name for value in values if value for name in value}, key=str)
     if not all(type(name) is str for name in names):
         raise InvalidArgumentError(f"multi_modal_inputs has the keys {names}: they must be texts")
@@ -269,77 +279,9 @@ def _modal_columns(values: Sequence[dict[str, Tensor] | None], take: Take) -> li
         column
         for name in names
         for column in columns_of(
-            MODAL + name, [None if value is None else value.get(name) for value in values], take
+            MODAL + name, [None if value is None else value.get(name) for value in values]
         )
     ]
-
-
-def _meta(
-    fields: Fields, columns: Mapping[str, Sequence[Column]], digests: list[bytes]
-) -> dict[str, list[Any]]:
-    experiences = fields.experiences
-    values: Iterable[Iterable[Any]] = (
-        *fields.addresses,
-        fields["reward"],
-        # The columns from `info` are faster than the properties, which also handle odd types.
-        _plain_or(fields.versions, _COUNT | _NONE, "policy_version", experiences),
-        fields["prompt_length"],
-        _sizes(fields, columns, "tokens", "length"),
-        _sizes(fields, columns, "action_mask", "response_length"),
-        _trained_tokens(fields, columns.get("action_mask", ())),
-        fields["experience_type"],
-        _plain_or(fields.reasons, _TEXT | _NONE, "finish_reason", experiences),
-        digests,
-    )
-    return dict(zip(META, map(list, values), strict=True))
-
-
-def _sampling(fields: Fields, meta: Mapping[str, list[Any]]) -> dict[int, list[Any]] | None:
-    """Return slot -> sampling segments, of rows where a trainer needs them; None: no such row."""
-    # Most rows have no sampling segments, and their events no such column.
-    if not any(fields.segments):
-        return None
-    sizes = zip(fields["info"], meta["prompt_length"], meta["length"], strict=True)
-    every = ((slot, sampled(*row)) for slot, row in enumerate(sizes))
-    return {slot: [*map(list, spans)] for slot, spans in every if spans} or None
-
-
-def _plain_or(
-    values: Sequence[Any], kinds: frozenset[type], attribute: str, experiences: Sequence[Experience]
-) -> Iterable[Any]:
-    """Return ``values`` if all are of these kinds, else the attribute of each experience."""
-    return (
-        values if kinds.issuperset(map(type, values)) else map(attrgetter(attribute), experiences)
-    )
-
-
-def _sizes(
-    fields: Fields, columns: Mapping[str, Sequence[Column]], field: str, attribute: str
-) -> Iterable[int]:
-    """Return the ``attribute`` of each experience, from the sizes of ``field`` if all have one."""
-    encoded = columns.get(field, ())
-    if len(encoded) == 1 and encoded[0].rows is None and "dpo" not in fields["experience_type"]:
-        return fields.tensors(field).sizes
-    return map(attrgetter(attribute), fields.experiences)
-
-
-def _trained_tokens(fields: Fields, masks: Sequence[Column]) -> list[int]:
-    counts = [0] * len(fields)
-    for column in masks:
-        elements, ends = column.elements, column.offsets.tolist()
-        rows = range(len(counts)) if column.rows is None else column.rows.tolist()
-        if np.count_nonzero(elements) == len(elements):  # single turns: the masks select everything
-            trained = [stop - start for start, stop in pairwise(ends)]
-        else:
-            trained = [int(np.count_nonzero(elements[a:b])) for a, b in pairwise(ends)]
-        for row, count in zip(rows, trained, strict=True):
-            counts[row] = count
-    if "dpo" in fields["experience_type"]:
-        for row, experience in enumerate(fields.experiences):
-            if experience.experience_type == "dpo":
-                pair = (experience.chosen, experience.rejected)
-                counts[row] = sum(response.numel() for response in pair if response is not None)
-    return counts
 
 
 _KINDS = frozenset(get_args(ExperienceType))

@@ -1,30 +1,31 @@
 """Validation of experiences before they are written.
 
-Checking each experience takes longer than writing it. So whole columns are checked first: if they
-pass, every experience is valid. Only if a column fails is each experience checked, to name the
-invalid one and its field.
+Each rule is a function of a `RecordBatch` that returns the first problem it sees, or None. A batch
+of many rows passes if each rule passes over its columns. If one fails, the same rules are applied
+to each row by itself, as a batch of one, to name the invalid experience and its field.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import sub
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_buffer.codec import DTYPES, Column, ObjectPacker
+from trinity_buffer.codec import DTYPES, Column
 from trinity_buffer.codec.arrays import MAX_DIMENSIONS
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
-from trinity_buffer.pipeline.encoding import Fields
-from trinity_buffer.pipeline.tensors import DTYPE_NAMES, PresentTensors, raw_tensor
+from trinity_buffer.pipeline.encoding import OBJECTS, RecordBatch
+from trinity_buffer.pipeline.tensors import DTYPE_NAMES, PresentTensors
 from trinity_buffer.sampling import SEGMENTS, problem_of_segments
 
 MAX_BYTES = 64 << 20
@@ -47,7 +48,15 @@ LISTS = ("messages", "tools", "chosen_messages", "rejected_messages")
 NOBODY = EID()
 """The default address, of an experience without one."""
 
+ROUNDING = 0.01
+"""How far rounding may lift the logarithm of a probability above 0, in any precision."""
+
 _TENSORS = ("tokens", "action_mask", *PER_TOKEN, "chosen", "rejected", "routed_experts")
+_VECTORS: dict[str, tuple[frozenset[torch.dtype], str]] = {
+    **dict.fromkeys(("tokens", "chosen", "rejected"), (INTEGERS, "integer token ids")),
+    "action_mask": (MASKS, "bool, integers or floats"),
+    **dict.fromkeys(PER_TOKEN, (FLOATS, "floats")),
+}
 _FORMS: dict[str, type] = {
     **dict.fromkeys(TEXTS, str),
     **dict.fromkeys(LISTS, list),
@@ -56,6 +65,8 @@ _FORMS: dict[str, type] = {
 }
 _ALWAYS = frozenset({"info", "metrics", "custom_fields"})
 """Fields whose empty value is an empty container, never None."""
+
+_INT, _KEY, _NONE = frozenset({int}), frozenset({int, str}), frozenset({type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,375 +95,320 @@ SCHEMAS: dict[str, Schema] = {
 }
 """``experience``: rollouts; ``sft``: demonstrations; ``cpt``: plain text; ``dpo``: pairs."""
 
+Problem = tuple[str, str]
+"""The invalid field, and a sentence that begins with it: of the first row, which is the only one
+where the sentence matters."""
 
-def validate(
-    experience: Experience, schema: str = "experience", *, max_bytes: int = MAX_BYTES
-) -> None:
+Rule = Callable[[RecordBatch, str], Problem | None]
+"""Takes the rows and their schema."""
+
+
+def _eids(batch: RecordBatch, _schema: str) -> Problem | None:
+    eids = batch.values["eid"]
+    if not all(issubclass(kind, EID) for kind in batch.kinds["eid"]):
+        return "eid", f"eid is a {type(eids[0]).__name__}, it must be an EID"
+    batches, tasks, runs, steps, suffixes = batch.addresses
+    if "" in batches and NOBODY in eids:
+        return "eid", "eid was never given: say batch, task, run and step"
+    for field, numbers in (("eid.run", runs), ("eid.step", steps)):
+        # The type too: True is 1.
+        is_plain = _INT.issuperset(map(type, numbers))
+        if not (is_plain and min(numbers) >= 0 and max(numbers) <= MAX_INT32):
+            return field, f"{field} is {numbers[0]!r}, it must be an int, 0 or more"
+    for field, keys, problem_of in (
+        ("eid.batch", batches, problem_of_key),
+        ("eid.task", tasks, problem_of_key),
+        ("eid.suffix", suffixes, problem_of_name),
+    ):
+        distinct = set(keys) if _KEY.issuperset(map(type, keys)) else keys
+        problem = next(filter(None, map(problem_of, distinct)), None)
+        if problem is None and field != "eid.task" and any("/" in str(key) for key in distinct):
+            problem = f"is {keys[0]!r}: it must not contain '/'"
+        if problem is not None:
+            return field, f"{field} {problem}"
+    return None
+
+
+def _tensors(batch: RecordBatch, _schema: str) -> Problem | None:
+    """Check that tensors are tensors, with dense memory of a dtype that can be stored."""
+    for field in _TENSORS:
+        kinds = batch.kinds[field] - (_NONE if field != "tokens" else frozenset())
+        if not all(issubclass(kind, Tensor) for kind in kinds):
+            kind = type(batch.values[field][0]).__name__
+            return field, f"{field} is a {kind}, it must be a tensor"
+        if not kinds:
+            continue
+        # First, as a nested tensor raises when it is asked for its shape.
+        problem = _nested(field, batch.values[field]) or _not_dense(field, batch.tensors(field))
+        if problem is not None:
+            return problem
+    return None
+
+
+def _nested(field: str, tensors: Sequence[Tensor | None]) -> Problem | None:
+    if any(tensor is not None and tensor.is_nested for tensor in tensors):
+        return field, f"{field} is a nested tensor: make an Experience of each row"
+    return None
+
+
+def _not_dense(field: str, tensors: PresentTensors) -> Problem | None:
+    for dtype, ndim, device, layout in set(tensors.kinds):
+        if layout != torch.strided or device.type == "meta" or dtype not in DTYPE_NAMES:
+            names = ", ".join(DTYPE_NAMES.values())
+            what = f"is {dtype}, {layout} on {device}: make it a dense tensor of one of {names}"
+            return field, f"{field} {what}"
+        if ndim > MAX_DIMENSIONS:
+            return field, f"{field} has {ndim} dimensions, the most are {MAX_DIMENSIONS}"
+    return None
+
+
+def _forms(batch: RecordBatch, _schema: str) -> Problem | None:
+    """Check the types of everything but tensors."""
+    for field, form in _FORMS.items():
+        kinds = batch.kinds[field] - (frozenset() if field in _ALWAYS else _NONE)
+        if not all(issubclass(kind, form) for kind in kinds):
+            kind = type(batch.values[field][0]).__name__
+            return field, f"{field} is a {kind}, it must be a {form.__name__}"
+    for custom in chain.from_iterable(batch.values["custom_fields"]):
+        is_sound = isinstance(custom, CustomField) and custom.data_type in DTYPE_NAMES
+        if not is_sound or {type(custom.source_field), type(custom.destination_field)} != {str}:
+            return "custom_fields", f"custom_fields has {custom!r:.80}, it is no CustomField"
+    return None
+
+
+def _pictures(batch: RecordBatch, _schema: str) -> Problem | None:
+    for inputs in filter(None, batch.values["multi_modal_inputs"]):
+        for name, value in inputs.items():
+            field = f"multi_modal_inputs[{name!r}]"
+            if type(name) is not str or not isinstance(value, Tensor):
+                return field, f"{field} must be a tensor under a text"
+            problem = _nested(field, [value]) or _not_dense(field, PresentTensors.of([value]))
+            if problem is not None:
+                return problem
+    return None
+
+
+def _scalars(batch: RecordBatch, _schema: str) -> Problem | None:
+    prompts = batch.values["prompt_length"]
+    if batch.kinds["prompt_length"] != _INT:
+        return "prompt_length", f"prompt_length is {prompts[0]!r}, it must be an int"
+    for reward in batch.values["reward"]:
+        if reward is None:
+            continue
+        if not isinstance(reward, int | float):
+            kind = type(reward).__name__
+            return "reward", f"reward is a {kind}, it must be a number or None"
+        # NaN compares false with everything.
+        if not abs(reward) <= (MAX_INT64 if isinstance(reward, int) else MAX_FLOAT32):
+            is_large = type(reward) is float and math.isfinite(reward)
+            where = " in float32" if is_large else ""
+            return "reward", f"reward is {reward!r:.40}, it must be finite{where}"
+    return None
+
+
+def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
+    for version in batch.versions:
+        if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
+            field = "info['model_version']"
+            return field, f"{field} is {version!r:.40}, it must be an int"
+    sizes = zip(batch.values["prompt_length"], batch.tensors("tokens").sizes, strict=True)
+    is_absent = set(map(type, batch.segments)) == _NONE
+    for segments, (prompt, size) in () if is_absent else zip(batch.segments, sizes, strict=True):
+        problem = None if segments is None else problem_of_segments(segments, prompt, size)
+        if problem is not None:
+            return f"info[{SEGMENTS!r}]", f"info[{SEGMENTS!r}] {problem}"
+    for reason in batch.reasons:
+        problem = None if not reason else problem_of_text(reason)
+        if problem is not None:
+            return "info['finish_reason']", f"info['finish_reason'] {problem}"
+    return None
+
+
+def _objects(batch: RecordBatch, _schema: str) -> Problem | None:
+    for field in (*TEXTS, *LISTS, "info", "metrics"):
+        try:
+            batch.packed(field)
+        except InvalidArgumentError as error:
+            return field, str(error)
+    return None
+
+
+def _kinds(batch: RecordBatch, schema: str) -> Problem | None:
+    if set(batch.values["experience_type"]).issubset(SCHEMAS[schema].kinds):
+        return None
+    if schema == "dpo":
+        tokens = SCHEMAS[schema].tokens
+        missing = [field for field in tokens if batch.values[field][0] is None]
+        field, what = ("action_mask", "is given") if not missing else (missing[0], "is None")
+        return field, f"{field} {what}: the schema dpo needs chosen and rejected, and no mask"
+    return "chosen and rejected", (
+        "chosen and rejected are given without an action_mask: a pair belongs in an experiment of "
+        f"the schema dpo, this one is {schema!r}"
+    )
+
+
+def _vectors(batch: RecordBatch, schema: str) -> Problem | None:
+    """Check shapes and dtypes of token ids, masks and numbers per token."""
+    required = (*SCHEMAS[schema].tokens, *(("action_mask",) if schema != "dpo" else ()))
+    for field in (*required, *PER_TOKEN):
+        if field in required and batch.kinds[field] >= _NONE:
+            return field, f"{field} is a NoneType, it must be a tensor"
+        if batch.kinds[field] == _NONE:
+            continue
+        dtypes, what = _VECTORS[field]
+        tensors = batch.tensors(field)
+        for dtype, ndim, *_ in set(tensors.kinds):
+            if ndim != 1:
+                shape = list(tensors.tensors[0].shape)
+                return field, f"{field} has the shape {shape}, it must be dense 1-D"
+            if dtype not in dtypes:
+                return field, f"{field} is {dtype}, it must hold {what}"
+        if dtypes is INTEGERS and 0 in tensors.sizes:
+            return field, f"{field} has no elements, it needs at least one token"
+    return None
+
+
+def _responses(batch: RecordBatch, schema: str) -> Problem | None:
+    """Check prompt lengths, and that there is one number per token of a response."""
+    if schema == "dpo":
+        return None
+    prompts, sizes = batch.values["prompt_length"], batch.tensors("tokens").sizes
+    responses = list(map(sub, sizes, prompts))
+    size, prompt, response = sizes[0], prompts[0], responses[0]
+    if min(prompts) < 1 or min(responses) < 0:
+        what = f"is {prompt!r}, it must be an int from 1 to {size - 1}"
+        return "prompt_length", f"prompt_length {what}"
+    ends = zip(responses, batch.values["truncate_status"], strict=True)
+    if 0 in responses and any(not length and end != "prompt_truncated" for length, end in ends):
+        what = f"holds {size} tokens of prompt and no response: give at least one"
+        return "tokens", f"tokens {what}"
+    for field in ("action_mask", *PER_TOKEN):
+        if batch.kinds[field] == _NONE:
+            continue
+        tensors = batch.tensors(field)
+        rows = range(len(responses)) if tensors.rows is None else tensors.rows
+        if tensors.sizes != [responses[row] for row in rows]:
+            is_mask = field == "action_mask"
+            why = (
+                f" ({size} tokens - prompt_length {prompt})" if is_mask else ": one per token of it"
+            )
+            what = f"has {tensors.sizes[0]} elements, the response has {response}{why}"
+            return field, f"{field} {what}"
+    return None
+
+
+def _ids_and_masks(batch: RecordBatch, schema: str) -> Problem | None:
+    columns = batch.columns
+    for column in chain.from_iterable(columns[field] for field in SCHEMAS[schema].tokens):
+        if DTYPES[column.dtype].kind == "i" and column.elements.min() < 0:
+            what = "holds negative numbers: these are no token ids"
+            return column.field, f"{column.field} {what}"
+    for column in columns["action_mask"] if schema != "dpo" else ():
+        if column.dtype == "bool":
+            continue
+        numbers = _as_numpy(column)
+        others = np.flatnonzero((numbers != 0) & (numbers != 1))
+        if len(others):
+            what = f"holds {numbers[others[0]].item()} at token {others[0]} of the response"
+            return "action_mask", f"action_mask {what}, {ZERO_OR_ONE}"
+    return None
+
+
+def _finite(batch: RecordBatch, _schema: str) -> Problem | None:
+    for column in chain.from_iterable(batch.columns.get(field, ()) for field in PER_TOKEN):
+        numbers = _as_numpy(column)
+        with np.errstate(all="ignore"):
+            # NaN and Inf survive in a sum of squares, which takes a tenth of the time of
+            # isfinite(). Finite values may overflow it, so a failure is checked again exactly.
+            passes = float(numbers.dot(numbers)) <= MAX_FLOAT32
+            passes = passes or bool(np.isfinite(numbers.astype(np.float32)).all())
+        if not passes:
+            what = "holds NaN or Inf, it must be finite"
+            if np.isfinite(numbers).all():
+                what = f"holds a number above {MAX_FLOAT32:.2g}, which is infinite in float32"
+            return column.field, f"{column.field} {what}"
+    return None
+
+
+def _as_numpy(column: Column) -> npt.NDArray[Any]:
+    """Return the elements as NumPy's numbers, which lack bfloat16: the upper half of a float32."""
+    numbers = column.elements
+    is_half = column.dtype == "bfloat16"
+    return (numbers.astype(np.uint32) << 16).view(np.float32) if is_half else numbers
+
+
+def _experts(batch: RecordBatch, _schema: str) -> Problem | None:
+    field = "routed_experts"
+    for routed, size in zip(batch.values[field], batch.tensors("tokens").sizes, strict=True):
+        if routed is None:
+            continue
+        if routed.dtype not in INTEGERS:
+            return field, f"{field} must be a tensor of integers"
+        if routed.ndim == 0 or routed.shape[0] not in (size - 1, size):
+            what = f"has the shape {list(routed.shape)}, its first dimension must be {size - 1} or"
+            return field, f"{field} {what} {size}: one row per token"
+    return None
+
+
+def _size(batch: RecordBatch, _schema: str) -> Problem | None:
+    sizes = np.zeros(len(batch.experiences), np.int64)
+    for column in chain.from_iterable(batch.columns.values()):
+        rows = slice(None) if column.rows is None else column.rows
+        sizes[rows] += column.sizes * column.elements.itemsize
+    for field in OBJECTS:
+        pieces, _ = batch.packed(field)
+        sizes += list(map(len, pieces)) or 0
+    if sizes.max() > MAX_BYTES:
+        return "size", f"size is {sizes.max()} bytes, the limit is {MAX_BYTES}"
+    return None
+
+
+ADDRESS: tuple[Rule, ...] = (_eids,)
+"""Without an address nothing can be recorded."""
+STORABLE: tuple[Rule, ...] = (
+    *(_tensors, _forms, _pictures),
+    *(_scalars, _infos, _objects),
+)
+"""Without these, a reader could not decode what is recorded."""
+TRAINABLE: tuple[Rule, ...] = (
+    *(_kinds, _vectors, _responses, _ids_and_masks),
+    *(_finite, _experts, _size),
+)
+"""What a schema requires; each rule relies on those before it."""
+
+
+def passes(batch: RecordBatch, schema: str) -> bool:
+    """Return whether all rows are valid under ``schema``."""
+    every = (*ADDRESS, *STORABLE, *TRAINABLE)
+    return schema in SCHEMAS and not any(rule(batch, schema) for rule in every)
+
+
+def validate(experience: Experience, schema: str = "experience") -> None:
     """Check that ``experience`` can be stored and trained under ``schema``.
 
     Raises:
         InvalidExperienceError: it cannot; the message names it, the field and the accepted values.
         InvalidArgumentError: unknown schema.
     """
-    rules = SCHEMAS.get(schema)
-    if rules is None:
+    if schema not in SCHEMAS:
         raise InvalidArgumentError(f"schema={schema!r}: accepted are {', '.join(SCHEMAS)}")
-    check_address(experience)
-    _check_whole(experience)
-    _check_kind(experience, schema, rules)
-    for field in rules.tokens:
-        _check_tokens(experience, field)
-    response = None if experience.experience_type == "dpo" else _check_response(experience)
-    _check_per_token(experience, response)
-    _check_experts(experience)
-    size = check_storable(experience)
-    if size > max_bytes:
-        raise _refuse(experience, "size", f"is {size} bytes, the limit is {max_bytes}")
+    require(experience, (*ADDRESS, *STORABLE, *TRAINABLE), schema)
 
 
-def check_storable(experience: Experience) -> int:
-    """Check that the stored form of ``experience`` can be read back; return its size in bytes.
+def require(experience: Experience, rules: Sequence[Rule], schema: str = "") -> None:
+    """Raise unless ``experience`` passes ``rules``.
 
     Raises:
-        InvalidExperienceError: a reader could not decode it.
+        InvalidExperienceError: it does not.
     """
-    if type(experience.prompt_length) is not int:
-        raise _refuse(experience, "prompt_length", f"is {experience.prompt_length!r}, no int")
-    _check_reward(experience)
-    _check_whole(experience)
-    size = sum(_stored_bytes(experience, field) for field in _TENSORS)
-    for field, form in _FORMS.items():
-        value = getattr(experience, field)
-        if not isinstance(value, form) and (value is not None or field in _ALWAYS):
-            raise _refuse(
-                experience, field, f"is a {type(value).__name__}, it must be a {form.__name__}"
-            )
-    _check_info(experience)
-    for custom in experience.custom_fields:
-        if not is_custom_field(custom):
-            raise _refuse(experience, "custom_fields", f"has {custom!r:.80}, it is no CustomField")
-    return size + _modal_bytes(experience) + _object_bytes(experience)
-
-
-def is_custom_field(value: object) -> bool:
-    """Return whether ``value`` is a `CustomField` that can be stored."""
-    if not isinstance(value, CustomField):
-        return False
-    names = {type(value.source_field), type(value.destination_field)}
-    return names == {str} and value.data_type in DTYPE_NAMES
-
-
-def _check_whole(experience: Experience) -> None:
-    """Check that no tensor is nested, as those raise when asked for their shape."""
-    values = {field: getattr(experience, field) for field in _TENSORS}
-    inputs = experience.multi_modal_inputs
-    for name, value in inputs.items() if isinstance(inputs, dict) else ():
-        values[f"multi_modal_inputs[{name!r}]"] = value
-    for field, value in values.items():
-        if isinstance(value, Tensor) and value.is_nested:
-            raise _refuse(experience, field, "is a nested tensor: make an Experience of each row")
-
-
-def _stored_bytes(experience: Experience, field: str) -> int:
-    tensor = getattr(experience, field)
-    if tensor is None and field != "tokens":
-        return 0
-    if not isinstance(tensor, Tensor):
-        raise _refuse(experience, field, f"is a {type(tensor).__name__}, it must be a tensor")
-    _check_dense(experience, field, tensor)
-    return int(tensor.nbytes)
-
-
-def _check_dense(experience: Experience, field: str, tensor: Tensor) -> None:
-    """Check that ``tensor`` has dense memory of a dtype that can be stored."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
-        raise _refuse(
-            experience,
-            field,
-            f"is {tensor.dtype}, {tensor.layout} on {tensor.device}: make it a dense tensor of one "
-            f"of {', '.join(DTYPE_NAMES.values())}",
-        )
-    if tensor.ndim > MAX_DIMENSIONS:
-        what = f"has {tensor.ndim} dimensions, the most are {MAX_DIMENSIONS}"
-        raise _refuse(experience, field, what)
-
-
-def _modal_bytes(experience: Experience) -> int:
-    size = 0
-    inputs: dict[Any, Any] = experience.multi_modal_inputs or {}
-    for name, value in inputs.items():
-        field = f"multi_modal_inputs[{name!r}]"
-        if type(name) is not str or not isinstance(value, Tensor):
-            raise _refuse(experience, field, "must be a tensor under a text")
-        _check_dense(experience, field, value)
-        size += value.nbytes
-    return size
-
-
-def _object_bytes(experience: Experience) -> int:
-    packer = ObjectPacker(raw_tensor)
-    size = 0
-    for field in (*TEXTS, *LISTS, "info", "metrics"):
-        value = getattr(experience, field)
-        if not value:
-            continue
-        try:
-            size += len(packer.pack(value, field))
-        except InvalidArgumentError as error:
-            refused = InvalidExperienceError(f"experience {experience.eid.uid}: {error}")
-            refused.field = field
-            raise refused from error
-    return size
-
-
-def _refuse(experience: Experience, field: str, what: str) -> InvalidExperienceError:
-    error = InvalidExperienceError(f"experience {experience.eid.uid}: {field} {what}")
-    error.field = field
-    return error
-
-
-def check_address(experience: Experience) -> None:
-    """Check that ``experience`` has a valid address.
-
-    Raises:
-        InvalidExperienceError: it has not.
-    """
-    eid = experience.eid
-    if eid == NOBODY:
-        raise _refuse(experience, "eid", "was never given: say batch, task, run and step")
-    for field, number in (("eid.run", eid.run), ("eid.step", eid.step)):
-        if type(number) is not int or not 0 <= number <= MAX_INT32:
-            raise _refuse(experience, field, f"is {number!r}, it must be an int, 0 or more")
-    for field, problem in (
-        ("eid.batch", problem_of_key(eid.batch)),
-        ("eid.task", problem_of_key(eid.task)),
-        ("eid.suffix", problem_of_name(eid.suffix)),
-    ):
-        if problem is not None:
-            raise _refuse(experience, field, problem)
-    for field, part in (("eid.batch", eid.batch), ("eid.suffix", eid.suffix)):
-        if isinstance(part, str) and "/" in part:
-            raise _refuse(experience, field, f"is {part!r}: it must not contain '/'")
-
-
-def _check_kind(experience: Experience, schema: str, rules: Schema) -> None:
-    if experience.experience_type in rules.kinds:
-        return
-    if schema == "dpo":
-        missing = [field for field in rules.tokens if getattr(experience, field) is None]
-        field, what = ("action_mask", "is given") if not missing else (missing[0], "is None")
-        raise _refuse(
-            experience, field, f"{what}: the schema dpo needs chosen and rejected, and no mask"
-        )
-    raise _refuse(
-        experience,
-        "chosen and rejected",
-        f"are given without an action_mask: a pair belongs in an experiment of the schema dpo, "
-        f"this one is {schema!r}",
-    )
-
-
-def _check_tokens(experience: Experience, field: str) -> None:
-    tokens = getattr(experience, field)
-    _check_vector(experience, field, tokens, INTEGERS, "integer token ids")
-    if not tokens.numel():
-        raise _refuse(experience, field, "has no elements, it needs at least one token")
-    # NumPy is twice as fast as torch on a thousand elements.
-    if tokens.dtype.is_signed and tokens.numpy(force=True).min() < 0:
-        raise _refuse(experience, field, "holds negative numbers: these are no token ids")
-
-
-def _check_vector(
-    experience: Experience, field: str, value: Any, dtypes: frozenset[torch.dtype], what: str
-) -> None:
-    if not isinstance(value, Tensor):
-        raise _refuse(experience, field, f"is a {type(value).__name__}, it must be a tensor")
-    if value.ndim != 1 or value.layout != torch.strided:
-        raise _refuse(experience, field, f"has the shape {list(value.shape)}, it must be dense 1-D")
-    if value.dtype not in dtypes:
-        raise _refuse(experience, field, f"is {value.dtype}, it must hold {what}")
-    _check_dense(experience, field, value)
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    # NaN and Inf survive in a sum of squares, which takes a tenth of the time of isfinite(). Finite
-    # values may overflow it, so a failure is checked again exactly.
-    numbers = tensor.detach()
-    passes = numbers.dot(numbers).item() <= MAX_FLOAT32
-    return passes or bool(numbers.float().isfinite().all())
-
-
-def _check_response(experience: Experience) -> int:
-    """Check prompt length and mask; return the length of the response."""
-    size, prompt = experience.tokens.numel(), experience.prompt_length
-    truncated = experience.truncate_status == "prompt_truncated"
-    if type(prompt) is not int or not 1 <= prompt <= size:
-        raise _refuse(
-            experience, "prompt_length", f"is {prompt!r}, it must be an int from 1 to {size - 1}"
-        )
-    if prompt == size and not truncated:
-        raise _refuse(
-            experience,
-            "tokens",
-            f"holds {size} tokens of prompt and no response: give at least one",
-        )
-    mask: Any = experience.action_mask
-    response = size - prompt
-    _check_vector(experience, "action_mask", mask, MASKS, "bool, integers or floats")
-    if mask.numel() != response:
-        raise _refuse(
-            experience,
-            "action_mask",
-            f"has {mask.numel()} elements, the response has {response} "
-            f"({size} tokens - prompt_length {prompt})",
-        )
-    other = _neither_0_nor_1(mask)
-    if other is not None:
-        raise _refuse(
-            experience,
-            "action_mask",
-            f"holds {mask[other].item()} at token {other} of the response, {ZERO_OR_ONE}",
-        )
-    return response
-
-
-def _neither_0_nor_1(mask: Tensor) -> int | None:
-    """Return the first place where a mask is neither 0 nor 1, or None."""
-    if mask.dtype == torch.bool:
-        return None
-    floats = mask.detach().float() if mask.dtype == torch.bfloat16 else mask.detach()
-    numbers = floats.numpy(force=True)
-    others = (numbers != 0) & (numbers != 1)
-    return int(others.argmax()) if others.any() else None
-
-
-def _check_per_token(experience: Experience, response: int | None) -> None:
-    for field in PER_TOKEN:
-        value = getattr(experience, field)
-        if value is None:
-            continue
-        _check_vector(experience, field, value, FLOATS, "floats")
-        if response is not None and value.numel() != response:
-            raise _refuse(
-                experience,
-                field,
-                f"has {value.numel()} elements, the response has {response}: one per token of it",
-            )
-        if not _all_finite(value):
-            problem = "holds NaN or Inf, it must be finite"
-            if value.isfinite().all():
-                problem = f"holds a number above {MAX_FLOAT32:.2g}, which is infinite in float32"
-            raise _refuse(experience, field, problem)
-
-
-def _check_reward(experience: Experience) -> None:
-    reward = experience.reward
-    if reward is None:
-        return
-    if not isinstance(reward, int | float):
-        raise _refuse(
-            experience, "reward", f"is a {type(reward).__name__}, it must be a number or None"
-        )
-    if not abs(reward) <= (MAX_INT64 if isinstance(reward, int) else MAX_FLOAT32):
-        large = type(reward) is float and math.isfinite(reward)
-        where = " in float32" if large else ""
-        raise _refuse(experience, "reward", f"is {reward!r:.40}, it must be finite{where}")
-
-
-def _check_experts(experience: Experience) -> None:
-    routed: Any = experience.routed_experts
-    size = experience.tokens.numel()
-    if routed is not None:
-        if not isinstance(routed, Tensor) or routed.dtype not in INTEGERS:
-            raise _refuse(experience, "routed_experts", "must be a tensor of integers")
-        if routed.ndim == 0 or routed.shape[0] not in (size - 1, size):
-            raise _refuse(
-                experience,
-                "routed_experts",
-                f"has the shape {list(routed.shape)}, its first dimension must be {size - 1} or "
-                f"{size}: one row per token",
-            )
-
-
-def _check_info(experience: Experience) -> None:
-    version = experience.info.get("model_version")
-    if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
-        raise _refuse(experience, "info['model_version']", f"is {version!r:.40}, it must be an int")
-    size, prompt = experience.tokens.numel(), experience.prompt_length
-    segments = experience.info.get(SEGMENTS)
-    problem = None if segments is None else problem_of_segments(segments, prompt, size)
+    batch = RecordBatch([experience])
+    problem = next(filter(None, (rule(batch, schema) for rule in rules)), None)
     if problem is not None:
-        raise _refuse(experience, f"info[{SEGMENTS!r}]", problem)
-    reason = experience.info.get("finish_reason") or experience.truncate_status
-    problem = None if reason is None else problem_of_text(reason)
-    if problem is not None:
-        raise _refuse(experience, "info['finish_reason']", problem)
-
-
-_INT, _FLOAT, _TEXT, _DICT = (frozenset({kind}) for kind in (int, float, str, dict))
-_LIST, _EID, _TENSOR, _NONE = (frozenset({kind}) for kind in (list, EID, Tensor, type(None)))
-_NOBODYS = ("routed_experts", "multi_modal_inputs", "chosen", "rejected")
-"""Fields whose experiences are always checked one by one."""
-
-ROUNDING = 0.01
-"""How far rounding may lift the logarithm of a probability above 0, in any precision."""
-
-
-def forms_pass(fields: Fields, schema: str) -> bool:
-    """Return whether types, shapes and addresses of all experiences are valid.
-
-    False means that one may be invalid, or has a form that is only checked one by one: a pair, a
-    subclass of a tensor, an experience with pictures or with experts.
-    """
-    rules = SCHEMAS.get(schema)
-    if rules is None or not len(fields):
-        return False
-    kinds = set(fields["experience_type"])
-    if "dpo" in kinds or not kinds.issubset(rules.kinds):
-        return False
-    if not all(fields.kinds(name) == _NONE for name in _NOBODYS):
-        return False
-    responses = _responses(fields)
-    return (
-        responses is not None
-        and _addresses_pass(fields)
-        and _sizes(fields, "action_mask", MASKS) == responses
-        and all(_sizes_where_given(fields, name, FLOATS, responses) for name in PER_TOKEN)
-        and _rewards_pass(fields)
-        and fields.kinds("metrics") == _DICT
-        and all(fields.kinds(name) <= _TEXT | _NONE for name in TEXTS)
-        and all(fields.kinds(name) <= _LIST | _NONE for name in LISTS)
-        and fields.kinds("custom_fields") == _LIST
-        and all(map(is_custom_field, chain.from_iterable(fields["custom_fields"])))
-        and _infos_pass(fields)
-    )
-
-
-def addresses(fields: Fields) -> set[tuple[Any, ...]]:
-    """Return the addresses as the store compares them: ``7`` and ``"7"`` are equal."""
-    batches, tasks, *others = fields.addresses
-    return set(zip(map(str, batches), map(str, tasks), *others, strict=True))
-
-
-def numbers_pass(columns: Mapping[str, Sequence[Column]], sizes: Iterable[int]) -> bool:
-    """Return whether the numbers of all experiences are valid, given that `forms_pass`.
-
-    Args:
-        columns: field -> encoded columns.
-        sizes: bytes of everything encoded.
-    """
-    if sum(sizes) > MAX_BYTES:  # then a single experience may exceed the limit
-        return False
-    return (
-        all(map(_none_is_negative, columns.get("tokens", ())))
-        and all(map(_all_are_0_or_1, columns.get("action_mask", ())))
-        and all(
-            map(
-                _all_are_finite,
-                [column for field in PER_TOKEN for column in columns.get(field, ())],
-            )
-        )
-    )
+        field, sentence = problem
+        eid: Any = experience.eid
+        error = InvalidExperienceError(f"experience {getattr(eid, 'uid', eid)}: {sentence}")
+        error.field = field
+        raise error
 
 
 def first_above_zero(column: Column) -> tuple[int, float] | None:
@@ -460,130 +416,12 @@ def first_above_zero(column: Column) -> tuple[int, float] | None:
 
     Quarantined rows may hold NaN, which does not count as above 0.
     """
-    numbers = column.elements
-    if column.dtype == "bfloat16":  # NumPy lacks bfloat16, the upper half of a float32
-        numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
-    elif column.dtype not in ("float16", "float32", "float64"):
+    if not column.dtype.startswith(("float", "bfloat")):
         return None
+    numbers = _as_numpy(column)
     above = np.flatnonzero(numbers > ROUNDING)
     if not len(above):
         return None
     index = int(np.searchsorted(column.offsets, above[0], side="right")) - 1
     row = index if column.rows is None else int(column.rows[index])
     return row, float(numbers[above].max())
-
-
-def _responses(fields: Fields) -> list[int] | None:
-    """Return the length of each response, or None if prompts or tokens may be invalid."""
-    prompts = fields["prompt_length"]
-    sizes = _sizes(fields, "tokens", INTEGERS) if fields.kinds("prompt_length") == _INT else None
-    if sizes is None or min(prompts) < 1:
-        return None
-    responses = list(map(sub, sizes, prompts))
-    return responses if min(responses) > 0 else None
-
-
-def _sizes(fields: Fields, name: str, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
-    """Return the sizes of dense vectors of ``dtypes``, or None if a value is anything else."""
-    if fields.kinds(name) != _TENSOR:
-        return None
-    return _sizes_of(fields.tensors(name), dtypes)
-
-
-def _sizes_of(tensors: PresentTensors, dtypes: Collection[torch.dtype]) -> Sequence[int] | None:
-    for dtype, ndim, device, layout in set(tensors.kinds):
-        if dtype not in dtypes or ndim != 1 or layout != torch.strided or device.type == "meta":
-            return None
-    return tensors.sizes
-
-
-def _sizes_where_given(
-    fields: Fields, name: str, dtypes: Collection[torch.dtype], wanted: Sequence[int]
-) -> bool:
-    if fields.kinds(name) == _NONE:
-        return True
-    if not fields.kinds(name) <= _TENSOR | _NONE:
-        return False
-    tensors = fields.tensors(name)
-    rows = range(len(wanted)) if tensors.rows is None else tensors.rows
-    return _sizes_of(tensors, dtypes) == [wanted[row] for row in rows]
-
-
-def _addresses_pass(fields: Fields) -> bool:
-    if fields.kinds("eid") != _EID:
-        return False
-    batches, tasks, runs, steps, suffixes = fields.addresses
-    if not _are(_INT, runs) or not _are(_INT, steps) or not _are(_TEXT, suffixes):
-        return False
-    if not _are(_INT | _TEXT, batches) or not _are(_INT | _TEXT, tasks):
-        return False
-    keys, names = set(batches), set(suffixes)
-    return (
-        min(runs) >= 0
-        and min(steps) >= 0
-        and max(max(runs), max(steps)) <= MAX_INT32
-        and _no_problem(problem_of_key, keys | set(tasks))
-        and _no_problem(problem_of_name, names)
-        and not any("/" in name for name in keys | names if type(name) is str)
-        and ("" not in keys or NOBODY not in fields["eid"])
-    )
-
-
-def _are(kinds: Collection[type], values: Iterable[object]) -> bool:
-    return set(map(type, values)).issubset(kinds)
-
-
-def _no_problem(problem_of: Callable[[Any], str | None], values: Iterable[object]) -> bool:
-    return all(problem_of(value) is None for value in values)
-
-
-def _rewards_pass(fields: Fields) -> bool:
-    if fields.kinds("reward") == _FLOAT:
-        rewards = fields["reward"]
-        # NaN compares false with everything, so min() and max() would miss values beside it.
-        return (
-            all(map(math.isfinite, rewards))
-            and -MAX_FLOAT32 <= min(rewards) <= max(rewards) <= MAX_FLOAT32
-        )
-    return all(map(_reward_passes, fields["reward"]))
-
-
-def _reward_passes(reward: object) -> bool:
-    if type(reward) is float:
-        return abs(reward) <= MAX_FLOAT32
-    return reward is None or (type(reward) is int and abs(reward) <= MAX_INT64)
-
-
-def _infos_pass(fields: Fields) -> bool:
-    if fields.kinds("info") != _DICT:
-        return False
-    versions, reasons = fields.versions, fields.reasons
-    if not _are(_INT | _NONE, versions) or not _are(_TEXT | _NONE, reasons):
-        return False
-    if any(segments is not None for segments in fields.segments):
-        sizes = fields.tensors("tokens").sizes
-        rows = zip(fields.segments, fields["prompt_length"], sizes, strict=True)
-        if any(s is not None and problem_of_segments(s, *sizes) for s, *sizes in rows):
-            return False
-    return all(
-        version is None or abs(version) <= MAX_INT64 for version in set(versions)
-    ) and _no_problem(problem_of_text, set(reasons) - {None})
-
-
-def _none_is_negative(column: Column) -> bool:
-    return DTYPES[column.dtype].kind != "i" or int(column.elements.min(initial=0)) >= 0
-
-
-def _all_are_0_or_1(column: Column) -> bool:
-    if column.dtype == "bool":
-        return True
-    numbers = column.elements
-    return column.dtype != "bfloat16" and bool(((numbers == 0) | (numbers == 1)).all())
-
-
-def _all_are_finite(column: Column) -> bool:
-    if column.dtype in ("float32", "float64"):
-        numbers = column.elements  # NaN and Inf survive in a sum of squares
-        with np.errstate(all="ignore"):
-            return bool(np.dot(numbers, numbers) <= MAX_FLOAT32)
-    return not column.dtype.startswith(("float", "bfloat"))

@@ -23,11 +23,10 @@ from trinity_buffer.pipeline.coordination.presence import (
 )
 from trinity_buffer.pipeline.coordination.waiting import one_line, wait_report_s
 from trinity_buffer.pipeline.write import planning
-from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall
+from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall, listed
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import heartbeats, writer_queries
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.log import Place
 from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.writer import BufferWriter, WriteReceipt
 
@@ -79,23 +78,23 @@ class SQLWriter(BufferWriter):
                 experience is recorded as rejected instead).
             ConflictingExperienceError: an EID is stored with other content.
         """
-        call = WriteCall(experiences, self._experiment, self.actor, self._schema, self._on_invalid)
-        place = Place(0, b"")
-        # Each conflict removes rows or marks batches as late, so this ends.
-        while call.rows:
+        call = WriteCall(
+            listed(experiences),
+            self._experiment,
+            self.actor,
+            self._schema,
+            self._on_invalid,
+            self._database.segments,
+        )
+        if call.experiences:
             reached("before-append")
-            outcome = await self._group_commit.submit(call)
-            place = outcome.place
-            if not (outcome.known or outcome.sealed):
+            await self._group_commit.submit(call)
+            if call.place.position:  # else nothing was new
                 reached("after-append")
-                break
-            call.learn(outcome)
-            # Nothing was written in this attempt; if no row remains, the receipt has no position.
-            place = place._replace(position=0)
         self._warn_of_suspicious_values(call)
         # A changed EID would no longer name the stored row.
         freeze(experience.eid for experience in call.experiences)
-        return call.receipt(place)
+        return call.receipt()
 
     def _warn_of_suspicious_values(self, call: WriteCall) -> None:
         if not self._calls_to_check:
