@@ -152,7 +152,7 @@ def test_a_server_is_explored_and_takes_what_was_trained(own: Path, cli: Cli) ->
         refused = cli("sync-weights", *at, "--mode", "hurry")
     assert vllm.said == ["pause?mode=wait", "collective_rpc", "update_weight_version", "resume"]
     assert refused.code == 2
-    assert "there are wait, keep, abort" in refused.err
+    assert "'wait', 'keep', 'abort'" in refused.err
 
     async def versions() -> set[int | None]:
         async with open_store(f"sqlite:///{store}", read_only=True) as opened:

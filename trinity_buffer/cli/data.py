@@ -11,19 +11,7 @@ from typing import Annotated, Any
 import anyio.to_thread
 import typer
 
-from trinity_buffer.cli.options import (
-    ExperimentOption,
-    SetNameOption,
-    StoreOption,
-    TrainerOption,
-    chosen_experiment,
-    chosen_store,
-    command,
-    make_folder,
-    on_experiment,
-    require_no_database,
-    run,
-)
+from trinity_buffer.cli import options
 from trinity_buffer.cli.output import Answer, say, size_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspector.output import strict_json
@@ -42,18 +30,18 @@ def _writable(output: Path) -> Path:
     """Return ``output`` if a table may be written there, with its folder; see `export`."""
     if output.suffix not in SUFFIXES:
         raise InvalidArgumentError(f"--output {output}: end the name in {' or '.join(SUFFIXES)}")
-    require_no_database(output)
-    make_folder(output.parent)
+    options.require_no_database(output)
+    options.make_folder(output.parent)
     return output
 
 
-@command()
+@options.command()
 async def export(
     source: Source,
     output: Annotated[Path, typer.Option("--output", "-o", callback=_writable)],
-    annotation_set: SetNameOption = None,
+    annotation_set: options.SetNameOption = None,
     step: Annotated[int | None, typer.Option(min=1)] = None,
-    trainer: TrainerOption = None,
+    trainer: options.TrainerOption = None,
 ) -> Answer:
     """Write a file with a row for each rollout, its advantage and what became of it.
 
@@ -121,8 +109,8 @@ def _written(path: Path) -> Iterator[Callable[[Any], None]]:
 
 def report(
     output: Annotated[Path, typer.Option("--output", "-o")],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
 ) -> None:
     """Write a page about a run: one file that opens offline, without scripts.
 
@@ -133,25 +121,25 @@ def report(
     """
     from trinity_buffer.web.report import report as page_of  # noqa: PLC0415 - jinja2
 
-    require_no_database(output)
+    options.require_no_database(output)
 
     async def main() -> str:
-        url = chosen_store(store)
-        name = await chosen_experiment(url, experiment)
+        url = options.chosen_store(store)
+        name = await options.chosen_experiment(url, experiment)
         async with open_store(url, read_only=True) as opened:
             return await page_of(opened, name)
 
-    page = run(main)
-    make_folder(output.parent)
+    page = options.run(main)
+    options.make_folder(output.parent)
     output.write_text(page, encoding="utf-8")
     say(f"{output}")
 
 
 def track(
     to: Annotated[str, typer.Option()],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    trainer: TrainerOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
+    trainer: options.TrainerOption = None,
     after: Annotated[int, typer.Option(min=0)] = 0,
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
 ) -> None:
@@ -170,5 +158,5 @@ def track(
         with closing(tracker_of(to)) as tracker:
             return await track_steps(opened, tracker, trainer=trainer, after=after, follow=follow)
 
-    last = run(lambda: on_experiment(store, experiment, work))
+    last = options.run(lambda: options.on_experiment(store, experiment, work))
     say(f"steps up to {last}: {to}")

@@ -14,23 +14,12 @@ from typing import Any
 import anyio
 from rich.live import Live
 
+from trinity_buffer.cli import run_config
 from trinity_buffer.cli.options import make_folder, make_folder_of
 from trinity_buffer.cli.output import Terminal, progress
 from trinity_buffer.cli.roles import device_here, explore
 from trinity_buffer.cli.run_backends import backend_for, require_policies, task_of
-from trinity_buffer.cli.run_config import (
-    PLACES,
-    RunConfig,
-    algorithm_of,
-    merged,
-    of_experiment,
-    overridden,
-    parsed,
-    read_file,
-    recorded,
-    require_parts_of,
-    resolved,
-)
+from trinity_buffer.cli.run_config import RunConfig
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo import view
 from trinity_buffer.demo.recipes import config_for, teacher_config
@@ -72,8 +61,8 @@ def demo_config(
         InvalidArgumentError: an option that is not read, or contradicts a key; or the run lacks
             something that the demo cannot make.
     """
-    file = {} if config is None else read_file(config)
-    values = overridden(file, overrides)
+    file = {} if config is None else run_config.read_file(config)
+    values = run_config.overridden(file, overrides)
     for key, value in options.items():
         section, _, last = key.rpartition(".")
         option = f"--{'task' if key == 'task.name' else last} {value}"
@@ -94,7 +83,7 @@ def demo_config(
         task |= values.get("task") or {}
         base = config_for(algorithm, task["name"], task["digits"])
     base["seed"] = options.get("seed", 0)
-    result = resolved(overridden(merged(base, file), overrides))
+    result = run_config.resolved(run_config.overridden(run_config.merged(base, file), overrides))
     if "task.digits" in options and result.task.name != "sort":
         raise InvalidArgumentError(
             f"--digits {options['task.digits']}: the task {result.task.name!r} has none: leave it "
@@ -106,9 +95,9 @@ def demo_config(
 
 def _own_config(model: Path) -> dict[str, Any]:
     """Return the configuration that `init` writes, with the model in the folder ``model``."""
-    values = parsed(Path(str(files(OWN_PACKAGE).joinpath("run.toml"))))
+    values = run_config.parsed(Path(str(files(OWN_PACKAGE).joinpath("run.toml"))))
     functions = {key: f"{OWN_PACKAGE}.{values[key]}" for key in ("rollout", "tasks", "evaluate")}
-    kept = {key: value for key, value in values.items() if key not in PLACES}
+    kept = {key: value for key, value in values.items() if key not in run_config.PLACES}
     return kept | functions | {"model": str(model.resolve())}
 
 
@@ -121,7 +110,9 @@ def _require_parts(config: RunConfig) -> None:
         made["teacher"] = "made by the demo"
     if needs.expert_groups and config.expert_experiment is None:
         made["expert_experiment"] = "made by the demo"
-    require_parts_of(config.model_copy(update=made), schema=recorded(config)["schema"])
+    run_config.require_parts_of(
+        config.model_copy(update=made), schema=run_config.recorded(config)["schema"]
+    )
 
 
 def needs_of_run(config: RunConfig) -> Needs:
@@ -131,7 +122,7 @@ def needs_of_run(config: RunConfig) -> Needs:
         UnknownNameError, InvalidArgumentError: there is no such algorithm, or its task cannot give
             what it needs.
     """
-    needs = needs_of(algorithm_of(config), config.groups_per_step)
+    needs = needs_of(run_config.algorithm_of(config), config.groups_per_step)
     if needs.solutions and config.rollout is not None:
         raise InvalidArgumentError(
             f"algorithm {config.algorithm!r} needs the answers of the tasks, and "
@@ -151,14 +142,14 @@ def teacher_of(config: RunConfig) -> RunConfig:
     steps = min(recipe["max_steps"], config.max_steps or recipe["max_steps"])
     shared = config.model_dump(include={"task", "model", "device"})
     # Another seed than the pupil's: other initial weights, and other problems.
-    return resolved(recipe | shared | {"max_steps": steps, "seed": config.seed + 1})
+    return run_config.resolved(recipe | shared | {"max_steps": steps, "seed": config.seed + 1})
 
 
 def expert_of(config: RunConfig) -> RunConfig:
     """Return the configuration of the experiment that holds an expert's solutions."""
     base = config_for("sft", config.task.name, config.task.digits)
     # No trainer of its own consumes this experiment, so nothing may wait for one.
-    return resolved(base | {"seed": config.seed, "max_waiting_groups": None})
+    return run_config.resolved(base | {"seed": config.seed, "max_waiting_groups": None})
 
 
 def demo_place(store: str | None, name: str) -> tuple[str, Path]:
@@ -289,7 +280,7 @@ class Demo:
         receipts = make_folder(self._expert_receipts) / "expert.ack"
         solutions = batches * config.groups_per_batch
         self._say(f"first its expert records {solutions} solutions: experiment {self._expert}")
-        await store.experiment(self._expert, config=recorded(config))
+        await store.experiment(self._expert, config=run_config.recorded(config))
         await explore(
             self.store,
             self._expert,
@@ -304,7 +295,7 @@ class Demo:
         if self.experiment in await store.experiments():
             experiment = await store.experiment(self.experiment)
             # Processes read the recorded configuration, so options of this call have no effect.
-            wanted, self.config = self.config, of_experiment(experiment.config)
+            wanted, self.config = self.config, run_config.of_experiment(experiment.config)
             kept = "" if wanted == self.config else ", with the configuration that it began with"
             self._say(f"{self._shown} is there already: this resumes it{kept}")
             return experiment
@@ -315,7 +306,7 @@ class Demo:
         task = self.config.rollout or self.config.task.name
         self._say(f"{self.config.algorithm} learns the task {task}; its settings:")
         self._say(f"  trinity-buffer stats --config {self._where}")
-        return await store.experiment(self.experiment, config=recorded(self.config))
+        return await store.experiment(self.experiment, config=run_config.recorded(self.config))
 
     @property
     def _cut_short(self) -> str:
@@ -348,7 +339,7 @@ class Demo:
             f"explorer-{number}": command_of("explore", *common, "--actor", f"e{number}", *receipts)
             for number in range(self.explorers)
         }
-        if strategies_of(algorithm_of(self.config))[0]:
+        if strategies_of(run_config.algorithm_of(self.config))[0]:
             commands["strategy"] = command_of("annotate", *common, "--follow")
         checkpoints = str(self.base.with_suffix(".checkpoints"))
         commands["trainer"] = command_of("train", *common, "--follow", "--checkpoints", checkpoints)

@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trinity_buffer.cli.options import (
-    ArgumentsOption,
-    ExperimentOption,
-    JsonOption,
-    PlaceOption,
-    SetOption,
-    StoreOption,
-    chosen_experiment,
-    chosen_store,
-    command,
-    named_experiment,
-    run,
-)
-from trinity_buffer.cli.output import Answer, Lines, print_answer, verbatim
+from trinity_buffer.cli import options, output
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compact import compact as compact_experiment
 from trinity_buffer.pipeline.history.compact import restore as restore_experiment
@@ -33,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def replay(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    config: PlaceOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
+    config: options.PlaceOption = None,
     steps: str | None = None,
     from_checkpoint: Path | None = None,
     loss: str | None = None,
     algorithm: str | None = None,
-    overrides: SetOption = None,
+    overrides: options.SetOption = None,
     tolerance: Annotated[float | None, typer.Option(min=0)] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Train again on the recorded batches, without explorers and without changing the store.
 
@@ -62,9 +49,9 @@ def replay(
     """
     from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
 
-    url = chosen_store(store, config)
-    named = named_experiment(experiment, config)
-    name = run(lambda: chosen_experiment(url, named))
+    url = options.chosen_store(store, config)
+    named = options.named_experiment(experiment, config)
+    name = options.run(lambda: options.chosen_experiment(url, named))
     # Last, so that --loss and --algorithm win over --set.
     changed = [*(overrides or [])]
     changed += [f"loss.name={loss}"] if loss else []
@@ -79,9 +66,9 @@ def replay(
         say=(lambda _: None) if as_json else roles.plain,
     )
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         verdict, distance = _verdict(report, changed), _distance(report, tolerance)
-        yield verbatim(
+        yield output.verbatim(
             f"steps {report.first} to {report.last}: weights {verdict}\n"
             f"replayed {report.digest}\nrecorded {report.recorded}{distance}"
         )
@@ -90,7 +77,9 @@ def replay(
     if passed is None:  # no tolerance, or the recorded weights are gone: then the bits decide
         passed = report.identical is True or (tolerance is None and report.identical is None)
     # A digest is for copying, so it must stay in one piece.
-    print_answer(Answer(report, text, failed=not passed), as_json=as_json, soft_wrap=True)
+    output.print_answer(
+        output.Answer(report, text, failed=not passed), as_json=as_json, soft_wrap=True
+    )
 
 
 def _verdict(report: ReplayReport, changed: list[str]) -> str:
@@ -116,14 +105,14 @@ def _distance(report: ReplayReport, tolerance: float | None) -> str:
     )
 
 
-@command(read_only=False)
+@options.command(read_only=False)
 async def reannotate(
     experiment: Experiment,
     strategy: Annotated[str, typer.Option()],
     name: Annotated[str, typer.Option()],
-    arguments: ArgumentsOption = None,
+    arguments: options.ArgumentsOption = None,
     rewards: str | None = None,
-) -> Answer:
+) -> output.Answer:
     """Add a second set of annotations beside the first, without touching it.
 
     Example: trinity-buffer reannotate --strategy grpo --set epsilon=1e-4 --name grpo-4
@@ -146,10 +135,10 @@ async def reannotate(
     )
     if existed and not any(asdict(report).values()):
         line = f"set {name} was complete already: all that is recorded is decided in it"
-    return Answer({"set": name, **asdict(report)}, line)
+    return output.Answer({"set": name, **asdict(report)}, line)
 
 
-@command(read_only=False)
+@options.command(read_only=False)
 async def compact(
     experiment: Experiment,
     keep_steps: Annotated[int, typer.Option()],
@@ -157,7 +146,7 @@ async def compact(
     delete: bool = False,
     *,
     progress: Progress,
-) -> Answer:
+) -> output.Answer:
     """Archive, or delete, the tensors of what was committed long ago; events and lineage stay.
 
     Example: trinity-buffer compact --keep-steps 100 --archive runs/archive
@@ -171,22 +160,22 @@ async def compact(
         experiment, keep_steps=keep_steps, archive=archive, delete=delete, progress=progress
     )
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         where = f" to {len(report.files)} files" if report.files else ""
         yield f"{report.segments} segments ({report.bytes / 1e6:.1f} MB) left the store{where}"
         if report.damaged:
             yield f"{report.damaged} cannot be read and stayed: `verify` names what is damaged"
 
-    return Answer(report, text)
+    return output.Answer(report, text)
 
 
-@command(read_only=False)
+@options.command(read_only=False)
 async def restore(
     experiment: Experiment,
     folder: Annotated[Path | None, typer.Option("--from")] = None,
     *,
     progress: Progress,
-) -> Answer:
+) -> output.Answer:
     """Restore archived tensors; the archive files stay where they are.
 
     Example: trinity-buffer restore --from /mnt/archive
@@ -196,4 +185,4 @@ async def restore(
     """
     report = await restore_experiment(experiment, folder=folder, progress=progress)
     line = f"{report.segments} segments ({report.bytes / 1e6:.1f} MB) are in the store again"
-    return Answer(report, line)
+    return output.Answer(report, line)

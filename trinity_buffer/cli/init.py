@@ -14,10 +14,7 @@ WRITTEN = ("run.toml", "rollout.py", "README.md")
 MODEL = "model"
 
 
-def init(
-    folder: Path,
-    seed: int = 0,
-) -> None:
+def init(folder: Path, seed: int = 0) -> None:
     """Write a run to start from: configuration, rollouts, a small random model.
 
     It runs as it is; its README says how.

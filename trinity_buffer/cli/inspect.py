@@ -18,38 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_buffer import inspector as questions
+from trinity_buffer.cli import options, output
 from trinity_buffer.cli.escaping import one_line, unescaped
-from trinity_buffer.cli.options import (
-    INTERRUPTED,
-    AsOfOption,
-    ExperimentOption,
-    JsonLinesOption,
-    JsonOption,
-    SetNameOption,
-    StoreOption,
-    TrainerOption,
-    UidArgument,
-    chosen_store,
-    command,
-    on_experiment,
-    run,
-)
-from trinity_buffer.cli.output import (
-    Answer,
-    Lines,
-    cells_of,
-    console,
-    fields_of,
-    print_answer,
-    print_json,
-    progress,
-    say,
-    shown,
-    table,
-    table_of,
-    time_of,
-    verbatim,
-)
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.identity import parse_uid
 from trinity_buffer.inspector.experience import Unreadable
@@ -88,14 +58,14 @@ FRAME_S = 0.5
 
 
 def events(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
     after: int | None = None,
     kind: list[str] | None = None,
     limit: Annotated[int, typer.Option(min=1)] = 20,
-    as_of: AsOfOption = None,
-    as_json: JsonLinesOption = False,
+    as_of: options.AsOfOption = None,
+    as_json: options.JsonLinesOption = False,
 ) -> None:
     """Print the events of the log, one per line: the last ones, or those after a position.
 
@@ -116,30 +86,30 @@ def events(
         lines = questions.event_lines(opened, after=first, up_to=as_of, follow=follow, kinds=kind)
         async for line in lines:
             if as_json:
-                print_json(line)
+                output.print_json(line)
             else:
-                head = f"{line.position:>8}  {time_of(line.recorded_at)}  {line.kind:<20}"
-                say(f"{head} {line.actor:<12} {line.summary}")
+                head = f"{line.position:>8}  {output.time_of(line.recorded_at)}  {line.kind:<20}"
+                output.say(f"{head} {line.actor:<12} {line.summary}")
             printed += 1
             if printed == limit and not follow:
                 return
 
     try:
-        anyio.run(on_experiment, store, experiment, question)
+        anyio.run(options.on_experiment, store, experiment, question)
     except KeyboardInterrupt:  # the usual end of a follower
-        raise typer.Exit(0 if follow else INTERRUPTED) from None
+        raise typer.Exit(0 if follow else options.INTERRUPTED) from None
 
 
-@command(lines=True)
+@options.command(lines=True)
 async def groups(
     source: Source,
-    annotation_set: SetNameOption = None,
+    annotation_set: options.SetNameOption = None,
     batch: str | None = None,
     step: Annotated[int | None, typer.Option(min=1)] = None,
-    trainer: TrainerOption = None,
+    trainer: options.TrainerOption = None,
     sort: GroupOrder = "newest",
     limit: Annotated[int, typer.Option(min=1)] = 20,
-) -> Answer:
+) -> output.Answer:
     """Show groups: rewards and advantages of the runs of a task, and what became of them.
 
     Example: trinity-buffer groups --set grpo --limit 5
@@ -160,7 +130,7 @@ async def groups(
         source, annotation_set=annotation_set, batch=batch, named=trained, order=sort, limit=limit
     )
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         rows = [
             (
                 *(view.runs[0].uid, len({run.run for run in view.runs}), view.mean, view.deviation),
@@ -172,9 +142,9 @@ async def groups(
         ]
         columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
         first = "the newest" if sort == "newest" else f"the greatest {sort}"
-        yield table(f"{counted(len(views), 'group')}, {first} first", columns, rows)
+        yield output.table(f"{counted(len(views), 'group')}, {first} first", columns, rows)
 
-    return Answer(views, text)
+    return output.Answer(views, text)
 
 
 def _numbers(values: list[float | None], most: int = 8) -> str:
@@ -192,13 +162,13 @@ async def _by_uid(question: Callable[[Source, str], Awaitable[T]], source: Sourc
         return await question(source, unescaped(uid))
 
 
-@command()
+@options.command()
 async def show(
     source: Source,
-    uid: UidArgument,
+    uid: options.UidArgument,
     annotation_set: Annotated[str | None, typer.Option("--set")] = None,
     tokens: bool = False,
-) -> Answer:
+) -> output.Answer:
     """Show one experience: what it holds, its annotations, where it was trained, or why not.
 
     Example: trinity-buffer show e0-7/3/1/0/ --tokens
@@ -209,7 +179,7 @@ async def show(
     """
     view = await _by_uid(questions.show, source, uid)
     if not tokens:
-        return Answer(view, partial(_experience_text, view))
+        return output.Answer(view, partial(_experience_text, view))
     by_token = await questions.tokens(source, view.uid, annotation_set=annotation_set)
     texts = await token_texts(source, by_token.ids)
     columns: dict[str, list[Any]] = {} if texts is None else {"text": texts}
@@ -217,11 +187,11 @@ async def show(
     for name, values in by_token.columns.items():  # null in place of NaN
         columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         yield from _experience_text(view)
         yield _token_table(by_token, columns)
 
-    return Answer(asdict(view) | {"tokens": columns}, text)
+    return output.Answer(asdict(view) | {"tokens": columns}, text)
 
 
 def _token_table(tokens: questions.TokenTable, columns: Mapping[str, Sequence[Any]]) -> Table:
@@ -235,29 +205,29 @@ def _token_table(tokens: questions.TokenTable, columns: Mapping[str, Sequence[An
         cells["text"] = [*map(repr, columns["text"])]
     cells |= {name: columns[name] for name in tokens.columns}
     rows = [(at, *values) for at, values in enumerate(zip(*cells.values(), strict=True))]
-    return table(one_line(f"{len(parts)} tokens{of}"), ["token", *cells], rows)
+    return output.table(one_line(f"{len(parts)} tokens{of}"), ["token", *cells], rows)
 
 
-def _experience_text(view: questions.ExperienceView) -> Lines:
+def _experience_text(view: questions.ExperienceView) -> output.Lines:
     uid = escape(one_line(view.uid))
     yield Text.from_markup(f"[bold]{uid}[/bold] at {view.address}, {view.kind}", emoji=False)
     yield (
-        f"recorded by {view.actor}, {time_of(view.recorded_at)} UTC, "
+        f"recorded by {view.actor}, {output.time_of(view.recorded_at)} UTC, "
         f"segment {view.segment}, digest {view.digest}"
     )
     yield (
-        f"reward {shown(view.reward)}, policy version {shown(view.policy_version)}, "
+        f"reward {output.shown(view.reward)}, policy version {output.shown(view.policy_version)}, "
         f"{view.prompt_length} prompt + {view.length - view.prompt_length} response tokens "
-        f"({view.trained_tokens} trained), finish reason {shown(view.finish_reason)}"
+        f"({view.trained_tokens} trained), finish reason {output.shown(view.finish_reason)}"
     )
     if view.refused is not None:
         yield f"refused: {view.refused}"
     if view.archived is not None:
-        yield verbatim(view.archived)
+        yield output.verbatim(view.archived)
     yield _tensor_table("tensors", view.tensors)
     # Indented, so that no line of a stored text looks like a field of its own.
     for name, value in view.objects.items():
-        yield verbatim(f"{name}: {value}".replace("\n", "\n  "))
+        yield output.verbatim(f"{name}: {value}".replace("\n", "\n  "))
     for part in view.sets:
         reason = "" if part.reason is None else f": {part.reason}"
         where = "" if part.annotation is None else f" at {part.annotation}"
@@ -271,7 +241,7 @@ def _experience_text(view: questions.ExperienceView) -> Lines:
             fate = f"{held} in step {step.step}" if step.step else f"rejected: {step.reason}"
             yield f"  {step.trainer}: {fate}"
             if step.measured:
-                yield "    " + ", ".join(f"{k} {shown(v)}" for k, v in step.measured.items())
+                yield "    " + ", ".join(f"{k} {output.shown(v)}" for k, v in step.measured.items())
 
 
 def _tensor_table(title: str, tensors: Mapping[str, questions.TensorSummary]) -> Table:
@@ -280,46 +250,46 @@ def _tensor_table(title: str, tensors: Mapping[str, questions.TensorSummary]) ->
             *(name, summary.dtype),
             "× mask" if summary.scaled_mask else "×".join(map(str, summary.shape)),
             *(summary.minimum, summary.mean, summary.maximum),
-            " ".join(map(shown, summary.first)),
+            " ".join(map(output.shown, summary.first)),
         )
         for name, summary in tensors.items()
     ]
-    return table(title, ["field", "dtype", "shape", "min", "mean", "max", "first"], rows)
+    return output.table(title, ["field", "dtype", "shape", "min", "mean", "max", "first"], rows)
 
 
-@command(lines=True)
+@options.command(lines=True)
 async def steps(
     source: Source,
-    trainer: TrainerOption = None,
+    trainer: options.TrainerOption = None,
     after: AfterStepOption = None,
     limit: StepLimitOption = 20,
-) -> Answer:
+) -> output.Answer:
     """Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer recorded.
 
     Example: trinity-buffer steps --limit 10
     """
     lines = await questions.steps(source, trainer=trainer, after=after, limit=limit)
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         # A metric that no step has would be a column of dashes.
         names = [name for name in STEP_METRICS if any(name in line.metrics for line in lines)]
         columns = ["step", "state", "rows", "groups", "tokens", "reward", "staleness", "oldest"]
         columns.append("seconds")
-        rows = [(*cells_of(line, columns), *map(line.metrics.get, names)) for line in lines]
+        rows = [(*output.cells_of(line, columns), *map(line.metrics.get, names)) for line in lines]
         title = f"steps of {lines[0].trainer}" if lines else "no steps yet"
-        yield table(one_line(title), [*columns, *names], rows)
+        yield output.table(one_line(title), [*columns, *names], rows)
 
-    return Answer(lines, text)
+    return output.Answer(lines, text)
 
 
-@command()
+@options.command()
 async def blame(
     source: Source,
     step: Annotated[int, typer.Argument(min=1)],
-    trainer: TrainerOption = None,
+    trainer: options.TrainerOption = None,
     sort: RowOrder = "slot",
     limit: Annotated[int | None, typer.Option(min=1)] = None,
-) -> Answer:
+) -> output.Answer:
     """Say exactly what one gradient step was trained on, and whether its commit proves it.
 
     Example: trinity-buffer blame 2 --sort loss-share
@@ -332,28 +302,32 @@ async def blame(
     contents = await questions.blame(source, step, trainer=trainer)
     rows = sorted(contents.rows, key=_ORDERS[sort])[:limit]
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         line = contents.line
         proof = {True: "its commit names it", False: "ITS COMMIT NAMES ANOTHER"}
         yield (
             f"step {step} of {line.trainer}, {line.state}: {counted(line.rows, 'row')} in "
             f"{counted(line.groups, 'group')} and {counted(line.microbatches, 'micro-batch')} "
-            f"({contents.layout}), set {contents.annotation_set}, {time_of(line.recorded_at)} UTC; "
-            f"manifest {contents.digest}, "
+            f"({contents.layout}), set {contents.annotation_set}, "
+            f"{output.time_of(line.recorded_at)} UTC; manifest {contents.digest}, "
             + ("not committed" if contents.proven is None else proof[contents.proven])
         )
         names = [name for name in ROW_METRICS if any(name in row.measured for row in contents.rows)]
         columns = ["slot", "uid", "microbatch", "reward", "advantage", "policy_version"]
         columns += ["staleness", "length"]
         cells = [
-            (*cells_of(row, columns), row.actor or row.experiment, *map(row.measured.get, names))
+            (
+                *output.cells_of(row, columns),
+                row.actor or row.experiment,
+                *map(row.measured.get, names),
+            )
             for row in rows
         ]
         titles = ["slot", "uid", "micro-batch", "reward", "advantage", "version", "stale", "tokens"]
         of = "" if len(rows) == len(contents.rows) else f" of {len(contents.rows)}"
-        yield table(f"{len(rows)}{of} rows", [*titles, "actor", *names], cells)
+        yield output.table(f"{len(rows)}{of} rows", [*titles, "actor", *names], cells)
 
-    return Answer(fields_of(contents) | {"rows": rows}, text)
+    return output.Answer(output.fields_of(contents) | {"rows": rows}, text)
 
 
 # The slot breaks ties, so that two calls print the same order.
@@ -367,8 +341,8 @@ _ORDERS: dict[str, Any] = {
 }
 
 
-@command()
-async def why(source: Source, uid: UidArgument) -> Answer:
+@options.command()
+async def why(source: Source, uid: options.UidArgument) -> output.Answer:
     """Say why a rollout was trained or never was: each event that decided it, in order.
 
     Steps that a rewind superseded are left out.
@@ -377,21 +351,23 @@ async def why(source: Source, uid: UidArgument) -> Answer:
     """
     answer = await _by_uid(questions.why, source, uid)
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         yield f"{answer.uid}: {answer.verdict}"
-        rows = [(r.position, time_of(r.recorded_at), r.actor, r.what) for r in answer.reasons]
-        yield table("", ["position", "time", "actor", "what"], rows)
+        rows = [
+            (r.position, output.time_of(r.recorded_at), r.actor, r.what) for r in answer.reasons
+        ]
+        yield output.table("", ["position", "time", "actor", "what"], rows)
 
-    return Answer(answer, text)
+    return output.Answer(answer, text)
 
 
-@command(lines=True)
+@options.command(lines=True)
 async def rejected(
     source: Source,
     by: str | None = None,
     reason: str | None = None,
     limit: Annotated[int, typer.Option(min=1)] = 20,
-) -> Answer:
+) -> output.Answer:
     """Show what was left out, by whom and why.
 
     Example: trinity-buffer rejected --reason zero_variance
@@ -409,53 +385,53 @@ async def rejected(
         message = f"no rejection has the reason {reason!r} (there: {names})"
         sys.stderr.write(one_line(message) + "\n")  # standard output may be parsed as JSON
 
-    def text() -> Lines:
-        yield from (f"{name}: {shown(reasons)}" for name, reasons in counts.items())
+    def text() -> output.Lines:
+        yield from (f"{name}: {output.shown(reasons)}" for name, reasons in counts.items())
         if rows:
-            yield table_of(
+            yield output.table_of(
                 f"{len(rows)}, the newest first", ["position", "by", "reason", "uid"], rows
             )
         elif not known:
             yield "nothing was left out" if by is None else f"{by} left out nothing"
 
-    return Answer(rows, text)
+    return output.Answer(rows, text)
 
 
-@command(lines=True)
-async def leases(source: Source) -> Answer:
+@options.command(lines=True)
+async def leases(source: Source) -> output.Answer:
     """Show who holds each lease of a trainer or strategy, until when, and how far a trainer is.
 
     Example: trinity-buffer leases --json
     """
     held = await questions.leases(source)
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         columns = ["kind", "trainer", "state", "owner", "token", "expires_in_s"]
         columns += ["leased_step", "committed_step"]
         titles = ["kind", "name", "state", "owner", "token", "expires in s", "leased", "committed"]
-        yield table_of("leases" if held else "no trainer yet", columns, held, titles)
+        yield output.table_of("leases" if held else "no trainer yet", columns, held, titles)
 
-    return Answer(held, text)
+    return output.Answer(held, text)
 
 
-@command(lines=True)
+@options.command(lines=True)
 async def staleness(
     source: Source,
-    trainer: TrainerOption = None,
+    trainer: options.TrainerOption = None,
     after: AfterStepOption = None,
     limit: StepLimitOption = 100,
-) -> Answer:
+) -> output.Answer:
     """Show staleness, in policy versions: by gradient step and by actor, and whether it grew.
 
     Example: trinity-buffer staleness --limit 50
     """
     by_step = await questions.staleness(source, trainer=trainer, after=after, limit=limit)
 
-    def text() -> Lines:
-        yield table_of("", ["step", "state", "actor", "rows", "mean", "greatest"], by_step)
+    def text() -> output.Lines:
+        yield output.table_of("", ["step", "state", "actor", "rows", "mean", "greatest"], by_step)
         yield from map(_growth_line, questions.growth_by_actor(by_step))
 
-    return Answer(by_step, text)
+    return output.Answer(by_step, text)
 
 
 def _growth_line(growth: questions.StalenessGrowth) -> str:
@@ -476,12 +452,12 @@ def _growth_line(growth: questions.StalenessGrowth) -> str:
 def diff(
     first: str,
     second: str,
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
     other_store: str | None = None,
     limit: Annotated[int, typer.Option(min=1)] = 20,
-    as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_of: options.AsOfOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Compare two annotation sets over the same rollouts, or two runs step by step.
 
@@ -493,7 +469,7 @@ def diff(
         other_store: Store of SECOND, if it is an experiment.
         limit: Show at most this many differing rows.
     """
-    url = chosen_store(store)
+    url = options.chosen_store(store)
     other = other_store or url
 
     async def compared_runs() -> questions.RunDifference | None:
@@ -506,64 +482,67 @@ def diff(
                     "--as-of is a position of one log: it goes with two annotation sets, not two "
                     "runs"
                 )
-            with progress() as report:
+            with output.progress() as report:
                 a, b = now(await one.experiment(first)), now(await two.experiment(second))
                 return await questions.compare_runs(a, b, progress=report)
 
-    runs: questions.RunDifference | None = run(compared_runs)
+    runs: questions.RunDifference | None = options.run(compared_runs)
     if runs is not None:
-        print_answer(Answer(runs, partial(_runs_text, runs, url, other)), as_json=as_json)
+        output.print_answer(
+            output.Answer(runs, partial(_runs_text, runs, url, other)), as_json=as_json
+        )
         return
     place: dict[str, Any] = {"store": url, "experiment": experiment, "as_of": as_of}
     _diff_sets(**place, first=first, second=second, limit=limit, as_json=as_json)
 
 
-@command()
+@options.command()
 async def _diff_sets(
     source: Source, first: str, second: str, limit: int, progress: Progress
-) -> Answer:
+) -> output.Answer:
     sets = await questions.compare_sets(source, first, second, limit=limit, progress=progress)
-    value = fields_of(sets, without="total") | {"mean": sets.mean}
-    return Answer(value, partial(_sets_text, sets), sets.unreadable)
+    value = output.fields_of(sets, without="total") | {"mean": sets.mean}
+    return output.Answer(value, partial(_sets_text, sets), sets.unreadable)
 
 
-def _sets_text(sets: questions.SetDifference) -> Lines:
+def _sets_text(sets: questions.SetDifference) -> output.Lines:
     states = sets.states.most_common()
-    yield table(f"{sets.first} / {sets.second}", ["states", "experiences"], states)
+    yield output.table(f"{sets.first} / {sets.second}", ["states", "experiences"], states)
     yield (
         f"{sets.both} have an advantage in both: {sets.equal} the same, {sets.opposite} of "
-        f"opposite sign, mean difference {shown(sets.mean)}, greatest {shown(sets.greatest)}"
+        f"opposite sign, mean difference {output.shown(sets.mean)}, "
+        f"greatest {output.shown(sets.greatest)}"
     )
     rows = [(r.uid, r.first, r.second, r.first_advantage, r.second_advantage) for r in sets.rows]
     if rows:
         columns = ["uid", sets.first, sets.second, "advantage", "advantage "]
-        yield table("what differs most", columns, rows)
+        yield output.table("what differs most", columns, rows)
     else:
         yield f"no difference in any advantage{' that can be read' if sets.unreadable else ''}"
 
 
-def _runs_text(runs: questions.RunDifference, *stores: str) -> Lines:
+def _runs_text(runs: questions.RunDifference, *stores: str) -> output.Lines:
     sides = [runs.first, runs.second]
     if runs.first == runs.second and len(set(stores)) > 1:  # only the store tells them apart
         sides = [f"{name} ({named(store)})" for name, store in zip(sides, stores, strict=True)]
     if runs.config:
         rows = [(name, *values) for name, values in runs.config.items()]
-        yield table("configuration", ["key", *sides], rows)
+        yield output.table("configuration", ["key", *sides], rows)
     else:
         yield "no difference in the configuration"
     numbers = [(name, *values) for name, values in runs.numbers.items()]
-    yield table("in numbers", ["", *sides], numbers)
+    yield output.table("in numbers", ["", *sides], numbers)
     lines = [
         (step, name, *values)
         for step, metrics in runs.steps.items()
         for name, values in metrics.items()
     ]
-    yield table("steps of both", ["step", "", *sides], lines[-MOST_LINES:])
+    yield output.table("steps of both", ["step", "", *sides], lines[-MOST_LINES:])
     if len(lines) > MOST_LINES:
         yield f"these are the last {MOST_LINES} of {len(lines)} lines: --json has them all"
 
 
-@command(lines=True)
+@options.command(lines=True)
 async def search(
     source: Source,
     text: str,
@@ -572,7 +551,7 @@ async def search(
     *,
     progress: Progress,
     as_json: bool,
-) -> Answer:
+) -> output.Answer:
     """Find rollouts by their text; each is printed as soon as it is found.
 
     Example: trinity-buffer search "3 1 2" --limit 5
@@ -589,22 +568,22 @@ async def search(
     ):
         count += 1
         if as_json:
-            print_json(match)
+            output.print_json(match)
         else:
-            say(f"{match.uid}  {match.field}: {match.excerpt}")
+            output.say(f"{match.uid}  {match.field}: {match.excerpt}")
         if count == limit:
             break
 
-    def nothing() -> Lines:
+    def nothing() -> output.Lines:
         if not count:
             yield f"no text holds {text!r}"
 
-    return Answer([], nothing, unreadable)
+    return output.Answer([], nothing, unreadable)
 
 
 def top(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
     once: bool = False,
 ) -> None:
     """Watch a run: how far each process is, the last steps, and the last events.
@@ -617,10 +596,10 @@ def top(
 
     async def watch(opened: Experiment) -> None:
         if once:
-            console().print(await _screen(opened))
+            output.console().print(await _screen(opened))
             return
         changes = opened.database.changes
-        with Live(console=console(), screen=False, auto_refresh=False) as live:
+        with Live(console=output.console(), screen=False, auto_refresh=False) as live:
             while True:
                 state = await changes.state()  # before the reads: a write meanwhile is not missed
                 live.update(await _screen(opened), refresh=True)
@@ -629,7 +608,7 @@ def top(
                 await changes.changed(state)
                 await anyio.sleep(FRAME_S)  # writes meanwhile share the next frame
 
-    run(lambda: on_experiment(store, experiment, watch))
+    options.run(lambda: options.on_experiment(store, experiment, watch))
 
 
 async def _screen(experiment: Experiment) -> Group:
@@ -638,22 +617,24 @@ async def _screen(experiment: Experiment) -> Group:
     trainers = [lease for lease in await questions.leases(source) if lease.kind == "trainer"]
     strategies = [row for row in consumers.values() if row.kind == "strategy"]
     parts = [
-        table_of(
+        output.table_of(
             one_line(experiment.name),
             ["trainer", "state", "leased_step", "committed_step"],
             trainers,
             ["trainer", "lease", "handed out", "committed"],
         ),
-        table_of(
+        output.table_of(
             "strategies", ["name", "cursor", "calls"], strategies, ["set", "seen up to", "groups"]
         ),
     ]
     for trainer in trainers[:1]:
         lines = await questions.steps(source, trainer=trainer.trainer, limit=5)
         columns = ["step", "state", "rows", "reward", "staleness", "seconds"]
-        parts.append(table_of("last steps", columns, lines))
+        parts.append(output.table_of("last steps", columns, lines))
     after = await questions.position_before(experiment, 8)
     last = [line async for line in questions.event_lines(experiment, after=after)]
-    what = [(e.position, time_of(e.recorded_at), e.kind, e.actor, e.summary[:60]) for e in last]
-    parts.append(table("last events", ["position", "time", "kind", "actor", "what"], what))
+    what = [
+        (e.position, output.time_of(e.recorded_at), e.kind, e.actor, e.summary[:60]) for e in last
+    ]
+    parts.append(output.table("last events", ["position", "time", "kind", "actor", "what"], what))
     return Group(*parts)

@@ -7,25 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.cli.options import (
-    ExperimentOption,
-    JsonLinesOption,
-    JsonOption,
-    StoreOption,
-    chosen_store,
-    command,
-    run,
-)
-from trinity_buffer.cli.output import (
-    Answer,
-    Lines,
-    print_answer,
-    shown,
-    table,
-    table_of,
-    time_of,
-    verbatim,
-)
+from trinity_buffer.cli import options, output
 from trinity_buffer.inspector.doctor import Examination, examine
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
@@ -39,7 +21,7 @@ from trinity_buffer.store.url import named
 PROBLEMS_SHOWN = 50
 
 
-@command()
+@options.command()
 async def verify(
     experiment: Experiment,
     acknowledged: Path | None = None,
@@ -49,7 +31,7 @@ async def verify(
     quick: bool = False,
     *,
     progress: Progress,
-) -> Answer:
+) -> output.Answer:
     """Check every promise: the log, its segments and projections, and the proof from outside.
 
     Exit code 1 if anything is wrong.
@@ -74,10 +56,10 @@ async def verify(
         head=head,
         progress=progress,
     )
-    return Answer(report.to_dict(), partial(_verified, report), failed=not report.ok)
+    return output.Answer(report.to_dict(), partial(_verified, report), failed=not report.ok)
 
 
-def _verified(report: VerifyReport) -> Lines:
+def _verified(report: VerifyReport) -> output.Lines:
     kind = "quick look" if report.quick else "full look"
     yield f"{report.store}, experiment {report.experiment}, {report.version}, {kind}"
     yield (
@@ -89,12 +71,14 @@ def _verified(report: VerifyReport) -> Lines:
     for s in report.strategies:
         yield (
             f"set {s.consumer}: recorded {s.recorded} = unseen {s.unseen} + waiting {s.waiting} + "
-            f"annotated {s.annotated} + rejected {sum(s.rejected.values())} ({shown(s.rejected)})"
+            f"annotated {s.annotated} + rejected {sum(s.rejected.values())} "
+            f"({output.shown(s.rejected)})"
         )
     for t in report.trainers:
         yield (
             f"trainer {t.consumer}: rows {t.rows} = ready {t.ready} + leased {t.leased} + "
-            f"committed {t.committed} + rejected {sum(t.rejected.values())} ({shown(t.rejected)})"
+            f"committed {t.committed} + rejected {sum(t.rejected.values())} "
+            f"({output.shown(t.rejected)})"
         )
     lines = [f"lost: {item}" for item in report.lost_items]
     lines += [f"duplicated: {item}" for item in report.duplicated_items]
@@ -136,8 +120,8 @@ def _compared(report: VerifyReport) -> str:
     return f"compared with {' and '.join(evidence)}"
 
 
-@command(read_only=False)
-async def rebuild(experiment: Experiment, *, progress: Progress) -> Answer:
+@options.command(read_only=False)
+async def rebuild(experiment: Experiment, *, progress: Progress) -> output.Answer:
     """Rebuild every projection from the log.
 
     Other processes may keep running; they see all of the change or none of it.
@@ -145,14 +129,14 @@ async def rebuild(experiment: Experiment, *, progress: Progress) -> Answer:
     Example: trinity-buffer rebuild --store runs/demo.db
     """
     report = await rebuild_projections(experiment.database, experiment.key, progress)
-    what = f"mended: {shown(report.mended)}" if report.mended else "every row was right already"
-    return Answer(report, f"{report.events} events folded; {what}")
+    what = (
+        f"mended: {output.shown(report.mended)}" if report.mended else "every row was right already"
+    )
+    return output.Answer(report, f"{report.events} events folded; {what}")
 
 
 def migrate(
-    store: StoreOption = None,
-    wait: bool = False,
-    as_json: JsonOption = False,
+    store: options.StoreOption = None, wait: bool = False, as_json: options.JsonOption = False
 ) -> None:
     """Upgrade a store that an older version wrote.
 
@@ -163,18 +147,20 @@ def migrate(
     """
     from trinity_buffer.pipeline.history.migrate import migrate as migrate_store  # noqa: PLC0415 - alembic
 
-    url = chosen_store(store)
-    before, after = run(partial(migrate_store, url, wait=wait))
+    url = options.chosen_store(store)
+    before, after = options.run(partial(migrate_store, url, wait=wait))
     name = named(url)
     line = f"{name}: schema {before} -> {after}"
     if before == after:
         line = f"{name} is up to date (schema {after})"
     value = {"store": name, "before": before, "after": after}
-    print_answer(Answer(value, line), as_json=as_json)
+    output.print_answer(output.Answer(value, line), as_json=as_json)
 
 
 def doctor(
-    store: StoreOption = None, experiment: ExperimentOption = None, as_json: JsonOption = False
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Say what is stuck, since when, and what would help; exit code 1 if anything is.
 
@@ -182,34 +168,33 @@ def doctor(
     """
 
     async def main() -> Examination:
-        async with open_store(chosen_store(store), read_only=True) as opened:
+        async with open_store(options.chosen_store(store), read_only=True) as opened:
             return await examine(opened, experiment)
 
-    examination: Examination = run(main)
+    examination: Examination = options.run(main)
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         yield f"store: {examination.url}"
         if examination.here:
             columns = ["experiment", "role", "name", "place", "waiting_for"]
             titles = ["experiment", "role", "name", "where", "waits for"]
-            yield table_of("who is there", columns, examination.here, titles)
+            yield output.table_of("who is there", columns, examination.here, titles)
         else:
             yield "no process is running"
         for finding in examination.stuck:
             where = f"experiment {finding.experiment}: " if finding.experiment else ""
-            since = "" if finding.since is None else f", since {time_of(finding.since)} UTC"
-            yield verbatim(f"stuck: {where}{finding.what}{since}\n  {finding.remedy}")
+            since = "" if finding.since is None else f", since {output.time_of(finding.since)} UTC"
+            yield output.verbatim(f"stuck: {where}{finding.what}{since}\n  {finding.remedy}")
         if not examination.stuck:
             yield "nothing is stuck"
 
-    print_answer(Answer(examination, text, failed=bool(examination.stuck)), as_json=as_json)
+    output.print_answer(
+        output.Answer(examination, text, failed=bool(examination.stuck)), as_json=as_json
+    )
 
 
-@command(read_only=False)
-async def seal(
-    experiment: Experiment,
-    batch: str,
-) -> Answer:
+@options.command(read_only=False)
+async def seal(experiment: Experiment, batch: str) -> output.Answer:
     """Seal a batch as it is: its groups are decided with the runs that are stored.
 
     What comes later is recorded as rejected (late). To have the runs made that are missing, start
@@ -225,10 +210,10 @@ async def seal(
     line = f"sealed batch {batch} with {experiences} experiences"
     if experiences is None:
         line = f"batch {batch} was sealed before"
-    return Answer({"batch": batch, "experiences": experiences}, line)
+    return output.Answer({"batch": batch, "experiences": experiences}, line)
 
 
-def algorithms(as_json: JsonLinesOption = False) -> None:
+def algorithms(as_json: options.JsonLinesOption = False) -> None:
     """List the algorithms and the parts that they are built from, with their arguments.
 
     Those of an algorithm are the effective ones: the parts' defaults, changed by its recipe.
@@ -251,11 +236,11 @@ def algorithms(as_json: JsonLinesOption = False) -> None:
         for name in kind.names()
     ]
 
-    def text() -> Lines:
+    def text() -> output.Lines:
         rows = [(*[*entry.values()][:-1], _arguments_text(entry["arguments"])) for entry in entries]
-        yield table(f"{len(entries)} registered names", list(entries[0]), rows)
+        yield output.table(f"{len(entries)} registered names", list(entries[0]), rows)
 
-    print_answer(Answer(entries, text), as_json=as_json)
+    output.print_answer(output.Answer(entries, text), as_json=as_json)
 
 
 def _arguments_of(

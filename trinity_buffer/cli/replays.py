@@ -12,15 +12,8 @@ from typing import Any
 
 import anyio
 
-from trinity_buffer.cli.roles import (
-    Say,
-    at_its_device,
-    config_of,
-    line_of,
-    settings_of,
-    trainer_on,
-    use_one_thread,
-)
+from trinity_buffer.cli import roles
+from trinity_buffer.cli.roles import Say
 from trinity_buffer.cli.run_config import RunConfig, algorithm_of, overridden, parts_of, resolved
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
@@ -97,9 +90,9 @@ def replay(
     """
     if tolerance is not None and math.isnan(tolerance):
         raise InvalidArgumentError("--tolerance nan: give a number, such as 1e-5")
-    use_one_thread()
-    recorded_config = anyio.run(config_of, url, experiment)
-    config = at_its_device(resolved(overridden(recorded_config.model_dump(), overrides)))
+    roles.use_one_thread()
+    recorded_config = anyio.run(roles.config_of, url, experiment)
+    config = roles.at_its_device(resolved(overridden(recorded_config.model_dump(), overrides)))
     # Refused rather than ignored: the user would take equal weights for a result.
     for key in (override.partition("=")[0] for override in overrides):
         if key in OF_STEPS:
@@ -164,7 +157,7 @@ def _trained_again(
 
     def on_step(report: StepReport) -> None:
         losses.append(report.loss)
-        say(line_of(report))
+        say(roles.line_of(report))
         score_as_then(trainer, report.step + 1)
 
     # No commits: the replay's checkpoints are thrown away.
@@ -172,9 +165,9 @@ def _trained_again(
     with open_replay_stream(
         url, experiment=experiment, from_checkpoint=from_checkpoint, device=config.device, **span
     ) as stream:
-        settings = replace(settings_of(config, scratch), max_skipped_steps=None)
+        settings = replace(roles.settings_of(config, scratch), max_skipped_steps=None)
         algorithm = algorithm_of(config)
-        trainer = trainer_on(stream, config, algorithm, settings)
+        trainer = roles.trainer_on(stream, config, algorithm, settings)
         score_as_then(trainer, span["first"])
         with own_code(parts_of(algorithm)):
             trainer.run(on_step)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import anyio
 import torch
@@ -23,23 +23,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
+from trinity_buffer.cli import run_config
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import make_folder, make_folder_of, only_one
 from trinity_buffer.cli.run_backends import Backend, backend_for, require_policies
-from trinity_buffer.cli.run_config import (
-    RunConfig,
-    algorithm_of,
-    look_for,
-    merged,
-    of_experiment,
-    overridden,
-    parts_of,
-    recorded,
-    require_expert,
-    require_model,
-    require_parts_of,
-    resolved,
-)
+from trinity_buffer.cli.run_config import RunConfig
 from trinity_buffer.errors import (
     InvalidArgumentError,
     NonFiniteError,
@@ -64,6 +52,7 @@ from trinity_buffer.trainer.settings import KEPT_CHECKPOINTS
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 from trinity_buffer.user_code import own_code
 
+T = TypeVar("T", str, float | None)
 Say = Callable[[str], None]
 
 DEFAULT_NAME = "run"
@@ -117,20 +106,12 @@ def ranks_of_environment() -> Iterator[Processes]:
         torch.distributed.destroy_process_group()
 
 
-def on_rank_0(processes: Processes, work: Callable[[], str]) -> str:
+def on_rank_0(processes: Processes, work: Callable[[], T]) -> T:
     """Return what ``work`` returns on rank 0, which alone runs it; every rank must call this."""
-    return gather_texts(processes, "" if processes.rank else work())[0]
-
-
-def number_of_rank_0(processes: Processes, work: Callable[[], float | None]) -> float | None:
-    """Return what ``work`` returns on rank 0, which alone runs it; every rank must call this."""
-    number = None if processes.rank else work()
-    if processes.world_size == 1:
-        return number
-    # A pair, because a gather has no room for None.
-    pair = torch.tensor([number is not None, number or 0.0], dtype=torch.float64)
-    is_number, value = processes.gather(pair)[0].tolist()
-    return value if is_number else None
+    # As JSON: a gather has room for texts alone.
+    text = "" if processes.rank else json.dumps(work())
+    returned: T = json.loads(gather_texts(processes, text)[0])
+    return returned
 
 
 def device_here(device: str) -> str:
@@ -213,15 +194,15 @@ async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
     name = name or only_one(names) or DEFAULT_NAME
     if name not in names:
         settings = wanted.settings(names)
-        await require_expert(store, name, of_experiment(settings))
+        await run_config.require_expert(store, name, run_config.of_experiment(settings))
         await store.experiment(name, config=settings)
         return name
     opened = await store.experiment(name)
     before = opened.config
     changed = wanted.settings(names, before, await opened.columns())
-    require_model(name, {**before, **wanted.file}, explores=wanted.explores)
-    await require_expert(store, name, of_experiment(changed))
-    await _require_same_set(opened, of_experiment(changed))
+    run_config.require_model(name, {**before, **wanted.file}, explores=wanted.explores)
+    await run_config.require_expert(store, name, run_config.of_experiment(changed))
+    await _require_same_set(opened, run_config.of_experiment(changed))
     # Keys that are not ours, such as `extra` of a run in Python, stay.
     await store.experiment(name, config={**before, **changed})
     return name
@@ -232,7 +213,7 @@ async def _require_same_set(experiment: Experiment, config: RunConfig) -> None:
     row = await experiment.database.read(
         writer_queries.consumer_row, experiment.key, config.trainer
     )
-    reads = strategy_of(algorithm_of(config)) or RECORDED
+    reads = strategy_of(run_config.algorithm_of(config)) or RECORDED
     if row is not None and row.kind == "trainer" and row.config.get("strategy") != reads:
         raise InvalidArgumentError(
             f"trainer {config.trainer!r} of experiment {experiment.name!r} trains on "
@@ -257,16 +238,18 @@ class _Wanted:
     ) -> dict[str, Any]:
         """Return what the experiment will record; raise InvalidArgumentError if a part lacks."""
         before = before or {}
-        known = of_experiment(before).model_dump()
+        known = run_config.of_experiment(before).model_dump()
         if "rollouts_per_group" not in before:
             del known["rollouts_per_group"]  # its default depends on the algorithm
-        config = resolved(overridden(merged(known, self.file), self.overrides))
-        settings = recorded(config)
+        config = run_config.resolved(
+            run_config.overridden(run_config.merged(known, self.file), self.overrides)
+        )
+        settings = run_config.recorded(config)
         # Everything is checked before it is recorded: all processes of the run will read it.
         if "/" in config.trainer and config.trainer != before.get("trainer"):
             raise InvalidArgumentError(f"trainer={config.trainer}: must be a text without '/'")
         require_policies(config)
-        require_parts_of(
+        run_config.require_parts_of(
             config,
             schema=before.get("schema", settings["schema"]),
             columns=columns,
@@ -285,10 +268,10 @@ async def _require_parts(
     store: Store, experiment: Experiment, *, expert_rows: bool = False
 ) -> None:
     """Raise InvalidArgumentError unless a run has what its algorithm needs."""
-    config = of_experiment(experiment.config)
+    config = run_config.of_experiment(experiment.config)
     require_policies(config)
-    await require_expert(store, experiment.name, config, rows=expert_rows)
-    require_parts_of(
+    await run_config.require_expert(store, experiment.name, config, rows=expert_rows)
+    run_config.require_parts_of(
         config,
         schema=experiment.config.get("schema", "experience"),
         columns=await experiment.columns(),
@@ -322,8 +305,8 @@ async def explore(
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
         await _require_parts(store, opened)
-        require_model(experiment, opened.config, explores=True)
-        config = of_experiment(opened.config)
+        run_config.require_model(experiment, opened.config, explores=True)
+        config = run_config.of_experiment(opened.config)
         backend = backend_for(config)
         backend.require_explorable()
         if acknowledgements is not None:
@@ -379,7 +362,9 @@ async def annotate(
                     opened, names, args, name=name, follow=follow, **rules, **options
                 )
         await _require_parts(store, opened)
-        names, configured = strategies_of(algorithm_of(of_experiment(opened.config)))
+        names, configured = strategies_of(
+            run_config.algorithm_of(run_config.of_experiment(opened.config))
+        )
         if names:
             args = configured if args is None else args
             return await run_named(opened, names, args, name=name, follow=follow)
@@ -399,7 +384,7 @@ async def run_named(
     Raises:
         TrainingError: a strategy of the user's own failed; the message names its line.
     """
-    look_for(names, experiment.config.get("folder"))
+    run_config.look_for(names, experiment.config.get("folder"))
     with own_code({f"strategy {name!r}": ADD_STRATEGY.get(name) for name in names}):
         return await run_strategy(experiment, names, args, **options)
 
@@ -409,8 +394,8 @@ async def config_of(url: str, experiment: str, *, expert_rows: bool = False) -> 
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
         await _require_parts(store, opened, expert_rows=expert_rows)
-        require_model(experiment, opened.config)
-        return of_experiment(opened.config)
+        run_config.require_model(experiment, opened.config)
+        return run_config.of_experiment(opened.config)
 
 
 def settings_of(
@@ -470,7 +455,7 @@ def train(
         say(f"{experiment} is finished: {reason}")
         return
     config = at_its_device(config)
-    algorithm, backend = algorithm_of(config), backend_for(config)
+    algorithm, backend = run_config.algorithm_of(config), backend_for(config)
     with open_train_stream(
         url,
         experiment=experiment,
@@ -511,7 +496,7 @@ def train(
         if evaluation.reached:
             say(f"nothing is trained further: {evaluation.summary}step {trainer.state.step}")
         else:
-            with own_code(parts_of(algorithm)):
+            with own_code(run_config.parts_of(algorithm)):
                 trainer.run(on_step, measure=evaluation)
         _require_trained(experiment, config, trainer.state.step, num_skipped)
         # Without --follow more data may still come, so the experiment stays open.
@@ -582,7 +567,7 @@ class _Evaluation:
             seed = self.config.seed + step
             return self.backend.accuracy(policy, problems=rules.problems, seed=seed)
 
-        accuracy = number_of_rank_0(self.processes, measure)
+        accuracy = on_rank_0(self.processes, measure)
         self.note(accuracy)
         return {} if accuracy is None else {"accuracy": accuracy}
 

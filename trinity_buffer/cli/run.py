@@ -12,25 +12,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from trinity_buffer.cli.options import (
-    RESUMABLE,
-    ArgumentsOption,
-    ConfigOption,
-    ExperimentOption,
-    FollowOption,
-    JsonOption,
-    PlaceOption,
-    SetOption,
-    StoreOption,
-    awaited_experiment,
-    chosen_experiment,
-    chosen_store,
-    folder_of,
-    interruptible,
-    named_experiment,
-    require_folder,
-    store_of_file,
-)
+from trinity_buffer.cli import options
 from trinity_buffer.cli.output import print_json
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import require_name
@@ -48,8 +30,8 @@ def demo(
     chaos_every: Annotated[float | None, typer.Option(min=0.1)] = None,
     limit: Annotated[float | None, typer.Option(min=0)] = None,
     seed: int | None = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
+    config: options.ConfigOption = None,
+    overrides: options.SetOption = None,
 ) -> None:
     """Train a small policy from scratch, in four processes on one store, and watch it.
 
@@ -77,17 +59,17 @@ def demo(
         raise InvalidArgumentError(f"--model {model}: there is hf; `trinity-buffer init` has yours")
     if chaos_every is not None and not chaos:
         raise InvalidArgumentError(f"--chaos-every {chaos_every:g} needs --chaos")
-    store = store or store_of_file(config)
-    name = named_experiment(name, config) or ("demo-hf" if model else "demo")
+    store = store or options.store_of_file(config)
+    name = options.named_experiment(name, config) or ("demo-hf" if model else "demo")
     url, base = demo_run.demo_place(store, name)
-    given = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
-    options = {key: value for key, value in given.items() if value is not None}
+    named = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
+    chosen = {key: value for key, value in named.items() if value is not None}
     own_model = base.with_suffix(".model") if model else None
     run = demo_run.Demo(
         url,
         base,
         name,
-        demo_run.demo_config(options, own_model, config, overrides or []),
+        demo_run.demo_config(chosen, own_model, config, overrides or []),
         explorers=explorers,
         chaos_every_s=(chaos_every or 4.0) if chaos else None,
         limit_s=limit,
@@ -97,10 +79,10 @@ def demo(
 
 def explore(
     actor: Annotated[str, typer.Option()],
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
+    config: options.ConfigOption = None,
+    overrides: options.SetOption = None,
     acknowledge: Path | None = None,
     batches: Annotated[int | None, typer.Option(min=1)] = None,
     take_over: bool = False,
@@ -121,12 +103,12 @@ def explore(
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
     async def main() -> None:
-        url = chosen_store(store, config)
+        url = options.chosen_store(store, config)
         if not actor or "/" in actor:
             raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
         require_name("--actor", actor)
         if acknowledge is not None:
-            require_folder(acknowledge)
+            options.require_folder(acknowledge)
         await roles.explore(
             url,
             await _prepared(url, experiment, config, overrides, explores=True),
@@ -137,19 +119,19 @@ def explore(
             say=roles.plain,
         )
 
-    with interruptible(RESUMABLE):
+    with options.interruptible(options.RESUMABLE):
         anyio.run(main)
 
 
 def annotate(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    config: PlaceOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
+    config: options.PlaceOption = None,
     strategy: str | None = None,
     name: str | None = None,
-    arguments: ArgumentsOption = None,
-    follow: FollowOption = False,
-    as_json: JsonOption = False,
+    arguments: options.ArgumentsOption = None,
+    follow: options.FollowOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Run a strategy over stored rollouts, and store its advantages as annotations.
 
@@ -163,9 +145,11 @@ def annotate(
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
     async def main() -> None:
-        url = chosen_store(store, config)
-        named = named_experiment(experiment, config)
-        chosen = await (awaited_experiment if follow else chosen_experiment)(url, named)
+        url = options.chosen_store(store, config)
+        named = options.named_experiment(experiment, config)
+        chosen = await (options.awaited_experiment if follow else options.chosen_experiment)(
+            url, named
+        )
         args = overridden({}, arguments) if arguments else None
         if follow and not as_json:
             roles.plain(f"annotates {chosen}")
@@ -180,15 +164,15 @@ def annotate(
                 f"{report.waiting} waiting in {report.waiting_groups} incomplete groups"
             )
 
-    with interruptible(RESUMABLE):
+    with options.interruptible(options.RESUMABLE):
         anyio.run(main)
 
 
 def train(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
+    config: options.ConfigOption = None,
+    overrides: options.SetOption = None,
     checkpoints: Path | None = None,
     resume_from: int | None = None,
     drop_damaged_rows: bool = False,
@@ -213,18 +197,18 @@ def train(
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
-    url = chosen_store(store, config)
+    url = options.chosen_store(store, config)
     kept = None if keep_checkpoints == "all" else _count("--keep-checkpoints", keep_checkpoints)
     base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
-        require_folder(checkpoints)
+        options.require_folder(checkpoints)
     with roles.ranks_of_environment() as processes:
         # One rank creates the experiment, and the others learn its name.
         name = roles.on_rank_0(
             processes, lambda: anyio.run(_prepared, url, experiment, config, overrides)
         )
-        folder = checkpoints or anyio.run(folder_of, base, url, name)
-        with interruptible(RESUMABLE):
+        folder = checkpoints or anyio.run(options.folder_of, base, url, name)
+        with options.interruptible(options.RESUMABLE):
             roles.train(
                 url,
                 name,
@@ -264,10 +248,10 @@ async def _prepared(
 ) -> str:
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
-        return await chosen_experiment(url, experiment)
+        return await options.chosen_experiment(url, experiment)
     from trinity_buffer.cli.roles import prepare  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
     file = {} if config is None else read_file(config)
-    named = named_experiment(experiment, config)
+    named = options.named_experiment(experiment, config)
     return await prepare(url, named, file, overrides or [], explores=explores)

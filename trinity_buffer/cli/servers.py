@@ -6,33 +6,19 @@ import gc
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import anyio
 import typer
 
+from trinity_buffer.cli import options
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.options import (
-    RESUMABLE,
-    STORE_VARIABLE,
-    ExperimentOption,
-    FollowOption,
-    PlaceOption,
-    StoreOption,
-    chosen_experiment,
-    chosen_store,
-    interruptible,
-    make_folder_of,
-    named_experiment,
-    run,
-)
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.recorder.guard import LOCAL
 
-MODES = ("wait", "keep", "abort")
-DIALECTS = ("vllm", "sglang")
+Dialect = Literal["vllm", "sglang"]
 
 GOODBYE_S = 2
 """How long `serve` waits for open pages when it ends."""
@@ -82,14 +68,8 @@ def _require_token(token: str | None, host: str, risk: str) -> None:
         raise InvalidArgumentError("--token is empty: any client would pass")
 
 
-def _require_known(option: str, value: str | None, known: tuple[str, ...]) -> None:
-    """Raise InvalidArgumentError if the value of an option is given and not among ``known``."""
-    if value is not None and value not in known:
-        raise InvalidArgumentError(f"{option} {value}: there are {', '.join(known)}")
-
-
 def serve(
-    store: StoreOption = None,
+    store: options.StoreOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8500,
     token: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_TOKEN")] = None,
@@ -106,7 +86,7 @@ def serve(
     extra("starlette.applications", "web")
     from trinity_buffer.web.app import inspector  # noqa: PLC0415 - an extra
 
-    url = chosen_store(store)
+    url = options.chosen_store(store)
 
     async def main() -> None:
         async with open_store(url, read_only=True) as opened:  # before anything listens
@@ -120,17 +100,17 @@ def serve(
             timeout_graceful_shutdown=GOODBYE_S,
         )
 
-    run(main)
+    options.run(main)
 
 
 def sync_weights(
     server: list[str] | None = None,
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
-    config: PlaceOption = None,
-    dialect: str | None = None,
-    mode: str = "wait",
-    follow: FollowOption = False,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
+    config: options.PlaceOption = None,
+    dialect: Dialect | None = None,
+    mode: Literal["wait", "keep", "abort"] = "wait",
+    follow: options.FollowOption = False,
 ) -> None:
     """Load the newest published weights into inference servers: pause, load, resume.
 
@@ -145,50 +125,44 @@ def sync_weights(
         mode: Requests in flight: wait for them, abort them, or keep them, whose answers then mix
             old and new weights.
     """
-    _require_known("--mode", mode, MODES)
-    _require_known("--dialect", dialect, DIALECTS)
-    url = chosen_store(store, config)
-    named = named_experiment(experiment, config)
-    with interruptible(RESUMABLE):
-        anyio.run(_sync, url, named, server, dialect, {"mode": mode, "follow": follow})
-
-
-async def _sync(
-    url: str,
-    experiment: str | None,
-    server: list[str] | None,
-    dialect: str | None,
-    choices: dict[str, Any],
-) -> None:
+    url = options.chosen_store(store, config)
+    named = options.named_experiment(experiment, config)
     from trinity_buffer.cli.roles import plain  # noqa: PLC0415 - torch
     from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
-    from trinity_buffer.explorer.weights import PushReport, sync_weights  # noqa: PLC0415
+    from trinity_buffer.explorer.weights import PushReport  # noqa: PLC0415
+    from trinity_buffer.explorer.weights import sync_weights as push_weights  # noqa: PLC0415
 
     def report(push: PushReport) -> None:
         plain(f"{push.url}: policy {push.version}, checksum {push.checksum or 'not told'}")
 
-    name = await chosen_experiment(url, experiment)
-    async with open_store(url, read_only=True) as store, AsyncExitStack() as stack:
-        opened = await store.experiment(name)
-        urls = server or [one for one in (opened.config.get("server"),) if one]
-        if not urls:
-            raise InvalidArgumentError(f"experiment {name!r} names no server: say --server URL")
-        chosen = dialect or opened.config.get("dialect", DIALECTS[0])
-        if chosen not in DIALECTS or not all(isinstance(one, str) for one in urls):
-            raise InvalidArgumentError(
-                f"experiment {name!r}: server={urls[0]!r}, dialect={chosen!r}: the first must be "
-                f"a URL, the second one of {', '.join(DIALECTS)}"
-            )
-        plain(f"syncs the weights of {name} to {', '.join(urls)}")
-        servers = [await stack.enter_async_context(Server(one)) for one in urls]
-        choices["dialect"] = chosen
-        if not await sync_weights(opened, servers, **choices, report=report):
-            plain("no policy is published yet: nothing was pushed")
+    async def main() -> None:
+        name = await options.chosen_experiment(url, named)
+        async with open_store(url, read_only=True) as opened, AsyncExitStack() as stack:
+            run_ = await opened.experiment(name)
+            urls = server or [own for own in (run_.config.get("server"),) if own]
+            if not urls:
+                raise InvalidArgumentError(f"experiment {name!r} names no server: say --server URL")
+            known, of_run = get_args(Dialect), run_.config.get("dialect", "vllm")
+            chosen = dialect or of_run
+            if chosen not in known or not all(isinstance(own, str) for own in urls):
+                raise InvalidArgumentError(
+                    f"experiment {name!r}: server={urls[0]!r}, dialect={chosen!r}: the first must "
+                    f"be a URL, the second one of {', '.join(known)}"
+                )
+            plain(f"syncs the weights of {name} to {', '.join(urls)}")
+            servers = [await stack.enter_async_context(Server(own)) for own in urls]
+            if not await push_weights(
+                run_, servers, mode=mode, follow=follow, dialect=chosen, report=report
+            ):
+                plain("no policy is published yet: nothing was pushed")
+
+    with options.interruptible(options.RESUMABLE):
+        anyio.run(main)
 
 
 def record(
     upstream: Annotated[str, typer.Option()],
-    store: Annotated[str, typer.Option(envvar=STORE_VARIABLE)] = "runs/recorded.db",
+    store: Annotated[str, typer.Option(envvar=options.STORE_VARIABLE)] = "runs/recorded.db",
     experiment: str = "recorded",
     rollouts_per_group: Annotated[int | None, typer.Option(min=1)] = None,
     idle_s: Annotated[float | None, typer.Option(min=0.001)] = None,
@@ -197,8 +171,8 @@ def record(
     port: PortOption = 8400,
     token: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_TOKEN")] = None,
     upstream_key: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_UPSTREAM_KEY")] = None,
-    ack: str = "after",
-    logprobs_mode: str = "raw_logprobs",
+    ack: Literal["after", "before"] = "after",
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
     max_in_flight: Annotated[int, typer.Option(min=1)] = 1024,
 ) -> None:
     """Run an OpenAI-compatible proxy that stores every conversation passing through it.
@@ -223,28 +197,7 @@ def record(
         logprobs_mode: As the server was started: raw_logprobs or processed_logprobs.
         max_in_flight: Concurrent requests; more are answered with 429.
     """
-    _require_known("--ack", ack, ("after", "before"))
-    _require_known("--logprobs-mode", logprobs_mode, ("raw_logprobs", "processed_logprobs"))
     _require_token(token, host, "ask: give --token, which clients bring as their API key")
-    make_folder_of(store)
-    rules = {"rollouts_per_group": rollouts_per_group, "idle_s": idle_s}
-    given = {key: value for key, value in rules.items() if value is not None}
-    settings = {"token": token, "ack": ack, "logprobs_mode": logprobs_mode}
-    anyio.run(
-        _record,
-        (store, experiment, actor, given),
-        (upstream, upstream_key),
-        {**settings, "max_in_flight": max_in_flight},
-        (host, port),
-    )
-
-
-async def _record(
-    place: tuple[str, str, str, dict[str, Any]],
-    upstream: tuple[str, str | None],
-    settings: dict[str, Any],
-    address: tuple[str, int],
-) -> None:
     from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
 
     uvicorn = extra("uvicorn", "record")
@@ -252,13 +205,21 @@ async def _record(
     from trinity_buffer.recorder.app import Recorder, RecorderSettings  # noqa: PLC0415
     from trinity_buffer.recorder.recording import Recording  # noqa: PLC0415
 
-    url, name, actor, rules = place
-    async with Server(upstream[0], api_key=upstream[1]) as behind, open_store(url) as store:
-        recording = await Recording.begin(store, name, actor=actor, config=rules)
-        recorder = Recorder(behind, recording, RecorderSettings(**settings))
-        await _serve(
-            uvicorn,
-            recorder.app(),
-            address,
-            lambda at: f"records what {behind.root} answers into {name}: {at}/v1",
-        )
+    options.make_folder_of(store)
+    rules = {"rollouts_per_group": rollouts_per_group, "idle_s": idle_s}
+    settings = RecorderSettings(
+        token=token, ack=ack, logprobs_mode=logprobs_mode, max_in_flight=max_in_flight
+    )
+
+    async def main() -> None:
+        config = {key: value for key, value in rules.items() if value is not None}
+        async with Server(upstream, api_key=upstream_key) as behind, open_store(store) as opened:
+            recording = await Recording.begin(opened, experiment, actor=actor, config=config)
+            await _serve(
+                uvicorn,
+                Recorder(behind, recording, settings).app(),
+                (host, port),
+                lambda at: f"records what {behind.root} answers into {experiment}: {at}/v1",
+            )
+
+    anyio.run(main)

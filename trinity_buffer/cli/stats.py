@@ -10,29 +10,8 @@ from functools import partial
 from rich.markup import escape
 from rich.text import Text
 
+from trinity_buffer.cli import options, output
 from trinity_buffer.cli.escaping import one_line
-from trinity_buffer.cli.options import (
-    AsOfOption,
-    ExperimentOption,
-    JsonOption,
-    StoreOption,
-    chosen_experiment,
-    chosen_store,
-    command,
-    run,
-)
-from trinity_buffer.cli.output import (
-    Answer,
-    Lines,
-    print_answer,
-    progress,
-    shown,
-    size_of,
-    table,
-    table_of,
-    time_of,
-    verbatim,
-)
 from trinity_buffer.inspector.overviews import ExperimentOverview, Overview, overview, overview_of
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.source import as_of as at_position
@@ -44,11 +23,11 @@ MOST_IN_FULL = 12
 
 
 def stats(
-    store: StoreOption = None,
-    experiment: ExperimentOption = None,
+    store: options.StoreOption = None,
+    experiment: options.ExperimentOption = None,
     config: bool = False,
-    as_of: AsOfOption = None,
-    as_json: JsonOption = False,
+    as_of: options.AsOfOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Show what is in a store and how far each process is.
 
@@ -59,14 +38,14 @@ def stats(
     """
 
     async def main() -> Overview:
-        url = chosen_store(store)
-        name = experiment if as_of is None else await chosen_experiment(url, experiment)
+        url = options.chosen_store(store)
+        name = experiment if as_of is None else await options.chosen_experiment(url, experiment)
         async with open_store(url, read_only=True) as opened:
             now = await overview(opened, name)
             if as_of is None:
                 return now
             (one,) = now.experiments
-            with progress() as report:
+            with output.progress() as report:
                 experiment_then = await opened.experiment(one.name)
                 async with at_position(experiment_then, as_of, report) as source:
                     return replace(now, experiments=(await overview_of(source),))
@@ -74,20 +53,20 @@ def stats(
     if config:
         _configuration(store=store, experiment=experiment, as_of=as_of, as_json=True)
         return
-    view: Overview = run(main)
-    print_answer(Answer(view, partial(_overview_text, view)), as_json=as_json)
+    view: Overview = options.run(main)
+    output.print_answer(output.Answer(view, partial(_overview_text, view)), as_json=as_json)
 
 
-@command()
-async def _configuration(source: Source) -> Answer:
+@options.command()
+async def _configuration(source: Source) -> output.Answer:
     row = await source.read(writer_queries.config_of, source.key)
-    return Answer({} if row is None else row[0], "")
+    return output.Answer({} if row is None else row[0], "")
 
 
-def _overview_text(view: Overview) -> Lines:
-    yield verbatim(f"{view.url}  {view.version}, {size_of(view.size_bytes)} on disk")
+def _overview_text(view: Overview) -> output.Lines:
+    yield output.verbatim(f"{view.url}  {view.version}, {output.size_of(view.size_bytes)} on disk")
     if view.growth is not None:
-        yield verbatim(view.growth)
+        yield output.verbatim(view.growth)
     if not view.experiments:
         yield "no experiments yet"
     if len(view.experiments) > MOST_IN_FULL:
@@ -106,29 +85,30 @@ def _print_many(experiments: Sequence[ExperimentOverview]) -> None:
     for name, one in zip(names, experiments, strict=True):
         state = "finished" if one.finished else "open"
         steps = max((trainer.committed for trainer in one.trainers), default=0)
-        numbers = f"{one.experiences:>12} {steps:>10}  {time_of(one.last_at)}"
+        numbers = f"{one.experiences:>12} {steps:>10}  {output.time_of(one.last_at)}"
         lines.append(f"{name:<{width}}  {state:<8} {numbers}")
     lines.append(f"\n{len(names)} experiments; --experiment NAME shows one in full, --json each")
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _experiment_text(one: ExperimentOverview) -> Lines:
+def _experiment_text(one: ExperimentOverview) -> output.Lines:
     state, name = "finished" if one.finished else "open", escape(one_line(one.name))
     yield Text.from_markup(f"[bold]experiment {name}[/bold] ({state})", emoji=False)
-    low, high = one.versions
-    yield f"events       {one.head}, {time_of(one.first_at)} to {time_of(one.last_at)} UTC"
+    low, high = map(output.shown, one.versions)
+    first, last = map(output.time_of, (one.first_at, one.last_at))
+    yield f"events       {one.head}, {first} to {last} UTC"
     yield f"batches      {one.batches} planned, {one.sealed} sealed"
     plans = one.plans
     yield f"rollouts     {plans.planned} planned = {plans.stored} stored + {plans.missing} missing"
-    yield f"experiences  {one.experiences}, by policy versions {shown(low)} to {shown(high)}"
-    yield f"policies     {one.policies} published, newest {shown(one.published)}"
+    yield f"experiences  {one.experiences}, by policy versions {low} to {high}"
+    yield f"policies     {one.policies} published, newest {output.shown(one.published)}"
     if one.refused:
-        yield f"refused      at the door: {shown(one.refused)}"
+        yield f"refused      at the door: {output.shown(one.refused)}"
     for guest, reasons in one.guests.items():
-        yield f"rejected     by {guest}: {shown(reasons)}"
+        yield f"rejected     by {guest}: {output.shown(reasons)}"
     if one.strategies:
         columns = ["consumer", "recorded", "unseen", "waiting", "annotated", "rows", "rejected"]
-        yield table_of("annotation sets", columns, one.strategies, ["set", *columns[1:]])
+        yield output.table_of("annotation sets", columns, one.strategies, ["set", *columns[1:]])
     if one.trainers:
         columns = ["trainer", "set", "rows", "ready", "leased", "committed", "rejected", "step"]
         columns += ["staleness", "undelivered groups", "uncommitted groups"]
@@ -140,5 +120,5 @@ def _experiment_text(one: ExperimentOverview) -> Lines:
             )
             for t in one.trainers
         ]
-        yield table("trainers", columns, rows)
-    yield table("events", ["kind", "count"], list(one.events.items()))
+        yield output.table("trainers", columns, rows)
+    yield output.table("events", ["kind", "count"], list(one.events.items()))

@@ -14,21 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trinity_buffer.errors import (
-    CodecVersionError,
-    ConflictError,
-    InvalidArgumentError,
-    ReadOnlyStoreError,
-    RunStalledError,
-    SchemaOutdatedError,
-    SchemaTooNewError,
-    StoreReplacedError,
-    TrainingError,
-    TrinityBufferError,
-    UnknownExperimentError,
-    UnknownStoreError,
-    UnsafeStoreError,
-)
+from trinity_buffer import errors
 
 RESTARTS_WITHOUT_CHAOS = 3
 FRIENDLY_EXIT_S = 1.2
@@ -49,32 +35,32 @@ STALLED = 3
 _FINAL = (2, GIVEN_UP)  # 2: the command itself was refused
 
 _BEYOND_RESTART = (
-    InvalidArgumentError,
-    ConflictError,
-    TrainingError,
-    CodecVersionError,
-    UnknownStoreError,
-    UnknownExperimentError,
-    SchemaOutdatedError,
-    SchemaTooNewError,
-    UnsafeStoreError,
-    ReadOnlyStoreError,
-    StoreReplacedError,
+    errors.InvalidArgumentError,
+    errors.ConflictError,
+    errors.TrainingError,
+    errors.CodecVersionError,
+    errors.UnknownStoreError,
+    errors.UnknownExperimentError,
+    errors.SchemaOutdatedError,
+    errors.SchemaTooNewError,
+    errors.UnsafeStoreError,
+    errors.ReadOnlyStoreError,
+    errors.StoreReplacedError,
 )
 
 _PR_SET_PDEATHSIG = 1
 
 
-def exit_code_of(error: TrinityBufferError) -> int:
+def exit_code_of(error: errors.TrinityBufferError) -> int:
     """Return the exit code for ``error``: 1 failed, 2 refused, 3 the run has stalled.
 
     The code of a supervised command instead decides whether its supervisor restarts it.
     """
     if os.environ.get(ENDS_WITH_PARENT):
         return GIVEN_UP if isinstance(error, _BEYOND_RESTART) else 1
-    if isinstance(error, RunStalledError):
+    if isinstance(error, errors.RunStalledError):
         return STALLED
-    return 1 if isinstance(error, TrainingError) else 2
+    return 1 if isinstance(error, errors.TrainingError) else 2
 
 
 def end_with_parent() -> None:

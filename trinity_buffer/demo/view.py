@@ -13,17 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trinity_buffer.events import (
-    BatchLeased,
-    ConfigurationChanged,
-    ExperiencesAnnotated,
-    ExperiencesRecorded,
-    ExperiencesRejected,
-    ExperimentFinished,
-    PolicyPublished,
-    StepDealt,
-    StepsCommitted,
-)
+from trinity_buffer import events
 from trinity_buffer.pipeline.handle import Event
 
 WINDOW_S = 5.0
@@ -91,27 +81,27 @@ class RunNumbers:
         """Fold one event; most kinds change nothing here."""
         fact, at = event.fact, event.recorded_at
         match fact:
-            case ExperiencesRecorded():
+            case events.ExperiencesRecorded():
                 self._recorded(fact, at)
-            case ExperiencesAnnotated():
+            case events.ExperiencesAnnotated():
                 self.annotated.add(len(fact.experiences), at)
-            case ExperiencesRejected():
+            case events.ExperiencesRejected():
                 self.rejected += len(fact.experiences)
                 self.rejected_rows += len(fact.experiences) if fact.by == "trainer" else 0
-            case BatchLeased():
+            case events.BatchLeased():
                 self.leased_rows += len(fact.annotations)
-            case StepDealt():
+            case events.StepDealt():
                 self.leased_rows -= len(fact.dropped)
-            case StepsCommitted():
+            case events.StepsCommitted():
                 self._committed(fact, at)
-            case PolicyPublished():
+            case events.PolicyPublished():
                 self.policy = fact.number
-            case ExperimentFinished():
+            case events.ExperimentFinished():
                 self.finished = fact.reason
-            case ConfigurationChanged():  # a changed run goes on
+            case events.ConfigurationChanged():  # a changed run goes on
                 self.finished = None
 
-    def _committed(self, fact: StepsCommitted, at: float) -> None:
+    def _committed(self, fact: events.StepsCommitted, at: float) -> None:
         self.steps.add(len(fact.steps), at)
         self.step = fact.steps[-1]
         self.staleness = fact.metrics.get("staleness", self.staleness)
@@ -120,7 +110,7 @@ class RunNumbers:
         if "accuracy" in fact.metrics:
             self.accuracies.append((self.step, fact.metrics["accuracy"]))
 
-    def _recorded(self, fact: ExperiencesRecorded, at: float) -> None:
+    def _recorded(self, fact: events.ExperiencesRecorded, at: float) -> None:
         columns = fact.columns
         runs = zip(columns.batch, columns.task, columns.run, strict=True)
         last = dict(zip(runs, columns.reward, strict=True))

@@ -7,36 +7,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
+from trinity_buffer import events
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.events import (
-    KINDS,
-    BatchLeased,
-    BatchPlanned,
-    BatchSealed,
-    ChainStarted,
-    ConfigurationChanged,
-    ConsumerRegistered,
-    ExperiencesAnnotated,
-    ExperiencesRecorded,
-    ExperiencesRejected,
-    ExperimentCreated,
-    ExperimentFinished,
-    Fact,
-    PolicyPublished,
-    RankJoined,
-    RanksAssembled,
-    RewardsAssigned,
-    SegmentsArchived,
-    SegmentsRestored,
-    StepDealt,
-    StepMeasured,
-    StepPartDone,
-    StepsCommitted,
-    StreamEnded,
-    TrainerRewound,
-    UnknownEvent,
-    body_of,
-)
 from trinity_buffer.inspector.source import require_position
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
@@ -90,8 +62,8 @@ async def event_lines(
         if follow:
             raise InvalidArgumentError("--as-of ends the log: leave out --follow")
     for kind in kinds or ():
-        if kind not in KINDS:
-            raise UnknownNameError(f"no event is a {kind!r}; kinds are {', '.join(KINDS)}")
+        if kind not in events.KINDS:
+            raise UnknownNameError(f"no event is a {kind!r}; kinds are {', '.join(events.KINDS)}")
     async for event in experiment.events(after, follow=follow, kinds=kinds):
         if up_to is not None and event.position > up_to:
             return
@@ -106,54 +78,62 @@ def line_of(event: Event) -> EventLine:
     )
 
 
-def _summary(fact: Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per kind
+def _summary(fact: events.Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per kind
     match fact:
-        case ExperimentCreated():
+        case events.ExperimentCreated():
             return ", ".join(f"{key}={value!r}" for key, value in fact.config.items())
-        case ConfigurationChanged():
+        case events.ConfigurationChanged():
             pairs = fact.changes.items()
             return ", ".join(f"{key}: {before!r} -> {after!r}" for key, (before, after) in pairs)
-        case ExperimentFinished():
+        case events.ExperimentFinished():
             return fact.reason
-        case BatchPlanned():
+        case events.BatchPlanned():
             size = f"{len(fact.tasks)} tasks × {fact.rollouts_per_group} rollouts"
             return f"batch {fact.batch}: {size}"
-        case BatchSealed():
+        case events.BatchSealed():
             return f"batch {fact.batch}: {fact.expected} experiences"
-        case ExperiencesRecorded():
+        case events.ExperiencesRecorded():
             return _recorded(fact)
-        case ConsumerRegistered():
+        case events.ConsumerRegistered():
             return f"{fact.kind} {fact.consumer}"
-        case ExperiencesAnnotated():
+        case events.ExperiencesAnnotated():
             size = f"{len(fact.experiences)} in {counted(len(fact.planned), 'group')}"
             return f"set {fact.consumer}: {size}"
-        case ExperiencesRejected():
+        case events.ExperiencesRejected():
             return f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"
-        case BatchLeased():
+        case events.BatchLeased():
             parts = f"{fact.num_groups} groups, {len(fact.microbatches)} micro-batches"
             return f"step {fact.step} of {fact.consumer}: {len(fact.annotations)} rows, {parts}"
-        case StepDealt():
+        case events.StepDealt():
             less = f", without {len(fact.dropped)} rows" if fact.dropped else ""
             return f"step {fact.step} of {fact.consumer} to {fact.world_size} ranks{less}"
-        case StepsCommitted():
+        case events.StepsCommitted():
             return _committed(fact)
-        case StepMeasured():
+        case events.StepMeasured():
             return f"step {fact.step} of {fact.consumer}: {fact.rows} rows"
-        case TrainerRewound():
+        case events.TrainerRewound():
             return f"{fact.consumer} back to step {fact.step}"
-        case RewardsAssigned():
+        case events.RewardsAssigned():
             return f"{len(fact.rewards)} rewards of {fact.scoring}"
-        case SegmentsArchived():
+        case events.SegmentsArchived():
             where = fact.uri or "nowhere: deleted for good"
             return f"{len(fact.segments)} segments to {where}"
-        case SegmentsRestored():
+        case events.SegmentsRestored():
             return f"{len(fact.segments)} segments"
-        case PolicyPublished():
+        case events.PolicyPublished():
             return f"version {fact.number}: {fact.uri}"
-        case ChainStarted():
+        case events.ChainStarted():
             return f"all before it has the head {fact.digest.hex()}"
-        case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded() | UnknownEvent():
-            return ", ".join(f"{key}={_short(value)}" for key, value in body_of(fact).items())
+        case (
+            events.RankJoined()
+            | events.RanksAssembled()
+            | events.StepPartDone()
+            | events.StreamEnded()
+            | events.UnknownEvent()
+        ):
+            return ", ".join(
+                f"{key}={_short(value)}" for key, value in events.body_of(fact).items()
+            )
         case _:
             assert_never(fact)
 
@@ -164,7 +144,7 @@ def _short(value: Any) -> str:
     return f"{len(value)} of them" if isinstance(value, list | dict) else str(value)
 
 
-def _recorded(fact: ExperiencesRecorded) -> str:
+def _recorded(fact: events.ExperiencesRecorded) -> str:
     columns = fact.columns
     rewards = [reward for reward in columns.reward if reward is not None]
     parts = [f"{len(columns)} of batch {_shortened(columns.batch)}"]
@@ -186,7 +166,7 @@ def _reasons(reasons: Iterable[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(counted))
 
 
-def _committed(fact: StepsCommitted) -> str:
+def _committed(fact: events.StepsCommitted) -> str:
     first, last = fact.steps[0], fact.steps[-1]
     numbers = f"step {first}" if first == last else f"steps {first} to {last}"
     line = f"{numbers} of {fact.consumer}, checkpoint {fact.checkpoint or 'none'}"

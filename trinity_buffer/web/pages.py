@@ -8,29 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trinity_buffer import inspector
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.inspector import (
-    EatenRow,
-    Match,
-    RunDifference,
-    SetDifference,
-    blame,
-    compare_runs,
-    event_lines,
-    groups,
-    growth_by_actor,
-    leases,
-    overview,
-    position_before,
-    rejection_counts,
-    rejections,
-    search,
-    show,
-    staleness,
-    steps,
-    tokens,
-    why,
-)
 from trinity_buffer.inspector.compare import comparing
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.experience import Unreadable
@@ -54,7 +33,7 @@ NEIGHBOURS = 30
 
 async def steps_page(asked: Asked) -> Page:
     """Return gradient steps: curves, a bar that leads to each, and a row for each."""
-    after, lines = asked.whole("after"), await _of_trainer(asked, steps, STEPS_OF_CHARTS)
+    after, lines = asked.whole("after"), await _of_trainer(asked, inspector.steps, STEPS_OF_CHARTS)
     shown = lines[:PAGE] if after is not None else lines[-PAGE:]
     return "steps.html", {
         "charts": charts_of(lines),
@@ -85,9 +64,9 @@ async def _of_trainer(
 async def step_page(asked: Asked) -> Page:
     """Return what one gradient step was given; a bar of the histogram leads to its rows."""
     source, number = asked.source, whole("step", asked.part)
-    contents = await blame(source, number, trainer=asked.text("trainer"))
+    contents = await inspector.blame(source, number, trainer=asked.text("trainer"))
     trainer = contents.line.trainer
-    near = await steps(
+    near = await inspector.steps(
         source, trainer=trainer, after=max(0, number - 1 - NEIGHBOURS), limit=2 * NEIGHBOURS + 1
     )
     rows = _chosen(asked, contents.rows)
@@ -106,7 +85,7 @@ async def step_page(asked: Asked) -> Page:
     }
 
 
-def _chosen(asked: Asked, eaten: tuple[EatenRow, ...]) -> list[EatenRow]:
+def _chosen(asked: Asked, eaten: tuple[inspector.EatenRow, ...]) -> list[inspector.EatenRow]:
     """Return the rows of runs between the rewards asked for, in the order that is asked for."""
     low, high = asked.real("low"), asked.real("high")
     rows = [
@@ -124,12 +103,12 @@ def _chosen(asked: Asked, eaten: tuple[EatenRow, ...]) -> list[EatenRow]:
 
 async def staleness_page(asked: Asked) -> Page:
     """Return how old what was trained on was: a lane for each actor, and step by step."""
-    after, ages = asked.whole("after"), await _of_trainer(asked, staleness, PAGE)
+    after, ages = asked.whole("after"), await _of_trainer(asked, inspector.staleness, PAGE)
     first = ages[0].step if ages else 0
     return "staleness.html", {
         "rows": ages,
         "lanes": lanes(ages),
-        "actors": growth_by_actor(ages),
+        "actors": inspector.growth_by_actor(ages),
         "older": max(0, first - 1 - PAGE) if first > 1 else None,
         "newer": ages[-1].step if ages and after is not None else None,
         "trainer": asked.text("trainer"),
@@ -147,9 +126,9 @@ SHADES = 5
 async def rollout_page(asked: Asked) -> Page:
     """Return one rollout: what it holds, why it was trained or not, and its tokens."""
     source, uid = asked.source, asked.text("uid") or ""
-    rollout, start = await show(source, uid), asked.whole("from") or 0
+    rollout, start = await inspector.show(source, uid), asked.whole("from") or 0
     try:
-        table = await tokens(source, rollout.uid, annotation_set=asked.text("set"))
+        table = await inspector.tokens(source, rollout.uid, annotation_set=asked.text("set"))
     except UnknownNameError:
         table = None
     overlays = (*PLAIN_OVERLAYS, *(() if table is None else table.columns))
@@ -161,7 +140,7 @@ async def rollout_page(asked: Asked) -> Page:
         rows = token_rows(table, overlay, start, texts)
     return "rollout.html", {
         "found": rollout,
-        "why": await why(source, rollout.uid),
+        "why": await inspector.why(source, rollout.uid),
         "texts": {name: value for name, value in rollout.objects.items() if value},
         "limit": TEXT,
         "table": table,
@@ -233,15 +212,17 @@ async def diff_page(asked: Asked) -> Page:
     if source.position is None:  # as it was, a run is compared with nothing
         others = [name for name in await asked.store.experiments() if name != asked.name]
     first, second, other = (asked.text(name) for name in ("first", "second", "run"))
-    sets: SetDifference | None = None
-    runs: RunDifference | None = None
+    sets: inspector.SetDifference | None = None
+    runs: inspector.RunDifference | None = None
     reached = 0
     if first and second:
         sets, reached = await _compared(asked, source, first, second)
     elif other and source.position is not None:
         raise InvalidArgumentError("two runs are compared as they are now: open the diff there")
     elif other:
-        runs = await compare_runs(source, now(await asked.store.experiment(other)), limit=STEPS)
+        runs = await inspector.compare_runs(
+            source, now(await asked.store.experiment(other)), limit=STEPS
+        )
     return "diff.html", {
         "names": [row.name for row in consumers.values() if row.kind == "strategy"],
         "others": others,
@@ -257,11 +238,11 @@ async def diff_page(asked: Asked) -> Page:
 
 async def _compared(
     asked: Asked, source: Source, first: str, second: str
-) -> tuple[SetDifference, int]:
+) -> tuple[inspector.SetDifference, int]:
     """Return what was found in the seconds that are asked for, and up to which position."""
     # A page is made while someone waits: what was found by then is shown, with its position.
     until = time.monotonic() + min(LONGEST_S, asked.whole("seconds") or FIRST_S)
-    difference = SetDifference(first, second)
+    difference = inspector.SetDifference(first, second)
     async for difference, reached in comparing(source, first, second):
         if time.monotonic() > until:
             return difference, reached
@@ -277,15 +258,15 @@ async def overview_page(asked: Asked) -> Page:
     """Return counts from the plan to the commit, and what is stuck now."""
     source, examined = asked.source, None
     if source.position is None:
-        (counted,) = (await overview(asked.store, asked.name)).experiments
+        (counted,) = (await inspector.overview(asked.store, asked.name)).experiments
         examined = await examine(asked.store, asked.name)
     else:
         counted = await overview_of(source)
     return "overview.html", {
         "counted": counted,
         "examined": examined,
-        "leases": await leases(source),
-        "rejected": await rejection_counts(source),
+        "leases": await inspector.leases(source),
+        "rejected": await inspector.rejection_counts(source),
         "live": counted.head,
     }
 
@@ -293,7 +274,7 @@ async def overview_page(asked: Asked) -> Page:
 async def groups_page(asked: Asked) -> Page:
     """Return groups, the newest first."""
     batch, before = asked.text("batch"), asked.whole("before", GREATEST)
-    page = await groups(
+    page = await inspector.groups(
         asked.source,
         annotation_set=asked.text("set"),
         batch=batch,
@@ -313,10 +294,12 @@ async def rejected_page(asked: Asked) -> Page:
     """Return what was left out; of one consumer, page by page."""
     source, by = asked.source, asked.text("by")
     before = asked.whole("before", GREATEST)
-    page = await rejections(source, by=by, reason=asked.text("reason"), limit=PAGE, before=before)
+    page = await inspector.rejections(
+        source, by=by, reason=asked.text("reason"), limit=PAGE, before=before
+    )
     more = _lowest(row.address for row in page) if by and len(page) == PAGE else None
     return "rejected.html", {
-        "counts": await rejection_counts(source),
+        "counts": await inspector.rejection_counts(source),
         "rejected": page,
         "by": by,
         "reason": asked.text("reason"),
@@ -338,7 +321,7 @@ class _LongEnough(Exception):  # noqa: N818 - no error: what ends a part of a se
 async def search_page(asked: Asked) -> Page:
     """Return rollouts whose texts hold what is looked for: as many as are found in some seconds."""
     source, text = asked.source, asked.text("text")
-    matches: list[Match] = []
+    matches: list[inspector.Match] = []
     unreadable: list[Unreadable] = []
     more = None
     if text is not None:
@@ -354,7 +337,11 @@ async def search_page(asked: Asked) -> Page:
 
 
 async def _search(
-    source: Source, text: str, asked: Asked, matches: list[Match], unreadable: list[Unreadable]
+    source: Source,
+    text: str,
+    asked: Asked,
+    matches: list[inspector.Match],
+    unreadable: list[Unreadable],
 ) -> int | None:
     """Search into the lists; return the address after which it goes on, None at the end."""
     after = asked.whole("after", GREATEST)
@@ -364,7 +351,7 @@ async def _search(
         if time.monotonic() > until:
             raise _LongEnough(address)
 
-    following = search(
+    following = inspector.search(
         source,
         text,
         exact=asked.text("exact") is not None,
@@ -387,10 +374,12 @@ async def events_page(asked: Asked) -> Page:
     experiment, up_to = await asked.store.experiment(asked.name), asked.source.position
     asked_after = asked.whole("after", GREATEST >> 20)
     after = (
-        await position_before(experiment, PAGE, up_to=up_to) if asked_after is None else asked_after
+        await inspector.position_before(experiment, PAGE, up_to=up_to)
+        if asked_after is None
+        else asked_after
     )
     lines = []
-    async for line in event_lines(experiment, after=after, up_to=up_to):
+    async for line in inspector.event_lines(experiment, after=after, up_to=up_to):
         lines.append(line)
         if len(lines) == PAGE:
             break

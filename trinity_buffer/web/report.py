@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trinity_buffer import inspector
 from trinity_buffer.errors import DamagedSegmentError, UnknownNameError
-from trinity_buffer.inspector import (
-    StepLine,
-    blame,
-    event_lines,
-    growth_by_actor,
-    overview,
-    position_before,
-    rejection_counts,
-    show,
-    staleness,
-    steps,
-)
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.inspector.step_lines import EatenRow, rewards_of_runs
@@ -40,24 +29,24 @@ async def report(store: Store, experiment: str) -> str:
     """
     handle = await store.experiment(experiment)
     source = now(handle)
-    (counted,) = (await overview(store, experiment)).experiments
-    lines = await steps(source, limit=STEPS) if counted.trainers else []
-    after = await position_before(handle, EVENTS)
+    (counted,) = (await inspector.overview(store, experiment)).experiments
+    lines = await inspector.steps(source, limit=STEPS) if counted.trainers else []
+    after = await inspector.position_before(handle, EVENTS)
     page = {
         "name": experiment,
         "url": store.url,
         "counted": counted,
         "stuck": (await examine(store, experiment)).stuck,
         "charts": charts_of(lines),
-        "rejected": await rejection_counts(source),
-        "actors": growth_by_actor(await staleness(source)) if lines else [],
+        "rejected": await inspector.rejection_counts(source),
+        "actors": inspector.growth_by_actor(await inspector.staleness(source)) if lines else [],
         "step": await _last_step(source, lines),
-        "events": [line async for line in event_lines(handle, after=after)],
+        "events": [line async for line in inspector.event_lines(handle, after=after)],
     }
     return rendered("report.html", page)
 
 
-def charts_of(step_lines: Sequence[StepLine]) -> list[Lines]:
+def charts_of(step_lines: Sequence[inspector.StepLine]) -> list[Lines]:
     """Return a curve of everything that is known of steps."""
     curves: dict[str, list[float | None]] = {
         "reward": [line.reward for line in step_lines],
@@ -74,13 +63,15 @@ def charts_of(step_lines: Sequence[StepLine]) -> list[Lines]:
     return [chart for chart in made if chart is not None]
 
 
-async def _last_step(source: Source, lines: Sequence[StepLine]) -> Mapping[str, Any] | None:
+async def _last_step(
+    source: Source, lines: Sequence[inspector.StepLine]
+) -> Mapping[str, Any] | None:
     """Return the last committed step: rewards as a histogram, and the rows that weighed most."""
     committed = [line for line in lines if line.state == "committed"]
     if not committed:
         return None
     try:
-        contents = await blame(source, committed[-1].step, trainer=committed[-1].trainer)
+        contents = await inspector.blame(source, committed[-1].step, trainer=committed[-1].trainer)
     # The rest of the report is worth having without the last step.
     except DamagedSegmentError:
         return None
@@ -96,7 +87,7 @@ async def _last_step(source: Source, lines: Sequence[StepLine]) -> Mapping[str, 
 
 async def _text(source: Source, row: EatenRow) -> str:
     try:
-        objects = (await show(source, row.uid)).objects
+        objects = (await inspector.show(source, row.uid)).objects
     except (UnknownNameError, DamagedSegmentError) as error:
         return str(error)
     return cut(objects.get("response_text") or "", TEXT)
