@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +89,56 @@ def replay(
     if tolerance is not None and math.isnan(tolerance):
         raise InvalidArgumentError("--tolerance nan: give a number, such as 1e-5")
     roles.use_one_thread()
-    recorded_config = anyio.run(roles.config_of, url, experiment)
-    config = roles.at_its_device(resolved(overridden(recorded_config.model_dump(), overrides)))
+    config = _configured(url, experiment, overrides)
+    first, last = _span(steps, from_checkpoint)
+    end = anyio.run(_end, url, experiment, config.trainer, last)
+    options: dict[str, Any] = {"first": first, "last": end.step, "repeat_skips": not overrides}
+    if overrides:  # another algorithm may need other columns than the run's
+        options["needs"] = stream_options(algorithm_of(config))["needs"]
+    losses: list[float] = []
+
+    def on_step(report: StepReport) -> None:
+        losses.append(report.loss)
+        say(roles.line_of(report))
+        _score_as_then(trainer, report.step + 1, end)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        with open_replay_stream(
+            url,
+            experiment=experiment,
+            consumer=config.trainer,
+            from_checkpoint=from_checkpoint,
+            device=config.device,
+            **options,
+        ) as stream:
+            algorithm = algorithm_of(config)
+            settings = replace(roles.settings_of(config, Path(scratch)), max_skipped_steps=None)
+            trainer = roles.trainer_on(stream, config, algorithm, settings)
+            _score_as_then(trainer, first, end)
+            with own_code(parts_of(algorithm)):
+                trainer.run(on_step)
+        weights = save_checkpoint(Path(scratch), trainer.state) / trainer.policy.file_name
+        digest = digest_of(weights, like=end.digest)
+        identical = None if overrides or end.digest is None else digest == end.digest
+        largest = None
+        if tolerance is not None or identical is False:
+            largest = _compared(end, weights)
+    return ReplayReport(
+        first,
+        end.step,
+        identical,
+        digest,
+        end.digest,
+        dict(trainer.differences),
+        sum(losses) / len(losses) if losses else 0.0,
+        None if largest is None else largest.relative,
+        None if largest is None else largest.tensor,
+        None if largest is None or tolerance is None else largest.relative <= tolerance,
+    )
+
+
+def _configured(url: str, experiment: str, overrides: list[str]) -> RunConfig:
+    """Return the configuration of the run, with what is overridden for a replay on this device."""
     # Refused rather than ignored: the user would take equal weights for a result.
     for key in (override.partition("=")[0] for override in overrides):
         if key in OF_STEPS:
@@ -100,35 +146,10 @@ def replay(
                 f"--set {key}: a replay takes its steps, their micro-batches and their advantages "
                 "from the log, so that this would change nothing: leave it out"
             )
-    first, last = _span(steps, from_checkpoint)
-    end = anyio.run(_end, url, experiment, config.trainer, last)
-    span = {"consumer": config.trainer, "first": first, "last": end.step}
-    span["repeat_skips"] = not overrides
-    if overrides:  # another algorithm may need other columns than the run's
-        span["needs"] = stream_options(algorithm_of(config))["needs"]
-    then = partial(_score_as_then, without_heads=end.without_heads)
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer, losses = _trained_again(
-            url, experiment, config, Path(scratch), from_checkpoint, span, then, say
-        )
-        weights = save_checkpoint(Path(scratch), trainer.state) / trainer.policy.file_name
-        recorded = end.digest
-        digest = digest_of(weights, like=recorded)
-        identical = None if overrides or recorded is None else digest == recorded
-        wanted = tolerance is not None or identical is False
-        largest = _compared(end, weights) if wanted else None
-    return ReplayReport(
-        first,
-        end.step,
-        identical,
-        digest,
-        recorded,
-        dict(trainer.differences),
-        sum(losses) / len(losses) if losses else 0.0,
-        None if largest is None else largest.relative,
-        None if largest is None else largest.tensor,
-        None if largest is None or tolerance is None else largest.relative <= tolerance,
-    )
+    run = anyio.run(roles.config_of, url, experiment)
+    config = roles.at_its_device(resolved(overridden(run.model_dump(), overrides)))
+    # No commits: the replay's checkpoints are thrown away.
+    return config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
 
 
 def _compared(end: RecordedEnd, weights: Path) -> LargestDifference | None:
@@ -140,38 +161,6 @@ def _compared(end: RecordedEnd, weights: Path) -> LargestDifference | None:
     except CheckpointError:  # other weights have taken their place
         return None
     return largest_difference(end.weights, weights)
-
-
-def _trained_again(
-    url: str,
-    experiment: str,
-    config: RunConfig,
-    scratch: Path,
-    from_checkpoint: Path | None,
-    span: dict[str, Any],
-    score_as_then: Callable[[Trainer, int], None],
-    say: Say,
-) -> tuple[Trainer, list[float]]:
-    """Return a trainer after the replayed steps, and the loss of each step."""
-    losses: list[float] = []
-
-    def on_step(report: StepReport) -> None:
-        losses.append(report.loss)
-        say(roles.line_of(report))
-        score_as_then(trainer, report.step + 1)
-
-    # No commits: the replay's checkpoints are thrown away.
-    config = config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
-    with open_replay_stream(
-        url, experiment=experiment, from_checkpoint=from_checkpoint, device=config.device, **span
-    ) as stream:
-        settings = replace(roles.settings_of(config, scratch), max_skipped_steps=None)
-        algorithm = algorithm_of(config)
-        trainer = roles.trainer_on(stream, config, algorithm, settings)
-        score_as_then(trainer, span["first"])
-        with own_code(parts_of(algorithm)):
-            trainer.run(on_step)
-    return trainer, losses
 
 
 def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:
@@ -205,8 +194,8 @@ async def _end(url: str, experiment: str, trainer: str, last: int | None) -> Rec
         return await recorded_end(await store.experiment(experiment), trainer, last)
 
 
-def _score_as_then(trainer: Trainer, step: int, *, without_heads: int) -> None:
+def _score_as_then(trainer: Trainer, step: int, end: RecordedEnd) -> None:
     """Score a step as the run did: from all logits at once, before the log had heads."""
     for model in trainer.scoring:
         if isinstance(model, TransformerPolicy):
-            model.whole_logits = step <= without_heads
+            model.whole_logits = step <= end.without_heads
