@@ -122,7 +122,7 @@ class PostgresSite(Site):
 
     @override
     def time_writes(self, url: str, transactions: Sequence[Transaction]) -> float:
-        """Return the seconds of the same transactions through bare asyncpg."""
+        """Return the seconds of the same transactions through bare psycopg."""
         other = self.new_url()
         try:
             return bare_postgresql.time_writes(other, transactions)

@@ -41,7 +41,6 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/inspector/table.py:pyarrow": "pyarrow is an extra",
     f"{PACKAGE}/inspector/table.py:parquet_writer": "pyarrow is an extra",
     f"{PACKAGE}/pipeline/archive.py:_parquet": "pyarrow is an extra",
-    f"{PACKAGE}/store/postgres.py:_ask": "asyncpg is an extra that users of SQLite do not have",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
     f"{PACKAGE}/cli/data.py:report": "jinja2, which an export does not need",
     f"{PACKAGE}/cli/data.py:track": "torch, which an export does not need",

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.postgres import PostgresServer
 from tests.sample_run import rollout
@@ -28,24 +27,22 @@ signal.pause()
 """
 
 
-async def ask(url: str, sql: str) -> object:
-    engine = create_async_engine(make_url(url).set(drivername="postgresql+asyncpg"))
+def ask(url: str, sql: str) -> object:
+    engine = create_engine(make_url(url).set(drivername="postgresql+psycopg"))
     try:
-        async with engine.begin() as connection:
-            result = await connection.execute(text(sql))
+        with engine.begin() as connection:
+            result = connection.execute(text(sql))
             return result.scalar() if result.returns_rows else None
     finally:
-        await engine.dispose()
+        engine.dispose()
 
 
 @pytest.mark.parametrize("_turn", [1, 2])
-async def test_each_test_has_an_empty_database_for_sqlalchemy_and_asyncpg(
+async def test_each_test_has_an_empty_database_for_sqlalchemy_and_psycopg(
     postgres_url: str, _turn: int
 ) -> None:
-    assert (
-        await ask(postgres_url, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == 0
-    )
-    await ask(postgres_url, "CREATE TABLE rest (x int)")
+    assert ask(postgres_url, "SELECT count(*) FROM pg_tables WHERE schemaname = 'public'") == 0
+    ask(postgres_url, "CREATE TABLE rest (x int)")
 
 
 @pytest.mark.parametrize(
@@ -68,8 +65,8 @@ async def test_each_test_has_a_store_as_it_was_made(
         assert experiment.key == 1
         await experiment.writer("e0").write([rollout("b0", 0, 0, 1.0)])
     with pytest.raises(DBAPIError, match="append-only"):
-        await ask(postgres_store_url, "DELETE FROM event")
-    await ask(postgres_store_url, meanwhile)
+        ask(postgres_store_url, "DELETE FROM event")
+    ask(postgres_store_url, meanwhile)
 
 
 def test_a_store_url_names_its_backend(store_url: str, request: pytest.FixtureRequest) -> None:
@@ -79,13 +76,13 @@ def test_a_store_url_names_its_backend(store_url: str, request: pytest.FixtureRe
 @pytest.mark.long
 async def test_a_durable_server_is_as_postgresql_comes_and_survives_a_kill() -> None:
     with PostgresServer() as server:
-        await ask(server.url(), "CREATE TABLE kept AS SELECT 7 AS x")
+        ask(server.url(), "CREATE TABLE kept AS SELECT 7 AS x")
         server.kill9()
         server.start()
-        assert await ask(server.url(), "SELECT x FROM kept") == 7
-        assert await ask(server.url(), "SHOW fsync") == "on"
-        assert await ask(server.url(), "SHOW wal_segment_size") == "16MB"
-        assert await ask(server.url(), "SHOW max_wal_size") == "1GB"
+        assert ask(server.url(), "SELECT x FROM kept") == 7
+        assert ask(server.url(), "SHOW fsync") == "on"
+        assert ask(server.url(), "SHOW wal_segment_size") == "16MB"
+        assert ask(server.url(), "SHOW max_wal_size") == "1GB"
 
 
 @pytest.mark.long

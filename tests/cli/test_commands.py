@@ -40,7 +40,7 @@ def test_the_help_loads_neither_sql_nor_tables_nor_tensors() -> None:
 def test_a_question_loads_what_it_asks_with_and_no_more() -> None:
     modules = loaded_by("stats", "--store", "sqlite:///not-there.db")
     assert "sqlalchemy" in modules
-    assert not {"torch", "alembic", "pyarrow", "asyncpg"} & modules
+    assert not {"torch", "alembic", "pyarrow", "psycopg"} & modules
     assert "trinity_buffer.cli.run" not in modules
 
 
@@ -52,7 +52,7 @@ def test_a_question_about_tensors_loads_no_torch(command: str) -> None:
 
 def test_a_question_loads_the_driver_of_its_own_database_and_no_orm(store_url: str) -> None:
     modules = loaded_by("stats", "--store", store_url)
-    of_server = {"sqlalchemy.dialects.postgresql", "asyncpg"} & modules
+    of_server = {"sqlalchemy.dialects.postgresql", "psycopg"} & modules
     assert len(of_server) == (0 if store_url.startswith("sqlite") else 2)
     assert "sqlalchemy.engine" in modules
     assert not {"sqlalchemy.orm", "alembic", "numpy"} & modules

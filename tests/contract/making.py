@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import anyio
 import torch
 from sqlalchemy import Table, func, select, text
-from sqlalchemy.util import await_only
 
 from trinity_buffer import open_store
 from trinity_buffer.experience import EID, Experience
@@ -158,8 +157,7 @@ def dawdling(wait: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[Transactio
     loop = asyncio.get_running_loop()
 
     def dawdle(tx: Transaction) -> T:
-        if tx.dialect.name == "sqlite":  # in a thread of its own
-            return asyncio.run_coroutine_threadsafe(wait(), loop).result()
-        return await_only(wait())
+        del tx
+        return asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
     return dawdle

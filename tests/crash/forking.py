@@ -21,7 +21,7 @@ from trinity_buffer.cli import supervisor
 
 CONTEXT = multiprocessing.get_context("forkserver")
 IMPORTED = (
-    "asyncpg",
+    "psycopg",
     "torch._dynamo",  # two seconds, which the first optimizer of a process would take
     "tests.crash.roles",
     "tests.torture.roles",

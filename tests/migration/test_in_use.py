@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import anyio
-import asyncpg
+import psycopg
 import pytest
 from pysqlite3 import dbapi2
 from sqlalchemy import text
@@ -74,11 +74,11 @@ async def test_a_database_that_somebody_has_open_is_not_migrated(
     postgres_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await copied_to_postgresql(laid_down("0001", tmp_path), "0001", postgres_url)
-    other, leave = await asyncpg.connect(postgres_url), anyio.Event()
+    other, leave = psycopg.connect(postgres_url), anyio.Event()
 
     async def close() -> None:
         await leave.wait()
-        await other.close()
+        other.close()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(close)

@@ -155,9 +155,9 @@ async def _a_write_to_what_was_opened_to_read(scene: Scene) -> None:
         await (await store.experiment("run")).writer("e0").write([rollout("c")])
 
 
-@mistake(r"this needs asyncpg: pip install 'trinity-buffer\[postgresql\]'")
+@mistake(r"this needs psycopg: pip install 'trinity-buffer\[postgresql\]'")
 async def _an_extra_that_is_not_installed(scene: Scene) -> None:
-    with patch.dict(sys.modules, {"asyncpg": None}):
+    with patch.dict(sys.modules, {"psycopg": None}):
         async with tb.open_store("postgresql://localhost/run"):
             pass
 

@@ -426,8 +426,8 @@ FAULTS = [
     Fault(
         "a commit whose answer was lost is sent again, though it stands in the log",
         "store/postgres.py",
-        "            self._doubted = dict(tx.appended)\n",
-        "            pass\n",
+        "                        doubted.update(tx.appended)\n",
+        "                        pass\n",
         "tests/store/test_server_away.py::test_a_commit_whose_answer_was_lost_is_looked_for_and_not_sent_again_blindly",
     ),
     Fault(
@@ -440,8 +440,8 @@ FAULTS = [
     Fault(
         "two changes of one row travel together, and PostgreSQL makes one of them",
         "store/postgres.py",
-        "        if table in self._changes:\n            self._catch_up()\n",
-        "",
+        "enumerate(statements, 1)",
+        "enumerate(dict(statements).items(), 1)",
         "tests/store/test_trips.py::test_changes_of_one_row_are_made_in_order",
     ),
     Fault(

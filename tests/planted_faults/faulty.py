@@ -22,8 +22,8 @@ from typing import Any
 # What takes long to import, of other packages: a fork has it already.
 import alembic.command  # noqa: F401
 import anyio.pytest_plugin  # noqa: F401
-import asyncpg  # noqa: F401
 import hypothesis.stateful  # noqa: F401
+import psycopg  # noqa: F401
 import pydantic  # noqa: F401
 import pysqlite3  # noqa: F401
 import pytest

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import asyncpg
+import psycopg
 
 from tests.sample_run import record_sample_run
 
@@ -32,29 +32,26 @@ def heads_of(name: str, rows: Sequence[Sequence[Any]]) -> list[bytes]:
     return found
 
 
-async def rows_of(url: str) -> list[tuple[Any, ...]]:
+def rows_of(url: str) -> list[tuple[Any, ...]]:
     if url.startswith("sqlite"):
         connection = sqlite3.connect(url.removeprefix("sqlite:///"))
         found = connection.execute(EVENTS).fetchall()
         connection.close()
         return found
-    server = await asyncpg.connect(url.replace("postgresql+asyncpg", "postgresql"))
-    try:
-        return [tuple(row) for row in await server.fetch(EVENTS)]
-    finally:
-        await server.close()
+    with psycopg.connect(url) as server:
+        return server.execute(EVENTS).fetchall()
 
 
 def test_anybody_can_compute_the_heads_of_a_log(store_url: str, tmp_path: Path) -> None:
     asyncio.run(record_sample_run(store_url, tmp_path / "run"))
-    rows = asyncio.run(rows_of(store_url))
+    rows = rows_of(store_url)
     assert len({row[2] for row in rows}) > 10
     assert heads_of("sort", rows) == [row[-1] for row in rows]
 
 
 def test_one_changed_byte_changes_every_head_after_it(sqlite_url: str, tmp_path: Path) -> None:
     asyncio.run(record_sample_run(sqlite_url, tmp_path / "run"))
-    rows = asyncio.run(rows_of(sqlite_url))
+    rows = rows_of(sqlite_url)
     before = heads_of("sort", rows)
     changed = list(rows)
     changed[4] = (*rows[4][:4], rows[4][4][:-1] + bytes([rows[4][4][-1] ^ 1]), None)

@@ -6,35 +6,28 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
-import asyncpg
-from sqlalchemy import make_url
+import psycopg
 
 from trinity_buffer import open_store
 from trinity_buffer.events import StreamEnded
 from trinity_buffer.pipeline.coordination.lease import hold_lease
 from trinity_buffer.pipeline.handle import new_event
 
-LOCK = "SELECT pg_advisory_lock(7, $1)"
+LOCK = "SELECT pg_advisory_lock(7, %s)"
 WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[asyncpg.Connection]:
+async def connected(url: str) -> AsyncIterator[psycopg.AsyncConnection]:
     """Yield a connection past the store."""
-    parsed = make_url(url)
-    server = await asyncpg.connect(
-        host=str(parsed.query["host"]), user=parsed.username, database=parsed.database
-    )
-    try:
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as server:
         yield server
-    finally:
-        await server.close()
 
 
-async def until_waiting(server: asyncpg.Connection, number: int) -> None:
+async def until_waiting(server: psycopg.AsyncConnection, number: int) -> None:
     """Return once so many transactions wait for a lock."""
     with anyio.fail_after(10):
-        while await server.fetchval(WAITING) != number:
+        while await (await server.execute(WAITING)).fetchone() != (number,):
             pass
 
 
@@ -49,7 +42,7 @@ async def test_trainers_that_mix_in_each_other_take_their_locks_in_one_order(
             hold_lease(store.database, other.key, "t") as second,
         ):
             for key in (one.key, other.key):
-                await server.execute(LOCK, key)
+                await server.execute(LOCK, (key,))
             async with anyio.create_task_group() as tasks:
                 for lease, of in ((first, other.key), (second, one.key)):
                     tasks.start_soon(
@@ -61,9 +54,8 @@ async def test_trainers_that_mix_in_each_other_take_their_locks_in_one_order(
                     )
                 await until_waiting(server, 2)
                 await server.execute(
-                    "SELECT pg_advisory_unlock(7, $1), pg_advisory_unlock(7, $2)",
-                    one.key,
-                    other.key,
+                    "SELECT pg_advisory_unlock(7, %s), pg_advisory_unlock(7, %s)",
+                    (one.key, other.key),
                 )
         for experiment in (one, other):
             assert [e.kind async for e in experiment.events()][-1] == "StreamEnded"

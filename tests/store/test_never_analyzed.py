@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, get_args
 
 import pytest
-from sqlalchemy.event import listen
 
 from tests.postgres import PostgresServer
 from tests.sample_run import rollout
+from tests.store.noting import noted
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.events import TrainerRewound
 from trinity_buffer.identity import EID
@@ -106,20 +106,10 @@ async def test_without_statistics_no_question_compares_every_row_with_every_othe
 
 def _prepared(tx: Transaction) -> dict[str, list[str]]:
     """Prepare and plan what every question asks; return how each is executed."""
-    asked: list[tuple[str, Any]] = []
-    listen(  # of what goes through SQLAlchemy, and of the rest
-        tx.connection,
-        "before_cursor_execute",
-        lambda _c, _cursor, statement, given, _context, _many: asked.append((statement, given)),
-    )
-    driver: Any = tx.connection.connection.driver_connection
     found: dict[str, list[str]] = {}
     for name, question in QUESTIONS.items():
-        asked.clear()
-        with driver.query_logger(lambda one: asked.append((one.query, one.args))):
+        with noted(tx) as asked:
             question(tx)
-            assert tx.connection is not None  # and what was kept to be sent together
-        tx.fetch_all("SELECT 1", ())  # the driver tells of a statement a moment later
         found[name] = []
         for statement, given in dict.fromkeys((sql, _literals(some)) for sql, some in asked):
             key = f"asked_{sum(map(len, found.values()))}"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pysqlite3 import dbapi2
 from sqlalchemy import text
-from sqlalchemy.event import listen
 
+from tests.store.noting import noted
 from trinity_buffer import open_store
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
 from trinity_buffer.identity import EID
@@ -117,18 +117,9 @@ async def test_a_server_too_finds_it_by_key(postgres_url: str, name: str) -> Non
 
     def ask(tx: Transaction) -> None:
         tx.execute(text("SET LOCAL enable_seqscan = off"))  # empty tables are read whole otherwise
-        asked: list[tuple[str, Any]] = []
-        listen(  # of what goes through SQLAlchemy, and of the rest
-            tx.connection,
-            "before_cursor_execute",
-            lambda _c, _cursor, statement, given, _context, _many: asked.append((statement, given)),
-        )
-        driver: Any = tx.connection.connection.driver_connection
-        with driver.query_logger(lambda one: asked.append((one.query, one.args))):
+        with noted(tx) as asked:
             ASKED_FOR_EACH_BATCH[name](tx)
-            assert tx.connection is not None  # and what was kept to be sent together
-        tx.fetch_all("SELECT 1", ())  # the driver tells of a statement a moment later
-        for statement, given in list(asked):
+        for statement, given in asked:
             plan = tx.fetch_all(f"EXPLAIN {statement}", given)
             plans.append("\n".join(line for (line,) in plan))
 

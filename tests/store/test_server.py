@@ -6,17 +6,18 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from threading import Barrier, Event, Semaphore
 
 import anyio
-import asyncpg
+import anyio.to_thread
+import psycopg
 import pytest
-from sqlalchemy.util import await_only
 
 from tests.contract.making import group, kinds, opened
 from tests.postgres import PostgresServer
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
-from trinity_buffer.store import log, postgres, postgres_connect, sqlite
+from trinity_buffer.store import log, postgres, sqlite
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -132,11 +133,10 @@ async def test_nobody_waits_for_ever_for_a_lock_that_somebody_holds(
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
     async with opened(postgres_store_url) as experiment:
         writer = experiment.writer("e0")
-        other = await asyncpg.connect(postgres_store_url)
-        await other.execute(f"BEGIN; {lock}")
-        with anyio.fail_after(20), pytest.raises(StoreBusyError, match="held the database for"):
-            await writer.write(group())
-        await other.close()
+        with psycopg.connect(postgres_store_url) as other:
+            other.execute(lock)
+            with anyio.fail_after(20), pytest.raises(StoreBusyError, match="held the database for"):
+                await writer.write(group())
         assert (await writer.write(group())).written == 4
 
 
@@ -151,7 +151,7 @@ async def test_a_lock_timeout_that_somebody_has_chosen_stays(
 
 
 async def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postgres_connect, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(postgres, "CONNECT_TIMEOUT_S", 2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql://postgres@127.0.0.1:{silent.getsockname()[1]}/any"
         with anyio.fail_after(20), pytest.raises(StoreError, match="it does not answer"):
@@ -164,26 +164,24 @@ async def test_no_more_connections_are_opened_than_were_promised(
     """The next one waits for its turn."""
     monkeypatch.setattr(postgres, "KEPT_CONNECTIONS", 2)
     monkeypatch.setattr(postgres, "MORE_CONNECTIONS", 1)
-    inside, full, one_too_many, done = 0, anyio.Event(), anyio.Event(), anyio.Event()
+    inside, full, one_too_many, done = Semaphore(0), Barrier(4), Event(), Event()
 
     def stay(tx: Transaction) -> int:
-        nonlocal inside
-        inside += 1
-        if inside >= 3:
-            (full if inside == 3 else one_too_many).set()
-        await_only(done.wait())
+        if inside.acquire(blocking=False):
+            one_too_many.set()
+        else:
+            full.wait(20)
+        done.wait(20)
         return len(tx.fetch_all("SELECT 1", ()))
 
     async with open_store(postgres_url) as store, anyio.create_task_group() as tasks:
         for _ in range(4):
             tasks.start_soon(store.database.read, stay)
-        with anyio.fail_after(20):
-            await full.wait()
-        with anyio.move_on_after(0.3):
-            await one_too_many.wait()
+        await anyio.to_thread.run_sync(full.wait, 20)
+        inside.release()  # for the fourth one
+        assert not await anyio.to_thread.run_sync(one_too_many.wait, 0.3)
         done.set()
-        assert not one_too_many.is_set()
-    assert inside == 4
+    assert one_too_many.is_set()
 
 
 async def test_a_connection_that_ends_while_it_is_made_is_told_as_broken(

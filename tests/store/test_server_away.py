@@ -10,8 +10,9 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
-import asyncpg
+import psycopg
 import pytest
+from sqlalchemy import URL
 from typing_extensions import override
 
 from tests.contract.making import group, kinds, opened
@@ -20,7 +21,7 @@ from tests.store.wire import wired
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError, StoreReplacedError, StoreUnavailableError
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.store import log, notify, postgres_connect, sqlite
+from trinity_buffer.store import log, notify, postgres, sqlite
 from trinity_buffer.store.url import parse_url
 
 COMMIT = b"COMMIT\0"
@@ -54,13 +55,13 @@ class Said(logging.Handler):
         super().__init__()
         self._words = words
         self.event = anyio.Event()
-        logging.getLogger(postgres_connect.__name__).addHandler(self)
+        logging.getLogger(postgres.__name__).addHandler(self)
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         if self._words in record.getMessage():
             self.event.set()
-            logging.getLogger(postgres_connect.__name__).removeHandler(self)
+            logging.getLogger(postgres.__name__).removeHandler(self)
 
 
 @pytest.fixture
@@ -205,9 +206,9 @@ async def test_who_opens_a_store_hears_at_once_that_its_server_is_not_there() ->
 async def test_a_peer_that_falls_silent_holds_no_write(
     postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sqlite.BUSY_TIMEOUT_MS / 1000 < postgres_connect.COMMAND_TIMEOUT_S < 45
+    assert sqlite.BUSY_TIMEOUT_MS / 1000 < postgres.COMMAND_TIMEOUT_S < 45
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
-    monkeypatch.setattr(postgres_connect, "COMMAND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(postgres, "COMMAND_TIMEOUT_S", 0.5)
     async with wired(postgres_store_url) as (url, wire), opened(url) as experiment:
         writer = experiment.writer("e0")
         await writer.write(group(task=0))
@@ -225,7 +226,7 @@ async def test_a_follower_hears_of_news_though_its_line_fell_silent(
     monkeypatch.setattr(notify, "ASKED_EVERY_S", 0.2)
     monkeypatch.setattr(notify, "ANSWERS_WITHIN_S", 0.2)
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
-    monkeypatch.setattr(postgres_connect, "COMMAND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(postgres, "COMMAND_TIMEOUT_S", 0.5)
     async with (
         wired(postgres_store_url) as (url, wire),
         opened(url) as follower,
@@ -251,7 +252,7 @@ async def test_a_line_that_could_not_listen_is_waited_on_by_nobody(
 ) -> None:
     is_late = how == "it answers too late"
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 300)
-    monkeypatch.setattr(postgres_connect, "COMMAND_TIMEOUT_S", 0.5 if is_late else 40.0)
+    monkeypatch.setattr(postgres, "COMMAND_TIMEOUT_S", 0.5 if is_late else 40.0)
     async with (
         wired(postgres_store_url) as (url, wire),
         opened(url) as follower,
@@ -355,33 +356,24 @@ def test_several_hosts_stand_where_one_would(url: str, hosts: tuple[str, ...]) -
 async def test_a_connection_that_breaks_while_it_is_made_is_made_again(
     postgres_server: PostgresServer, postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that shuts down in the middle of the first statement leaves asyncpg confused."""
-    connect, prepare = postgres_connect.connect, asyncpg.Connection.prepare
-    made: list[object] = []
-    broken: list[object] = []
+    """As by a server that shuts down in the middle of the first statement."""
+    connect, made = postgres.connect, list[psycopg.Connection[Any]]()
 
-    async def note(**arguments: Any) -> Any:
-        made.append(await connect(**arguments))
+    def break_first(url: URL) -> psycopg.Connection[Any]:
+        made.append(connect(url))
+        if len(made) == 1:
+            postgres.cut(made[0])
         return made[-1]
 
-    async def break_once(self: asyncpg.Connection, *arguments: Any, **named: Any) -> Any:
-        if self is made[-1] and not broken:
-            broken.append(self)
-            raise asyncpg.InternalClientError("another operation is in progress")
-        return await prepare(self, *arguments, **named)
-
-    monkeypatch.setattr(postgres_connect, "connect", note)
     async with opened(postgres_store_url) as experiment:
         name = postgres_store_url.partition("?")[0].rpartition("/")[2]
         gone = (
             f"SELECT pg_terminate_backend(pid, 9000) FROM pg_stat_activity WHERE datname='{name}'"
         )
         await anyio.to_thread.run_sync(postgres_server.execute, gone)
-        monkeypatch.setattr(asyncpg.Connection, "prepare", break_once)
-        number = len(made)
+        monkeypatch.setattr(postgres, "connect", break_first)
         assert await experiment.is_finished() is False
-    assert len(made) > number
-    assert broken
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import cache
 from itertools import chain
@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 
 import aiosqlite
 import anyio
-from sqlalchemy import Table, create_engine, insert
+from sqlalchemy import Table, insert
 from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-from sqlalchemy.pool import NullPool
 from typing_extensions import override
 
 from trinity_buffer.codec.blob import Buffer, mapped
@@ -40,9 +38,12 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import sqlite
-from trinity_buffer.store.postgres_connect import passes_by
 from trinity_buffer.store.sqlite import dbapi2, open_blob
-from trinity_buffer.store.transaction import TakenKeyError, Transaction
+from trinity_buffer.store.transaction import (
+    TakenKeyError,
+    Transaction,
+    engine_without_connections,
+)
 from trinity_buffer.store.write_queue import WriterQueue
 
 
@@ -199,11 +200,6 @@ class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(
             raise StoreUnavailableError(
                 f"{self.name}: cannot reach the database: {str(error) or 'it does not answer'}"
             ) from error
-        if isinstance(error, PoolTimeoutError):
-            raise StoreBusyError(
-                f"{self.name}: all connections of this process wait, for another process that "
-                "holds a lock or for a server that does not answer"
-            ) from error
         if isinstance(error, OverflowError):
             raise InvalidArgumentError(f"{self.name}: {_TOO_LARGE} ({error})") from error
         if isinstance(error, UnicodeEncodeError):  # bytes of a command line that are not UTF-8
@@ -221,10 +217,8 @@ def _translate(error: Exception, name: str) -> Exception:
     cause = " ".join(str(getattr(error, "orig", error)).split())
     if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
         return TakenKeyError(f"{name}: {cause}")
-    if getattr(error, "connection_invalidated", False) or passes_by(getattr(error, "orig", None)):
-        return StoreUnavailableError(f"{name}: cannot reach the database: {cause}")
     lowered = cause.lower()
-    if "(value out of int" in lowered:
+    if lowered.endswith("integer out of range"):
         return InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")
     for words, kind, what in _MEANINGS:
         if any(word in lowered for word in words):
@@ -289,8 +283,7 @@ class SQLiteTransaction(Transaction):
         check: Callable[[Transaction], None] | None = None,
         queue: WriterQueue | None = None,
     ) -> None:
-        _driver_to_wrap.driver = driver
-        super().__init__(_engine().connect())
+        super().__init__(_engine(), driver)
         self._driver = driver
         self._files = files
         self._check = check
@@ -303,7 +296,7 @@ class SQLiteTransaction(Transaction):
         return rows
 
     @override
-    def execute_later(self, table: str, sql: str, values: Sequence[Any]) -> None:
+    def execute_later(self, sql: str, values: Sequence[Any]) -> None:
         """Execute a statement that returns nothing."""
         self._driver.execute(sql, values)
 
@@ -361,34 +354,37 @@ class SQLiteTransaction(Transaction):
     def announce(self) -> None:
         """Pass: other processes see a commit of SQLite by themselves."""
 
-    def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
-        """Return ``f(tx)``, in a transaction of its own."""
-        if not writes or self._queue is None:
-            return self._run(f, writes=writes)
-        self._queue.acquire()
-        try:
-            return self._run(f, writes=True)
-        finally:
-            self._queue.release()
-
-    def _run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+    def run(
+        self,
+        f: Callable[..., T],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        writes: bool,
+        once: bool = False,  # noqa: ARG002 - a server may be away
+    ) -> T:
+        """Return ``f(tx, ...)``, in a transaction of its own."""
+        queue = self._queue if writes else None
+        if queue is not None:
+            queue.acquire()
         # A deferred transaction that is upgraded later fails without waiting for the busy timeout:
         # writers take the lock at once.
         try:
             self._driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             if self._check is not None:
                 self._check(self)
-            done = f(self)
+            done = f(self, *args, **kwargs)
             self._driver.execute("COMMIT")
-            if writes and self._queue is not None:
-                self._queue.release()
-            self._files.check()  # after reads too: a caller may take what it read for safe
         except BaseException:
             if self._driver.in_transaction:  # a full disk may have rolled back already
                 self._driver.execute("ROLLBACK")
             raise
         finally:
-            self._connection.rollback()  # SQLAlchemy's own idea of it; nothing is left to undo
+            if queue is not None:
+                queue.release()
+            if self._connection.in_transaction():  # in SQLAlchemy's idea; nothing is left to undo
+                self._connection.rollback()
+        self._files.check()  # after reads too: a caller may take what it read for safe
         return done
 
     def close(self) -> None:
@@ -397,20 +393,10 @@ class SQLiteTransaction(Transaction):
         self._driver.close()
 
 
-_driver_to_wrap = threading.local()
-"""The driver's connection that SQLAlchemy wraps next, in this thread."""
-
-
 @cache
 def _engine() -> Engine:
-    """Return the engine that all connections share, with its cache of compiled statements."""
-    return create_engine(
-        "sqlite://",
-        module=dbapi2,
-        creator=lambda: _driver_to_wrap.driver,
-        poolclass=NullPool,
-        pool_reset_on_return=None,
-    )
+    """Return the engine that all connections share."""
+    return engine_without_connections("sqlite://", module=dbapi2)
 
 
 @cache
@@ -518,10 +504,6 @@ class ConnectionPool:
         self._free = anyio.Semaphore(number, fast_acquire=True)
         self._write_lock = anyio.Lock(fast_acquire=True)
         self._idle: list[ConnectionThread] = []
-
-    async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
-        """Return ``f(tx)``, in a transaction of its own."""
-        return await self.run_in_thread(lambda tx: tx.run(f, writes=writes), writes=writes)
 
     async def run_in_thread(self, work: Callable[[SQLiteTransaction], T], *, writes: bool) -> T:
         """Return the result of ``work`` in the thread of a connection; one at a time ``writes``.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import anyio
 import anyio.to_thread
 from sqlalchemy.engine import URL
-from sqlalchemy.util import await_only, greenlet_spawn
 
 from trinity_buffer.errors import InvalidArgumentError, ReadOnlyStoreError, StoreError
-from trinity_buffer.store import schema, sqlite, transaction
+from trinity_buffer.store import schema, sqlite
 from trinity_buffer.store.connection import (
     ConnectionPool,
     Owner,
@@ -23,8 +22,7 @@ from trinity_buffer.store.connection import (
     foreign_errors,
 )
 from trinity_buffer.store.notify import Changes, PostgresChanges, SQLiteChanges
-from trinity_buffer.store.postgres import Server
-from trinity_buffer.store.postgres_connect import Outage
+from trinity_buffer.store.postgres import Outage, PostgresConnection, Server
 from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.transaction import ReadSession, SegmentParts, Session, Transaction
@@ -136,8 +134,7 @@ class Database:
         It is shielded: a cancellation takes effect after it. So ``f`` must be short, well below a
         second, and wait for nothing but ``tx``.
         """
-        alone = transaction.is_of_one_statement(f)
-        return await self._run(lambda tx: f(tx, *args, **kwargs), writes=False, alone=alone)
+        return await self.read_session(lambda s: s.read(f, *args, **kwargs))
 
     async def write(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -150,9 +147,7 @@ class Database:
             TakenKeyError: a unique key is taken.
         """
         self.require_writable()
-        done = await self._run(lambda tx: f(tx, *args, **kwargs), writes=True)
-        self._noticed()
-        return done
+        return await self.session(lambda s: s.write(f, *args, **kwargs))
 
     async def try_to_write(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -163,25 +158,15 @@ class Database:
         """
         self._owner.require()
         with suppress(StoreError):
-            if isinstance(self._connections, Server):
-                await self._connections.run_once(lambda tx: f(tx, *args, **kwargs))
-                self._noticed()
-            else:
-                await self.write(f, *args, **kwargs)
-
-    async def _run(self, f: Callable[[Transaction], T], *, writes: bool, alone: bool = False) -> T:
-        self._owner.require()
-        with foreign_errors(self.name):
-            if alone and isinstance(self._connections, Server):
-                return await self._connections.run_alone(f)
-            return await self._connections.run(f, writes=writes)
+            self.require_writable()
+            await self._in_session(lambda s: s.write(f, *args, **kwargs), writes=True, once=True)
 
     async def session(self, work: Callable[[Session], T]) -> T:
         """Return ``work(session)``: short transactions, and what is computed between them.
 
-        On SQLite it runs as a whole in the thread of a connection: going there and back once costs
-        less than doing so for each transaction. As long as it runs, no other task of this process
-        writes.
+        It runs as a whole in the thread of a connection: going there and back once costs less than
+        doing so for each transaction. On SQLite no other task of this process writes as long as it
+        runs.
         """
         return await self._in_session(work, writes=True)
 
@@ -189,11 +174,11 @@ class Database:
         """Return ``work(session)`` of a `session` that does not write, and blocks no writer."""
         return await self._in_session(work, writes=False)
 
-    async def _in_session(self, work: Callable[[Session], T], *, writes: bool) -> T:
+    async def _in_session(
+        self, work: Callable[[Session], T], *, writes: bool, once: bool = False
+    ) -> T:
         self._owner.require()
-        if isinstance(self._connections, Server):
-            return await greenlet_spawn(work, _ServerSession(self))
-        session = _ThreadSession(self)
+        session = _Session(self, once=once)
         try:
             return await self._connections.run_in_thread(partial(session.run, work), writes=writes)
         finally:
@@ -281,15 +266,19 @@ class Database:
         self._changes = PostgresChanges(url, self.name, self._owner, self._outage)
         stack.push_async_callback(self._changes.close)
         with foreign_errors(self.name):
-            self.version = await server.require_suitable(self.name)
+            self.version = await server.require_suitable()
 
     async def _close(self) -> None:
         if self._owner.forked:  # the threads are the parent's, and the files are its to close
             return
+        self._outage.closed.set()
         with anyio.CancelScope(shield=True):
             if self._checkpointer is not None:
                 await anyio.to_thread.run_sync(self._checkpointer.close)
-            await self._connections.close()
+            if isinstance(self._connections, Server):
+                self._connections.close()
+            else:
+                await self._connections.close()
 
     def _connect(self) -> Any:
         """Open one connection to a SQLite file."""
@@ -301,14 +290,10 @@ class Database:
         return driver
 
 
-class _Connections(Protocol):
-    async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T: ...
-
-
 class DedicatedConnection:
     """A connection with tables and views of its own, which hide those of the same names."""
 
-    def __init__(self, database: Database, connections: _Connections) -> None:
+    def __init__(self, database: Database, connections: ConnectionPool | Server) -> None:
         self._database = database
         self._connections = connections
 
@@ -316,7 +301,7 @@ class DedicatedConnection:
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return ``f(tx, ...)``, as `Database.read` does."""
-        return await self._run(lambda tx: f(tx, *args, **kwargs), writes=False)
+        return await self._run(f, args, kwargs, writes=False)
 
     async def change(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -324,12 +309,16 @@ class DedicatedConnection:
         """Return ``f(tx, ...)``, which makes or changes what is temporary, and nothing else."""
         # On SQLite that needs no lock of the file, so that no writer waits for it.
         writes = self._database.dialect == "postgresql"
-        return await self._run(lambda tx: f(tx, *args, **kwargs), writes=writes)
+        return await self._run(f, args, kwargs, writes=writes)
 
-    async def _run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
+    async def _run(
+        self, f: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, writes: bool
+    ) -> T:
         self._database.require_usable()
         with foreign_errors(self._database.name):
-            return await self._connections.run(f, writes=writes)
+            return await self._connections.run_in_thread(
+                lambda connection: connection.run(f, args, kwargs, writes=writes), writes=writes
+            )
 
 
 def _first_look(tx: Transaction) -> None:
@@ -337,58 +326,38 @@ def _first_look(tx: Transaction) -> None:
     tx.fetch_all("SELECT count(*) FROM sqlite_master", ())
 
 
-class _ThreadSession:
-    """A session in the thread of a SQLite connection, where everything is a plain call."""
+class _Session:
+    """A session in the thread of a connection, where everything is a plain call."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, once: bool) -> None:
         self._database = database
-        self._tx: SQLiteTransaction
+        self._once = once
+        self._connection: SQLiteTransaction | PostgresConnection
         self.wrote = False
 
-    def run(self, work: Callable[[Session], T], tx: SQLiteTransaction) -> T:
-        self._tx = tx
+    def run(
+        self, work: Callable[[Session], T], connection: SQLiteTransaction | PostgresConnection
+    ) -> T:
+        self._connection = connection
         return work(self)
 
     def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         with foreign_errors(self._database.name):
-            return self._tx.run(lambda tx: f(tx, *args, **kwargs), writes=False)
+            return self._connection.run(f, args, kwargs, writes=False)
 
     def write(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         self._database.require_writable()
         with foreign_errors(self._database.name):
-            done = self._tx.run(lambda tx: f(tx, *args, **kwargs), writes=True)
+            done = self._connection.run(f, args, kwargs, writes=True, once=self._once)
         self.wrote = True
         return done
 
     def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return f(*args, **kwargs)
-
-    def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-        return self._database.segments.get(self, keys, families)
-
-
-class _ServerSession:
-    """A session on the event loop, whose plain calls wait for a server, or for a thread."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def read(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        return await_only(self._database.read(f, *args, **kwargs))
-
-    def write(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        return await_only(self._database.write(f, *args, **kwargs))
-
-    def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await_only(self._database.compute(f, *args, **kwargs))
 
     def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
         return self._database.segments.get(self, keys, families)

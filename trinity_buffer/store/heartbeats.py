@@ -36,7 +36,7 @@ class PresenceRow:
 def record(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     """Record that a process is alive, and what it waits for."""
     before = row.last_seen - FORGOTTEN_AFTER_US
-    _FORGET.fetch_all(tx, of=experiment, role=row.role, by=row.name, before=before)
+    _FORGET.execute_later(tx, of=experiment, role=row.role, by=row.name, before=before)
     _noted(tx.dialect.name).execute_later(tx, experiment=experiment, **asdict(row))
 
 

@@ -10,26 +10,32 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.from_thread
+import anyio.to_thread
 from sqlalchemy.engine import URL
 from typing_extensions import override
 
-from trinity_buffer.errors import StoreError, StoreUnavailableError
+from trinity_buffer.lazy import extra
+from trinity_buffer.store import postgres
 from trinity_buffer.store.connection import Owner, StoreFiles, foreign_errors
-from trinity_buffer.store.postgres_connect import (
+from trinity_buffer.store.postgres import (
+    CHANNEL,
     Outage,
-    arguments_of,
-    close,
     connect,
-    errors,
-    passes_by,
+    cut,
+    cut_after,
+    driver_errors,
 )
 from trinity_buffer.store.sqlite import dbapi2, uri_of
 
-CHANNEL = "trinity_buffer"
+if TYPE_CHECKING:
+    import psycopg
+
 FIRST_POLL_S = 0.001
 SLOWEST_POLL_S = 0.008
 ASKED_EVERY_S = 20.0
@@ -58,6 +64,9 @@ class Changes(ABC):
     def notify(self) -> None:
         """Wake tasks of this process: its own commits do not reach it through the database."""
         self._own += 1
+        self._wake()
+
+    def _wake(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
 
@@ -140,8 +149,7 @@ class SQLiteChanges(Changes):
 
     def _heard(self, watch: int) -> None:
         drain(watch)
-        self._event.set()
-        self._event = asyncio.Event()
+        self._wake()
 
     @override
     async def close(self) -> None:
@@ -164,51 +172,69 @@ class PostgresChanges(Changes):
         self._outage = outage
         self._others = 0
         self._answered = 0.0
-        self._connection: Any = None
+        self._driver: psycopg.Connection[Any] | None = None
+        self._descriptor = -1
         self._lock = anyio.Lock()
 
     async def _listen(self) -> None:
         async with self._lock:
-            if self._connection is None or self._connection.is_closed():
-                try:
-                    self._connection = await self._listening()
-                except errors() as error:
-                    cause = str(error) or "it does not answer"
-                    kind = StoreUnavailableError if passes_by(error) else StoreError
-                    raise kind(f"{self._name}: cannot listen for changes: {cause}") from error
-                # what came before the connection stood was not heard: read once more
-                self._others += 1
+            if self._driver is not None:
+                return
+            made: list[psycopg.Connection[Any]] = []
+            try:
+                self._driver = await anyio.to_thread.run_sync(
+                    self._outage.outlived, partial(self._listening, made), abandon_on_cancel=True
+                )
+            except BaseException:
+                for driver in made:  # its thread closes it
+                    cut(driver)
+                raise
+            # What came before the connection stood was not heard: read once more.
+            self._others += 1
+            self._descriptor = self._driver.fileno()
+            asyncio.get_running_loop().add_reader(self._descriptor, self._hear)
 
-    async def _listening(self) -> Any:
+    def _listening(self, made: list[psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
         """Return a new connection that listens: one that does not, whatever the reason, is closed.
 
         No news would ever come over it.
         """
-        connection = await connect(**arguments_of(self._url))
-        listens = False
-        try:
-            await connection.add_listener(CHANNEL, self._heard)
-            # No news comes over a connection that is gone: it must end the wait.
-            connection.add_termination_listener(self._heard)
-            listens = True
-        except errors() as error:
-            if connection.is_closed():
-                raise ConnectionError(f"the connection was lost: {error}") from error
-            raise
-        finally:
-            if not listens:
-                connection.terminate()
-        return connection
+        with foreign_errors(self._name):
+            driver = connect(self._url)
+            made.append(driver)
+            try:
+                with driver_errors(driver), cut_after(driver, postgres.COMMAND_TIMEOUT_S):
+                    driver.execute(f"LISTEN {CHANNEL}")
+                anyio.from_thread.check_cancelled()
+            except BaseException:
+                driver.close()
+                raise
+            return driver
 
-    def _heard(self, *_: Any) -> None:
+    def _hear(self) -> None:
+        """Take in what the server says; its end too must end a wait, as no news comes any more."""
+        if self._driver is None:
+            return
+        try:
+            self._driver.pgconn.consume_input()
+            while self._driver.pgconn.notifies() is not None:
+                pass
+        except extra("psycopg", "postgresql").Error:
+            self._leave()
         self._others += 1
-        self._event.set()
-        self._event = asyncio.Event()
+        self._wake()
+
+    def _leave(self) -> None:
+        """Close the connection, if there is one."""
+        if self._driver is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._driver.close()
+            self._driver = None
 
     @override
     async def state(self) -> tuple[int, int]:
         """Return (own commits, notifications heard)."""
-        await self._outage.outlived(self._listen)
+        await self._listen()
         return self._own, self._others
 
     @override
@@ -225,22 +251,40 @@ class PostgresChanges(Changes):
     async def _ask(self) -> None:
         """Check that the server answers, once for all waiting tasks; if not, connect anew."""
         async with self._lock:
-            if time.monotonic() - self._answered < ASKED_EVERY_S / 2:
+            if self._driver is None or time.monotonic() - self._answered < ASKED_EVERY_S / 2:
                 return
+            loop, driver = asyncio.get_running_loop(), self._driver
+            loop.remove_reader(self._descriptor)  # its thread hears what comes meanwhile
             try:
-                await self._connection.execute("SELECT 1", timeout=ANSWERS_WITHIN_S)
-            except errors():
-                self._connection.terminate()
-                self._heard()
+                await anyio.to_thread.run_sync(_answers, driver, abandon_on_cancel=True)
+            except ConnectionError:
+                self._driver = None
+            except BaseException:
+                cut(driver)
+                self._driver = None
+                raise
+            else:
+                loop.add_reader(self._descriptor, self._hear)
             self._answered = time.monotonic()
+            self._others += 1
+            self._wake()
 
     @override
     async def close(self) -> None:
         """Close the listening connection; that the server is gone is no error any more."""
         self.notify()
-        if self._connection is None or self._owner.forked:
-            return
-        await close(self._connection)
+        if not self._owner.forked:
+            self._leave()
+
+
+def _answers(driver: psycopg.Connection[Any]) -> None:
+    """Ask something; close a connection over which no answer comes."""
+    try:
+        with driver_errors(driver), cut_after(driver, ANSWERS_WITHIN_S):
+            driver.execute("SELECT 1")
+    except BaseException:
+        driver.close()
+        raise
 
 
 _IN_MODIFY = 0x2

@@ -1,38 +1,74 @@
-"""PostgreSQL: whole functions over asyncpg, in greenlets that wait for the server.
+"""PostgreSQL by psycopg: connections, transactions, and what becomes of both when it is away.
 
-Round trips are most of the time of a short transaction. So a transaction begins together with its
-lock, its changes travel together, and its notification goes with its commit.
+A whole function runs in a thread, as on SQLite. Round trips are most of the time of a short
+transaction. So a transaction begins together with its first statement, what it changes waits for
+what it asks next, and the last changes travel with the notification and the commit.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import select
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import Any, Generic, TypeVar
+from threading import Event, Timer
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
-from weakref import WeakSet
 
 import anyio
-from sqlalchemy import Connection, Table, create_engine, insert
+import anyio.from_thread
+import anyio.to_thread
+from sqlalchemy import Connection, Table
 from sqlalchemy.engine import URL, Engine
-from sqlalchemy.event import listen
-from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidatePoolError
-from sqlalchemy.util import greenlet_spawn
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from typing_extensions import override
 
-from trinity_buffer.errors import StoreError, StoreReplacedError, UnsafeStoreError
+from trinity_buffer.errors import (
+    StoreError,
+    StoreReplacedError,
+    StoreUnavailableError,
+    UnsafeStoreError,
+)
 from trinity_buffer.lazy import extra
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import log, postgres_connect, sqlite
+from trinity_buffer.store import log, sqlite
 from trinity_buffer.store.connection import POOLED, foreign_errors
-from trinity_buffer.store.notify import CHANNEL
-from trinity_buffer.store.postgres_connect import APPLICATION, Outage, close, passes_by
 from trinity_buffer.store.tables import SCHEMA_REVISION
-from trinity_buffer.store.transaction import Transaction, dialect_module, lock_experiment
+from trinity_buffer.store.transaction import (
+    Transaction,
+    engine_without_connections,
+    is_of_one_statement,
+    lock_experiment,
+)
+
+if TYPE_CHECKING:
+    import psycopg
 
 T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
+"""Our name in the server's list of connections."""
+
+CHANNEL = "trinity_buffer"
+"""On which commits are announced."""
+
+CONNECT_TIMEOUT_S = 10
+"""Of a host that takes a connection and does not answer."""
+
+COMMAND_TIMEOUT_S = 40.0
+"""Of a statement that is not answered: longer than any wait for a lock."""
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
 
 LOOKS_FOR_A_POOLER = 3
 """A pooler with few connections shows itself at the second look."""
@@ -40,155 +76,314 @@ LOOKS_FOR_A_POOLER = 3
 KEPT_CONNECTIONS = 4
 MORE_CONNECTIONS = 8
 
+# The kernel notices within half a minute that a peer has vanished.
+_ALIVE = {
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,
+}
 
-class PostgresTransaction(Transaction):
-    """A transaction whose statements go to a server, past SQLAlchemy where it can be helped.
+_PASSING = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04", "53300"})
+"""SQLSTATE of a shutdown, a start, a connection that was idle for too long, and of too many."""
+
+# What a server answers to a client that it will not take later either. libpq passes on no code of
+# such an answer, only its words.
+_NEVER = re.compile(
+    "authentication|password|pg_hba|does not exist|permission|not permitted|certificate|SSL"
+)
+
+
+def passes_by(error: object) -> bool:
+    """Return whether an error says that the server is not there, or ended the connection."""
+    state = str(getattr(error, "sqlstate", None) or "")
+    return isinstance(error, OSError) or state[:2] == "08" or state in _PASSING
+
+
+def connect(url: URL) -> psycopg.Connection[Any]:
+    """Return a new connection in autocommit to the first host of ``url`` that takes it.
+
+    Raises:
+        ConnectionError: none is there, or none is what was asked for (``target_session_attrs``).
+    """
+    library = extra("psycopg", "postgresql")
+    numbers = extra("psycopg.types.numeric", "postgresql")
+    query = {key: value for key, value in url.query.items() if key != "reconnect_s"}
+    arguments = url.get_dialect()().create_connect_args(url.set(query=query))[1]
+    arguments.pop("context", None)
+    try:
+        driver: psycopg.Connection[Any] = library.connect(
+            **arguments,
+            **_ALIVE,
+            autocommit=True,
+            cursor_factory=library.RawCursor,
+            application_name=APPLICATION,
+            connect_timeout=CONNECT_TIMEOUT_S,
+        )
+    except library.errors.ConnectionTimeout as error:
+        raise ConnectionError("it does not answer") from error
+    except library.OperationalError as error:
+        if _NEVER.search(str(error)):
+            raise StoreError(f"the server refuses the connection: {_line(error)}") from error
+        raise ConnectionError(_line(error)) from error
+    # One type for all: by the size of a number psycopg would prepare a statement anew.
+    driver.adapters.register_dumper(int, numbers.Int8BinaryDumper)
+    return driver
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def driver_errors(driver: psycopg.Connection[Any]) -> Iterator[None]:
+    """Raise what a connection raises as an error that `foreign_errors` knows."""
+    psycopg = extra("psycopg", "postgresql")
+    try:
+        yield
+    except (psycopg.Error, DBAPIError) as error:
+        cause = getattr(error, "orig", error)
+        if passes_by(cause) or driver.closed:
+            raise ConnectionError(f"the connection was lost: {_line(cause)}") from error
+        if isinstance(error, DBAPIError):
+            raise
+        kind = IntegrityError if isinstance(error, psycopg.IntegrityError) else DBAPIError
+        raise kind(_line(error), None, error) from error
+
+
+def cut(driver: psycopg.Connection[Any]) -> None:
+    """End a connection from another thread than the one that waits on it, which hears of it."""
+    with suppress(OSError, extra("psycopg", "postgresql").Error):  # it is closed
+        file = socket.socket(fileno=os.dup(driver.pgconn.socket))
+        with file:
+            file.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def cut_after(driver: psycopg.Connection[Any], seconds: float | None) -> Iterator[None]:
+    """End a connection on which something takes longer than so many ``seconds``."""
+    if seconds is None:
+        yield
+        return
+    timer = Timer(seconds, cut, [driver])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class Outage:
+    """Retries calls that failed because the server was away.
+
+    All calls to one server share it: once one has given up, later ones try once.
 
     Args:
-        connection: in autocommit; no transaction may be open.
-        begin: the statement that begins it, sent together with the first one; "" for a single
-            statement that needs none.
+        name: of the database, for messages.
+
+    Attributes:
+        reconnect_s: for how long; 0 until the store is open, so that opening it fails at once.
+        closed: ends every wait.
     """
 
-    def __init__(self, connection: Connection, begin: str) -> None:
-        super().__init__(connection)
-        self._adapted: Any = connection.connection.dbapi_connection
-        self._begin = begin
-        self._statements_left = 1 if not begin else None
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.reconnect_s = 0.0
+        self.closed = Event()
+        self._since: float | None = None
+        self._silent_until = 0.0
+        self._tries = 0
+
+    def outlived(self, attempt: Callable[[], T]) -> T:
+        """Return the result of ``attempt``, retried until the server answers. Not on a loop.
+
+        Raises:
+            StoreUnavailableError: the server was not there for ``reconnect_s``.
+        """
+        began, pause_s = None, FIRST_PAUSE_S
+        while True:
+            try:
+                done = attempt()
+            except StoreUnavailableError as error:
+                now = time.monotonic()
+                self._since, began = self._since or now, began or now
+                left_s = self.reconnect_s - (now - min(self._since, began))
+                if left_s <= 0:
+                    raise
+                self._say(error, now, left_s, pause_s)
+                self._wait(min(pause_s, left_s), error)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                self._over()
+                return done
+
+    def _wait(self, pause_s: float, error: StoreUnavailableError) -> None:
+        """Wait; who is cancelled meanwhile, or closes the store, waits no longer."""
+        until = time.monotonic() + pause_s
+        while (left_s := until - time.monotonic()) > 0:
+            anyio.from_thread.check_cancelled()
+            if self.closed.wait(min(left_s, FIRST_PAUSE_S)):
+                raise error
+
+    def _say(self, error: Exception, now: float, left_s: float, pause_s: float) -> None:
+        """Say one line for a try, however many wait for it."""
+        if now < self._silent_until:
+            return
+        self._silent_until = now + pause_s
+        self._tries += 1
+        _logger.warning("%s; try %d, given up in %.0f s", error, self._tries, left_s)
+
+    def _over(self) -> None:
+        if self._tries:
+            _logger.warning("%s is there again", self._name)
+        self._since, self._tries, self._silent_until = None, 0, 0.0
+
+
+class PostgresTransaction(Transaction):
+    """A connection in autocommit, whose transactions `run` begins and ends, one after another.
+
+    Attributes:
+        asked_at: when the server was asked what it may not have answered yet; None between
+            transactions.
+        in_doubt: the commit was sent, and not answered.
+    """
+
+    def __init__(self, engine: Engine, driver: psycopg.Connection[Any]) -> None:
+        super().__init__(engine, driver)
+        self.driver = driver
+        self.asked_at: float | None = None
+        self.in_doubt = False
+        self._later: list[tuple[str, Sequence[Any]]] = []
         self._locked: set[int] = set()
-        self._changes: dict[str, tuple[str, Sequence[Any]]] = {}
-        self._news = ""
-        self.in_doubt = False  # its commit was sent, and not answered
+        self._statements_left: int | None = None
+        self._announces = False
+
+    def run(self, f: Callable[[Transaction], T], begin: str) -> T:
+        """Return ``f(tx)``, in a transaction of its own.
+
+        Args:
+            f: is run once.
+            begin: the statement that begins it; "" for a single statement that needs none.
+        """
+        self.seen, self.appended, self._locked = {}, {}, set()
+        self._later = [(begin, ())] if begin else []
+        self._statements_left = None if begin else 1
+        self.in_doubt = self._announces = False
+        try:
+            done = f(self)
+            self._commit()
+        except BaseException as error:
+            self._roll_back(error)
+            raise
+        finally:
+            self.asked_at = None
+            if self._connection.in_transaction():  # in SQLAlchemy's idea; nothing is left to undo
+                with suppress(DBAPIError):
+                    self._connection.rollback()
+        return done
 
     @property
     @override
     def connection(self) -> Connection:
         """SQLAlchemy's connection inside the transaction, for DDL, inspection and migrations."""
-        self._catch_up()
+        self._count_statement()
+        if self._later:
+            self._send()
+        self.asked_at = time.monotonic()
         return super().connection
 
     @override
     def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Execute SQL of the driver's own style, and return all rows."""
-        self._catch_up()
-        return list(map(tuple, self._ask(lambda pg: pg.fetch(sql, *values))))
+        self._count_statement()
+        self._later.append((sql, values))
+        cursor = self._send()
+        return cursor.fetchall() if cursor.description else []
 
     @override
-    def execute_later(self, table: str, sql: str, values: Sequence[Any]) -> None:
-        """Queue a statement that changes ``table``, to be sent together with others.
-
-        Statements that are sent as one see the same rows: only one of them may change a table.
-        """
-        if table in self._changes:
-            self._catch_up()
-        self._changes[table] = (sql, values)
+    def execute_later(self, sql: str, values: Sequence[Any]) -> None:
+        """Queue a statement, to be sent together with others."""
+        self._later.append((sql, values))
 
     @override
     def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
-        if len(rows) == 1:
-            self.execute_later(table.name, _insert(table), rows[0])
-        elif rows:
-            if not self._changes.keys().isdisjoint((table.name,)):
-                self._catch_up()
-            self._started()
-            if len(rows) < sizes().rows_to_copy:
-                self._ask(lambda pg: pg.executemany(_insert(table), rows))
-            else:
-                self._ask(lambda pg: pg.copy_records_to_table(table.name, records=rows))
+        if len(rows) < sizes().rows_to_copy:
+            self._later += [(_insert(table), row) for row in rows]
+            return
+        if self._later:
+            self._send()
+        self.asked_at = time.monotonic()
+        statement = f"COPY {table.name} FROM STDIN (FORMAT BINARY)"
+        with self.driver.cursor() as cursor, cursor.copy(statement) as copy:
+            copy.set_types(column_types(table))
+            for row in rows:
+                copy.write_row(row)
 
     @override
     def lock(self, experiment: int) -> bool:
         """Take the lock, once for the transaction; return whether the schema is still ours."""
         if experiment in self._locked:
             return True
-        if self._changes:
-            self._catch_up()
         self._locked.add(experiment)
-        took: str = self._tell(f"SELECT pg_advisory_xact_lock({_SPACE}, {experiment}); {_NEWER}")
-        return took == "SELECT 0"  # so many rows has the answer to the last of them
+        self.execute_later(f"SELECT pg_advisory_xact_lock({_SPACE}, {experiment})", ())
+        # A statement of its own: it must see what was committed while the lock was waited for.
+        return not self.fetch_all(_NEWER, ())
 
     @override
     def announce(self) -> None:
         """Notify the other processes at the commit."""
-        self._news = f"NOTIFY {CHANNEL}; "
+        self._announces = True
 
-    def commit(self) -> None:
-        """Send queued statements, and commit.
-
-        Raises:
-            StoreError: an earlier error was ignored; nothing was written.
-        """
-        if self._changes:
-            self._catch_up()
-        if not self._is_open:
-            return
-        self.in_doubt = True
-        ended = self._tell(f"{self._news}COMMIT")
-        self.in_doubt = False
-        if ended != "COMMIT":
-            raise StoreError("the transaction had failed before its commit; nothing was written")
-
-    def roll_back(self, why: BaseException) -> None:
-        """End the transaction, if it began; a connection on which that fails is not used again."""
-        if isinstance(why, OSError):  # nothing is to be heard over it any more
-            self._lose()
-        elif self._is_open and not self._adapted.driver_connection.is_closed():
-            try:
-                self._tell("ROLLBACK")
-            except (DBAPIError, OSError):
-                self._lose()
-
-    def _lose(self) -> None:
-        """Close the connection for good; calls that wait on it end."""
-        self._adapted.driver_connection.terminate()
-        self._connection.invalidate()
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether there is a transaction to be ended, or one to be made for its news."""
-        return self._statements_left is None and bool(self._news or not self._begin)
-
-    def _catch_up(self) -> None:
-        """Begin, unless that is done, and send the queued changes."""
+    def _count_statement(self) -> None:
         if self._statements_left is not None:
             if not self._statements_left:
                 raise RuntimeError("a function of `one_statement` executed a second one")
             self._statements_left -= 1
-        self._started()
-        if self._changes:
-            changes, self._changes = list(self._changes.values()), {}
-            sql = _together(tuple(sql for sql, _ in changes))
-            values = [value for _, own in changes for value in own]
-            self._ask(lambda pg: pg.fetch(sql, *values))
 
-    def _started(self) -> None:
-        if self._begin:
-            self._tell("")
+    def _send(self) -> psycopg.Cursor[Any]:
+        """Send what waits, in one round trip; return the cursor of its last statement."""
+        statements, self._later = self._later, []
+        self.asked_at = time.monotonic()
+        others, last = self.driver.cursor(), self.driver.cursor(binary=True)
+        with self.driver.pipeline() if len(statements) > 1 else nullcontext():
+            for number, (sql, values) in enumerate(statements, 1):
+                cursor = last if number == len(statements) else others
+                # Without values a text may be of one experiment alone: it is not prepared.
+                cursor.execute(sql, values, prepare=bool(values))
+        return last
 
-    def _tell(self, statements: str) -> str:
-        """Execute statements without values in one round trip; return the status of the last."""
-        begin, self._begin = self._begin, ""
-        ended: str = self._ask(lambda pg: pg.execute(begin + statements))
-        return ended
+    def _commit(self) -> None:
+        """Send what waits, and commit.
 
-    def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        import asyncpg.exceptions  # noqa: PLC0415 - an optional extra; SQLite users do not have it
+        Raises:
+            StoreError: an earlier error was ignored; nothing was written.
+        """
+        if self._statements_left is not None:
+            return
+        if self.asked_at is None and len(self._later) == 1 and not self._announces:
+            return  # it has not even begun
+        if self._announces:
+            self._later.append((f"NOTIFY {CHANNEL}", ()))
+        self._later.append(("COMMIT", ()))
+        self.in_doubt = True
+        ended = self._send()
+        self.in_doubt = False
+        if ended.statusmessage != "COMMIT":
+            raise StoreError("the transaction had failed before its commit; nothing was written")
 
+    def _roll_back(self, why: BaseException) -> None:
+        """End the transaction; a connection on which that fails is not used again."""
+        error = getattr(why, "orig", why)
+        ended = getattr(getattr(error, "diag", None), "severity_nonlocalized", "")
         try:
-            return self._adapted.run_async(call)
-        except asyncpg.exceptions.IntegrityConstraintViolationError as error:
-            raise IntegrityError(str(error), None, error) from error
-        except (
-            asyncpg.PostgresError,
-            asyncpg.InterfaceError,
-            asyncpg.InternalClientError,
-        ) as error:
-            if passes_by(error) or self._adapted.driver_connection.is_closed():
-                raise ConnectionError(f"the connection was lost: {error}") from error
-            if getattr(error, "severity_en", "") in {"FATAL", "PANIC"}:
-                self._connection.invalidate()  # the pool would lend it once more
-            raise DBAPIError(str(error), None, error) from error
+            if passes_by(error) or ended in {"FATAL", "PANIC"}:
+                self.driver.close()
+            else:
+                self.driver.rollback()
+        except extra("psycopg", "postgresql").Error:
+            self.driver.close()
 
 
 _SPACE = 7
@@ -199,197 +394,247 @@ _NEWER = (
 )
 # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock must see
 # what its holder committed, whatever the database's default is.
-_WRITING = "BEGIN ISOLATION LEVEL READ COMMITTED; "
-_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY; "
+_WRITING = "BEGIN ISOLATION LEVEL READ COMMITTED"
+_READING = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 
 
 @cache
 def _insert(table: Table) -> str:
-    return str(insert(table).compile(dialect=dialect_module("postgresql").asyncpg.dialect()))
+    places = ", ".join(f"${number}" for number in range(1, len(table.columns) + 1))
+    return f"INSERT INTO {table.name} VALUES ({places})"  # noqa: S608 - a name of ours
 
 
 @cache
-def _together(statements: tuple[str, ...]) -> str:
-    """Return one statement that combines ``statements``; their values follow each other."""
-    numbered, before = [], 0
-    for sql in statements:
-        places = {int(number) for number in _PLACE.findall(sql)}
-        numbered.append(_PLACE.sub(lambda place: f"${int(place[1]) + before}", sql))  # noqa: B023 - used at once
-        before += max(places, default=0)
-    *before_last, last = numbered
-    named = ", ".join(f"change{number} AS ({sql})" for number, sql in enumerate(before_last))
-    return f"WITH {named} {last}" if before_last else last
+def column_types(table: Table) -> list[str]:
+    """Return the types of the columns of ``table``, as psycopg's COPY takes them."""
+    kinds = {"INTEGER": "int4", "BIGINT": "int8", "FLOAT": "float8", "BLOB": "bytea"}
+    names = (str(column.type).partition("(")[0] for column in table.columns)
+    return [kinds.get(name, name.lower()) for name in names]
 
 
-_PLACE = re.compile(r"\$(\d+)")
+class PostgresConnection:
+    """A connection for one transaction after the other, made anew when it is lost."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.tx: PostgresTransaction | None = None
+
+    def run(
+        self,
+        f: Callable[..., T],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        writes: bool,
+        once: bool = False,
+    ) -> T:
+        """Return ``f(tx, ...)``, in a transaction of its own.
+
+        Where the connection is lost it is run once more, so that ``f`` keeps nothing to itself. If
+        that was during its commit, the log is searched for its events first: nothing is written
+        twice. What appends no event (a lease, a presence) writes the same again.
+
+        Args:
+            once: do not try again.
+        """
+        begin = _WRITING if writes else "" if is_of_one_statement(f) else _READING
+        doubted: dict[int, tuple[int, bytes]] = {}
+        results: list[T] = []
+
+        def work(tx: Transaction) -> T:
+            # The lock waits for the end of the transaction in doubt, which the server may not know
+            # of.
+            for experiment in sorted(doubted):
+                lock_experiment(tx, experiment)
+            if not any(log.holds(tx, key, *place) for key, place in doubted.items()):
+                doubted.clear()
+                results[:] = [f(tx, *args, **kwargs)]
+            return results[0]
+
+        def attempt() -> T:
+            with foreign_errors(self._server.name):
+                tx = self._connected()
+                try:
+                    with driver_errors(tx.driver):
+                        done = tx.run(work, begin)
+                except Exception:
+                    if tx.in_doubt and not doubted:
+                        doubted.update(tx.appended)
+                    raise
+                self._server.note_ends(tx)
+                return done
+
+        if once or self._server.is_dedicated:
+            return attempt()
+        return self._server.outage.outlived(attempt)
+
+    def _connected(self) -> PostgresTransaction:
+        if self.tx is not None and (self.tx.driver.closed or _has_news(self.tx.driver)):
+            self.tx.driver.close()
+            if self._server.is_dedicated:  # another one would have nothing temporary
+                raise ConnectionError("the connection was lost: try again")
+            self.tx = None
+        if self.tx is None:
+            self.tx = self._server.connected()
+        return self.tx
 
 
-class _Work(Generic[T]):
-    """The function of a transaction, run once more where the connection was lost.
-
-    If that was during its commit, the log is searched for its events first: nothing is written
-    twice. What appends no event (a lease, a presence) writes the same again.
-    """
-
-    def __init__(self, f: Callable[[Transaction], T]) -> None:
-        self._f = f
-        self._done: T
-        self._doubted: dict[int, tuple[int, bytes]] = {}
-
-    def __call__(self, tx: Transaction) -> T:
-        # The lock waits for the end of the transaction in doubt, which the server may not know of.
-        for experiment in sorted(self._doubted):
-            lock_experiment(tx, experiment)
-        if any(log.holds(tx, key, *place) for key, place in self._doubted.items()):
-            return self._done
-        self._doubted = {}
-        self._done = self._f(tx)
-        return self._done
-
-    def failed(self, tx: PostgresTransaction) -> None:
-        if tx.in_doubt and not self._doubted:
-            self._doubted = dict(tx.appended)
+def _has_news(driver: psycopg.Connection[Any]) -> bool:
+    """Return whether an idle connection says something: of all that it could, it says its end."""
+    return bool(select.select([driver.pgconn.socket], [], [], 0)[0])
 
 
 class Server:
     """Connections to one server, replaced when they are lost.
 
     Args:
-        url: of the database, for asyncpg.
+        url: of the database.
         name: of the database, for messages.
         outage: retries while the server is away.
         is_timed: False where a statement may take as long as it likes.
+        is_dedicated: one connection, which is not replaced.
     """
 
-    def __init__(self, url: URL, name: str, outage: Outage, *, is_timed: bool = True) -> None:
+    def __init__(
+        self,
+        url: URL,
+        name: str,
+        outage: Outage,
+        *,
+        is_timed: bool = True,
+        is_dedicated: bool = False,
+    ) -> None:
+        extra("psycopg", "postgresql")
+        self.name = name
+        self.outage = outage
+        self.is_dedicated = is_dedicated
         self._url = url
-        self._name = name
-        self._outage = outage
-        self._command_timeout_s = postgres_connect.COMMAND_TIMEOUT_S if is_timed else None
+        self._timeout_s = COMMAND_TIMEOUT_S if is_timed else None
+        number = 1 if is_dedicated else KEPT_CONNECTIONS + MORE_CONNECTIONS
+        self._free = anyio.CapacityLimiter(number)
         self._ends: dict[int, tuple[int, bytes]] = {}  # the last events that were seen
-        self._drivers = WeakSet[Any]()
-        self._engine = self._new_engine()
+        self._idle: list[PostgresConnection] = []
+        self._busy: set[PostgresConnection] = set()
+        self._trips = 0
+        self._is_closed = False
+        self._watching: asyncio.TimerHandle | None = None
+        self._engine = engine_without_connections(
+            "postgresql+psycopg://", paramstyle="numeric_dollar", use_native_hstore=False
+        )
 
-    async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
-        """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end.
+    async def run_in_thread(self, work: Callable[[PostgresConnection], T], *, writes: bool) -> T:  # noqa: ARG002 - SQLite has one writer
+        """Return the result of ``work`` in a thread, with a connection of its own.
 
-        Where the connection is lost it is run once more, so that ``f`` keeps nothing to itself.
+        Once it has begun, a cancellation waits for its end.
         """
-        return await self._transacted(f, _WRITING if writes else _READING)
 
-    async def run_alone(self, f: Callable[[Transaction], T]) -> T:
-        """Return ``f(tx)``, which executes a single statement that reads."""
-        return await self._transacted(f, "")
+        def lent() -> T:
+            # Statements are prepared on each connection: the one that was used last knows most.
+            connection = self._idle.pop() if self._idle else PostgresConnection(self)
+            self._busy.add(connection)
+            try:
+                return work(connection)
+            finally:
+                self._busy.remove(connection)
+                self._give_back(connection)
 
-    async def run_once(self, f: Callable[[Transaction], T]) -> T:
-        """Return ``f(tx)`` of a writing transaction, without trying again."""
-        return await self._once(_Work(f), _WRITING)
+        self._trips += 1
+        if self._watching is None and self._timeout_s is not None:
+            self._watch(self._timeout_s)
+        try:
+            return await anyio.to_thread.run_sync(lent, limiter=self._free)
+        finally:
+            self._trips -= 1
 
-    async def _transacted(self, f: Callable[[Transaction], T], begin: str) -> T:
-        work = _Work(f)
-        return await self._outage.outlived(lambda: self._once(work, begin))
+    def _give_back(self, connection: PostgresConnection) -> None:
+        if len(self._idle) < KEPT_CONNECTIONS and not self._is_closed:
+            self._idle.append(connection)
+        elif connection.tx is not None:
+            connection.tx.driver.close()
 
-    async def _once(self, work: _Work[T], begin: str) -> T:
-        def transact() -> T:
-            with self._engine.connect() as connection:
-                tx = PostgresTransaction(connection, begin)
-                try:
-                    done = _transact(tx, work)
-                except Exception:
-                    work.failed(tx)
-                    raise
-                self._saw(tx)
-                return done
+    def _watch(self, timeout_s: float) -> None:
+        """End connections over which no answer comes, and look again as long as there are any."""
+        self._watching = None
+        for tx in [connection.tx for connection in list(self._busy)]:
+            if tx is not None and time.monotonic() - (tx.asked_at or math.inf) > timeout_s:
+                cut(tx.driver)
+        if self._trips or self._busy:
+            later = asyncio.get_running_loop().call_later
+            self._watching = later(timeout_s / 8, self._watch, timeout_s)
 
-        with foreign_errors(self._name), anyio.CancelScope(shield=True):
-            done: T = await greenlet_spawn(transact)
-        return done
-
-    def _saw(self, tx: Transaction) -> None:
+    def note_ends(self, tx: Transaction) -> None:
+        """Note the last events that a transaction saw, or appended."""
         for experiment, place in (*tx.seen.items(), *tx.appended.items()):
             if self._ends.get(experiment, (0, b""))[0] < place[0]:
                 self._ends[experiment] = place
 
     @asynccontextmanager
-    async def dedicated_connection(self) -> AsyncIterator[_Connected]:
+    async def dedicated_connection(self) -> AsyncIterator[Server]:
         """Open one more connection; its temporary tables are its own."""
         # Not one of the pool: it may have prepared statements on tables that views hide here.
-        connected = _Connected(self._new_engine())
+        timed = self._timeout_s is not None
+        apart = Server(self._url, self.name, self.outage, is_timed=timed, is_dedicated=True)
         try:
-            yield connected
+            yield apart
         finally:
-            await connected.close()
+            apart.close()
 
-    async def require_suitable(self, name: str) -> str:
+    async def require_suitable(self) -> str:
         """Return the server's version.
 
         Raises:
             UnsafeStoreError: the database does not store UTF-8, or a pooler hands out a server
                 connection for a transaction only.
         """
-        version, longest_lock_s = await greenlet_spawn(self._suitable, name)
-        if self._command_timeout_s and self._command_timeout_s <= longest_lock_s:
-            await self.close()
-            self._command_timeout_s = 2 * longest_lock_s
-            self._engine = self._new_engine()
+        version, longest_lock_s = await anyio.to_thread.run_sync(self._suitable)
+        if self._timeout_s and self._timeout_s <= longest_lock_s:
+            self._timeout_s = 2 * longest_lock_s
         return version
 
-    def _suitable(self, name: str) -> tuple[str, float]:
+    def _suitable(self) -> tuple[str, float]:
         """Return the version of the server, and its limit of a wait for a lock in seconds."""
-        with self._engine.connect() as first, self._engine.connect() as other:
-            for connection in (first, other):  # whose transactions keep what a pooler lends
-                connection.execution_options(isolation_level="READ COMMITTED")
-            about: Any = first.exec_driver_sql(_ABOUT).one()
-            version, encoding, lock_ms = str(about[0]), str(about[1]), float(about[2])
+        # SQLAlchemy closes what is not referred to any more.
+        pair = self.connected(), self.connected()
+        first, other = (tx.driver for tx in pair)
+        with first, other, driver_errors(first), driver_errors(other):
+            for driver in (first, other):  # whose transactions keep what a pooler lends
+                driver.execute(_WRITING)
+            version, encoding, lock_ms = first.execute(_ABOUT).fetchall()[0]
             if encoding != "UTF8":
                 raise UnsafeStoreError(
-                    f"{name} stores texts as {encoding}, which cannot represent most of them: make "
-                    "a database with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
+                    f"{self.name} stores texts as {encoding}, which cannot represent most of them: "
+                    "make a database with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
                 )
             mark = uuid4().hex
-            first.exec_driver_sql(_SET_MARK, (mark,))
+            first.execute(_SET_MARK, (mark,))
             first.commit()
             # A pooler of transactions gives the other connection, sooner or later, the server's
             # session of the first one; or the first gets another while the other keeps that.
             pooled = False
             for _ in range(LOOKS_FOR_A_POOLER):
                 other.rollback()
-                pooled = pooled or other.exec_driver_sql(_GET_MARK).scalar() == mark
+                other.execute(_WRITING)
+                pooled = pooled or other.execute(_GET_MARK).fetchall() == [(mark,)]
             # Not asked where it is known: of one server connection, the other has it.
-            if pooled or first.exec_driver_sql(_GET_MARK).scalar() != mark:
-                raise UnsafeStoreError(f"{name} {POOLED}")
-        return version, lock_ms / 1000
+            if pooled or first.execute(_GET_MARK).fetchall() != [(mark,)]:
+                raise UnsafeStoreError(f"{self.name} {POOLED}")
+        return version, float(lock_ms) / 1000
 
-    async def close(self) -> None:
-        """Close every connection; one that does not answer is left to its server."""
-        async with anyio.create_task_group() as tasks:
-            for driver in list(self._drivers):
-                tasks.start_soon(close, driver)
-        await greenlet_spawn(self._engine.dispose)
+    def close(self) -> None:
+        """Close every connection; what is at work was cancelled, and hears of its end."""
+        self._is_closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+        for connection in list(self._busy):  # which its thread closes
+            if connection.tx is not None:
+                cut(connection.tx.driver)
+        while self._idle:
+            tx = self._idle.pop().tx
+            if tx is not None:
+                tx.driver.close()
 
-    def _new_engine(self) -> Engine:
-        extra("asyncpg", "postgresql")
-        timeout = {"command_timeout": self._command_timeout_s}
-        # Transactions are begun and ended here, not by SQLAlchemy, which takes a trip for each.
-        # Not `create_async_engine`, whose module loads the ORM: 60 ms at the start of each command.
-        engine = create_engine(
-            URL.create("postgresql+asyncpg"),
-            pool_size=KEPT_CONNECTIONS,
-            max_overflow=MORE_CONNECTIONS,
-            pool_use_lifo=True,  # a statement is prepared on each connection that executes it
-            isolation_level="AUTOCOMMIT",
-            connect_args={
-                **postgres_connect.arguments_of(self._url),
-                **timeout,
-                "async_creator_fn": postgres_connect.connect,
-            },
-        )
-        listen(engine, "connect", self._set_up)
-        listen(engine, "checkout", _replace_if_lost)
-        return engine
-
-    def _set_up(self, connection: Any, _record: object) -> None:
-        """Make commits of a new connection durable, and limit its waits for locks.
+    def connected(self) -> PostgresTransaction:
+        """Return a new connection, whose commits are durable and whose waits for locks end.
 
         With ``synchronous_commit=off`` an acknowledged commit could be lost in a crash. A wait for
         a lock ends as soon as on SQLite, unless a limit is configured: by default it has none.
@@ -397,81 +642,27 @@ class Server:
         Raises:
             StoreReplacedError: what was seen over another connection is not there any more.
         """
-        # By a cursor of SQLAlchemy's: an error of asyncpg's own would pass all that knows its
-        # errors.
-        self._drivers.add(connection.driver_connection)
-        cursor = connection.cursor()
-        cursor.execute(SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
-        lost = []
-        if self._ends:
-            rows = [(key, position, head.hex()) for key, (position, head) in self._ends.items()]
-            cursor.execute(
-                _LOST, tuple(list(map(str, column)) for column in zip(*rows, strict=True))
-            )
-            lost = cursor.fetchall()
-        connection.commit()
-        if lost:
-            connection.driver_connection.terminate()
-            name, position, end = lost[0]
-            raise StoreReplacedError(
-                f"{self._name}: the log of experiment {name!r} has lost its event at position "
-                f"{position}, which was acknowledged to this process; it ends at {end} now. The "
-                "server was replaced by one that lacks it (a failover, or an older backup): end "
-                "every process of the run, bring that server back, or go on from what is there by "
-                "starting them again"
-            )
-
-
-class _Connected:
-    """One connection for one transaction after the other, and an engine that has no other."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._connection: Connection | None = None
-        self._lock = anyio.Lock(fast_acquire=True)
-
-    async def run(self, f: Callable[[Transaction], T], *, writes: bool) -> T:
-        """Return ``f(tx)``, in a transaction of its own. A cancellation waits for its end."""
-
-        def transact() -> T:
-            if self._connection is None:
-                self._connection = self._engine.connect()
-            if self._connection.invalidated:  # it would connect anew, and have nothing temporary
-                raise ConnectionError("the connection was lost: try again")
-            tx = PostgresTransaction(self._connection, _WRITING if writes else _READING)
-            return _transact(tx, f)
-
-        with anyio.CancelScope(shield=True):
-            async with self._lock:
-                done: T = await greenlet_spawn(transact)
-        return done
-
-    async def close(self) -> None:
-        """Close the connection, and with it all that is temporary there."""
-
-        def close() -> None:
-            if self._connection is not None:
-                self._connection.close()
-            self._engine.dispose()
-
-        with anyio.CancelScope(shield=True):
-            await greenlet_spawn(close)
-
-
-def _transact(tx: PostgresTransaction, f: Callable[[Transaction], T]) -> T:
-    try:
-        done = f(tx)
-        tx.commit()
-    except BaseException as error:
-        tx.roll_back(error)
-        raise
-    return done
-
-
-def _replace_if_lost(connection: Any, _record: object, _proxy: object) -> None:
-    """Let the pool replace a connection that was lost while idle, and all older ones."""
-    if connection.driver_connection.is_closed():
-        raise InvalidatePoolError
+        driver = connect(self._url)
+        try:
+            with driver_errors(driver), cut_after(driver, self._timeout_s):
+                driver.execute(SETTINGS, (str(sqlite.BUSY_TIMEOUT_MS),))
+                rows = [(key, position, head.hex()) for key, (position, head) in self._ends.items()]
+                columns = [list(map(str, column)) for column in zip(*rows, strict=True)]
+                lost = driver.execute(_LOST, columns).fetchall() if rows else []
+                if not lost:
+                    return PostgresTransaction(self._engine, driver)
+        except BaseException:
+            driver.close()
+            raise
+        driver.close()
+        name, position, end = lost[0]
+        raise StoreReplacedError(
+            f"{self.name}: the log of experiment {name!r} has lost its event at position "
+            f"{position}, which was acknowledged to this process; it ends at {end} now. The "
+            "server was replaced by one that lacks it (a failover, or an older backup): end "
+            "every process of the run, bring that server back, or go on from what is there by "
+            "starting them again"
+        )
 
 
 SETTINGS = (

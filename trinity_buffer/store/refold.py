@@ -334,7 +334,7 @@ class Scratch:
     ) -> T:
         """Return the result of ``f`` on these projections. Not on an event loop."""
         # A transaction of its own: an attached store must not be held in one state for long.
-        return self._tx.run(lambda tx: f(tx, *args, **kwargs), writes=False)
+        return self._tx.run(f, args, kwargs, writes=False)
 
     def fold(self, events: Sequence[PlacedFact]) -> Unfoldable | None:
         """Apply ``events``, which follow `position`; return the first that cannot be applied.
@@ -409,7 +409,7 @@ def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]
         tx = SQLiteTransaction(_connected(path, live), StoreFiles(path, with_log=False))
         try:
             with closing(tx):
-                tx.run(_create, writes=True)
+                tx.run(_create, (), {}, writes=True)
                 yield Scratch(tx, experiment, sees_live=live is not None)
         except _DISK_ERRORS as error:
             raise StoreError(

@@ -7,6 +7,7 @@ awaits it. SQL that differs between SQLite and PostgreSQL is built here.
 from __future__ import annotations
 
 import json
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
@@ -24,13 +25,15 @@ from sqlalchemy import (
     bindparam,
     cast,
     column,
+    create_engine,
     func,
     literal,
     literal_column,
     select,
     text,
 )
-from sqlalchemy.engine import Dialect
+from sqlalchemy.engine import Dialect, Engine
+from sqlalchemy.pool import NullPool
 from sqlalchemy.types import TypeEngine
 
 from trinity_buffer.codec.blob import Buffer
@@ -45,6 +48,26 @@ SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, Buffer]]]
 """(key, family) -> its parts as (part, checksum, data), unchecked: `segments.blob_of` checks."""
 
 
+_wrapping = threading.local()
+"""The driver's connection that SQLAlchemy wraps next, in this thread."""
+
+
+def engine_without_connections(url: str, **options: Any) -> Engine:
+    """Return an engine, with its cache of compiled statements: each `Transaction` brings a driver.
+
+    Args:
+        url: names a dialect and a driver, and no place.
+        options: of SQLAlchemy's `create_engine`.
+    """
+    return create_engine(
+        url,
+        creator=lambda: _wrapping.driver,
+        poolclass=NullPool,
+        pool_reset_on_return=None,
+        **options,
+    )
+
+
 class TakenKeyError(StoreError):
     """A unique key is taken already, or a check of the database fails."""
 
@@ -52,15 +75,20 @@ class TakenKeyError(StoreError):
 class Transaction(ABC):
     """An open transaction. Made by `Database.read`, `Database.write` and sessions.
 
+    Args:
+        engine: of SQLAlchemy, made by `engine_without_connections`.
+        driver: the driver's connection, in autocommit, while no transaction is open.
+
     Attributes:
         dialect: of SQLAlchemy; its ``name`` is ``"sqlite"`` or ``"postgresql"``.
         seen: experiment -> (position, head) of the last event that was read of its log.
         appended: the same of the last event that was appended.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.dialect = connection.dialect
+    def __init__(self, engine: Engine, driver: Any) -> None:
+        _wrapping.driver = driver
+        self._connection = engine.connect()
+        self.dialect = engine.dialect
         self.seen: dict[int, tuple[int, bytes]] = {}
         self.appended: dict[int, tuple[int, bytes]] = {}
 
@@ -86,11 +114,10 @@ class Transaction(ABC):
         """Execute SQL of the driver's own style, and return all rows."""
 
     @abstractmethod
-    def execute_later(self, table: str, sql: str, values: Sequence[Any]) -> None:
-        """Execute a statement that changes rows of ``table`` and returns none, now or later.
+    def execute_later(self, sql: str, values: Sequence[Any]) -> None:
+        """Execute a statement whose rows nobody asks for, at the latest before the next one.
 
-        At the latest before the next statement of another kind, or at the commit; its errors are
-        raised then. It must not read what an earlier one of its kind has changed.
+        Its errors are raised then.
         """
 
     @abstractmethod
@@ -154,7 +181,7 @@ class ReadSession(Protocol):
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing."""
 
     def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``f(...)``, computed off the event loop while no transaction is open."""
+        """Return ``f(...)``, computed while no transaction is open."""
 
     def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
         """Return the parts of some segments, as `SegmentStore.get` does."""
@@ -190,9 +217,9 @@ class Prepared:
         return tx.fetch_all(sql, tuple(self._bound(names, known, values)))
 
     def execute_later(self, tx: Transaction, **values: object) -> None:
-        """Execute it, which changes rows of one table, as `Transaction.execute_later` does."""
+        """Execute it, as `Transaction.execute_later` does."""
         sql, names, known = self._of(tx.dialect)
-        tx.execute_later(self._statement.table.name, sql, tuple(self._bound(names, known, values)))
+        tx.execute_later(sql, tuple(self._bound(names, known, values)))
 
     def value(self, tx: Transaction, **values: object) -> Any:
         """Execute it, and return the first column of its first row; None without rows."""
@@ -277,8 +304,7 @@ def bind_rows(tx: Transaction, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
     return {f"column{number}": bind_list(tx, values) for number, values in enumerate(columns)}
 
 
-# asyncpg knows arrays of texts. The type of any other array it would look up in the catalogue, once
-# for each connection that is new, with a statement that takes the server 5 to 15 ms.
+# Numbers go as texts too: of a list of numbers the driver would look at each to choose its type.
 _TEXTS = ARRAY(Text())
 
 

@@ -13,7 +13,9 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownStoreError
-from trinity_buffer.store.postgres_connect import RECONNECT_S
+
+RECONNECT_S = 120.0
+"""For how long calls wait for a server that is away, unless the URL says otherwise."""
 
 StoreURL = str | PathLike[str]
 """A URL, or the path of a SQLite file; ``~`` is the user's folder in both."""
@@ -53,7 +55,7 @@ def parse_url(url: StoreURL) -> URL:
                 f"the store's URL has {key}=: accepted behind the ? are "
                 f"{', '.join(sorted(_POSTGRESQL_QUERY))}"
             )
-        parsed = parsed.set(drivername="postgresql+asyncpg", query=query)
+        parsed = parsed.set(drivername="postgresql+psycopg", query=query)
         _require_values(parsed)
         return parsed
     raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
