@@ -683,8 +683,8 @@ FAULTS = [
     Fault(
         "a write begins before its turn",
         "store/connection.py",
-        "        self._queue.acquire()\n",
-        "        self._queue.release()\n",
+        "            queue.acquire()\n",
+        "            queue.release()\n",
         "tests/store/test_write_queue.py::test_a_write_waits_for_its_turn_and_gives_it_back",
     ),
     Fault(
