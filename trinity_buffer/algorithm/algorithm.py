@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, ABCMeta
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -175,14 +175,21 @@ class AlgorithmType(ABC, metaclass=ConstantMeta):
 ALGORITHM_TYPE: Registry[type[AlgorithmType]] = Registry("algorithm_type")
 
 
-@ALGORITHM_TYPE.register_module("sft")
-class SFTAlgorithm(AlgorithmType):
-    """Supervised fine-tuning on prompts with answers."""
+class _Usual(AlgorithmType):
+    """Flags of most algorithms: they compare the runs of a task, and hold the policy back."""
 
     use_critic: bool = False
-    use_reference: bool = False
+    use_reference: bool = True
     compute_advantage_in_trainer: bool = False
     can_balance_batch: bool = True
+    schema: str = "experience"
+
+
+@ALGORITHM_TYPE.register_module("sft")
+class SFTAlgorithm(_Usual):
+    """Supervised fine-tuning on prompts with answers."""
+
+    use_reference: bool = False
     use_rollout: bool = False
     schema: str = "sft"
     recipe = Recipe(policy_loss_fn="sft", entropy_loss_fn="none")
@@ -196,36 +203,23 @@ class CPTAlgorithm(SFTAlgorithm):
 
 
 @ALGORITHM_TYPE.register_module("ppo")
-class PPOAlgorithm(AlgorithmType):
+class PPOAlgorithm(_Usual):
     """Proximal policy optimization with a critic (arXiv:1707.06347)."""
 
     use_critic: bool = True
-    use_reference: bool = True
     compute_advantage_in_trainer: bool = True
-    can_balance_batch: bool = True
-    schema: str = "experience"
     recipe = Recipe(advantage_fn="ppo", kl_loss_fn="k2", rollouts_per_group=1)
 
 
-class _GroupRelative(AlgorithmType):
-    """Flags of most algorithms that compare the runs of a task."""
-
-    use_critic: bool = False
-    use_reference: bool = True
-    compute_advantage_in_trainer: bool = False
-    can_balance_batch: bool = True
-    schema: str = "experience"
-
-
 @ALGORITHM_TYPE.register_module("grpo")
-class GRPOAlgorithm(_GroupRelative):
+class GRPOAlgorithm(_Usual):
     """Group-relative policy optimization (arXiv:2402.03300)."""
 
     recipe = Recipe(add_strategy=("grpo",), kl_loss_fn="k2", rollouts_per_group=2)
 
 
 @ALGORITHM_TYPE.register_module("dapo")
-class DAPOAlgorithm(_GroupRelative):
+class DAPOAlgorithm(_Usual):
     """Decoupled clipping and dynamic sampling (arXiv:2503.14476); no reference policy.
 
     For its length penalty put ``"overlong_penalty"`` before the other strategies.
@@ -239,33 +233,39 @@ class DAPOAlgorithm(_GroupRelative):
     )
 
 
+@ALGORITHM_TYPE.register_module("grpo_verl")
+class GRPOverlAlgorithm(_Usual):
+    """GRPO whose advantages the trainer computes."""
+
+    compute_advantage_in_trainer: bool = True
+    recipe = replace(GRPOAlgorithm.recipe, add_strategy=(), advantage_fn="grpo_verl")
+
+
 @ALGORITHM_TYPE.register_module("reinforceplusplus")
-class ReinforcePlusPlusAlgorithm(_GroupRelative):
+class ReinforcePlusPlusAlgorithm(_Usual):
     """REINFORCE with advantages whitened over the whole step (arXiv:2501.03262)."""
 
     compute_advantage_in_trainer: bool = True
-    recipe = Recipe(advantage_fn="reinforceplusplus", kl_loss_fn="k2", rollouts_per_group=2)
+    recipe = replace(GRPOverlAlgorithm.recipe, advantage_fn="reinforceplusplus")
 
 
 @ALGORITHM_TYPE.register_module("rloo")
-class RLOOAlgorithm(_GroupRelative):
+class RLOOAlgorithm(_Usual):
     """REINFORCE leave-one-out (arXiv:2402.14740)."""
 
     compute_advantage_in_trainer: bool = True
-    recipe = Recipe(advantage_fn="rloo", kl_loss_fn="k2", rollouts_per_group=2)
+    recipe = replace(GRPOverlAlgorithm.recipe, advantage_fn="rloo")
 
 
 @ALGORITHM_TYPE.register_module("opmd")
-class OPMDAlgorithm(_GroupRelative):
+class OPMDAlgorithm(_Usual):
     """Online policy mirror descent (arXiv:2501.12599)."""
 
-    recipe = Recipe(
-        add_strategy=("opmd",), policy_loss_fn="opmd", kl_loss_fn="k2", rollouts_per_group=2
-    )
+    recipe = replace(GRPOAlgorithm.recipe, add_strategy=("opmd",), policy_loss_fn="opmd")
 
 
 @ALGORITHM_TYPE.register_module("asymre")
-class AsymREAlgorithm(_GroupRelative):
+class AsymREAlgorithm(_Usual):
     """Asymmetric REINFORCE (arXiv:2506.20520); no reference policy."""
 
     use_reference: bool = False
@@ -278,12 +278,9 @@ class AsymREAlgorithm(_GroupRelative):
 
 
 @ALGORITHM_TYPE.register_module("dpo")
-class DPOAlgorithm(AlgorithmType):
+class DPOAlgorithm(_Usual):
     """Direct preference optimization on pairs (arXiv:2305.18290)."""
 
-    use_critic: bool = False
-    use_reference: bool = True
-    compute_advantage_in_trainer: bool = False
     can_balance_batch: bool = False
     use_rollout: bool = False
     schema: str = "dpo"
@@ -291,84 +288,63 @@ class DPOAlgorithm(AlgorithmType):
 
 
 @ALGORITHM_TYPE.register_module("topr")
-class TOPRAlgorithm(_GroupRelative):
+class TOPRAlgorithm(_Usual):
     """Tapered off-policy REINFORCE (arXiv:2503.14286)."""
 
-    recipe = Recipe(
-        add_strategy=("reinforce",), policy_loss_fn="topr", kl_loss_fn="k2", rollouts_per_group=2
-    )
+    recipe = replace(GRPOAlgorithm.recipe, add_strategy=("reinforce",), policy_loss_fn="topr")
 
 
 @ALGORITHM_TYPE.register_module("cispo")
-class CISPOAlgorithm(_GroupRelative):
+class CISPOAlgorithm(_Usual):
     """Clipped importance weights that keep every token's gradient (arXiv:2506.13585)."""
 
-    recipe = Recipe(
-        add_strategy=("grpo",), policy_loss_fn="cispo", kl_loss_fn="k2", rollouts_per_group=2
-    )
+    recipe = replace(GRPOAlgorithm.recipe, policy_loss_fn="cispo")
 
 
 @ALGORITHM_TYPE.register_module("gspo")
-class GSPOAlgorithm(_GroupRelative):
+class GSPOAlgorithm(_Usual):
     """Importance ratios of whole sequences (arXiv:2507.18071)."""
 
-    recipe = Recipe(
-        add_strategy=("grpo",), policy_loss_fn="gspo", kl_loss_fn="k2", rollouts_per_group=2
-    )
+    recipe = replace(GRPOAlgorithm.recipe, policy_loss_fn="gspo")
 
 
 @ALGORITHM_TYPE.register_module("sapo")
-class SAPOAlgorithm(_GroupRelative):
+class SAPOAlgorithm(_Usual):
     """A smooth gate in place of hard clipping (arXiv:2511.20347)."""
 
-    recipe = Recipe(
-        add_strategy=("grpo",), policy_loss_fn="sapo", kl_loss_fn="k2", rollouts_per_group=2
-    )
+    recipe = replace(GRPOAlgorithm.recipe, policy_loss_fn="sapo")
 
 
 @ALGORITHM_TYPE.register_module("mix")
-class MIXAlgorithm(_GroupRelative):
+class MIXAlgorithm(_Usual):
     """The policy's own data with GRPO and an expert's with SFT, in one step."""
 
-    recipe = Recipe(
-        add_strategy=("grpo",),
+    recipe = replace(
+        GRPOAlgorithm.recipe,
         sample_strategy="mix",
         policy_loss_fn="mix",
-        kl_loss_fn="k2",
         entropy_loss_fn="mix",
         rollouts_per_group=8,
     )
 
 
 @ALGORITHM_TYPE.register_module("mix_chord")
-class MIXCHORDAlgorithm(_GroupRelative):
+class MIXCHORDAlgorithm(_Usual):
     """MIX with a schedule for its weight, and tokens weighted by doubt (arXiv:2508.11408)."""
 
-    recipe = Recipe(
-        add_strategy=("grpo",),
-        sample_strategy="mix",
-        policy_loss_fn="mix_chord",
-        kl_loss_fn="k2",
-        entropy_loss_fn="mix",
-        rollouts_per_group=8,
-    )
+    recipe = replace(MIXAlgorithm.recipe, policy_loss_fn="mix_chord")
 
 
 @ALGORITHM_TYPE.register_module("raft")
-class RAFTAlgorithm(_GroupRelative):
+class RAFTAlgorithm(_Usual):
     """Supervised fine-tuning on the best answer of each group (arXiv:2304.06767)."""
 
     use_reference: bool = False
-    recipe = Recipe(
-        add_strategy=("best_of_group",),
-        policy_loss_fn="sft",
-        entropy_loss_fn="none",
-        rollouts_per_group=8,
-    )
+    recipe = replace(SFTAlgorithm.recipe, add_strategy=("best_of_group",), rollouts_per_group=8)
 
 
 @ALGORITHM_TYPE.register_module("sppo")
-class sPPOAlgorithm(_GroupRelative):  # noqa: N801 (the documented name)
+class sPPOAlgorithm(_Usual):  # noqa: N801 (the documented name)
     """PPO's clipping, on the logarithm of the ratio; no reference policy."""
 
     use_reference: bool = False
@@ -378,35 +354,32 @@ class sPPOAlgorithm(_GroupRelative):  # noqa: N801 (the documented name)
 
 
 @ALGORITHM_TYPE.register_module("rec")
-class RECAlgorithm(_GroupRelative):
+class RECAlgorithm(_Usual):
     """Group-relative REINFORCE with a choice of clipping and weights (arXiv:2509.24203)."""
 
-    recipe = Recipe(
-        add_strategy=("rec",), policy_loss_fn="rec", kl_loss_fn="k2", rollouts_per_group=2
-    )
+    recipe = replace(GRPOAlgorithm.recipe, add_strategy=("rec",), policy_loss_fn="rec")
 
 
 @ALGORITHM_TYPE.register_module("multi_step_grpo")
-class MultiStepGRPOAlgorithm(_GroupRelative):
+class MultiStepGRPOAlgorithm(_Usual):
     """GRPO for rollouts of several steps: the last step's reward scores all."""
 
-    recipe = Recipe(add_strategy=("step_wise_grpo",), kl_loss_fn="k2", rollouts_per_group=8)
+    recipe = replace(GRPOAlgorithm.recipe, add_strategy=("step_wise_grpo",), rollouts_per_group=8)
 
 
 @ALGORITHM_TYPE.register_module("gigpo")
-class GiGPOAlgorithm(_GroupRelative):
+class GiGPOAlgorithm(_Usual):
     """Group-in-group policy optimization (arXiv:2505.10978)."""
 
-    recipe = Recipe(
+    recipe = replace(
+        MultiStepGRPOAlgorithm.recipe,
         add_strategy=("gigpo",),
-        kl_loss_fn="k2",
-        rollouts_per_group=8,
         args={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.2}},
     )
 
 
 @ALGORITHM_TYPE.register_module("on_policy_distill")
-class OnPolicyDistillAlgorithm(_GroupRelative):
+class OnPolicyDistillAlgorithm(_Usual):
     """A teacher scores every token that the policy sampled (arXiv:2306.13649)."""
 
     use_reference: bool = False
@@ -415,17 +388,9 @@ class OnPolicyDistillAlgorithm(_GroupRelative):
 
 
 @ALGORITHM_TYPE.register_module("jsd")
-class JSDAlgorithm(_GroupRelative):
+class JSDAlgorithm(_Usual):
     """Distillation by a generalized Jensen-Shannon divergence (arXiv:2306.13649)."""
 
     use_reference: bool = False
     compute_advantage_in_trainer: bool = True
-    recipe = Recipe(advantage_fn="jsd", entropy_loss_fn="none", rollouts_per_group=8)
-
-
-@ALGORITHM_TYPE.register_module("grpo_verl")
-class GRPOverlAlgorithm(_GroupRelative):
-    """GRPO whose advantages the trainer computes."""
-
-    compute_advantage_in_trainer: bool = True
-    recipe = Recipe(advantage_fn="grpo_verl", kl_loss_fn="k2", rollouts_per_group=2)
+    recipe = replace(OnPolicyDistillAlgorithm.recipe, advantage_fn="jsd")

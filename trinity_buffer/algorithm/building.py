@@ -336,23 +336,30 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     recipe = _recipe_of(kind)
     # An explicit None means "without it", which is not the recipe's default.
     user |= {part: _none_of(part) for part in PARTS if user.get(part, part) is None}
-    choices = {
-        part: _choose(recipe, part, user)
-        for part in PARTS
-        if part != "add_strategy" and user.get(part, getattr(recipe, part)) is not None
-    }
+    choices = {}
+    for part in PARTS:
+        own = getattr(recipe, part)
+        wanted = user.get(part, own)
+        if part != "add_strategy" and wanted is not None:
+            # Arguments of the recipe are tuned for its own class, not for another choice.
+            tuned = recipe.args.get(part, {}) if wanted == own else {}
+            choices[part] = _chosen(part, wanted, tuned, user.get(f"{part}_args"))
     mode = user.get("loss_agg_mode")
     policy = choices["policy_loss_fn"]
     if mode is not None and "loss_agg_mode" in declared_arguments(policy.cls):
         policy.args.update({"loss_agg_mode": mode} | user.get("policy_loss_fn_args", {}))
     rollouts = user.get("rollouts_per_group", recipe.rollouts_per_group)
     advantage = choices.get("advantage_fn")
+    if advantage is not None and not advantage.cls.compute_in_trainer():
+        raise InvalidArgumentError(
+            f"advantage_fn {advantage.name!r} works on stored experiences: name it as add_strategy"
+        )
     loss = policy.make(backend="trinity")
     require_correctable(choices["importance_correction"].name, loss)
     return Algorithm(
         type=kind,
         strategies=_strategies(recipe, user),
-        advantage=None if advantage is None else _trainer_side(advantage),
+        advantage=None if advantage is None else advantage.make(),
         sample=choices["sample_strategy"].make(),
         policy_loss=loss,
         kl_loss=choices["kl_loss_fn"].make(),
@@ -404,15 +411,6 @@ def _recipe_of(kind: type[AlgorithmType]) -> Recipe:
     return Recipe.of_config(kind.default_config(), strategies={*ADD_STRATEGY.names(), *stored})
 
 
-def _choose(recipe: Recipe, part: str, user: Mapping[str, Any]) -> Choice:
-    """Return the choice for a part that has one name."""
-    own = getattr(recipe, part)
-    wanted = user.get(part, own)
-    # Arguments of the recipe are tuned for its own class, not for another choice.
-    from_recipe = recipe.args.get(part, {}) if wanted == own else {}
-    return _chosen(part, wanted, from_recipe, user.get(f"{part}_args"))
-
-
 def _strategies(chosen: Recipe, user: Mapping[str, Any]) -> tuple[Choice, ...]:
     """Return the choices for the strategies; arguments go by name if there are several."""
     own = chosen.add_strategy
@@ -462,16 +460,3 @@ def _name_of(part: str, wanted: Any) -> str:
         return wanted
     registry = REGISTRY_OF[part]
     return next((n for n in registry.names() if registry.get(n) is wanted), wanted.__name__)
-
-
-def _trainer_side(choice: Choice) -> TrainerAdvantage:
-    """Return the advantage function.
-
-    Raises:
-        InvalidArgumentError: it works on lists of experiences, before the trainer.
-    """
-    if not choice.cls.compute_in_trainer():
-        raise InvalidArgumentError(
-            f"advantage_fn {choice.name!r} works on stored experiences: name it as add_strategy"
-        )
-    return cast("TrainerAdvantage", choice.make())

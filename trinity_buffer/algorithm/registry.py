@@ -58,7 +58,10 @@ class Registry(Generic[T]):
                 f"{name!r} is no name of a {self.kind} (there are: {', '.join(self.names())})"
             )
         if name not in self._classes and is_path(name):
-            return self._imported(name)
+            module, _, attribute = name.replace(":", ".").rpartition(".")
+            with self.importing(name):
+                imported: T = getattr(import_module(module), attribute)
+            return imported
         if name not in self._classes:
             # Asked last: reading the metadata of all installed packages takes milliseconds.
             for entry in entry_points(group=self._group, name=name):
@@ -70,13 +73,6 @@ class Registry(Generic[T]):
         names = self.names()
         meant = did_you_mean(name, names) or "; one of your own is named as module:Class"
         raise UnknownNameError(f"no {self.kind} {name!r}{meant} (there are: {', '.join(names)})")
-
-    def _imported(self, path: str) -> T:
-        """Return the class at a path."""
-        module, _, name = path.replace(":", ".").rpartition(".")
-        with self.importing(path):
-            registered: T = getattr(import_module(module), name)
-            return registered
 
     @contextmanager
     def importing(self, path: str) -> Iterator[None]:

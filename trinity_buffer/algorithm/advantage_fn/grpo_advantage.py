@@ -27,6 +27,7 @@ from trinity_buffer.algorithm.annotating import (
 )
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_experience, fresh_task
+from trinity_buffer.algorithm.group_scores import Rewards
 from trinity_buffer.experience import Experience
 
 Group = list[Experience]
@@ -141,7 +142,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         metrics = gather_groups([of_group for _, of_group in scored])
         return [e for group in groups_left for e in group], {**metrics, "filtered_count": filtered}
 
-    def _rewards(self, exps: Group) -> tuple[group_scores.Rewards, group_scores.Rewards]:
+    def _rewards(self, exps: Group) -> tuple[Rewards, Rewards]:
         """Return the raw rewards, and those that enter mean and deviation."""
         raw = group_scores.as_rewards([reward_of(e) for e in exps])
         if self.rank_penalty is None or num_runs(exps, self.over) == 1:
@@ -191,9 +192,7 @@ class GRPOAdvantageFn(group_scores.DeviationOptions, GroupScoredAdvantage):
         super().__init__(epsilon=epsilon, **kwargs)
 
     @override
-    def score(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> group_scores.Rewards:
+    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
         """Return the scores of one group."""
         return group_scores.normalized_scores(
             rewards,

@@ -7,12 +7,18 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     GroupScoredAdvantage,
     RewardAdvantage,
     less_baseline,
+)
+from trinity_buffer.algorithm.group_scores import (
+    Rewards,
+    ScoredGroups,
+    baseline,
+    baselines,
+    check_baseline,
 )
 
 
@@ -29,17 +35,15 @@ class OPMDGroupAdvantage(RewardAdvantage):
 
     def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        group_scores.check_baseline(opmd_baseline, tau)
+        check_baseline(opmd_baseline, tau)
         self.opmd_baseline = opmd_baseline
         self.tau = tau
 
     @override
-    def score_groups(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> group_scores.ScoredGroups:
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the baseline."""
-        baselines = group_scores.baselines(rewards, self.opmd_baseline, self.tau, weights)
-        return less_baseline(rewards, baselines, weights)
+        compared = baselines(rewards, self.opmd_baseline, self.tau, weights)
+        return less_baseline(rewards, compared, weights)
 
 
 @ADVANTAGE_FN.register_module("opmd_verl")
@@ -67,13 +71,11 @@ class OPMDAdvantageFn(GroupScoredAdvantage):
         super().__init__(**kwargs)
         # The reference finds a wrong baseline only in a group that needs one.
         if check_early:
-            group_scores.check_baseline(opmd_baseline, tau)
+            check_baseline(opmd_baseline, tau)
         self.opmd_baseline = opmd_baseline
         self.tau = tau
 
     @override
-    def score(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> group_scores.Rewards:
+    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
         """Return the scores of one group."""
-        return rewards - group_scores.baseline(rewards, self.opmd_baseline, self.tau, weights)
+        return rewards - baseline(rewards, self.opmd_baseline, self.tau, weights)

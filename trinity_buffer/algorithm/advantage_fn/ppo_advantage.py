@@ -15,41 +15,48 @@ from trinity_buffer.algorithm.functional import masked_whiten
 from trinity_buffer.algorithm.group_scores import Over, check_over
 
 
-@ADVANTAGE_FN.register_module("ppo")
-class PPOAdvantageFn(TrainerAdvantage):
-    """Whitened generalized advantages of ``values`` and ``token_level_rewards``.
-
-    Returns are the unwhitened advantages plus the values.
+class WhitenedAdvantage(TrainerAdvantage):
+    """Advantages that are whitened over the whole step: what PPO and REINFORCE++ share.
 
     Args:
         gamma: discount of a time step, which is an action token.
-        lam: decay of the estimator.
-        mask_aware: time runs over action tokens alone, and advantages are 0 elsewhere. False takes
-            every column for a time step and leaves whitened numbers outside the mask, as the
-            reference does.
+        mask_aware: time runs over action tokens alone; False takes every column for a time step, as
+            the reference does.
         over: what counts once when advantages are whitened: ``"runs"``, where the batch says which
             rows are one (``run_index``), or each of their ``"rows"``, as in the reference.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("values",)
     reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False, "over": "rows"}
 
     def __init__(
-        self,
-        gamma: float = 1.0,
-        lam: float = 1.0,
-        *,
-        mask_aware: bool = True,
-        over: Over = "runs",
-        **kwargs: Any,
+        self, gamma: float = 1.0, *, mask_aware: bool = True, over: Over = "runs", **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.over = check_over(over)
         require(0 <= gamma <= 1, "gamma", gamma, "lie between 0 and 1")
-        require(0 <= lam <= 1, "lam", lam, "lie between 0 and 1")
         self.gamma = gamma
-        self.lam = lam
         self.mask_aware = mask_aware
+        self.over = check_over(over)
+
+
+@ADVANTAGE_FN.register_module("ppo")
+class PPOAdvantageFn(WhitenedAdvantage):
+    """Whitened generalized advantages of ``values`` and ``token_level_rewards``.
+
+    Returns are the unwhitened advantages plus the values. The reference, which is not aware of the
+    mask, leaves whitened numbers outside it.
+
+    Args:
+        gamma: discount of a time step.
+        lam: decay of the estimator.
+        kwargs: the options of `WhitenedAdvantage`.
+    """
+
+    tensors: ClassVar[tuple[str, ...]] = ("values",)
+
+    def __init__(self, gamma: float = 1.0, lam: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(gamma, **kwargs)
+        require(0 <= lam <= 1, "lam", lam, "lie between 0 and 1")
+        self.lam = lam
 
     @override
     def compute(self, rows: Rows) -> Result:

@@ -14,7 +14,7 @@ from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
 from trinity_buffer.algorithm.annotating import annotate, reward_of, runs_of
 from trinity_buffer.algorithm.arguments import one_of
-from trinity_buffer.algorithm.group_scores import RewardScorer, ScoredGroups
+from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups
 from trinity_buffer.experience import Experience
 
 
@@ -59,9 +59,7 @@ class RECGroupedAdvantage(GroupAdvantage):
         """Return `score_groups`, if no lots are drawn, which takes the name of the group."""
         return super().from_rewards() if self.drop is None else None
 
-    def score_groups(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the scores of groups of which no run is dropped."""
         mean, std = group_scores.group_moments(rewards, weights, ddof=0, std_floor=self.std_floor)
         scores = rewards - mean[:, np.newaxis]
@@ -91,7 +89,7 @@ class RECGroupedAdvantage(GroupAdvantage):
             annotate(experience, float(score))
         return exps, {"drop_balance": dropped, "reward_mean": mean, "reward_std": std}
 
-    def _staying(self, group_id: str, rewards: group_scores.Rewards) -> NDArray[np.bool_]:
+    def _staying(self, group_id: str, rewards: Rewards) -> NDArray[np.bool_]:
         """Return which members stay: all, or as many below the mean as not below it."""
         stay = np.ones(len(rewards), dtype=np.bool_)
         # Rounding may put the mean of equal rewards a little above them.

@@ -55,8 +55,15 @@ class EntropyLossFn:
             layout: boundaries and denominators of the step.
             _: other tensors of the batch, which a trainer may offer to every loss.
         """
-        loss = aggregate_loss(entropy, action_mask, loss_agg_mode, layout=layout)
+        counted = self.counted(entropy, action_mask, expert_mask, layout)
+        loss = aggregate_loss(*counted[:2], loss_agg_mode, layout=counted[2])
         return loss * self.entropy_coef, {"entropy_loss": loss.detach()}
+
+    def counted(
+        self, entropy: Tensor, mask: Tensor, expert_mask: Tensor | None, layout: BatchLayout | None
+    ) -> tuple[Tensor, Tensor, BatchLayout | None]:
+        """Return the entropies that count, their mask, and the layout with their denominators."""
+        return entropy, mask, layout
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -79,17 +86,10 @@ class MixEntropyLossFn(EntropyLossFn):
     usual_rows_only = True
 
     @override
-    def __call__(
-        self,
-        entropy: Tensor,
-        action_mask: Tensor,
-        expert_mask: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        *,
-        layout: BatchLayout | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, Metrics]:
-        """Return the bonus and the entropy.
+    def counted(
+        self, entropy: Tensor, mask: Tensor, expert_mask: Tensor | None, layout: BatchLayout | None
+    ) -> tuple[Tensor, Tensor, BatchLayout | None]:
+        """Return those of the usual rows.
 
         Raises:
             InvalidArgumentError: there is no ``expert_mask``.
@@ -99,10 +99,10 @@ class MixEntropyLossFn(EntropyLossFn):
         if layout is None:
             # Rows leave the batch, so that a mean over sequences does not count them.
             usual = ~expert_mask.bool().reshape(len(expert_mask), -1).any(-1)
-            return super().__call__(entropy[usual], action_mask[usual], None, loss_agg_mode)
+            return entropy[usual], mask[usual], None
         # With a layout the shape stays, and the denominator is the step's count of usual rows.
-        mask = action_mask * ~mask_of_rows(expert_mask, entropy, layout)
-        return super().__call__(entropy, mask, None, loss_agg_mode, layout=layout.part("usual"))
+        usual = ~mask_of_rows(expert_mask, entropy, layout)
+        return entropy, mask * usual, layout.part("usual")
 
 
 @ENTROPY_LOSS_FN.register_module("none")
