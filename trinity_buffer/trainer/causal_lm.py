@@ -72,7 +72,7 @@ class CausalLM:
     @property
     def is_adapted(self) -> bool:
         """Whether its adapter is all that is saved."""
-        return _is_adapted(self._own)
+        return hasattr(self._own, "disable_adapter")  # a PeftModel has it, a plain model has not
 
     @property
     def stem(self) -> str:
@@ -137,7 +137,7 @@ class CausalLM:
             InvalidArgumentError: the adapter changes the model already, or its making has changed
                 the weights below it (PiSSA); or ranks hold the weights in parts.
         """
-        if _is_adapted(self._own):
+        if self.is_adapted:
             self._require_fresh_adapter()
             return _Unadapted(self.model)
         if any(map(is_sharded, self.parameters())):
@@ -208,10 +208,6 @@ class _Unadapted(CausalLM):
         """Return what the base model says."""
         with self._own.disable_adapter():
             return super().scores(microbatch)
-
-
-def _is_adapted(model: Any) -> bool:
-    return hasattr(model, "disable_adapter")  # a PeftModel has it, a plain model has not
 
 
 def _adapter_of(model: Any, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

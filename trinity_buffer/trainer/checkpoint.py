@@ -21,7 +21,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -38,8 +38,8 @@ from trinity_buffer.pipeline.train.checkpoint import (
     write_manifest_chain,
     written,
 )
-from trinity_buffer.trainer.parallel import Processes, gather_texts, is_sharded
-from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
+from trinity_buffer.trainer.parallel import Processes, gather_texts
+from trinity_buffer.trainer.policy import AnyPolicy, Critic, all_finite
 from trinity_buffer.trainer.sharded import (
     HostCopies,
     opened,
@@ -147,7 +147,9 @@ class OptimizerState(NamedTuple):
             f"param_groups[{number}][{name!r}] = {value!r} (not {mine!r})"
             for number, (saved, group) in enumerate(zip(self.groups, own, strict=False))
             for name, value in saved.items()
-            if name in group and name != "params" and (mine := _as_saved(group[name])) != value
+            if name in group
+            and name != "params"
+            and (mine := json.loads(json.dumps(group[name], default=str))) != value
         ]
         if differing:
             _logger.warning(
@@ -156,11 +158,6 @@ class OptimizerState(NamedTuple):
                 type(optimizer).__name__,
                 ", ".join(differing),
             )
-
-
-def _as_saved(value: Any) -> Any:
-    """Return ``value`` as JSON gives it back: a list for a tuple."""
-    return json.loads(json.dumps(value, default=str))
 
 
 def _entries(state: Mapping[Any, Any], optimizer: str) -> Iterator[tuple[str, Any]]:
@@ -205,19 +202,6 @@ def random_state(device: str = "cuda") -> Tensor:
     return torch.cat([state, torch.cuda.get_rng_state(_gpu(device))])
 
 
-def restore_random(state: Tensor, device: str = "cuda") -> None:
-    """Go on with the random numbers of ``state``; those of a GPU only where there is one.
-
-    Args:
-        device: see `random_state`.
-    """
-    size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:size])
-    of_gpu = state[size:]
-    if len(of_gpu) and torch.cuda.is_available():
-        torch.cuda.set_rng_state(of_gpu, _gpu(device))
-
-
 def _gpu(device: str) -> str:
     return device if device.startswith("cuda") else "cuda"
 
@@ -228,14 +212,6 @@ CRITIC_FILE = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer"
 CRITIC_OPTIMIZER_FILE = f"{CRITIC_OPTIMIZER}.safetensors"
 STATE_FILE = "state.json"
-
-
-class OptimizerOf(Protocol):
-    """Returns a fresh optimizer for a model."""
-
-    def __call__(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
-        """Return one for the policy, or for the critic."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,42 +284,6 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def require_finite(step: int, model: Trainable, optimizer: OptimizerState) -> None:
-    """Refuse weights, and numbers of an optimizer, that are not finite."""
-    finite = {
-        "the weights": all_finite([*model.parameters()]),
-        "the optimizer": optimizer.is_finite,
-    }
-    for what, is_finite in finite.items():
-        if not is_finite:
-            raise NonFiniteError(
-                f"no checkpoint of step {step} was written: {what} of a {type(model).__name__} "
-                "hold NaN or Inf; lower the learning rate or max_gradient_norm, and go on from the "
-                "last checkpoint"
-            )
-
-
-def write_numbers(
-    folder: Path, state: TrainerState[Any], optimizer: OptimizerState, more: Mapping[str, Any]
-) -> None:
-    """Write what is no tensor."""
-    numbers = {
-        "step": state.step,
-        "optimizer": optimizer.groups,
-        "optimizer_numbers": optimizer.numbers,
-        "coefficients": dict(state.coefficients),
-        **more,
-    }
-    (folder / STATE_FILE).write_text(json.dumps(numbers))
-    write_manifest_chain(folder, state.manifests, state.log_head)
-
-
-def random_of_ranks(state: TrainerState[Any]) -> dict[str, torch.Tensor]:
-    """Return the state of the random numbers of each rank, by its name in a checkpoint."""
-    states = state.random or [random_state()]
-    return {_random_of(rank): random for rank, random in enumerate(states)}
-
-
 _RANDOM = "rng"
 
 
@@ -352,21 +292,24 @@ def _random_of(rank: int) -> str:
 
 
 def _restore_random(tensors: Mapping[str, torch.Tensor], rank: int, device: str) -> None:
-    """Go on with the random numbers of ``rank``.
+    """Go on with the random numbers of ``rank``; those of a GPU only where there is one.
 
     A rank that there was not begins numbers of its own, which depend on rank 0's alone.
     """
     first, own = tensors[_RANDOM], tensors.get(_random_of(rank))
-    if own is not None:
-        restore_random(own, device)
+    if own is None:
+        digest = sha256(first.numpy().tobytes() + rank.to_bytes(4, "big")).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
         return
-    digest = sha256(first.numpy().tobytes() + rank.to_bytes(4, "big")).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(own[:size])
+    if len(own) > size and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own[size:], _gpu(device))
 
 
 def load_checkpoint(
     folder: Path,
-    optimizer_of: OptimizerOf,
+    optimizer_of: Callable[..., torch.optim.Optimizer],
     policy: AnyPolicy,
     critic: Critic | None = None,
     *,
@@ -377,7 +320,7 @@ def load_checkpoint(
     """Return the state in ``folder`` and restore torch's random numbers of ``rank``.
 
     Args:
-        optimizer_of: returns the optimizer of a model.
+        optimizer_of: returns the optimizer of a model; of a critic, with ``is_critic=True``.
         policy: of the kind that was saved; it takes the saved weights.
         critic: likewise, where one was saved.
         takes_groups: the policy's optimizer takes the saved settings, see `OptimizerState.restore`.
@@ -472,11 +415,6 @@ class Saved(NamedTuple):
     digests: Mapping[Path, str]
 
 
-def is_shared(policy: Policy) -> bool:
-    """Return whether ranks hold the weights of ``policy`` in parts."""
-    return any(map(is_sharded, policy.parameters()))
-
-
 def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
 
@@ -510,37 +448,64 @@ def begin(
         CheckpointError: no folder can be made, or an optimizer keeps what no checkpoint holds.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite.
     """
-    policy, critic = state.policy, None if state.critic is None else state.critic[0]
-    optimizers = [OptimizerState.of(state.optimizer)]
-    if state.critic is not None:
-        optimizers.append(OptimizerState.of(state.critic[1]))
-
-    def check() -> str:
-        for model, optimizer in zip((policy, critic), optimizers, strict=False):
-            assert model is not None
-            require_finite(state.step, model, optimizer)
-        return ""
-
-    on_each(processes, check)
+    policy = state.policy
+    optimizers = [OptimizerState.of(each) for each in (state.optimizer, *(state.critic or ())[1:])]
+    on_each(processes, partial(_require_finite, state, optimizers))
     folder = Path(on_each(processes, partial(_made_folder, root, state, processes.rank))[0])
-    copies.begin()
-    share = partial(_Share.of, rank=processes.rank, copies=copies)
-    among = processes.world_size
-    shares = [share(folder, OPTIMIZER, optimizers[0].tensors, among)]
-    saves: dict[str, Callable[[Path], None]] = {}
-    if critic is not None:
-        shares.append(share(folder, CRITIC_OPTIMIZER, optimizers[1].tensors, 1))
-        saves[CRITIC_FILE] = (deepcopy(critic) if copies.copied else critic).save
+    rank, ranks = processes.rank, processes.world_size
+    copied: Callable[[Any], Any] = deepcopy if copies.copied else lambda model: model
+    random = {
+        _random_of(of): numbers for of, numbers in enumerate(state.random or [random_state()])
+    }
+    tensors: Mapping[str, Tensor] = {**optimizers[0].tensors, **random}
+    shared = [(folder, OPTIMIZER, tensors, ranks)]
+    numbers: dict[str, Any] = {
+        "step": state.step,
+        "optimizer": optimizers[0].groups,
+        "optimizer_numbers": optimizers[0].numbers,
+        "coefficients": dict(state.coefficients),
+    }
+    saves: list[Callable[[], object]] = []
+    if state.critic is not None:
+        shared.append((folder, CRITIC_OPTIMIZER, optimizers[1].tensors, 1))
+        saves.append(partial(copied(state.critic[0]).save, folder / CRITIC_FILE))
+        numbers["critic_optimizer"] = optimizers[1].groups
+    of_policy = folder / policy.file_name
     if hasattr(policy, "held"):
         # Of an adapter, peft and inference servers read one file.
-        among = 1 if policy.is_adapted else among
-        shares.append(share(folder / policy.file_name, policy.stem, policy.held(), among))
-        saves[policy.file_name] = policy.save_config
+        among = 1 if policy.is_adapted else ranks
+        shared.append((of_policy, policy.stem, policy.held(), among))
+        saves.append(partial(policy.save_config, of_policy))
     else:
-        saves[policy.file_name] = (deepcopy(policy) if copies.copied else policy).save
-    # What is written later keeps no tensor of a GPU alive.
-    numbers = [optimizer._replace(tensors={}) for optimizer in optimizers]
-    return PendingCheckpoint(folder, processes, state, numbers, shares, saves, copies.wait)
+        saves.append(partial(copied(policy).save, of_policy))
+    saves.append(partial((folder / STATE_FILE).write_text, json.dumps(numbers)))
+    saves.append(partial(write_manifest_chain, folder, state.manifests, state.log_head))
+    copies.begin()
+    shares: list[Callable[[], list[Path]]] = []
+    for place, stem, tensors, among in shared:
+        owners = owners_of(tensors, among)
+        mine = [name for name, owner in owners.items() if owner == rank]
+        whole = whole_tensors(tensors, mine, copies)  # every rank gathers
+        if rank < among:
+            shares.append(partial(write_share, place, stem, whole, owners, rank, among))
+    return PendingCheckpoint(folder, processes, shares, saves if rank == 0 else [], copies.wait)
+
+
+def _require_finite(state: TrainerState[Any], optimizers: Sequence[OptimizerState]) -> str:
+    """Refuse weights, and numbers of their optimizers, that are not finite."""
+    models = [state.policy, *(state.critic or ())[:1]]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        finite = {
+            "the weights": all_finite([*model.parameters()]),
+            "the optimizer": optimizer.is_finite,
+        }
+        if lost := next((what for what, is_finite in finite.items() if not is_finite), None):
+            raise NonFiniteError(
+                f"no checkpoint of step {state.step} was written: {lost} of a "
+                f"{type(model).__name__} hold NaN or Inf; lower the learning rate or "
+                "max_gradient_norm, and go on from the last checkpoint"
+            )
+    return ""
 
 
 def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> str:
@@ -555,60 +520,21 @@ def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """What one rank writes of tensors that ranks share.
-
-    Attributes:
-        folder: of the files.
-        stem: how their names begin.
-        among: how many ranks share them.
-        owners: name of a tensor -> rank.
-        mine: the tensors of this rank, whole.
-    """
-
-    folder: Path
-    stem: str
-    among: int
-    owners: Mapping[str, int]
-    mine: Mapping[str, Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        folder: Path,
-        stem: str,
-        tensors: Mapping[str, Tensor],
-        among: int,
-        *,
-        rank: int,
-        copies: HostCopies,
-    ) -> _Share:
-        """Return the share of ``rank``; every rank gathers with it."""
-        owners = owners_of(tensors, among)
-        mine = [name for name, owner in owners.items() if owner == rank]
-        return cls(folder, stem, among, owners, whole_tensors(tensors, mine, copies))
-
-
-@dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
     """A checkpoint of which everything was taken; `finish` writes it, in any thread.
 
     Attributes:
         folder: where it will be.
         processes: those that write it.
-        state: of the trainer.
-        numbers: of the policy's optimizer, and a critic's, without their tensors.
-        shares: the tensors that this rank writes.
-        saves: name -> writes a model, or all of it but its weights.
+        shares: write the tensors of this rank, and return their files.
+        saves: write all else, on rank 0.
         wait: returns when the tensors are in the processor's memory.
     """
 
     folder: Path
     processes: Processes
-    state: TrainerState[Any]
-    numbers: Sequence[OptimizerState]
-    shares: Sequence[_Share]
-    saves: Mapping[str, Callable[[Path], None]]
+    shares: Sequence[Callable[[], list[Path]]]
+    saves: Sequence[Callable[[], object]]
     wait: Callable[[], None]
 
     def finish(self) -> Saved:
@@ -630,29 +556,16 @@ class PendingCheckpoint:
     def _write(self) -> str:
         """Write what this rank has to write; return as JSON what `written` returned of it."""
         self.wait()
-        rank, state = self.processes.rank, self.state
         with writing(self.folder):
-            shares = [share for share in self.shares if rank < share.among]
-            files = dict(
-                pair for pairs in side_by_side(self._write_share, shares) for pair in pairs
-            )
-            if rank == 0:
-                for name, save in self.saves.items():
-                    save(self.folder / name)
-                more = {} if state.critic is None else {"critic_optimizer": self.numbers[1].groups}
-                write_numbers(self.folder, state, self.numbers[0], more)
-        return json.dumps(files)
+            files = side_by_side(_digested, self.shares)
+            for save in self.saves:
+                save()
+        return json.dumps(dict(pair for pairs in files for pair in pairs))
 
-    def _write_share(self, share: _Share) -> list[tuple[str, str]]:
-        """Write a share; return its files, which are on the disk then, and their digests."""
-        rank = self.processes.rank
-        owners, mine = dict(share.owners), dict(share.mine)
-        if share.stem == OPTIMIZER:
-            random = random_of_ranks(self.state)
-            owners |= dict.fromkeys(random, 0)
-            mine |= random if rank == 0 else {}
-        files = write_share(share.folder, share.stem, mine, owners, rank, share.among)
-        return [(str(file), written(file)) for file in files]
+
+def _digested(write: Callable[[], list[Path]]) -> list[tuple[str, str]]:
+    """Write a share; return its files, which are on the disk then, and their digests."""
+    return [(str(file), written(file)) for file in write()]
 
 
 def on_each(processes: Processes, work: Callable[[], str]) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.deterministic
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trinity_buffer.errors import CheckpointError, TrainingError
@@ -37,6 +37,7 @@ from trinity_buffer.pipeline.environment import (
 from trinity_buffer.pipeline.sync_stream import StepStream
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.parallel import Processes, unwrapped
+from trinity_buffer.trainer.sharded import opened_files
 
 _logger = logging.getLogger(__name__)
 
@@ -254,12 +255,13 @@ def largest_difference(recorded: Path, replayed: Path) -> LargestDifference:
         CheckpointError: they cannot be read.
     """
     try:
-        with _opened(recorded) as theirs, _opened(replayed) as ours:
+        with (
+            opened_files(_weight_files(recorded)) as theirs,
+            opened_files(_weight_files(replayed)) as ours,
+        ):
             names = sorted({*theirs, *ours})
             sizes = [
-                _relative(theirs[name].get_tensor(name), ours[name].get_tensor(name))
-                if name in theirs and name in ours
-                else math.inf
+                _relative(theirs[name], ours[name]) if name in theirs and name in ours else math.inf
                 for name in names
             ]
     except (OSError, SafetensorError) as error:
@@ -272,15 +274,12 @@ def largest_difference(recorded: Path, replayed: Path) -> LargestDifference:
     return LargestDifference(sizes[at], names[at])
 
 
-@contextmanager
-def _opened(weights: Path) -> Iterator[dict[str, Any]]:
-    """Open the tensors in a file or folder: name -> the file that holds it."""
+def _weight_files(weights: Path) -> list[Path]:
+    """Return the files of safetensors in a folder, or the one that is given."""
     files = sorted(weights.glob("*.safetensors")) if weights.is_dir() else [weights]
     if not files:
         raise CheckpointError(f"{weights} holds no safetensors, which weights are compared by")
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
-        yield {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - no dict
+    return files
 
 
 def _relative(recorded: Tensor, replayed: Tensor) -> float:

@@ -69,7 +69,10 @@ class StepMeter:
         per_token = {
             "tokens": mask,
             "weight": weight.abs(),
-            "clipped": _clipped(microbatch, weight),
+            # Which tokens have an advantage and no gradient; NaN where there are no advantages.
+            "clipped": torch.full_like(weight, torch.nan)
+            if "advantages" not in microbatch
+            else ((weight == 0) & (microbatch["advantages"] != 0)).to(weight),
             "entropy": scores.entropy,
             "ratio": ratio,
             "gap": gap,
@@ -141,14 +144,6 @@ def _difference(microbatch: MicroBatch, name: str, logprob: Tensor) -> Tensor:
         return difference
     there = recorded.to(difference.device)[rows_of_tokens(microbatch)].view_as(difference)
     return difference.where(there, torch.nan)
-
-
-def _clipped(microbatch: MicroBatch, weight: Tensor) -> Tensor:
-    """Return which tokens have an advantage and no gradient, NaN where there are no advantages."""
-    advantages: Tensor | None = microbatch.get("advantages")
-    if advantages is None:
-        return torch.full_like(weight, torch.nan)
-    return ((weight == 0) & (advantages != 0)).to(weight)
 
 
 def rows_of_tokens(microbatch: MicroBatch) -> Tensor:

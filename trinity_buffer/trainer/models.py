@@ -45,16 +45,10 @@ def require_models(algorithm: Algorithm, models: Models) -> None:
     Raises:
         InvalidArgumentError: names the one that is missing.
     """
-    lacking = [
-        name
-        for name, needed in (
-            ("critic", algorithm.type.use_critic),
-            ("reference", algorithm.needs_reference),
-        )
-        if needed and getattr(models, name) is None
-    ]
-    if lacking:
-        raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a {lacking[0]} model")
+    needed = {"critic": algorithm.type.use_critic, "reference": algorithm.needs_reference}
+    for name, is_needed in needed.items():
+        if is_needed and getattr(models, name) is None:
+            raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a {name} model")
 
 
 def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> None:
@@ -266,7 +260,10 @@ def blame_rows(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[
                 f"in step {step.step}, in the micro-batch of {len(places)} rows of up to {width} "
                 f"tokens, {first}"
             )
-            if places and _lacked_memory(error):
+            # Torch has no type for all errors of too little memory.
+            words = ("out of memory", "not enough memory", "can't allocate memory")
+            lacked = isinstance(error, MemoryError) or any(text in str(error) for text in words)
+            if places and lacked:
                 lengths = _lengths(microbatch)
                 longest = max(range(len(places)), key=lengths.__getitem__)
                 uid = uids(step, [places[longest]])[0]
@@ -281,12 +278,6 @@ def blame_rows(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[
 def without(uid: str) -> str:
     """Return how to go on without a row."""
     return f"Go on without the row: `trinity-buffer train --drop {uid}`, or drop=[{uid!r}]"
-
-
-def _lacked_memory(error: Exception) -> bool:
-    """Return whether ``error`` says that there was too little memory; torch has no type for all."""
-    words = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, MemoryError) or any(phrase in str(error) for phrase in words)
 
 
 def _lengths(microbatch: MicroBatch) -> list[int]:
@@ -325,7 +316,12 @@ def require_taken(step: TrainStep, uids: Uids, models: Models) -> None:
     """
     for microbatch in step.microbatches:
         for name, row in _brought(microbatch).items():
-            passing = [role for role in READERS[name] if not _takes(getattr(models, role), name)]
+            passing = [
+                role
+                for role in READERS[name]
+                if (model := getattr(models, role)) is not None
+                and name not in getattr(model, "takes", ())
+            ]
             if passing:
                 (uid,) = uids(step, [int(microbatch["sample_index"][row])])
                 kind = type(getattr(models, passing[0])).__name__
@@ -334,10 +330,6 @@ def require_taken(step: TrainStep, uids: Uids, models: Models) -> None:
                     f"would pass over it: give a {passing[0]} that reads it and says so, takes = "
                     f"{{{name!r}}}. {without(uid)}"
                 )
-
-
-def _takes(model: Any, name: str) -> bool:
-    return model is None or name in getattr(model, "takes", ())
 
 
 def _brought(microbatch: MicroBatch) -> dict[str, int]:

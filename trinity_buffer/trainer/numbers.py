@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from torch import Tensor
 from trinity_buffer.algorithm.functional import mask_of_rows
 from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.parallel import Processes, gather_texts
 
 
@@ -103,7 +101,10 @@ def combined(
     sizes = [_sizes(microbatch) for microbatch in microbatches]
     numbers = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        kind = "rows" if name in row_metrics else _tokens_of(name)
+        # A mixed loss names the kind of rows before its metrics.
+        kind = name.removeprefix("actor/").split("/")[0]
+        kind = kind if kind in ("usual", "expert") else "tokens"
+        kind = "rows" if name in row_metrics else kind
         having = [
             (part[name], size[kind])
             for part, size in zip(parts, sizes, strict=True)
@@ -130,12 +131,6 @@ def _sizes(microbatch: MicroBatch) -> dict[str, Tensor]:
         "usual": (mask & ~expert).sum(),
         "expert": (mask & expert).sum(),
     }
-
-
-def _tokens_of(name: str) -> str:
-    """Return which tokens a metric is a mean over: a mixed loss names the kind before it."""
-    kind = name.removeprefix("actor/").split("/")[0]
-    return kind if kind in ("usual", "expert") else "tokens"
 
 
 def _joined(name: str, values: Tensor, weights: Tensor) -> Number:
@@ -181,30 +176,3 @@ class StepReport:
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     measures: StepMeasures | None = field(default=None, repr=False)
-
-
-def report_of(
-    step: TrainStep,
-    metrics: dict[str, float],
-    begin: float,
-    *,
-    measures: StepMeasures | None,
-    committed: bool,
-    skipped: bool,
-) -> StepReport:
-    """Return the report of a step that began at ``begin`` (`time.perf_counter`)."""
-    return StepReport(
-        step=step.step,
-        loss=metrics["loss"],
-        reward=step.reward or 0.0,
-        gradient_norm=metrics["gradient_norm"],
-        staleness=step.staleness or 0.0,
-        rows=len(step.manifest.experiences),
-        tokens=step.microbatches[0].layout.global_tokens if step.microbatches else 0,
-        seconds=time.perf_counter() - begin,
-        recorded=step.recorded,
-        committed=committed,
-        skipped=skipped,
-        metrics=metrics,
-        measures=measures,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
@@ -82,89 +82,75 @@ def require(
     algorithm.check_schema(schema)
     for choice in algorithm.strategies:
         made(choice.cls, StagedWriter(), **choice.args)  # refuses arguments of another kind
+    own_teacher = teacher or "teacher_logprobs" in (columns or RECORDED)
     lacking = [
-        *_lacking_models(algorithm, columns, teacher=teacher),
-        *_lacking_tensors(algorithm),
-        *_lacking_expert(algorithm, expert, experiments),
-        *_lacking_advantages(algorithm),
-        *_lacking_runs(algorithm, rollouts_per_group),
+        *_lacking_tensors(algorithm, teacher=own_teacher),
+        *_lacking_rows(algorithm, rollouts_per_group, expert, experiments),
     ]
     if lacking:
         raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs {', and '.join(lacking)}")
 
 
-def _lacking_models(
-    algorithm: Algorithm, columns: Collection[str] | None, *, teacher: bool
-) -> Iterator[str]:
-    if teacher or "teacher_logprob" not in algorithm.reads:
-        return
-    if "teacher_logprobs" not in (columns or RECORDED):
-        yield (
-            "teacher_logprobs: store them with the experiences, or give the trainer a teacher "
-            "policy (teacher=FILE)"
-        )
-
-
-def _lacking_tensors(algorithm: Algorithm) -> Iterator[str]:
-    """Yield what its parts read, and nothing in a run of this kind makes."""
+def _lacking_tensors(algorithm: Algorithm, *, teacher: bool) -> list[str]:
+    """Return what its parts read, and nothing in a run of this kind makes."""
     reads, loss = algorithm.reads, algorithm.choices["policy_loss_fn"].name
-    sampling = algorithm.choices["sample_strategy"].name
-    if "values" in reads and not algorithm.type.use_critic:
-        yield "values of a critic, which algorithm=ppo trains and this one does not"
-    if "expert_mask" in reads and sampling != "mix":
-        yield f"an expert's rows for the loss {loss!r}: algorithm=mix takes them, or mix_chord"
-    if algorithm.entropy_loss.usual_rows_only and sampling != "mix":
-        yield "an expert's rows for the entropy 'mix': algorithm=mix takes them, or mix_chord"
-    if "reward_baselines" in reads:
-        yield (
-            "reward_baselines, the rewards of greedy answers, which no stream holds: choose "
-            "another advantage_fn, such as rloo"
-        )
-    if algorithm.policy_loss.pairs and algorithm.type.schema != "dpo":
-        yield f"pairs for the loss {loss!r}: algorithm=dpo trains on them"
+    is_mixed = algorithm.choices["sample_strategy"].name == "mix"
+    lacking = {
+        "teacher_logprobs: store them with the experiences, or give the trainer a teacher policy "
+        "(teacher=FILE)": "teacher_logprob" in reads and not teacher,
+        "values of a critic, which algorithm=ppo trains and this one does not": (
+            "values" in reads and not algorithm.type.use_critic
+        ),
+        f"an expert's rows for the loss {loss!r}: algorithm=mix takes them, or mix_chord": (
+            "expert_mask" in reads and not is_mixed
+        ),
+        "an expert's rows for the entropy 'mix': algorithm=mix takes them, or mix_chord": (
+            algorithm.entropy_loss.usual_rows_only and not is_mixed
+        ),
+        "reward_baselines, the rewards of greedy answers, which no stream holds: choose another "
+        "advantage_fn, such as rloo": "reward_baselines" in reads,
+        f"pairs for the loss {loss!r}: algorithm=dpo trains on them": (
+            algorithm.policy_loss.pairs and algorithm.type.schema != "dpo"
+        ),
+    }
+    return [text for text, is_lacking in lacking.items() if is_lacking]
 
 
-def _lacking_expert(
-    algorithm: Algorithm, expert: str | None, experiments: Collection[str] | None
-) -> Iterator[str]:
-    mixes = algorithm.choices["sample_strategy"].name == "mix"
-    if mixes and expert is None:
-        yield (
-            "an expert's rows: record solutions in another experiment of the store, of the schema "
-            "'sft', and name it (expert_experiment=NAME)"
-        )
-    elif expert is not None and not mixes:
-        yield f"no expert_experiment={expert!r}: only sample_strategy='mix' reads one"
-    elif expert is not None and experiments is not None and expert not in experiments:
-        yield (
-            f"expert_experiment={expert!r}, which is not in this store; it holds "
-            f"{', '.join(experiments) or 'none'}"
-        )
-
-
-def _lacking_advantages(algorithm: Algorithm) -> Iterator[str]:
+def _lacking_rows(
+    algorithm: Algorithm,
+    rollouts_per_group: int | None,
+    expert: str | None,
+    experiments: Collection[str] | None,
+) -> list[str]:
+    """Return what the data lack: an expert's rows, advantages, runs to compare."""
+    is_mixed = algorithm.choices["sample_strategy"].name == "mix"
     names = [choice.name for choice in algorithm.strategies]
-    if not algorithm.needs_advantages or any(ADD_STRATEGY.get(name).annotates for name in names):
-        return
-    if names:
-        yield (
-            f"advantages, and {'+'.join(names)!r} only chooses: put a strategy that computes them "
-            f"behind it (strategy={'+'.join(names)}+grpo)"
-        )
-    else:
-        yield "advantages: name a strategy that computes them (strategy=grpo)"
-
-
-def _lacking_runs(algorithm: Algorithm, rollouts_per_group: int | None) -> Iterator[str]:
-    compares = [c.name for c in algorithm.strategies if c.name in COMPARE_RUNS]
+    unscored = algorithm.needs_advantages and not any(
+        ADD_STRATEGY.get(name).annotates for name in names
+    )
     advantage = algorithm.choices.get("advantage_fn")
-    if advantage is not None and advantage.name in COMPARE_RUNS:
-        compares.append(advantage.name)
-    if compares and rollouts_per_group == 1:
-        yield (
-            f"several runs of a task, which {compares[0]!r} compares: rollouts_per_group=1; give 2 "
-            "or more"
-        )
+    parts = [*names, *([] if advantage is None else [advantage.name])]
+    comparing = next((name for name in parts if name in COMPARE_RUNS), None)
+    lacking = {
+        "an expert's rows: record solutions in another experiment of the store, of the schema "
+        "'sft', and name it (expert_experiment=NAME)": is_mixed and expert is None,
+        f"no expert_experiment={expert!r}: only sample_strategy='mix' reads one": (
+            expert is not None and not is_mixed
+        ),
+        f"expert_experiment={expert!r}, which is not in this store; it holds "
+        f"{', '.join(experiments or ()) or 'none'}": (
+            is_mixed
+            and expert is not None
+            and experiments is not None
+            and expert not in experiments
+        ),
+        f"advantages, and {'+'.join(names)!r} only chooses: put a strategy that computes them "
+        f"behind it (strategy={'+'.join(names)}+grpo)": unscored and bool(names),
+        "advantages: name a strategy that computes them (strategy=grpo)": unscored and not names,
+        f"several runs of a task, which {comparing!r} compares: rollouts_per_group=1; give 2 or "
+        "more": comparing is not None and rollouts_per_group == 1,
+    }
+    return [text for text, is_lacking in lacking.items() if is_lacking]
 
 
 def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) -> None:
@@ -217,35 +203,25 @@ def stream_options(
         recompute_old_logprob: the trainer computes ``old_logprob`` itself.
         teacher: the trainer has a teacher policy, so that none need be stored.
     """
-    needs = []
-    if algorithm.needs_advantages:
-        needs.append("advantages")
-    if _reads_rollouts(algorithm, recomputed=recompute_old_logprob):
-        needs.append("logprobs")
-    if algorithm.advantage is not None and algorithm.advantage.reads_rewards:
-        needs.append("reward")
-    if not teacher and algorithm.advantage is not None:
-        needs += ["teacher_logprobs"] * ("teacher_logprob" in algorithm.advantage.tensors)
-    sampling = algorithm.choices["sample_strategy"]
-    options: dict[str, Any] = {
-        name: sampling.args[name]
-        for name in ("max_staleness", "expert_data_ratio")
-        if name in sampling.args
+    advantage = algorithm.advantage
+    # Whether something compares with the log-probabilities that the explorer recorded.
+    recomputed = recompute_old_logprob or (
+        "old_logprob" not in algorithm.tensors
+        and not (advantage is not None and advantage.reads_old_logprob)
+    )
+    needs = {
+        "advantages": algorithm.needs_advantages,
+        "logprobs": algorithm.choices["importance_correction"].name != "none" or not recomputed,
+        "reward": advantage is not None and advantage.reads_rewards,
+        "teacher_logprobs": (
+            not teacher and advantage is not None and "teacher_logprob" in advantage.tensors
+        ),
     }
+    sampling = algorithm.choices["sample_strategy"]
+    passed = ("max_staleness", "expert_data_ratio")
     return {
         "sample_strategy": sampling.name,
         "recompute_old_logprob": recompute_old_logprob,
-        "needs": tuple(needs),
-        **options,
+        "needs": tuple(name for name, is_needed in needs.items() if is_needed),
+        **{name: sampling.args[name] for name in passed if name in sampling.args},
     }
-
-
-def _reads_rollouts(algorithm: Algorithm, *, recomputed: bool) -> bool:
-    """Return whether something compares with the log-probabilities that the explorer recorded."""
-    if algorithm.choices["importance_correction"].name != "none":
-        return True
-    if recomputed:
-        return False
-    advantage = algorithm.choices.get("advantage_fn")
-    by_advantage = advantage is not None and advantage.cls.reads_old_logprob
-    return by_advantage or "old_logprob" in algorithm.tensors

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -273,6 +273,18 @@ class Tensors(Mapping[str, Tensor]):
 
 
 @contextmanager
+def opened_files(files: Iterable[Path]) -> Iterator[Tensors]:
+    """Open the tensors of several files.
+
+    Raises:
+        OSError, SafetensorError: a file is missing or broken.
+    """
+    with ExitStack() as stack:
+        handles = [stack.enter_context(safe_open(file, "pt")) for file in files]
+        yield Tensors({name: file for file in handles for name in file.keys()})  # noqa: SIM118 - no dict
+
+
+@contextmanager
 def opened(folder: Path, stem: str) -> Iterator[Tensors]:
     """Open the tensors of ``stem``, however many ranks wrote them.
 
@@ -280,17 +292,8 @@ def opened(folder: Path, stem: str) -> Iterator[Tensors]:
         OSError, SafetensorError: a file is missing or broken.
         ValueError, KeyError: the index is broken.
     """
-    index = folder / INDEX.format(stem=stem)
-    single = f"{stem}.safetensors"
-    with ExitStack() as stack:
-
-        def open_file(name: str) -> Any:
-            return stack.enter_context(safe_open(folder / name, "pt"))
-
-        if not index.exists():
-            handle = open_file(single)
-            yield Tensors(dict.fromkeys(handle.keys(), handle))
-            return
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        handles = {file: open_file(file) for file in sorted(set(places.values()))}
-        yield Tensors({name: handles[file] for name, file in places.items()})
+    index, names = folder / INDEX.format(stem=stem), {f"{stem}.safetensors"}
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    with opened_files(folder / name for name in sorted(names)) as tensors:
+        yield tensors

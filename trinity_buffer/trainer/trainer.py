@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from trinity_buffer.faultpoints import reached
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.step import TrainStep
@@ -35,7 +34,6 @@ from trinity_buffer.trainer.checkpoint import (
     PendingCheckpoint,
     TrainerState,
     begin,
-    is_shared,
     load_checkpoint,
     random_state,
     remove_old,
@@ -55,8 +53,14 @@ from trinity_buffer.trainer.models import (
     settle_sampling,
     values_of,
 )
-from trinity_buffer.trainer.numbers import Number, StepNumbers, StepReport, combined, report_of
-from trinity_buffer.trainer.parallel import Processes, processes_here, processes_of_writers, whole
+from trinity_buffer.trainer.numbers import Number, StepNumbers, StepReport, combined
+from trinity_buffer.trainer.parallel import (
+    Processes,
+    is_sharded,
+    processes_here,
+    processes_of_writers,
+    whole,
+)
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.requirements import require_of, require_same_ranks
 from trinity_buffer.trainer.settings import TrainerSettings
@@ -92,7 +96,7 @@ class Commits:
         self._stream = stream
         self._settings = settings
         self._processes = processes
-        self._shared = is_shared(policy)
+        self._shared = any(map(is_sharded, policy.parameters()))
         self._file_name = policy.file_name
         self._beside = is_beside(settings, policy)
         self._copies = HostCopies(copied=self._beside)
@@ -252,6 +256,7 @@ def _mark_broken(terms: Tensor, column: object, rows: Tensor, *, of_tokens: Sequ
 Metrics = dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
 class ValueLossFn:
     """Half the squared error between values and returns, on action tokens.
 
@@ -264,11 +269,12 @@ class ValueLossFn:
         loss_agg_mode: see `aggregate_loss`.
     """
 
-    def __init__(self, clip_range: float | None = None, loss_agg_mode: str = "token-mean") -> None:
-        if clip_range is not None and clip_range <= 0:
-            raise InvalidArgumentError(f"value_clip_range={clip_range}: it must be positive")
-        self.clip_range = clip_range
-        self.loss_agg_mode = loss_agg_mode
+    clip_range: float | None = None
+    loss_agg_mode: str = "token-mean"
+
+    def __post_init__(self) -> None:
+        if self.clip_range is not None and self.clip_range <= 0:
+            raise InvalidArgumentError(f"value_clip_range={self.clip_range}: it must be positive")
 
     def __call__(
         self,
@@ -452,7 +458,8 @@ class Trainer:
         for step in self._stream:
             self._commits.look()
             begin = time.perf_counter()
-            meter = self._meter(step)
+            is_measured = self._settings.record_facts and bool(step.microbatches)
+            meter = StepMeter(step, tokens=self._settings.record_tokens) if is_measured else None
             with self._bits.asked(step.environment):
                 self._bits.compare(step, self.policy)
                 metrics = self._train(step, meter)
@@ -461,7 +468,9 @@ class Trainer:
                 metrics["staleness"] = step.staleness
             # After the weights have moved: it measures what the commit saves.
             metrics |= measure(step.step)
-            measures = self._measured(meter, metrics)
+            measures = None if meter is None else meter.measures(metrics, self._processes)
+            if measures is not None:
+                self._stream.measure(measures)
             # Not two steps' tensors, while it is uncommitted.
             last = replace(step, microbatches=[]), metrics
             ending = self._reached(step.step) or self._gives_up
@@ -469,12 +478,22 @@ class Trainer:
             if committed:
                 committed = self._commit(step, metrics)
                 last = None
-            skipped = self._skipped_in_a_row > 0
-            stop = report(
-                report_of(
-                    step, metrics, begin, measures=measures, committed=committed, skipped=skipped
-                )
+            step_report = StepReport(
+                step=step.step,
+                loss=metrics["loss"],
+                reward=step.reward or 0.0,
+                gradient_norm=metrics["gradient_norm"],
+                staleness=step.staleness or 0.0,
+                rows=len(step.manifest.experiences),
+                tokens=step.microbatches[0].layout.global_tokens if step.microbatches else 0,
+                seconds=time.perf_counter() - begin,
+                recorded=step.recorded,
+                committed=committed,
+                skipped=self._skipped_in_a_row > 0,
+                metrics=metrics,
+                measures=measures,
             )
+            stop = report(step_report)
             if self._gives_up:
                 raise self._given_up(step)
             if stop or ending:
@@ -483,20 +502,6 @@ class Trainer:
 
     def _reached(self, step: int) -> bool:
         return self._settings.max_steps is not None and step >= self._settings.max_steps
-
-    def _meter(self, step: TrainStep) -> StepMeter | None:
-        """Return what measures a step; None: it was not asked, or there is nothing to measure."""
-        if not self._settings.record_facts or not step.microbatches:
-            return None
-        return StepMeter(step, tokens=self._settings.record_tokens)
-
-    def _measured(self, meter: StepMeter | None, metrics: dict[str, float]) -> StepMeasures | None:
-        """Return what was measured of a step, which its commit records."""
-        if meter is None:
-            return None
-        measures = meter.measures(metrics, self._processes)
-        self._stream.measure(measures)
-        return measures
 
     def _train(self, step: TrainStep, meter: StepMeter | None) -> dict[str, float]:
         """Step the optimizers if all is finite; return the numbers of the step."""
@@ -514,7 +519,7 @@ class Trainer:
             self._algorithm,
             self._models,
             blaming=blaming,
-            reduce=self._processes.sum if self._processes.world_size > 1 else None,
+            reduce=self._processes.sum,
             recompute_old_logprob=recomputed,
         )
         rows = sum(len(microbatch["sample_index"]) for microbatch in step.microbatches)
@@ -539,7 +544,9 @@ class Trainer:
         finite, numbers = self._numbers.read(deciding, totals)
         if finite and not step.skipped:
             self._step(step)
-            self._adapt(step, numbers)
+            if "actor/kl_loss" in numbers:  # an adaptive coefficient; a penalty's has moved already
+                rows_of_step = step.microbatches[0].layout.global_sequences
+                self._algorithm.kl_loss.update_kl_coef(numbers["actor/kl_loss"], rows_of_step)
             self._skipped_in_a_row = 0
         else:
             self._skip(step, coefficients)
@@ -637,13 +644,6 @@ class Trainer:
         self._processes.average_gradients(model, weights)
         limit = self._settings.max_gradient_norm
         return whole(torch.nn.utils.clip_grad_norm_(weights, limit).detach())
-
-    def _adapt(self, step: TrainStep, numbers: Mapping[str, float]) -> None:
-        """Let an adaptive coefficient of the loss take its step; that of a penalty has done so."""
-        kl_loss = self._algorithm.kl_loss
-        if kl_loss.adaptive and "actor/kl_loss" in numbers:
-            rows = step.microbatches[0].layout.global_sequences
-            kl_loss.update_kl_coef(numbers["actor/kl_loss"], rows)
 
     def _remember(self, step: TrainStep) -> None:
         """Note what the weights went through: true from here on, committed or not."""
