@@ -29,8 +29,8 @@ TRAINER_FAULTS = [
     Fault(
         "skipped steps count though others lie between them",
         "trainer/trainer.py",
-        "numbers)\n            self._skipped_in_a_row = 0\n",
-        "numbers)\n",
+        "rows_of_step)\n            self._skipped_in_a_row = 0\n",
+        "rows_of_step)\n",
         "tests/trainer/test_non_finite.py::test_skipped_steps_with_another_between_them_are_not_in_a_row",
     ),
     Fault(

@@ -37,7 +37,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
-from anyio.abc import TaskGroup
 from typing_extensions import override
 
 from trinity_buffer.errors import (
@@ -388,8 +387,13 @@ class _Explorer(ABC):
         """Return the batches of actors that are gone, now this one's, if it takes over."""
         if not self._options.take_over:
             return []
-        keys = await self._writer.take_over(taken)
-        return [_Batch(key, repaired=True, missing=await self._writer.missing(key)) for key in keys]
+        return [
+            await self._batch(key, repaired=True) for key in await self._writer.take_over(taken)
+        ]
+
+    async def _batch(self, key: Key, *, repaired: bool) -> _Batch:
+        """Return a planned batch and what is missing of it."""
+        return _Batch(key, repaired, await self._writer.missing(key))
 
 
 class _TaskListExplorer(_Explorer):
@@ -418,7 +422,11 @@ class _TaskListExplorer(_Explorer):
         begun = 0
         async with task_group() as group:
             async for batch in self._claimed():
-                await self._begin(batch, group)
+                if not batch.missing:
+                    await self._seal(batch, self._newest[1])
+                for task, run in batch.missing:  # each as soon as there is a slot for it
+                    await self._slots.acquire()
+                    group.start_soon(self._make, batch, EID(batch.key, task, run))
                 begun += 1
                 if begun == self._options.max_batches:
                     return
@@ -443,7 +451,7 @@ class _TaskListExplorer(_Explorer):
                     continue
                 if not planned:
                     return
-                yield _Batch(batch, row is not None, await self._writer.missing(batch))
+                yield await self._batch(batch, repaired=row is not None)
             for left in await self._left_behind(taken) if taken else []:
                 taken.remove(str(left.key))
                 yield left
@@ -471,14 +479,6 @@ class _TaskListExplorer(_Explorer):
             return None
         return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
 
-    async def _begin(self, batch: _Batch, group: TaskGroup) -> None:
-        """Start what is missing of a planned batch, each run as soon as there is a slot for it."""
-        if not batch.missing:
-            await self._seal(batch, self._newest[1])
-        for task, run in batch.missing:
-            await self._slots.acquire()
-            group.start_soon(self._make, batch, EID(batch.key, task, run))
-
     async def _make(self, batch: _Batch, run: EID) -> None:
         """Make one run and write it; seal the batch after its last one."""
         made = await self._attempted(run)
@@ -493,12 +493,9 @@ class _TaskListExplorer(_Explorer):
         options, attempts = self._options, 1
         # The slot is held between attempts: a server in trouble gets fewer requests.
         while isinstance(made := await self._attempt(run), Exception):
-            is_refused = isinstance(made, RefusedRequestError)
-            if attempts == options.attempts or is_refused:
-                is_hopeless = (
-                    isinstance(made, RefusedRequestError) and made.status in REFUSED_TO_ALL
-                )
-                if options.on_failure == "raise" or is_hopeless:
+            status = made.status if isinstance(made, RefusedRequestError) else None
+            if attempts == options.attempts or isinstance(made, RefusedRequestError):
+                if options.on_failure == "raise" or status in REFUSED_TO_ALL:
                     raise made
                 why = f"after {counted(attempts, 'attempt')}: {type(made).__name__}: {made}"
                 _logger.warning("%s", one_line(f"rollout {run.rid} is left out {why}"))
@@ -613,9 +610,8 @@ class SamplingExplorer(_Explorer):
     @override
     async def _explore(self) -> None:
         number, unfinished = await self._writer.unsealed()
-        for batch in unfinished:
-            missing = await self._writer.missing(batch)
-            await self._finish(_Batch(batch, repaired=True, missing=missing))
+        for key in unfinished:
+            await self._finish(await self._batch(key, repaired=True))
         most = self._options.max_batches
         while most is None or number < most:
             for left in await self._left_behind():
@@ -623,8 +619,7 @@ class SamplingExplorer(_Explorer):
             batch = f"{self._actor}-{number}"
             if not await self._plan(batch, list(range(self._options.groups_per_batch))):
                 return
-            missing = await self._writer.missing(batch)
-            await self._finish(_Batch(batch, repaired=False, missing=missing))
+            await self._finish(await self._batch(batch, repaired=False))
             number += 1
 
     async def _finish(self, batch: _Batch) -> None:

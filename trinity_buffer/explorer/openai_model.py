@@ -69,7 +69,11 @@ class OpenAIModel:
         self._logprobs_mode = logprobs_mode
         self._require_ids = require_ids
         self._sampling = pinned(sampling)
-        self._tokenizer = _loaded(tokenizer)
+        if isinstance(tokenizer, str):
+            from trinity_buffer.explorer.local_model import load_tokenizer  # noqa: PLC0415 - torch
+
+            tokenizer = load_tokenizer(tokenizer)
+        self._tokenizer = tokenizer
         self._weights = ServedWeights(self.server)
         if require_ids:
             require_sampled(self._sampling, logprobs_mode)
@@ -137,21 +141,18 @@ class OpenAIModel:
 
     async def _asked(self, path: str, body: dict[str, Any], max_tokens: int | None) -> Any:
         if self.name is None:
-            self.name = await self._only_model()
+            served = await self.server.get("/v1/models") or {}
+            names = [str(model["id"]) for model in served.get("data", [])]
+            if len(names) != 1:
+                raise InvalidArgumentError(
+                    f"{self.server.root} serves {', '.join(names) or 'no model'}: say model=NAME"
+                )
+            (self.name,) = names
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         asked = {"model": self.name, **self._sampling, **limit, **body}
         if self._require_ids:
             require_sampled(asked, self._logprobs_mode)
         return await self.server.post(path, asked)
-
-    async def _only_model(self) -> str:
-        answer = await self.server.get("/v1/models") or {}
-        names = [model["id"] for model in answer.get("data", [])]
-        if len(names) != 1:
-            raise InvalidArgumentError(
-                f"{self.server.root} serves {', '.join(names) or 'no model'}: say model=NAME"
-            )
-        return str(names[0])
 
     async def _generate(self, prompt: list[int], max_tokens: int | None) -> Completion:
         sampling = {**self._sampling}
@@ -199,11 +200,3 @@ def _first(answer: Mapping[str, Any]) -> Mapping[str, Any]:
         raise InferenceServerError(f"the server answered without a choice: {str(answer)[:300]}")
     choice: Mapping[str, Any] = choices[0]
     return choice
-
-
-def _loaded(tokenizer: Any) -> Any:
-    if not isinstance(tokenizer, str):
-        return tokenizer
-    from trinity_buffer.explorer.local_model import load_tokenizer  # noqa: PLC0415 - torch
-
-    return load_tokenizer(tokenizer)

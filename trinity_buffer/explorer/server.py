@@ -196,21 +196,18 @@ class ServedWeights:
             version = None
         if version is None:
             self._silent_until = time.monotonic() + ASK_AGAIN_S
-            self._warn()
+            if not self._has_warned:
+                self._has_warned = True
+                _LOG.warning(
+                    "%s does not say which weights it answers with (/weight_info; vLLM does with "
+                    "VLLM_SERVER_DEV_MODE=1): recorded without a policy version, its answers never "
+                    "count as stale",
+                    self._server.root,
+                )
         elif version not in self._checksums:
             self._checksums[version] = None
             self._checksums[version] = await self._server.weight_checksum()
         return version
-
-    def _warn(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _LOG.warning(
-                "%s does not say which weights it answers with (/weight_info; vLLM does with "
-                "VLLM_SERVER_DEV_MODE=1): recorded without a policy version, its answers never "
-                "count as stale",
-                self._server.root,
-            )
 
     async def stamped(
         self, completions: Sequence[Completion], before: str | None

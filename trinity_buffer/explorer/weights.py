@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
@@ -34,6 +35,31 @@ class Loadable(Protocol):
 M = TypeVar("M", bound=Loadable)
 
 
+async def use_newest(
+    experiment: Experiment,
+    known: PublishedPolicy | None,
+    use: Callable[[PublishedPolicy], Awaitable[None]],
+) -> PublishedPolicy | None:
+    """Have what was published last used, if it is not ``known``; return what is in use now.
+
+    A run that was wound back publishes other weights under a version that was there before.
+    """
+    while True:
+        policy = await experiment.newest_policy()
+        if policy is None or (known is not None and policy.position == known.position):
+            return known
+        try:
+            await use(policy)
+        except CheckpointError:
+            # The trainer keeps only its newest checkpoints: between the event and the file, a newer
+            # one came. Gone, half there or another's file: all mean to ask again.
+            newer = await experiment.newest_policy()
+            if newer is None or newer.position == policy.position:
+                raise
+            continue
+        return policy
+
+
 class Weights(Generic[M]):
     """A model that keeps up with what the trainer publishes.
 
@@ -44,44 +70,34 @@ class Weights(Generic[M]):
 
     def __init__(self, experiment: Experiment, model: M) -> None:
         self._experiment = experiment
-        self._position = 0
+        self._loaded: PublishedPolicy | None = None
         self.model = model
         self.version = 0
 
     async def load_newest(self) -> None:
-        """Load what was published last, if anything is new.
-
-        A run that was wound back publishes other weights under a version that was there before.
-        """
-        while True:
-            policy = await self._experiment.newest_policy()
-            if policy is None or policy.position == self._position:
-                return
-            try:
-                model = await anyio.to_thread.run_sync(self._load, policy)
-            except CheckpointError as error:
-                # The trainer keeps only its newest checkpoints: between the event and the file, a
-                # newer one came. Gone, half there or another's file: all mean to ask again.
-                if (
-                    newer := await self._experiment.newest_policy()
-                ) and newer.position > policy.position:
-                    continue
-                error.add_note(
-                    f"the trainer published it as policy version {policy.version}: its commit can "
-                    "name another path of the same weights that this model loads (policy=PATH), or "
-                    "publish nothing (policy=False)"
-                )
-                raise
-            self.model, self.version, self._position = model, policy.version, policy.position
+        """Load what was published last, if anything is new."""
+        self._loaded = await use_newest(self._experiment, self._loaded, self._load)
 
     async def follow(self) -> None:
         """Load whatever is published, until the experiment is finished."""
-        async for _ in self._experiment.events(
-            self._position, follow=True, kinds=kinds_of(PolicyPublished)
-        ):
+        begin = 0 if self._loaded is None else self._loaded.position
+        kinds = kinds_of(PolicyPublished)
+        async for _ in self._experiment.events(begin, follow=True, kinds=kinds):
             await self.load_newest()
 
-    def _load(self, policy: PublishedPolicy) -> M:
+    async def _load(self, policy: PublishedPolicy) -> None:
+        try:
+            self.model = await anyio.to_thread.run_sync(self._loaded_with, policy)
+        except CheckpointError as error:
+            error.add_note(
+                f"the trainer published it as policy version {policy.version}: its commit can "
+                "name another path of the same weights that this model loads (policy=PATH), or "
+                "publish nothing (policy=False)"
+            )
+            raise
+        self.version = policy.version
+
+    def _loaded_with(self, policy: PublishedPolicy) -> M:
         """Return the model with these weights, which stay while they are loaded."""
         with being_read(Path(policy.uri)):
             if policy.digest and Path(policy.uri).exists():
@@ -160,12 +176,12 @@ async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode)
     # Not paused, it lets all requests end before it loads; no way of pausing it does. To keep them
     # is `retract`: with `in_place` its cache cannot be flushed, on which it ends.
     if mode != "wait":
-        await _pause_sglang(server, "retract" if mode == "keep" else "abort")
+        await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
     try:
         await _load_into_sglang(server, path, version)
     except InferenceServerError:
         if mode == "wait":
-            await _pause_sglang(server, "abort")
+            await server.post("/pause_generation", {"mode": "abort"})
         raise
     await server.post("/continue_generation")
 
@@ -177,10 +193,6 @@ async def _load_into_sglang(server: Server, path: str, version: str) -> None:
     if not answer.get("success"):
         raise InferenceServerError(f"{server.root} did not load {path}: {answer.get('message')}")
     await _require_version(server, version, "sglang")
-
-
-async def _pause_sglang(server: Server, how: Literal["abort", "retract"]) -> None:
-    await server.post("/pause_generation", {"mode": how})
 
 
 async def _require_version(server: Server, version: str, dialect: Dialect) -> None:
@@ -215,12 +227,12 @@ async def sync_weights(
     while True:
         state = await changes.state()
         is_last = not follow or await experiment.is_finished()
-        pushed = await _push_newest(experiment, servers, pushed, pusher.push)
+        pushed = await use_newest(experiment, pushed, partial(pusher.push, servers))
         if is_last:
             return 0 if pushed is None else pushed.version
         if pushed is not None and time.monotonic() >= due:
             behind = [server for server in servers if await pusher.holds_others(server, pushed)]
-            await _push_newest(experiment, behind, None, pusher.push)
+            await use_newest(experiment, None, partial(pusher.push, behind))
             due = time.monotonic() + LOOKED_AT_EVERY_S
         await changes.changed(state, LOOKED_AT_EVERY_S)
 
@@ -246,7 +258,12 @@ class _Pusher:
         self._waits = waits
         self._away: set[Server] = set()
 
-    async def push(self, server: Server, policy: PublishedPolicy) -> None:
+    async def push(self, servers: Sequence[Server], policy: PublishedPolicy) -> None:
+        """Push ``policy`` to ``servers``, one after the other: the rest go on sampling."""
+        for server in servers:
+            await self._push(server, policy)
+
+    async def _push(self, server: Server, policy: PublishedPolicy) -> None:
         """Push ``policy`` to ``server``, or note that it is away."""
         try:
             pushed = await push_weights(server, policy, dialect=self._dialect, mode=self._mode)
@@ -277,30 +294,3 @@ class _Pusher:
         except InferenceServerError:
             return True
         return False
-
-
-async def _push_newest(
-    experiment: Experiment,
-    servers: Sequence[Server],
-    pushed: PublishedPolicy | None,
-    push: Callable[[Server, PublishedPolicy], Awaitable[None]],
-) -> PublishedPolicy | None:
-    """Push what was published last, if it is not ``pushed``; return what is pushed now.
-
-    A run that was wound back publishes other weights under a version that was there before.
-    """
-    while True:
-        policy = await experiment.newest_policy()
-        if policy is None or (pushed is not None and policy.position == pushed.position):
-            return pushed
-        try:
-            # One after the other: the rest go on sampling meanwhile.
-            for server in servers:
-                await push(server, policy)
-        except CheckpointError:
-            # The trainer keeps only its newest checkpoints; a newer one may have come meanwhile.
-            newer = await experiment.newest_policy()
-            if newer is None or newer.position == policy.position:
-                raise
-            continue
-        pushed = policy

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 from trinity_buffer.errors import CheckpointError, TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.load.columns import experiences_of
+from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.sync_stream import LoopThread
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.sampling import sampled
@@ -95,6 +98,46 @@ async def checkpointed_steps(
         if committed < seen:
             await steps.pass_over(seen)
         yield steps
+
+
+class StoreThread:
+    """A store and the steps of an experiment, for a trainer that is not async.
+
+    Its event loop runs in a thread, which does not outlive a process that never closes it.
+
+    Args:
+        url: of the store; made if there is none.
+        experiment: its name; made if there is none.
+        config: of the experiment.
+    """
+
+    def __init__(self, url: str, experiment: str, config: Mapping[str, Any]) -> None:
+        self._stack = ExitStack()
+        loop = LoopThread()
+        self._stack.callback(loop.close)
+        self.portal = loop.portal
+        self.store = self._entered(open_store(url))
+        self.experiment: Experiment = self.portal.call(
+            lambda: self.store.experiment(experiment, config=dict(config))
+        )
+        self.steps: CheckpointedSteps | None = None
+
+    def begin(self, trained: int, **options: Any) -> CheckpointedSteps:
+        """Return the steps after the first ``trained``; see `checkpointed_steps`."""
+        if self.steps is None:
+            self.steps = self._entered(checkpointed_steps(self.experiment, trained, **options))
+        return self.steps
+
+    def rows_of(self, step: TrainStep) -> list[Experience]:
+        """Return the rows of a step."""
+        return self.portal.call(experiences_of, self.experiment, step.manifest)
+
+    def close(self) -> None:
+        """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""
+        self._stack.close()
+
+    def _entered(self, context: Any) -> Any:
+        return self._stack.enter_context(self.portal.wrap_async_context_manager(context))
 
 
 def last_saved(folder: Path) -> int:

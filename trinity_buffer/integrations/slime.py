@@ -7,7 +7,6 @@ at 0d234f3): slime is on no package index, so that its own trainer was not run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,8 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
 from trinity_buffer.inspector.overviews import overview
-from trinity_buffer.integrations.checkpointed_steps import (
-    CheckpointedSteps,
-    checkpointed_steps,
-    require_temperature,
-)
+from trinity_buffer.integrations.checkpointed_steps import StoreThread, require_temperature
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.sync_stream import LoopThread
 from trinity_buffer.sampling import SEGMENTS, not_neutral
 
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -48,19 +39,8 @@ class StoreDataSource:
     def __init__(self, args: Any) -> None:
         self.args = args
         self._strategy = getattr(args, "store_strategy", "grpo")
-        self._stack = ExitStack()
-        loop = LoopThread()  # which does not outlive a process of slime: that never calls `close`
-        self._stack.callback(loop.close)
-        self._portal = loop.portal
-        self._store: Store = self._entered(open_store(args.store_url))
-        self._experiment: Experiment = self._portal.call(
-            lambda: self._store.experiment(args.store_experiment, config={})
-        )
+        self._thread = StoreThread(args.store_url, args.store_experiment, {})
         self._trained = 0
-        self._steps: CheckpointedSteps | None = None
-
-    def _entered(self, context: Any) -> Any:
-        return self._stack.enter_context(self._portal.wrap_async_context_manager(context))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Return the next ``num_samples`` groups, waiting until they are recorded.
@@ -69,14 +49,10 @@ class StoreDataSource:
             CheckpointError: the weights have seen nothing of what was committed.
             TrainingError: rows were sampled at another temperature than slime trains at now.
         """
-        if self._steps is None:
-            options = {"strategy": self._strategy, "groups_per_step": num_samples, "follow": True}
-            options |= getattr(self.args, "store_options", None) or {}
-            self._steps = self._entered(
-                checkpointed_steps(self._experiment, self._trained, **options)
-            )
-        step = self._portal.call(self._steps.take)
-        rows = self._portal.call(experiences_of, self._experiment, step.manifest)
+        options = {"strategy": self._strategy, "groups_per_step": num_samples, "follow": True}
+        options |= getattr(self.args, "store_options", None) or {}
+        steps = self._thread.begin(self._trained, **options)
+        rows = self._thread.rows_of(self._thread.portal.call(steps.take))
         require_temperature(rows, getattr(self.args, "rollout_temperature", 1.0))
         # A step holds whole groups in order, so that no sorting is needed.
         groups = groupby(rows, key=lambda row: (row.eid.batch, row.eid.task))
@@ -100,22 +76,22 @@ class StoreDataSource:
         )
         for group in samples:
             made = [_experience(run, sample, sampling) for run, sample in enumerate(group)]
-            self._portal.call(self._write, made)
+            self._thread.portal.call(self._write, made)
 
     async def _write(self, group: Sequence[Experience]) -> None:
-        writer = self._experiment.writer(actor="slime")
+        writer = self._thread.experiment.writer(actor="slime")
         batch = group[0].eid.batch
         if not await writer.stored(batch):
             await writer.write(group)
         await writer.seal(batch, await writer.stored(batch))
-        await run_strategy(self._experiment, self._strategy)
+        await run_strategy(self._thread.experiment, self._strategy)
 
     def save(self, rollout_id: int) -> None:
         """Commit everything up to ``rollout_id`` with the checkpoint that slime saved for it."""
-        if self._steps is not None:
+        if self._thread.steps is not None:
             folder = Path(self.args.save or "") / f"iter_{rollout_id:07d}"
             checkpoint = folder if self.args.save and folder.is_dir() else None
-            self._portal.call(self._steps.commit, rollout_id + 1, checkpoint)
+            self._thread.portal.call(self._thread.steps.commit, rollout_id + 1, checkpoint)
 
     def load(self, rollout_id: int | None = None) -> None:
         """Go on after ``rollout_id``, which the weights went through."""
@@ -123,12 +99,13 @@ class StoreDataSource:
 
     def __len__(self) -> int:
         """Return how many groups were recorded."""
-        view = self._portal.call(overview, self._store, self._experiment.name)
+        name = self._thread.experiment.name
+        view = self._thread.portal.call(overview, self._thread.store, name)
         return view.experiments[0].sealed
 
     def close(self) -> None:
         """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""
-        self._stack.close()
+        self._thread.close()
 
 
 def stored_rollout(

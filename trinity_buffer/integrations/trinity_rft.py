@@ -16,13 +16,13 @@ import torch
 from typing_extensions import override
 
 from trinity_buffer.experience import CustomField, Experience
-from trinity_buffer.identity import EID
 from trinity_buffer.integrations.checkpointed_steps import (
     CheckpointedSteps,
     checkpointed_steps,
     last_saved,
     require_temperature,
 )
+from trinity_buffer.integrations.imports.trinity import counted_eid
 from trinity_buffer.lazy import TESTED, importing
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
@@ -206,16 +206,13 @@ class StoreSampleStrategy(SampleStrategy):  # type: ignore[misc]  # trinity is u
 def from_trinity(experiences: Sequence[theirs.Experience]) -> list[Experience]:
     """Return Trinity's experiences as the store takes them.
 
-    Trinity tells experiences of one step of a run apart by a random suffix. Here the first has none
-    and the others ``a1``, ``a2``, ...: the same again must have the same name.
+    Experiences of one step of a run are told apart by `counted_eid`.
     """
     seen: dict[tuple[Any, ...], int] = {}
     ours = []
     for row in experiences:
-        place = (row.eid.batch, row.eid.task, row.eid.run, row.eid.step)
-        number = seen[place] = seen.get(place, -1) + 1
+        eid = counted_eid(row.eid, seen)
         custom = [CustomField(*_parts(field)) for field in row.custom_fields]
-        eid = EID(*place, f"a{number}" if number else "")
         plain = {name: getattr(row, name) for name in PLAIN}
         ours.append(Experience(eid=eid, custom_fields=custom, **plain))
     return ours

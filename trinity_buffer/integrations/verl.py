@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,9 @@ from typing_extensions import override
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.integrations.checkpointed_steps import (
-    CheckpointedSteps,
-    checkpointed_steps,
-    last_saved,
-)
+from trinity_buffer.integrations.checkpointed_steps import StoreThread, last_saved
 from trinity_buffer.lazy import importing
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.sync_stream import LoopThread
 
 with importing("verl", "trinity-buffer[verl]"):
     from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
@@ -74,23 +65,11 @@ class StoreReplayBuffer(ReplayBuffer):  # type: ignore[misc]  # verl is untyped
                 "the store, which only 'sync' holds to"
             )
         options = dict(sampler_kwargs)
-        self._url, self._name = options.pop("url"), options.pop("experiment")
-        self._config = dict(options.pop("config", {}))
+        url, name = options.pop("url"), options.pop("experiment")
+        self._thread = StoreThread(url, name, options.pop("config", {}))
         self._options = {"strategy": "grpo", **options}
-        self._stack = ExitStack()
-        loop = LoopThread()  # which does not outlive a process of verl: that never calls `close`
-        self._stack.callback(loop.close)
-        self._portal = loop.portal
-        self._store = self._entered(open_store(self._url))
-        self._experiment: Experiment = self._portal.call(
-            lambda: self._store.experiment(self._name, config=self._config)
-        )
-        self._steps: CheckpointedSteps | None = None
         self._checkpoints: Path | None = None
         self._fruitless = 0
-
-    def _entered(self, context: Any) -> Any:
-        return self._stack.enter_context(self._portal.wrap_async_context_manager(context))
 
     @override
     def sample(
@@ -106,18 +85,13 @@ class StoreReplayBuffer(ReplayBuffer):  # type: ignore[misc]  # verl is untyped
         if partition_id != TRAIN:
             return super().sample(global_steps, partition_id, batch_size)  # type: ignore[no-any-return]
         self._record(batch_size)
-        if self._steps is None:
-            options = {**self._options, "groups_per_step": batch_size, "follow": True}
-            self._steps = self._entered(
-                checkpointed_steps(self._experiment, global_steps - 1, **options)
-            )
+        options = {**self._options, "groups_per_step": batch_size, "follow": True}
+        steps = self._thread.begin(global_steps - 1, **options)
         self._commit()
-        taken = self._portal.start_task_soon(self._steps.take)
+        taken = self._thread.portal.start_task_soon(steps.take)
         while not wait([taken], timeout=self.poll_interval).done:
             self._record(batch_size)
-        manifest = taken.result().manifest
-        rows = self._portal.call(experiences_of, self._experiment, manifest)
-        return _put(rows), {}
+        return _put(self._thread.rows_of(taken.result())), {}
 
     def _record(self, batch_size: int) -> None:
         """Write what is finished in TransferQueue, and take it from there.
@@ -131,7 +105,7 @@ class StoreReplayBuffer(ReplayBuffer):  # type: ignore[misc]  # verl is untyped
         for uid in sorted((uid for uid in begun if uid in ended), key=lambda uid: begun[uid]):
             keys = sorted(key for key in self.partitions[TRAIN] if key.rsplit("_", 2)[0] == uid)
             rows = _trajectories(keys, [self.partitions[TRAIN][key] for key in keys])
-            self._fruitless += not self._portal.call(self._write, uid, rows)
+            self._fruitless += not self._thread.portal.call(self._write, uid, rows)
             self._clear_groups(TRAIN, {uid})
         while self._fruitless > 0:
             self.refill_fn(batch_size)
@@ -139,11 +113,11 @@ class StoreReplayBuffer(ReplayBuffer):  # type: ignore[misc]  # verl is untyped
 
     async def _write(self, uid: str, rows: Sequence[Experience]) -> int:
         """Record a prompt's trajectories; return how many of them there are to train on."""
-        writer = self._experiment.writer(actor="verl")
+        writer = self._thread.experiment.writer(actor="verl")
         if rows:
             await writer.write(rows)
         await writer.seal(uid, len(rows))
-        return (await run_strategy(self._experiment, self._options["strategy"])).annotated
+        return (await run_strategy(self._thread.experiment, self._options["strategy"])).annotated
 
     def saved(self, checkpoints: Path) -> None:
         """Commit what is in the newest checkpoint that is whole, of those in ``checkpoints``."""
@@ -151,14 +125,14 @@ class StoreReplayBuffer(ReplayBuffer):  # type: ignore[misc]  # verl is untyped
         self._commit()
 
     def _commit(self) -> None:
-        if self._checkpoints is None or self._steps is None:
-            return
-        step = last_saved(self._checkpoints)
-        self._portal.call(self._steps.commit, step, self._checkpoints / f"global_step_{step}")
+        if self._checkpoints is not None and self._thread.steps is not None:
+            step = last_saved(self._checkpoints)
+            folder = self._checkpoints / f"global_step_{step}"
+            self._thread.portal.call(self._thread.steps.commit, step, folder)
 
     def close(self) -> None:
         """Release the lease; a trainer that is killed loses it after ``lease_ttl_s``."""
-        self._stack.close()
+        self._thread.close()
 
 
 class StoreCheckpointCallback(CheckpointCallback):  # type: ignore[misc]  # verl is untyped

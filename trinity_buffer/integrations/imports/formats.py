@@ -33,7 +33,6 @@ from trinity_buffer.identity import EID, Key
 from trinity_buffer.integrations.imports import trinity
 from trinity_buffer.integrations.imports.rows import Row, Rows, name_of
 from trinity_buffer.integrations.imports.texts import Templating, Texts, only_texts
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.writer import BufferWriter, WriteReceipt
 
@@ -57,7 +56,10 @@ def read_prime_rl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
             work = (episode.get("run") or {}).get("work") or {}
             if work.get("type") == "eval":
                 continue
-            place = (f"step-{work.get('step', 0)}", _group(episode))
+            group = (episode.get("group") or {}).get("id") or episode.get("id")
+            if group is None:
+                raise InvalidExperienceError("an episode of prime-rl has an id")
+            place = (f"step-{work.get('step', 0)}", str(group))
             runs[place] = runs.get(place, -1) + 1
             for step, (trace, index, nodes) in enumerate(_branches(episode)):
                 advantages = notes.get(trace["id"], {})
@@ -93,13 +95,6 @@ def _notes(folder: Path, rows: Rows) -> dict[str, dict[int, list[float | None]]]
                 own = {branch["index"]: branch["advantages"] for branch in branches}
                 by_trace.setdefault(update["trace_id"], {}).update(own)
     return by_trace
-
-
-def _group(episode: dict[str, Any]) -> str:
-    group = (episode.get("group") or {}).get("id") or episode.get("id")
-    if group is None:
-        raise InvalidExperienceError("an episode of prime-rl has an id")
-    return str(group)
 
 
 def _branches(episode: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, Path_]]:
@@ -179,12 +174,10 @@ def read_sft(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
                     f"a demonstration has messages, or prompt and completion, not {sorted(row)}"
                 )
             how = Templating.of(row)
-            before = texts.prompt(prompt, how)
             made.append(
                 Experience(
                     eid=EID(name_of(path), number, 0),
-                    tokens=before + texts.answer(prompt, answer, how),
-                    prompt_length=len(before),
+                    **texts.turn(prompt, answer, how),
                     messages=messages or None,
                     tools=how.tools,
                     prompt_text=prompt if isinstance(prompt, str) else None,
@@ -254,11 +247,9 @@ def _rollout(
         raise InvalidExperienceError(
             f"this row lacks {', '.join(missing)}, which a row of verl's dumps has"
         )
-    prompt = texts.prompt(row["input"])
     return Experience(
         eid=_eid(row, seen),
-        tokens=prompt + texts.answer(row["input"], row["output"]),
-        prompt_length=len(prompt),
+        **texts.turn(row["input"], row["output"]),
         reward=float(row["score"]),
         prompt_text=row["input"],
         response_text=row["output"],
@@ -394,14 +385,7 @@ async def import_file(
     rows = Rows(chosen.schema, skip_bad=skip_bad_lines)
     made = chosen.read(path, Texts(tokenizer), rows)
     placed = ((experience, rows.where) for experience in made)
-    return await _written(opened, placed, rows, f"import-{name}")
-
-
-async def _written(
-    experiment: Experiment, placed: Iterator[tuple[Experience, str]], rows: Rows, actor: str
-) -> Imported:
-    """Write experiences, each with its place in the files, and seal their batches."""
-    writer, done = experiment.writer(actor=actor), Imported(left_out=rows.left_out)
+    writer, done = opened.writer(actor=f"import-{name}"), Imported(left_out=rows.left_out)
     batches: dict[Key, None] = {}
     try:
         # Pages of one write each: a file may be larger than memory.

@@ -112,6 +112,11 @@ class Texts:
             )
         return whole[len(before) :]
 
+    def turn(self, prompt: Said, answered: Said, how: Templating = PLAIN) -> dict[str, Any]:
+        """Return the tokens of a prompt with its answer, and how many are the prompt's, by name."""
+        before = self.prompt(prompt, how)
+        return {"tokens": before + self.answer(prompt, answered, how), "prompt_length": len(before)}
+
     def _text(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 

@@ -68,11 +68,22 @@ def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
     experiences = _from_text(path, texts, rows) if are_texts else _from_sql(path, rows)
     seen: dict[tuple[Any, ...], int] = {}
     for experience in experiences:
-        place = (experience.eid.batch, experience.eid.task, experience.eid.run, experience.eid.step)
-        # Trinity tells them apart by a random suffix; importing twice must give the same address.
-        number = seen[place] = seen.get(place, -1) + 1
-        experience.eid = EID(*place, f"a{number}" if number else "")
+        experience.eid = counted_eid(experience.eid, seen)
         yield experience
+
+
+def counted_eid(eid: Any, seen: dict[tuple[Any, ...], int]) -> EID:
+    """Return the address of an experience: the first of a step has no suffix, then ``a1``, ``a2``.
+
+    Trinity tells them apart by a random suffix; the same again must have the same address.
+
+    Args:
+        eid: Trinity's, or ours.
+        seen: how many there were of each step so far.
+    """
+    place = (eid.batch, eid.task, eid.run, eid.step)
+    number = seen[place] = seen.get(place, -1) + 1
+    return EID(*place, f"a{number}" if number else "")
 
 
 def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
@@ -122,20 +133,16 @@ def _from_blob(blob: bytes) -> Iterator[Experience]:
     if version != 1:
         raise InvalidExperienceError(f"version {version} of Trinity-RFT's format is unknown")
     items = plain(blob[start : start + size])["items"]
-    tensors = _tensors(blob[start + size :])
+    try:
+        tensors = load(blob[start + size :])
+    except SafetensorError as error:  # no subclass of what a wrong value raises
+        raise ValueError(str(error)) from error
     for index, item in enumerate(items):
         prefix = f"{index}:"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if "chosen" in own:
             raise InvalidExperienceError(f"a preference pair; {AS_PREFERENCES}")
         yield _experience(item, own)
-
-
-def _tensors(blob: bytes) -> dict[str, torch.Tensor]:
-    try:
-        return load(blob)
-    except SafetensorError as error:  # no subclass of what a wrong value raises
-        raise ValueError(str(error)) from error
 
 
 def _experience(item: dict[str, Any], tensors: dict[str, Any]) -> Experience:
@@ -170,14 +177,13 @@ def _from_text(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
                 raise InvalidExperienceError("an experience of Trinity-RFT has an eid")
             prompt, answer = _turns(row)
             how = Templating.of(row)
-            before = texts.prompt(prompt, how)
+            own: dict[str, Any] = {name: row.get(name) for name in PLAIN if name != "tools"}
             made.append(
                 Experience(
                     eid=_eid(row["eid"]),
-                    tokens=before + texts.answer(prompt, answer, how),
-                    prompt_length=len(before),
+                    **texts.turn(prompt, answer, how),
                     reward=row.get("reward"),
-                    **{name: row.get(name) for name in PLAIN if name != "tools"},
+                    **own,
                     tools=how.tools,
                 )
             )
