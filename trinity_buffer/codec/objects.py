@@ -97,7 +97,23 @@ class ObjectPacker:
 
     def pack_all(self, values: Sequence[object], place: str) -> list[bytes]:
         """Return each of ``values`` as `pack` does, and nothing (``b""``) for None."""
-        is_plain, in_order = _plainness(values)
+        return self._pack_all(values, place, _plainness(values))
+
+    def pack_twice(self, values: Sequence[object], place: str) -> tuple[list[bytes], list[bytes]]:
+        """Return what `pack_all` returns, and what it returns of a canonical packer.
+
+        Values in canonical order are packed once; most are.
+        """
+        plainness = _plainness(values)
+        pieces = self._pack_all(values, place, plainness)
+        if plainness == (True, True):
+            return pieces, pieces
+        return pieces, ObjectPacker(self._from_tensor, canonical=True).pack_all(values, place)
+
+    def _pack_all(
+        self, values: Sequence[object], place: str, plainness: tuple[bool, bool]
+    ) -> list[bytes]:
+        is_plain, in_order = plainness
         if is_plain and (in_order or not self._canonical):
             try:
                 return [b"" if value is None else self._pack(value) for value in values]
@@ -107,17 +123,6 @@ class ObjectPacker:
             b"" if value is None else self._pack(self._plain(value, place, MAX_DEPTH))
             for value in values
         ]
-
-    def pack_twice(
-        self, canonical: ObjectPacker, values: Sequence[object], place: str
-    ) -> tuple[list[bytes], list[bytes]]:
-        """Return what `pack_all` returns, and what it returns of a ``canonical`` packer.
-
-        Values in canonical order are packed once; most are.
-        """
-        pieces = self.pack_all(values, place)
-        in_order = _plainness(values) == (True, True)
-        return pieces, pieces if in_order else canonical.pack_all(values, place)
 
     def _plain(self, value: object, place: Place, depth: int) -> object:
         """Return ``value`` in the types that msgpack knows, extensions included."""
@@ -163,10 +168,10 @@ class ObjectPacker:
     def _foreign(self, value: object, place: Place, depth: int) -> object:
         if type(value) is tuple:
             items = self._plain_list(list(value), place, depth - 1)
-            return msgpack.ExtType(_TUPLE, _packed(items))
+            return msgpack.ExtType(_TUPLE, pack_plain(items))
         if "numpy" in sys.modules and _arrays().is_array(value):  # else none is loaded
             code, packed = _arrays().packed_form(value, _name(place))
-            return msgpack.ExtType(code, _packed(packed))
+            return msgpack.ExtType(code, pack_plain(packed))
         tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
         if tensor is not None:
             if len(tensor.shape) > (most := _arrays().MAX_DIMENSIONS):
@@ -175,7 +180,7 @@ class ObjectPacker:
                     f"{most}"
                 )
             return msgpack.ExtType(
-                _TENSOR, _packed([tensor.dtype, list(tensor.shape), tensor.data])
+                _TENSOR, pack_plain([tensor.dtype, list(tensor.shape), tensor.data])
             )
         for base in _BASES:
             if isinstance(value, base):
@@ -219,7 +224,8 @@ def _are_plain(values: list[Any]) -> bool:
     return bool(min(values) >= _LEAST_INT and max(values) <= _GREATEST_INT)
 
 
-def _packed(value: object) -> bytes:
+def pack_plain(value: object) -> bytes:
+    """Return a value of types that msgpack knows as its bytes."""
     return msgpack.packb(value, strict_types=True, unicode_errors="surrogatepass")
 
 

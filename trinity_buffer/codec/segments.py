@@ -28,8 +28,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
-from trinity_buffer.codec.blob import Blob, Buffer, few_pieces
-from trinity_buffer.codec.objects import AsTensor, ObjectPacker, unpack_object
+from trinity_buffer.codec.blob import JOINED_BYTES, Blob, Buffer, few_pieces
+from trinity_buffer.codec.objects import AsTensor, ObjectPacker, pack_plain, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -248,7 +248,7 @@ def segment_blob(
         ],
         "aliases": dict(aliases or {}),
     }
-    return _assembled(ObjectPacker().pack(header, "the header of a segment"), body)
+    return _assembled(pack_plain(header), body)
 
 
 def _assembled(header: bytes, body: _Body) -> Blob:
@@ -259,14 +259,14 @@ def _assembled(header: bytes, body: _Body) -> Blob:
             f"a segment of {body.size} bytes: the limit is 4 GiB, write fewer experiences at once"
         )
     # All lengths have a fixed width, so that the place of the body is known before it is packed.
-    pieces = [
-        b"\x94\xce" + len(header).to_bytes(4, "big"),
+    head = b"\x94\xce%b%b\xc6%b%b\xc6%b" % (
+        len(header).to_bytes(4, "big"),
         header,
-        b"\xc6" + filler.to_bytes(4, "big") + bytes(filler),
-        b"\xc6" + body.size.to_bytes(4, "big"),
-        *body.parts,
-    ]
-    return Blob(list(few_pieces(pieces)))
+        filler.to_bytes(4, "big"),
+        bytes(filler),
+        body.size.to_bytes(4, "big"),
+    )
+    return Blob(list(few_pieces([head, *body.parts])))
 
 
 def _column_entry(column: Column, rows: int, body: _Body) -> list[Any]:
@@ -290,11 +290,14 @@ def _add_objects(name: str, pieces: Sequence[bytes], rows: int, body: _Body) -> 
     if len(pieces) != rows:
         raise InvalidArgumentError(f"objects {name}: {len(pieces)} values for {rows} rows")
     offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum(list(map(len, pieces)), out=offsets[1:])
+    sizes = list(map(len, pieces))
+    np.cumsum(sizes, out=offsets[1:])
     if offsets[-1] > _MAX_BYTES:
         raise InvalidArgumentError(f"objects {name}: {offsets[-1]} bytes, the limit is 4 GiB")
     ends = offsets.astype(_U32).tobytes()
-    return body.add([ends, *pieces], len(ends) + int(offsets[-1]))
+    # Short ones are joined: each piece costs its writer a call.
+    parts = [b"".join(pieces)] if max(sizes, default=0) < JOINED_BYTES else pieces
+    return body.add([ends, *parts], len(ends) + int(offsets[-1]))
 
 
 def decode_segment(blob: Buffer) -> Segment:
@@ -502,17 +505,12 @@ class Contents:
 
     Args:
         kinds, prompts, rewards: of each experience its type, prompt length and reward.
-        packer: a canonical one: it makes the same bytes of equal objects.
     """
 
     def __init__(
-        self,
-        kinds: Sequence[str],
-        prompts: Sequence[int],
-        rewards: Sequence[float | None],
-        packer: ObjectPacker | None = None,
+        self, kinds: Sequence[str], prompts: Sequence[int], rewards: Sequence[float | None]
     ) -> None:
-        self._packer = packer or ObjectPacker(canonical=True)
+        self._packer = ObjectPacker(canonical=True)
         self._rows = len(kinds)
         heads = zip([_DIGEST_VERSION] * self._rows, kinds, prompts, rewards, strict=True)
         # One list per field, with a piece for each row: the rows are joined at the end, in C.
@@ -525,7 +523,7 @@ class Contents:
         """Add one field of objects, packed in order; an empty piece is no object."""
         if field == _NOT_CONTENT:
             return
-        name = self._packer.pack(field, field)
+        name = pack_plain(field)
         names = (
             [name] * len(pieces) if all(pieces) else [name if piece else b"" for piece in pieces]
         )
@@ -555,7 +553,7 @@ class Contents:
         ends = (column.offsets * width).tolist()
         shapes = list(map(tuple, column.shapes.tolist()))
         form = [column.field, column.dtype]
-        known = {shape: self._packer.pack([*form, list(shape)], "a shape") for shape in set(shapes)}
+        known = {shape: pack_plain([*form, list(shape)]) for shape in set(shapes)}
         heads = list(map(known.__getitem__, shapes))
         buffers: list[Buffer] = [view[start:stop] for start, stop in pairwise(ends)]
         if column.rows is not None:

@@ -113,7 +113,6 @@ class RecordBatch:
         self.sampling: dict[int, list[Any]] | None = None
         self._tensors: dict[str, PresentTensors] = {}
         self._packer = ObjectPacker(raw_tensor)
-        self._canonical = ObjectPacker(raw_tensor, canonical=True)
         self._packed: dict[str, tuple[list[bytes], list[bytes]]] = {}
 
     def tensors(self, name: str) -> PresentTensors:
@@ -173,7 +172,7 @@ class RecordBatch:
             self._packed[field] = (
                 ([], [])
                 if _NONE.issuperset(map(type, stored))
-                else self._packer.pack_twice(self._canonical, stored, field)
+                else self._packer.pack_twice(stored, field)
             )
         return self._packed[field]
 
@@ -186,8 +185,7 @@ class RecordBatch:
             InvalidArgumentError: a value that cannot be stored; the message names the field.
         """
         values = self.values
-        heads = (values["experience_type"], values["prompt_length"], values["reward"])
-        contents = Contents(*heads, packer=self._canonical)
+        contents = Contents(values["experience_type"], values["prompt_length"], values["reward"])
         for family, names in FAMILIES.items():
             packed: dict[str, list[bytes]] = {}
             for field in filter(OBJECTS.__contains__, names):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import sub
+from operator import attrgetter, sub
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,8 @@ SCHEMAS: dict[str, Schema] = {
 }
 """``experience``: rollouts; ``sft``: demonstrations; ``cpt``: plain text; ``dpo``: pairs."""
 
+_is_nested = attrgetter("is_nested")
+
 Problem = tuple[str, str]
 """The invalid field, and a sentence that begins with it: of the first row, which is the only one
 where the sentence matters."""
@@ -136,22 +138,16 @@ def _tensors(batch: RecordBatch, _schema: str) -> Problem | None:
         if not all(issubclass(kind, Tensor) for kind in kinds):
             kind = type(batch.values[field][0]).__name__
             return field, f"{field} is a {kind}, it must be a tensor"
-        if not kinds:
-            continue
-        # First, as a nested tensor raises when it is asked for its shape.
-        problem = _nested(field, batch.values[field]) or _not_dense(field, batch.tensors(field))
+        problem = _not_dense(field, batch.tensors(field)) if kinds else None
         if problem is not None:
             return problem
     return None
 
 
-def _nested(field: str, tensors: Sequence[Tensor | None]) -> Problem | None:
-    if any(tensor is not None and tensor.is_nested for tensor in tensors):
-        return field, f"{field} is a nested tensor: make an Experience of each row"
-    return None
-
-
 def _not_dense(field: str, tensors: PresentTensors) -> Problem | None:
+    # First, as a nested tensor raises when it is asked for its shape.
+    if any(map(_is_nested, tensors.tensors)):
+        return field, f"{field} is a nested tensor: make an Experience of each row"
     for dtype, ndim, device, layout in set(tensors.kinds):
         if layout != torch.strided or device.type == "meta" or dtype not in DTYPE_NAMES:
             names = ", ".join(DTYPE_NAMES.values())
@@ -182,7 +178,7 @@ def _pictures(batch: RecordBatch, _schema: str) -> Problem | None:
             field = f"multi_modal_inputs[{name!r}]"
             if type(name) is not str or not isinstance(value, Tensor):
                 return field, f"{field} must be a tensor under a text"
-            problem = _nested(field, [value]) or _not_dense(field, PresentTensors.of([value]))
+            problem = _not_dense(field, PresentTensors.of([value]))
             if problem is not None:
                 return problem
     return None
@@ -351,12 +347,15 @@ def _experts(batch: RecordBatch, _schema: str) -> Problem | None:
 
 
 def _size(batch: RecordBatch, _schema: str) -> Problem | None:
+    columns = list(chain.from_iterable(batch.columns.values()))
+    packed = [batch.packed(field)[0] for field in OBJECTS]
+    if sum(column.data.nbytes for column in columns) + sum(map(len, chain(*packed))) <= MAX_BYTES:
+        return None
     sizes = np.zeros(len(batch.experiences), np.int64)
-    for column in chain.from_iterable(batch.columns.values()):
+    for column in columns:
         rows = slice(None) if column.rows is None else column.rows
         sizes[rows] += column.sizes * column.elements.itemsize
-    for field in OBJECTS:
-        pieces, _ = batch.packed(field)
+    for pieces in packed:
         sizes += list(map(len, pieces)) or 0
     if sizes.max() > MAX_BYTES:
         return "size", f"size is {sizes.max()} bytes, the limit is {MAX_BYTES}"
