@@ -170,7 +170,7 @@ async def test_copies_are_rows_of_their_own_group(store_url: str) -> None:
         await assert_conserved(experiment)
         async with experiment.train_stream(strategy="double", groups_per_step=2) as stream:
             step = await anext(stream)
-            assert (step.manifest.num_groups, step.manifest.num_planned_groups) == (2, 1)
+            assert (step.manifest.num_groups, step.manifest.planned_groups) == (2, 1)
             (microbatch,) = step.microbatches
             assert torch.equal(microbatch["advantages"][:2], microbatch["advantages"][2:])
 

@@ -23,7 +23,7 @@ from trinity_buffer.events import (
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.blocks import Block, Field
-from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches, plans_of
+from trinity_buffer.pipeline.manifest import manifest_digest, plan_microbatches, repartitioned
 from trinity_buffer.pipeline.verify.log_audit import CrossAudit, EventChain, LogAudit
 from trinity_buffer.pipeline.verify.report import Problem
 from trinity_buffer.pipeline.verify.segments import wrong_columns
@@ -104,9 +104,9 @@ DEALT = StepDealt(
 
 
 def test_what_is_wrong_with_a_step_that_is_dealt_anew_is_told_with_its_place() -> None:
-    audit, leased = TrainerAudit("t"), Manifest.of(LEASED)
-    assert list(audit.leased(5, structs.replace(LEASED, digest=leased.digest))) == []
-    dealt = leased.repartitioned(DEALT.order, plans_of(DEALT)).digest.hex()
+    audit = TrainerAudit("t")
+    assert list(audit.leased(5, structs.replace(LEASED, digest=manifest_digest(LEASED)))) == []
+    dealt = repartitioned(LEASED, DEALT.order, DEALT.microbatches).digest.hex()
     place = "position 7 (trainer 't')"
     assert list(audit.dealt(7, DEALT)) == [
         Problem(
@@ -138,12 +138,12 @@ def test_a_trainer_goes_back_to_a_step_that_it_has_committed() -> None:
 def test_a_block_with_fewer_values_than_rows_gives_none_of_them() -> None:
     """As of a segment that somebody put in the place of a longer one."""
     whole = Block(np.array([2, 0]), np.array([1, 2, 3]), np.array([0, 1, 3]))
-    found = Field([whole]).values(3)
+    found = Field(3, [whole]).values()
     assert [None if one is None else np.asarray(one).tolist() for one in found] == [
         *([2, 3], None, [1])
     ]
     with pytest.raises(ValueError, match="shorter"):
-        Field([replace(whole, rows=np.array([2, 0, 1]))]).values(3)
+        Field(3, [replace(whole, rows=np.array([2, 0, 1]))]).values()
 
 
 ANNOTATED = ExperiencesAnnotated(

@@ -19,9 +19,9 @@ from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.load import columns, segments
 from trinity_buffer.pipeline.load.blocks import Array
 from trinity_buffer.pipeline.manifest import LayoutName
-from trinity_buffer.pipeline.train.buffers import StepMemory
-from trinity_buffer.pipeline.train.collate import LazyColumn
+from trinity_buffer.pipeline.train.collate import LazyColumn, Part
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
+from trinity_buffer.pipeline.train.moving import StepMemory
 
 TASKS, RUNS = 16, 4
 LAYOUTS = [("padded", None), ("padded", 4096), ("packed", None), ("packed", 4096)]
@@ -175,9 +175,9 @@ async def test_what_few_losses_read_is_made_when_somebody_looks_at_it(
 ) -> None:
     made: Counter[LazyColumn] = Counter()
 
-    def counted(self: LazyColumn, elements: slice) -> Array:
+    def counted(self: LazyColumn, of: Part) -> Array:
         made[self] += 1
-        return part(self, elements)
+        return part(self, of)
 
     part = LazyColumn.part
     monkeypatch.setattr(LazyColumn, "part", counted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from typing_extensions import override
 
 from tests.contract.making import opened, rollout, rows
@@ -414,7 +414,7 @@ async def test_a_step_of_an_older_version_is_computed_as_it_was(sqlite_url: str)
         rows_of_step = await experiment.database.read_session(
             lambda s: loader.load(s, step.manifest)
         )
-    (before,) = collate_step(replace(step.manifest, by_run=False), rows_of_step)
+    (before,) = collate_step(structs.replace(step.manifest, by_run=False), rows_of_step)
     assert "run_index" not in before
     (now,) = collate_step(step.manifest, rows_of_step)
     assert sorted(now["run_index"].tolist()) == [0] * 9 + [1, 2, 3]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 from sqlalchemy import select, update
 
 from tests.pipeline.planting import (
@@ -24,7 +24,7 @@ from trinity_buffer import codec, open_store, verify
 from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted, body_of
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.manifest import manifest_digest
 from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store import log, segments
@@ -128,8 +128,8 @@ async def test_a_batch_that_was_trained_twice_is_there_twice(sample: SampleRun) 
 async def test_two_manifests_with_one_row_are_a_row_trained_twice(sample: SampleRun) -> None:
     leased = (await events_of(sample.url, "BatchLeased"))[1]
     assert isinstance(leased.fact, BatchLeased)
-    again = replace(Manifest.of(leased.fact), step=4)
-    body = body_of(again.leased_by("trainer", 1))
+    again = structs.replace(leased.fact, step=4)
+    body = body_of(structs.replace(again, digest=manifest_digest(again)))
     position = await append_unfolded(sample.url, "BatchLeased", body)
     sample.say_chain([*sample.manifests, again.digest])
     report = await verified(sample)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -21,8 +20,9 @@ from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import RowLoader
-from trinity_buffer.pipeline.manifest import Manifest
+from trinity_buffer.pipeline.manifest import LeasedStep, leased_steps
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
+from trinity_buffer.pipeline.train import resume
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.write import batch, planning
@@ -177,19 +177,22 @@ def a_rejection_is_forgotten(patch: Patch) -> None:
 
 def a_replay_has_another_order(patch: Patch) -> None:
     """6: the rows of a manifest come back in another order than that they were trained in."""
-    usual = Manifest.of
+    usual = leased_steps
 
-    def swapped(rows: tuple[int, ...]) -> tuple[int, ...]:
+    def swapped(rows: Sequence[int]) -> list[int]:
         # Neighbours are of one length, so that no shape tells.
-        return tuple(rows[i ^ 1] for i in range(len(rows)))
+        return [rows[i ^ 1] for i in range(len(rows))]
 
-    def in_another_order(leased: BatchLeased) -> Manifest:
-        found = usual(leased)
-        return replace(
-            found, annotations=swapped(found.annotations), experiences=swapped(found.experiences)
-        )
+    def in_another_order(*args: Any) -> dict[int, LeasedStep]:
+        found = usual(*args)
+        for at, step in found.items():
+            was = step.manifest
+            rows = swapped(was.annotations), swapped(was.experiences)
+            other = structs.replace(was, annotations=rows[0], experiences=rows[1])
+            found[at] = step._replace(manifest=other)
+        return found
 
-    patch.setattr(Manifest, "of", in_another_order)
+    patch.setattr(resume, "leased_steps", in_another_order)
 
 
 def positions_come_from_a_sequence(patch: Patch) -> None:
@@ -270,7 +273,7 @@ def nobody_looks_at_checksums(patch: Patch) -> None:
 def damage_ends_the_stream(patch: Patch) -> None:
     """9: a blob that cannot be read is an error for ever, not a rejection."""
 
-    def none(self: RowLoader, s: Any, manifest: Manifest) -> dict[int, str]:
+    def none(self: RowLoader, s: Any, lease: BatchLeased) -> dict[int, str]:
         return {}
 
     patch.setattr(RowLoader, "unreadable", none)

@@ -8,11 +8,9 @@ import torch
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownExperimentError
-from trinity_buffer.events import body_of
 from trinity_buffer.inspector import now, rejection_counts, rejections
 from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.train.step import TrainStep
 
@@ -52,7 +50,7 @@ async def test_a_step_takes_its_share_from_the_expert(store_url: str) -> None:
     for name in ("rollout_logprob", "advantages", "returns", "token_level_rewards"):
         assert not microbatch[name][expert].any()
     assert microbatch["logprob_mask"].tolist() == [True] * 2 * RUNS + [False]
-    assert step.manifest.sources == ("expert",)
+    assert step.manifest.sources == ["expert"]
 
 
 async def test_what_was_leased_is_served_again_byte_for_byte(store_url: str) -> None:
@@ -190,11 +188,14 @@ async def test_steps_without_the_expert_are_told_of_once(
     assert caplog.text.count(told) == 1
 
 
-async def test_a_body_of_one_source_says_nothing_of_sources() -> None:
-    manifest = Manifest(1, "grpo", (5,), (3,), (0,), 1, "padded", ())
-    leased = manifest.leased_by("trainer", 1)
-    assert "sources" not in body_of(leased)
-    assert Manifest.of(leased) == manifest
+async def test_a_body_of_one_source_says_nothing_of_sources(sqlite_url: str) -> None:
+    async with open_store(sqlite_url) as store:
+        experiment = await filled(store)
+        async with experiment.train_stream(strategy="grpo") as stream:
+            await anext(stream)
+        bodies = [event.body async for event in experiment.events(kinds=("BatchLeased",))]
+    assert bodies
+    assert not any({"sources", "source"} & body.keys() for body in bodies)
 
 
 async def test_an_expert_that_is_not_there_is_named(sqlite_url: str) -> None:

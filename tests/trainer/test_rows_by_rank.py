@@ -7,7 +7,8 @@ import pytest
 from tests.trainer.data import recorded, rollouts
 from tests.trainer.test_elastic_ranks import life
 from trinity_buffer import open_store, verify
-from trinity_buffer.pipeline.train.commit import DeliveredSteps
+from trinity_buffer.pipeline.train import lead, stream
+from trinity_buffer.pipeline.train.commit import Delivered
 
 
 async def test_a_commit_says_how_many_rows_each_rank_took(store_url: str) -> None:
@@ -22,8 +23,8 @@ async def test_a_commit_says_how_many_rows_each_rank_took(store_url: str) -> Non
 async def test_verify_finds_a_commit_of_rows_that_no_rank_took(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DeliveredSteps, "require_rows", lambda *_: None)
-    monkeypatch.setattr(DeliveredSteps, "rows", lambda _, steps: [2 for _ in steps])
+    monkeypatch.setattr(lead, "require_rows", lambda *_: None)
+    monkeypatch.setattr(stream, "Delivered", lambda manifest, _: Delivered(manifest, 2))
     async with open_store(sqlite_url) as store:
         experiment = await recorded(store, "run", "experience", rollouts())
         await life(experiment, 2, deliver=1, commit=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ async def test_a_group_may_be_just_as_old_as_is_allowed(store_url: str) -> None:
 
 async def test_a_group_rejected_before_its_turn_hides_no_older_one(store_url: str) -> None:
     made = [*rollouts("new", version=9, tasks=8), *rollouts("old", version=0, tasks=1)]
-    served: list[tuple[int, ...]] = []
+    served: list[Sequence[int]] = []
     async with open_store(store_url) as store:
         experiment = await recorded(store, "run", "experience", made)
         await run_strategy(experiment, "grpo")

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from trinity_buffer.events import BatchLeased, BatchPlanned, BatchSealed, PolicyPublished
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.handle import leased_steps
+from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.counts import LogEnds, PlanCounts, StrategyCounts, TrainerCounts
@@ -124,7 +124,8 @@ def _overview(tx: Transaction, name: str, key: int) -> ExperimentOverview:
     counted, served_at = _projected(tx, name, key)
     staleness = {}
     for trainer, positions in served_at.items():
-        rows = _own_rows(leased_steps(tx, key, name, positions).values())
+        steps = leased_steps(tx, key, name, positions).values()
+        rows = _own_rows(step.manifest for step in steps)
         versions = inspection.known_policy_versions(tx, key, [address for _, address in rows])
         staleness[trainer] = _mean_lag(rows, versions)
     return _completed(counted, counts.log_ends(tx, key), staleness)

@@ -10,8 +10,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.handle import Event, decoded, leased_steps
+from trinity_buffer.pipeline.handle import Event, decoded
 from trinity_buffer.pipeline.history.as_of import open_as_of
+from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import log
 from trinity_buffer.store.database import Database, DedicatedConnection
@@ -51,7 +52,9 @@ class Source:
 
     async def leases(self, positions: Sequence[int]) -> dict[int, BatchLeased]:
         """Return position -> manifest, where steps say that they were handed out."""
-        return await self.database.read(leased_steps, self.key, self.name, sorted(set(positions)))
+        wanted = sorted(set(positions))
+        steps = await self.database.read(leased_steps, self.key, self.name, wanted)
+        return {at: step.manifest for at, step in steps.items()}
 
     async def head(self) -> int:
         """Return the last position that counts."""

@@ -28,10 +28,10 @@ from trinity_buffer.pipeline.handle import (
     Event,
     ExperimentHandle,
     decoded,
-    leased_steps,
     new_event,
     now_us,
 )
+from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import log, trainer_queries, writer_queries
@@ -272,16 +272,15 @@ class Experiment(ExperimentHandle):
     async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
         """Return the addresses of this experiment's rows in a step's manifest."""
 
-        def load(tx: Transaction) -> list[BatchLeased]:
-            rows = trainer_queries.steps(tx, self.key, trainer, after=step - 1, limit=1)
-            # The query returns the next step if this one does not exist.
-            here = [row.leased_at for row in rows if row.step == step]
-            return list(leased_steps(tx, self.key, self.name, here).values())
+        def load(tx: Transaction) -> BatchLeased | None:
+            row = trainer_queries.step_at(tx, self.key, trainer, step)
+            if row is None:
+                return None
+            return leased_steps(tx, self.key, self.name, [row.leased_at])[row.leased_at].manifest
 
-        manifests = await self.database.read(load)
-        if not manifests:
+        leased = await self.database.read(load)
+        if leased is None:
             raise UnknownNameError(f"trainer {trainer!r} was never handed step {step}")
-        leased = manifests[0]
         sources = leased.source or [0] * len(leased.experiences)
         pairs = zip(leased.experiences, sources, strict=True)
         return tuple(sorted({address for address, source in pairs if source == 0}))

@@ -1,20 +1,18 @@
-"""A handle of an experiment, and the conversion between events of the log, facts and manifests."""
+"""A handle of an experiment, and the conversion between events of the log and facts."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from msgspec import structs
-
 from trinity_buffer import codec
 from trinity_buffer.errors import CodecError, InvalidArgumentError
-from trinity_buffer.events import BatchLeased, Fact, Recorded, StepDealt
-from trinity_buffer.store import log, writer_queries
+from trinity_buffer.events import Fact, Recorded
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, StoredEvent
 from trinity_buffer.store.transaction import Transaction
@@ -138,49 +136,3 @@ def now_us() -> int:
     the log or the ownership of a lease.
     """
     return time.time_ns() // 1000 + clock_offset_us
-
-
-def leased_steps(
-    tx: Transaction, key: int, experiment: str, positions: Sequence[int]
-) -> dict[int, BatchLeased]:
-    """Return position -> manifest, of steps that were leased at these positions.
-
-    If a step was repartitioned, its last `StepDealt` determines its rows and their order.
-
-    Raises:
-        CodecError: the body of an event is damaged, or it is not the lease of a step.
-    """
-    stored = {event.position: event for event in log.read_at(tx, key, positions)}
-    facts = {at: decoded(experiment, event).fact for at, event in stored.items()}
-    dealt = {at: fact for at, fact in facts.items() if isinstance(fact, StepDealt)}
-    first = {
-        event.position: fact_at(experiment, event, BatchLeased)
-        # A `StepDealt` holds only the order; the rows are in the lease that it refers to.
-        for event in log.read_at(tx, key, sorted({fact.leased_at for fact in dealt.values()}))
-    }
-    return {
-        at: _as_repartitioned(first[dealt[at].leased_at], dealt[at])
-        if at in dealt
-        else fact_at(experiment, stored[at], BatchLeased)
-        for at in stored
-    }
-
-
-def _as_repartitioned(lease: BatchLeased, dealt: StepDealt) -> BatchLeased:
-    """Return the manifest with its rows in the order of the latest partition."""
-
-    def placed(column: Sequence[int]) -> tuple[int, ...]:
-        return tuple(column[place] for place in dealt.order)
-
-    return structs.replace(
-        lease,
-        token=dealt.token,
-        annotations=placed(lease.annotations),
-        experiences=placed(lease.experiences),
-        groups=placed(lease.groups),
-        num_groups=len({lease.groups[place] for place in dealt.order}),
-        # empty, as in the event, where all rows are of the trainer's own experiment
-        source=placed(lease.source) if lease.source else [],
-        microbatches=dealt.microbatches,
-        digest=dealt.digest,
-    )

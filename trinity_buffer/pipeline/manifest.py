@@ -1,6 +1,7 @@
 """The manifest of a gradient step: its rows, their order and micro-batches.
 
-A checkpoint records the chain of the manifests that its weights were trained on.
+The event that records its lease is the manifest. A checkpoint records the chain of the manifests
+that its weights were trained on.
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from typing import Literal, cast
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepDealt
+from trinity_buffer.pipeline.handle import decoded, fact_at
+from trinity_buffer.store import log
+from trinity_buffer.store.transaction import Transaction
 
 LayoutName = Literal["padded", "packed"]
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatchPlan:
+class MicroBatchPlan(NamedTuple):
     """One micro-batch: the rows ``start`` to ``stop`` of the manifest, on one rank.
 
     It is empty if its rank has fewer rows than another rank has micro-batches.
@@ -34,153 +39,116 @@ class MicroBatchPlan:
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """An ordered list of (experience, annotation, micro-batch slot), as `BatchLeased` records it.
-
-    Attributes:
-        step: the gradient step, 1, 2, ... of this trainer.
-        annotation_set: the set that the annotations belong to.
-        annotations, experiences: log addresses, one per row, in the order of the rows.
-        groups: per row, a number that rows of one group share.
-        num_planned_groups: number of planned groups (copies and imports are not planned).
-        layout: ``"padded"`` or ``"packed"``.
-        normalizer: divisor of loss modes that divide by a constant; None: they need their own.
-        sources: names of other experiments whose rows are an expert's; empty: no expert rows.
-        source: per row, 0 for the trainer's own experiment, k for ``sources[k - 1]``; empty: all 0.
-        by_run: whether micro-batches contain the run of each row.
-    """
-
-    step: int
-    annotation_set: str
-    annotations: tuple[int, ...]
-    experiences: tuple[int, ...]
-    groups: tuple[int, ...]
-    num_planned_groups: int
-    layout: LayoutName
-    microbatches: tuple[MicroBatchPlan, ...]
-    normalizer: float | None = None
-    sources: tuple[str, ...] = ()
-    source: tuple[int, ...] = ()
-    by_run: bool = False
-
-    @property
-    def num_groups(self) -> int:
-        """Number of groups that the step trains on."""
-        return len(set(self.groups))
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the step: each has at least one micro-batch, if an empty one."""
-        return 1 + max(plan.rank for plan in self.microbatches)
-
-    def rows_by_rank(self) -> list[int]:
-        """Return the number of rows of each rank."""
-        numbers = [0] * self.world_size
-        for plan in self.microbatches:
-            numbers[plan.rank] += plan.stop - plan.start
-        return numbers
-
-    def repartitioned(
-        self, order: Sequence[int], microbatches: Sequence[MicroBatchPlan]
-    ) -> Manifest:
-        """Return the manifest of only the rows ``order``, in that order and these micro-batches."""
-
-        def placed(column: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(column[place] for place in order)
-
-        return replace(
-            self,
-            annotations=placed(self.annotations),
-            experiences=placed(self.experiences),
-            groups=placed(self.groups),
-            source=placed(self.source) if self.source else (),
-            microbatches=tuple(microbatches),
-        )
-
-    def rows_of(self, source: int) -> list[int]:
-        """Return the places of the rows that come from ``source``, in order."""
-        if not self.source:
-            return [] if source else list(range(len(self.experiences)))
-        return [row for row, of in enumerate(self.source) if of == source]
-
-    @cached_property
-    def digest(self) -> bytes:
-        """blake2b-128 over everything that determines what the step computes."""
-        content = [
-            self.step,
-            self.annotation_set,
-            self.annotations,
-            self.experiences,
-            self.groups,
-            self.layout,
-            [[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
-            self.normalizer,
-        ]
-        if self.sources:
-            content += [self.sources, self.source]
-        return hashlib.blake2b(
-            json.dumps(content, separators=(",", ":")).encode(), digest_size=16
-        ).digest()
-
-    def leased_by(self, consumer: str, token: int) -> BatchLeased:
-        """Return the event that records the lease of the step by ``consumer``."""
-        return BatchLeased(
-            sources=list(self.sources),
-            source=list(self.source) if self.sources else [],
-            consumer=consumer,
-            token=token,
-            step=self.step,
-            annotation_set=self.annotation_set,
-            annotations=list(self.annotations),
-            experiences=list(self.experiences),
-            groups=list(self.groups),
-            num_groups=self.num_groups,
-            planned_groups=self.num_planned_groups,
-            layout=self.layout,
-            microbatches=[[m.start, m.stop, m.width, m.rank] for m in self.microbatches],
-            normalizer=self.normalizer,
-            digest=self.digest,
-            by_run=self.by_run or None,
-        )
-
-    @classmethod
-    def of(cls, leased: BatchLeased) -> Manifest:
-        """Return the manifest that an event recorded.
-
-        Raises:
-            CodecError: an invalid layout or micro-batch.
-        """
-        if leased.layout not in ("padded", "packed"):
-            raise CodecError(f"the manifest of step {leased.step} is damaged: unknown layout")
-        return cls(
-            step=leased.step,
-            annotation_set=leased.annotation_set,
-            annotations=tuple(leased.annotations),
-            experiences=tuple(leased.experiences),
-            groups=tuple(leased.groups),
-            num_planned_groups=leased.planned_groups,
-            layout=cast("LayoutName", leased.layout),
-            microbatches=plans_of(leased),
-            normalizer=leased.normalizer,
-            # Steps of a single source leave the column empty, as all older logs did.
-            sources=tuple(leased.sources),
-            source=tuple(leased.source),
-            by_run=bool(leased.by_run),
-        )
-
-
-def plans_of(fact: BatchLeased | StepDealt) -> tuple[MicroBatchPlan, ...]:
+def plans_of(fact: BatchLeased | StepDealt) -> list[MicroBatchPlan]:
     """Return the micro-batches that an event recorded.
 
     Raises:
         CodecError: an invalid micro-batch.
     """
-    plans = fact.microbatches
     # Older versions recorded no rank, which then is 0.
-    if any(len(plan) not in (3, 4) for plan in plans):
+    if any(len(plan) not in (3, 4) for plan in fact.microbatches):
         raise CodecError(f"the manifest of step {fact.step} is damaged: invalid micro-batch")
-    return tuple(MicroBatchPlan(*plan) for plan in plans)
+    return [MicroBatchPlan(*plan) for plan in fact.microbatches]
+
+
+def rows_by_rank(lease: BatchLeased) -> list[int]:
+    """Return the number of rows of each rank; each has at least one micro-batch, if an empty one.
+
+    Raises:
+        CodecError: an invalid micro-batch.
+    """
+    plans = plans_of(lease)
+    numbers = [0] * (1 + max(plan.rank for plan in plans))
+    for plan in plans:
+        numbers[plan.rank] += plan.stop - plan.start
+    return numbers
+
+
+def manifest_digest(lease: BatchLeased) -> bytes:
+    """Return blake2b-128 over everything that determines what a step computes."""
+    content = [
+        lease.step,
+        lease.annotation_set,
+        lease.annotations,
+        lease.experiences,
+        lease.groups,
+        lease.layout,
+        plans_of(lease),
+        lease.normalizer,
+    ]
+    # Steps of a single source leave both columns empty, as all older logs did.
+    if lease.sources:
+        content += [lease.sources, lease.source]
+    return hashlib.blake2b(
+        json.dumps(content, separators=(",", ":")).encode(), digest_size=16
+    ).digest()
+
+
+def repartitioned(
+    lease: BatchLeased, order: Sequence[int], microbatches: Sequence[Sequence[int]]
+) -> BatchLeased:
+    """Return a manifest of only the rows ``order``, in that order and these micro-batches."""
+
+    def placed(column: Sequence[int]) -> list[int]:
+        return [column[place] for place in order]
+
+    groups = placed(lease.groups)
+    changed = replace(
+        lease,
+        annotations=placed(lease.annotations),
+        experiences=placed(lease.experiences),
+        groups=groups,
+        num_groups=len(set(groups)),
+        source=placed(lease.source) if lease.source else [],
+        microbatches=[[*plan] for plan in microbatches],
+    )
+    return replace(changed, digest=manifest_digest(changed))
+
+
+class LeasedStep(NamedTuple):
+    """A leased step: its position, its first manifest, and the manifest it is served by.
+
+    Attributes:
+        order: places of the served rows in the first manifest.
+        head: head of the log at the last event that determines the partition.
+    """
+
+    position: int
+    first: BatchLeased
+    order: Sequence[int]
+    manifest: BatchLeased
+    head: bytes | None
+
+
+def leased_steps(
+    tx: Transaction, key: int, experiment: str, positions: Sequence[int]
+) -> dict[int, LeasedStep]:
+    """Return position -> step, of steps that were leased or repartitioned at these positions.
+
+    If a step was repartitioned, its last `StepDealt` determines its rows and their order.
+
+    Raises:
+        CodecError: the body of an event is damaged, or it is not the lease of a step.
+    """
+    stored = {event.position: event for event in log.read_at(tx, key, positions)}
+    facts = {at: decoded(experiment, event).fact for at, event in stored.items()}
+    # A `StepDealt` holds only the order; the rows are in the lease that it refers to.
+    first_at = {at: fact.leased_at for at, fact in facts.items() if isinstance(fact, StepDealt)}
+    first = {
+        event.position: fact_at(experiment, event, BatchLeased)
+        for event in log.read_at(tx, key, sorted(set(first_at.values())))
+    }
+    steps = {}
+    for at, fact in facts.items():
+        if isinstance(fact, StepDealt):
+            lease = first[fact.leased_at]
+            manifest = repartitioned(lease, fact.order, plans_of(fact))
+            manifest = replace(manifest, token=fact.token, digest=fact.digest)
+            steps[at] = LeasedStep(fact.leased_at, lease, fact.order, manifest, stored[at].head)
+        else:
+            lease = fact_at(experiment, stored[at], BatchLeased)
+            steps[at] = LeasedStep(at, lease, range(len(lease.groups)), lease, stored[at].head)
+    return steps
 
 
 def plan_microbatches(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +19,7 @@ from trinity_buffer.errors import UnknownExperimentError
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train.commit import Commit, PolicyPath, StepMeasures
+from trinity_buffer.pipeline.train.commit import Commit, CommitDoor, StepMeasures
 from trinity_buffer.pipeline.train.options import Resume, StreamKeywords, StreamOptions, takes
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
@@ -31,7 +30,7 @@ from trinity_buffer.store.url import StoreURL
 T = TypeVar("T")
 
 
-class StepStream(Protocol):
+class StepStream(CommitDoor[None], Protocol):
     """The source of a trainer's steps: a live store, or the replay of one.
 
     Attributes:
@@ -46,21 +45,6 @@ class StepStream(Protocol):
         return self
 
     def __next__(self) -> TrainStep: ...
-
-    def commit(
-        self,
-        step: TrainStep,
-        checkpoint: str | Path | None = None,
-        policy: PolicyPath = None,
-        environment: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        skipped: Mapping[int, Sequence[str]] | None = None,
-        digests: Mapping[Path, str] | None = None,
-    ) -> None:
-        """Record that every step up to ``step`` is in ``checkpoint``; see `TrainStream.commit`."""
-        self._commit(step, Commit(checkpoint, policy, environment, metrics, skipped, digests))
-
-    def _commit(self, step: TrainStep, commit: Commit) -> None: ...
 
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""
@@ -120,10 +104,11 @@ class SyncTrainStream(StepStream):
         return self._stream.incomplete_groups
 
     @override
-    def _commit(self, step: TrainStep, commit: Commit) -> None:
+    def record(self, step: TrainStep, request: Commit) -> None:
+        """Carry out a `commit`."""
         # Not in the event loop's thread: torch's number of threads is a setting of each thread.
-        environment = commit.environment or environment_of_run(self.device)
-        self._call(self._stream.record, step, replace(commit, environment=environment))
+        environment = request.environment or environment_of_run(self.device)
+        self._call(self._stream.record, step, replace(request, environment=environment))
 
     @override
     def fail(self, error: Exception) -> None:

@@ -14,22 +14,21 @@ from anyio.from_thread import BlockingPortal
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import StepsCommitted
+from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import fact_at
-from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
+from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
+from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, repartitioned, rows_by_rank
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import found_again
-from trinity_buffer.pipeline.train.collate import collate_step, known_versions, mean_reward, rows_in
 from trinity_buffer.pipeline.train.commit import Commit, StepMeasures
 from trinity_buffer.pipeline.train.moving import Mover
 from trinity_buffer.pipeline.train.options import Resume
-from trinity_buffer.pipeline.train.resume import leased_step, repartitioned
-from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.resume import leased_step, plan_again
+from trinity_buffer.pipeline.train.step import TrainStep, collated
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import StepRow
@@ -74,40 +73,26 @@ async def replayed_steps(
         link = recorded.chain or chain(link, recorded.manifest_digest)
         if first <= recorded.step:
             manifest, commit, head = await _recorded(experiment, recorded)
-            rows = await database.read_session(partial(loader.load, manifest=manifest))
-            manifest, rows = _dealt(_fit(manifest, rows, needs), rows, world_size)
-            part = partial(collate_step, rank=rank, world=world_size, mover=mover)
-            microbatches = await anyio.to_thread.run_sync(part, manifest, rows)
-            step = TrainStep(manifest.step, microbatches, manifest, link, recorded=True)
+            rows = await database.read_session(partial(loader.load, lease=manifest))
+            lacks = len(rows.lacking("advantages")) == len(manifest.groups)
+            if lacks and "advantages" in needs:  # no zeros in their place
+                raise InvalidArgumentError(
+                    f"step {manifest.step} was trained on the set {manifest.annotation_set!r}, "
+                    "which has no advantages: replay it with an algorithm that computes them in "
+                    "the trainer, such as rloo, or that reads none"
+                )
+            if len(rows_by_rank(manifest)) != world_size:
+                order, plans = plan_again(world_size, manifest, rows, range(len(manifest.groups)))
+                manifest, rows = repartitioned(manifest, order, plans), rows.reordered(order)
+            part = partial(collated, rank=rank, world=world_size, mover=mover)
             yield replace(
-                step,
-                policy_versions=known_versions(manifest, rows),
-                reward=mean_reward(manifest, rows),
+                await anyio.to_thread.run_sync(part, manifest, rows),
+                chain=link,
+                recorded=True,
                 skipped=commit is not None and recorded.step in commit.skipped_steps,
-                rows=rows_in(microbatches, rows),
                 log_head=head,
                 environment={} if commit is None else commit.environment,
             )
-
-
-def _fit(manifest: Manifest, rows: LoadedRows, needs: Collection[str]) -> Manifest:
-    """Return the manifest of a step, if its rows have what is needed: no zeros in its place."""
-    lacks = len(rows.lacking("advantages")) == len(manifest.annotations)
-    if lacks and "advantages" in needs:
-        raise InvalidArgumentError(
-            f"step {manifest.step} was trained on the set {manifest.annotation_set!r}, which has "
-            "no advantages: replay it with an algorithm that computes them in the trainer, such as "
-            "rloo, or that reads none"
-        )
-    return manifest
-
-
-def _dealt(manifest: Manifest, rows: LoadedRows, world_size: int) -> tuple[Manifest, LoadedRows]:
-    """Return a manifest and its rows as they are dealt to so many ranks."""
-    if manifest.world_size == world_size:
-        return manifest, rows
-    order, plans = repartitioned(world_size, manifest, rows)
-    return manifest.repartitioned(order, plans), rows.reordered(order)
 
 
 async def _steps(
@@ -128,7 +113,7 @@ async def _steps(
 
 async def _recorded(
     experiment: Experiment, recorded: StepRow
-) -> tuple[Manifest, StepsCommitted | None, str]:
+) -> tuple[BatchLeased, StepsCommitted | None, str]:
     """Return the manifest of a step, its commit if there was one, and its head."""
     leased = await experiment.database.read_session(
         partial(leased_step, experiment=experiment, row=recorded)
@@ -136,7 +121,7 @@ async def _recorded(
     places = [] if recorded.committed_at is None else [recorded.committed_at]
     stored = await experiment.database.read(log.read_at, experiment.key, places)
     commit = fact_at(experiment.name, stored[0], StepsCommitted) if stored else None
-    return leased.manifest, commit, (leased.log_head or b"").hex()
+    return leased.manifest, commit, (leased.head or b"").hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +212,7 @@ class ReplayStream(StepStream):
         return await anext(self._replayed.steps, None)
 
     @override
-    def _commit(self, step: TrainStep, commit: Commit) -> None:
+    def record(self, step: TrainStep, request: Commit) -> None:
         """Do nothing: a replay changes no store."""
 
     @override

@@ -50,50 +50,39 @@ class Block:
             return [float(number) for number in self.data]
         return [self.data[a:z] for a, z in pairwise(self.ends.tolist())]
 
-    def without(self, dropped: Array) -> list[Block]:
-        """Return the blocks that remain without the ``dropped`` rows of the step."""
-        left = np.flatnonzero(~dropped[self.rows])
-        parts = []
-        for a, z in contiguous_ranges(left):
-            first, last = int(left[a]), int(left[z - 1]) + 1
-            ends = self.ends[first : last + 1]
-            data = self.data[ends[0] : ends[-1]]
-            rows = self.rows[first:last]
-            parts.append(Block(rows, data, ends - ends[0], self.scaled, self.size))
-        return parts
-
 
 @dataclass(slots=True)
 class Field:
-    """One field of the rows of a step; rows outside all blocks have no value."""
+    """One field of the ``number`` rows of a step; rows outside all blocks have no value."""
 
+    number: int
     blocks: list[Block] = field(default_factory=list)
 
-    def values(self, rows: int) -> list[Value]:
-        """Return the values of ``rows`` rows, None for missing ones."""
-        values: list[Value] = [None] * rows
+    def values(self) -> list[Value]:
+        """Return the value of each row, None for missing ones."""
+        values: list[Value] = [None] * self.number
         for block in self.blocks:
             for row, value in zip(block.rows.tolist(), block.values(), strict=True):
                 values[row] = value
         return values
 
-    def present(self, rows: int) -> Array:
+    def present(self) -> Array:
         """Return ``[rows]`` bool: which rows have a value."""
-        there = np.zeros(rows, np.bool_)
+        there = np.zeros(self.number, np.bool_)
         for block in self.blocks:
             there[block.rows] = True
         return there
 
-    def missing(self, rows: int) -> list[int]:
-        """Return which of ``rows`` rows have no value."""
-        if sum(len(block.rows) for block in self.blocks) == rows:  # blocks do not overlap
+    def missing(self) -> list[int]:
+        """Return the rows that have no value."""
+        if sum(len(block.rows) for block in self.blocks) == self.number:  # blocks do not overlap
             return []
-        rows_without: list[int] = np.flatnonzero(~self.present(rows)).tolist()
+        rows_without: list[int] = np.flatnonzero(~self.present()).tolist()
         return rows_without
 
-    def sizes(self, rows: int) -> Array:
+    def sizes(self) -> Array:
         """Return ``[rows]``: the number of elements of each row, 0 for missing ones."""
-        sizes = np.zeros(rows, np.int64)
+        sizes = np.zeros(self.number, np.int64)
         for block in self.blocks:
             sizes[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
         return sizes
@@ -109,19 +98,22 @@ class Field:
 
     def without(self, dropped: Array) -> Field:
         """Return the field without the ``dropped`` rows (``[rows]`` bool)."""
-        return Field([part for block in self.blocks for part in block.without(dropped)])
-
-    def moved(self, places: Array | Sequence[int]) -> Field:
-        """Return the field with row ``i`` as row ``places[i]``."""
-        new = np.asarray(places)
-        return Field([replace(block, rows=new[block.rows]) for block in self.blocks])
+        parts = []
+        for block in self.blocks:
+            left = np.flatnonzero(~dropped[block.rows])
+            for a, z in contiguous_ranges(left):
+                first, last = int(left[a]), int(left[z - 1]) + 1
+                ends = block.ends[first : last + 1]
+                data, rows = block.data[ends[0] : ends[-1]], block.rows[first:last]
+                parts.append(Block(rows, data, ends - ends[0], block.scaled, block.size))
+        return Field(self.number, parts)
 
 
 def field_of_values(values: Sequence[Array]) -> Field:
     """Return a field made of one vector per row."""
-    sizes = np.array([len(value) for value in values], np.int64)
-    ends, size = _ends(sizes)
-    return Field([Block(np.arange(len(values)), np.concatenate(values), ends, size=size)])
+    ends, size = _ends(np.array([len(value) for value in values], np.int64))
+    block = Block(np.arange(len(values)), np.concatenate(values), ends, size=size)
+    return Field(len(values), [block])
 
 
 def contiguous_ranges(numbers: Array | Sequence[int]) -> list[tuple[int, int]]:
@@ -155,25 +147,28 @@ def slot_ranges(addresses: Sequence[int]) -> list[SlotRange]:
     return ranges
 
 
-def blocks_of(column: Column, rows: Array, slots: range) -> list[Block]:
-    """Return the ``slots`` that a column has as blocks of the step's ``rows``."""
-    if column.rows is None:
-        return [_block(column, rows, slots.start, slots.stop)]
-    low, high = np.searchsorted(column.rows, [slots.start, slots.stop]).tolist()
-    if low == high:
-        return []
-    return [_block(column, rows[column.rows[low:high] - slots.start], low, high)]
-
-
-def _block(column: Column, rows: Array, first: int, last: int) -> Block:
-    """Return the entries ``first`` to ``last`` of a column as a block of ``rows``."""
+def block_of(column: Column, rows: Array, slots: range) -> Block | None:
+    """Return the ``slots`` of a column as a block of the step's ``rows``; None if it has none."""
+    first, last = slots.start, slots.stop
+    if column.rows is not None:
+        first, last = np.searchsorted(column.rows, [first, last]).tolist()
+        if first == last:
+            return None
+        rows = rows[column.rows[first:last] - slots.start]
     if column.encoding == "scaled_mask":
-        ends = np.arange(len(rows) + 1)
-        return Block(rows, _numbers(column, first, last), ends, scaled=True, size=1)
-    sizes = column.sizes
-    before = int(sizes[:first].sum()) if first else 0
-    ends, size = _ends(sizes[first:last])
-    return Block(rows, _numbers(column, before, before + int(ends[-1])), ends, size=size)
+        ends, size, scaled = np.arange(len(rows) + 1), 1, True
+    else:
+        sizes, scaled = column.sizes, False
+        ends, size = _ends(sizes[first:last])
+        first = int(sizes[:first].sum()) if first else 0
+        last = first + int(ends[-1])
+    elements = column.elements
+    if not column.dtype.startswith(_ONLY_TORCH):
+        return Block(rows, elements[first:last], ends, scaled, size)
+    width = elements.itemsize
+    data = np.array(column.data[first * width : last * width])
+    numbers: Array = flat_tensor(replace(column, data=data)).float().numpy()
+    return Block(rows, numbers, ends, scaled, size)
 
 
 def _ends(sizes: Array) -> tuple[Array, int]:
@@ -184,14 +179,3 @@ def _ends(sizes: Array) -> tuple[Array, int]:
     ends = np.zeros(number + 1, np.int64)
     np.cumsum(sizes, out=ends[1:])
     return ends, -1
-
-
-def _numbers(column: Column, first: int, last: int) -> Array:
-    """Return elements of a column, as float32 if NumPy lacks their dtype."""
-    elements = column.elements
-    if not column.dtype.startswith(_ONLY_TORCH):
-        return elements[first:last]
-    width = elements.itemsize
-    data = np.array(column.data[first * width : last * width])
-    numbers: Array = flat_tensor(replace(column, data=data)).float().numpy()
-    return numbers

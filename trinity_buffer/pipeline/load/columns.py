@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from trinity_buffer import identity
 from trinity_buffer.codec import Column, decode_segment
-from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownExperimentError
-from trinity_buffer.events import WithSegment
+from trinity_buffer.events import BatchLeased, WithSegment
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import EID
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotations import decode_annotations
 from trinity_buffer.pipeline.handle import ExperimentHandle
-from trinity_buffer.pipeline.load.blocks import (
-    Array,
-    Block,
-    Field,
-    SlotRange,
-    Value,
-    blocks_of,
-    slot_ranges,
-)
+from trinity_buffer.pipeline.load.blocks import Array, Field, block_of, slot_ranges
 from trinity_buffer.pipeline.load.events import EventCache, Facts, facts_of, no_facts
 from trinity_buffer.pipeline.load.experiences import load_experiences
 from trinity_buffer.pipeline.load.segments import blobs_of, read_segments, unreadable_among
-from trinity_buffer.pipeline.manifest import Manifest
 from trinity_buffer.pipeline.tensors import tensors_of
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.rows import position_of, slot_of
@@ -49,6 +39,7 @@ class LoadedRows:
 
     Attributes:
         facts: columns from the log.
+        expert: ``[rows]`` bool, which rows come from an expert's experiment.
         fields: columns of vectors, views that must not be written to.
         multi_modal: name -> tensor with its own memory, for each row.
         unrecorded: if only some rows have log-probabilities, ``usual`` or ``expert`` -> uid of a
@@ -57,85 +48,77 @@ class LoadedRows:
     """
 
     facts: Facts
+    expert: Array
     fields: Mapping[str, Field]
     multi_modal: Sequence[Mapping[str, Tensor]]
-    unrecorded: Mapping[str, str]
-    unscorable: Mapping[str, str]
+    unrecorded: Mapping[str, str] = field(default_factory=dict)
+    unscorable: Mapping[str, str] = field(default_factory=dict)
 
     def reordered(self, order: Sequence[int]) -> LoadedRows:
         """Return the rows with row ``order[i]`` as row ``i``."""
         places = np.empty(len(order), np.int64)
         places[list(order)] = np.arange(len(order))
-        fields = {name: field.moved(places) for name, field in self.fields.items()}
-        modal = [self.multi_modal[row] for row in order]
-        return replace(self, facts=self.facts.reordered(order), fields=fields, multi_modal=modal)
+        moved: dict[int, Array] = {}  # fields of one segment go on sharing their array of rows
+        fields = {
+            name: Field(
+                len(order),
+                [
+                    replace(block, rows=moved.setdefault(id(block.rows), places[block.rows]))
+                    for block in field.blocks
+                ],
+            )
+            for name, field in self.fields.items()
+        }
+        return replace(
+            self,
+            facts=self.facts.reordered(order),
+            expert=self.expert[list(order)],
+            fields=fields,
+            multi_modal=[self.multi_modal[row] for row in order],
+        )
 
     def field(self, name: str) -> Field:
         """Return the column ``name``, which may be empty."""
-        return self.fields.get(name) or Field()
+        return self.fields.get(name) or Field(len(self.facts))
 
     def lacking(self, name: str) -> list[int]:
         """Return the rows without the field ``name``; token-level rewards count as a reward."""
-        missing = self.field("token_level_reward" if name == "reward" else name).missing(
-            len(self.facts)
-        )
-        if name == "reward":
-            return [row for row in missing if self.facts.rewards[row] is None]
-        return missing
+        if name != "reward":
+            return self.field(name).missing()
+        missing = self.field("token_level_reward").missing()
+        return [row for row in missing if self.facts.rewards[row] is None]
 
-    def values(self, name: str) -> list[Value]:
-        """Return the values of one column, None for rows without one."""
-        return self.field(name).values(len(self.facts))
-
-
-_Columns = dict[str, list[Column]]
+    def pair_lengths(self, *, longest: bool) -> list[int]:
+        """Return the tokens of both rows of each stored pair together, or of the longer one."""
+        prompts, *halves = (self.field(n).sizes() for n in ("tokens", "chosen", "rejected"))
+        both = np.maximum(*halves) + prompts if longest else sum(halves) + 2 * prompts
+        lengths: list[int] = both.tolist()
+        return lengths
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Segment:
     """A decoded segment and its number of unserved rows."""
 
-    columns: _Columns
+    columns: dict[str, list[Column]]
     num_bytes: int
     left: int
 
 
-class _Segments:
-    """An LRU cache of decoded segments by key."""
+class _Range(NamedTuple):
+    """Rows of a step that are consecutive slots of one event."""
 
-    def __init__(self) -> None:
-        self._known: OrderedDict[bytes, _Kept] = OrderedDict()
+    rows: Array
+    event: WithSegment
+    slots: range
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._known
 
-    def use(self, key: bytes, rows: int) -> _Columns:
-        """Return the columns of a segment and count ``rows`` of its rows as served."""
-        self._known.move_to_end(key)
-        entry = self._known[key]
-        entry.left -= rows
-        return entry.columns
+class _Located(NamedTuple):
+    """What events tell of the rows of a manifest, and where their tensors are."""
 
-    def add(self, key: bytes, families: Mapping[str, Buffer]) -> None:
-        columns: _Columns = {}
-        rows = 0
-        for blob in families.values():
-            segment = decode_segment(blob)
-            columns |= segment.columns
-            rows = segment.rows
-        self._known[key] = _Kept(columns, sum(map(len, families.values())), rows)
-
-    def shrink(self) -> None:
-        """Drop fully served segments, and the least recently used ones beyond the budget.
-
-        The next segments are read into the memory this frees: fresh pages cost more than reading.
-        """
-        num_bytes = 0
-        # From the most recently used on, so that the budget is spent on those.
-        for key in reversed(list(self._known)):
-            num_bytes += self._known[key].num_bytes
-            if self._known[key].left <= 0 or num_bytes > sizes().bytes_kept:
-                num_bytes -= self._known.pop(key).num_bytes
+    facts: Facts
+    own: list[_Range]
+    computed: list[_Range]
 
 
 class RowLoader:
@@ -147,10 +130,11 @@ class RowLoader:
 
     def __init__(self, events: EventCache) -> None:
         self.events = events
-        self._segments = _Segments()
-        self._others: dict[str, RowLoader] = {}
+        self._others: dict[str, EventCache] = {}
+        # From the least to the most recently used.
+        self._segments: OrderedDict[bytes, _Segment] = OrderedDict()
 
-    def load(self, s: ReadSession, manifest: Manifest) -> LoadedRows:
+    def load(self, s: ReadSession, lease: BatchLeased) -> LoadedRows:
         """Return the columns of the manifest's rows.
 
         Raises:
@@ -159,206 +143,163 @@ class RowLoader:
             ArchivedSegmentError: tensors have left the database and cannot be fetched.
             UnknownExperimentError: rows of an experiment that is not in the store.
         """
-        if not manifest.groups:
-            return LoadedRows(no_facts(), {}, [], {}, {})
-        loaded = self._load(s, manifest)
-        return replace(
-            loaded,
-            unrecorded=self._unrecorded(s, manifest, loaded),
-            unscorable=self._unscorable(s, manifest, loaded),
-        )
-
-    def _unrecorded(
-        self, s: ReadSession, manifest: Manifest, rows: LoadedRows
-    ) -> Mapping[str, str]:
-        """Return the kinds of rows that lack log-probabilities while others have them."""
-        if not (manifest.source or rows.field("logprobs").missing(len(manifest.groups))):
-            return {}
-        there = rows.field("logprobs").present(len(manifest.groups))
-        expert = np.array(manifest.source or [0] * len(there)) > 0
-        if there.all() and not expert.any():
-            return {}
-        kinds = {"usual": np.flatnonzero(~there & ~expert), "expert": np.flatnonzero(expert)}
+        number = len(lease.groups)
+        if not number:
+            return LoadedRows(no_facts(), np.zeros(0, np.bool_), {}, [])
+        located = self._located(s, lease)
+        events = [row_range.event for row_range in (*located.own, *located.computed)]
+        wanted = _families_of(events, (*FAMILIES, *ANNOTATION))
+        # Consecutive steps share segments, since a write or an annotation spans several groups.
+        missing = [key for key in wanted if key not in self._segments]
+        parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
+        expert = np.array(lease.source or [0] * number) > 0
+        rows = s.compute(self._gathered, located, expert, {k: wanted[k] for k in missing}, parts)
+        unrecorded, unscorable = dict[str, str](), dict[str, str]()
+        recorded = rows.field("logprobs").present()
         # Without any usual row's log-probabilities, the step has no such column at all.
-        if not (there & ~expert).any():
-            return {}
-        return {
-            kind: self.uids(s, manifest, [int(places[0])])[0]
-            for kind, places in kinds.items()
-            if len(places)
-        }
+        if (recorded & ~expert).any() and (expert.any() or not recorded.all()):
+            for kind, places in (("usual", ~recorded & ~expert), ("expert", expert)):
+                if places.any():
+                    unrecorded[kind] = self.uids(s, lease, [int(places.argmax())])[0]
+        for place, spans in enumerate(rows.facts.sampling):
+            # An expert's rows were not sampled from the policy, so their options do not matter.
+            if spans and not unscorable and not expert[place]:
+                options = [option for *_, option in spans if option is not None]
+                if options:
+                    unscorable[self.uids(s, lease, [place])[0]] = options[0]
+        return replace(rows, unrecorded=unrecorded, unscorable=unscorable)
 
-    def _unscorable(
-        self, s: ReadSession, manifest: Manifest, rows: LoadedRows
-    ) -> Mapping[str, str]:
-        """Return the first of the policy's own rows that no trainer can score, and why."""
-        for place, spans in enumerate(rows.facts.sampling if any(rows.facts.sampling) else ()):
-            options = [option for *_, option in spans or () if option is not None]
-            # An expert's rows were not sampled from the policy, so their sampling options do not
-            # matter.
-            if options and not (manifest.source and manifest.source[place]):
-                return {self.uids(s, manifest, [place])[0]: options[0]}
-        return {}
-
-    def _load(self, s: ReadSession, manifest: Manifest) -> LoadedRows:
-        # The common case: rows of one experiment need no merging.
-        if not any(manifest.source):
-            return self.load_rows(s, manifest.experiences, manifest.annotations)
-        parts: list[tuple[list[int], LoadedRows]] = []
-        for number, name in enumerate(("", *manifest.sources)):
-            rows = manifest.rows_of(number)
-            if rows:
-                loader = self if number == 0 else self._other(s, name)
-                loaded = loader.load_rows(
-                    s,
-                    [manifest.experiences[row] for row in rows],
-                    [manifest.annotations[row] for row in rows],
-                )
-                parts.append((rows, loaded))
-        return _merged(parts, len(manifest.experiences))
-
-    def unreadable(self, s: ReadSession, manifest: Manifest) -> dict[int, str]:
-        """Return place -> ``deleted`` or ``damaged``, of rows that can never be read."""
-        reasons: dict[int, str] = {}
-        for number, name in enumerate(("", *manifest.sources)):
-            places = manifest.rows_of(number) if manifest.source else [*range(len(manifest.groups))]
-            if places:
-                loader = self if number == 0 else self._other(s, name)
-                reasons |= loader.unreadable_rows(s, manifest, places)
-        return reasons
-
-    def unreadable_rows(
-        self, s: ReadSession, manifest: Manifest, places: Sequence[int]
-    ) -> dict[int, str]:
-        """Do the same for ``places`` of this experiment alone; see `unreadable`."""
-        reasons: dict[int, str] = {}
-        for addresses, families in (
-            (manifest.experiences, FAMILIES),
-            (manifest.annotations, ANNOTATION),
-        ):
-            at = {place: position_of(addresses[place]) for place in places}
-            events = self.events.events(s, set(at.values()))
-            # The segment must have every family that its event names; a missing one is damage.
-            wanted = _families_of(events.values(), families)
-            bad = unreadable_among(s, wanted, families)
-            reasons |= {p: bad[k] for p in places if (k := events[at[p]].segment) in bad}
-        return reasons
-
-    def lengths(self, s: ReadSession, manifest: Manifest) -> list[int]:
+    def lengths(self, s: ReadSession, lease: BatchLeased) -> list[int]:
         """Return the tokens of each row of a manifest from the log; of a pair, one half.
 
         Raises:
             CodecError: the body of an event cannot be read.
         """
-        lengths = [0] * len(manifest.groups)
-        for number, name in enumerate(("", *manifest.sources)):
-            places = manifest.rows_of(number)
-            if places:
-                loader = self if number == 0 else self._other(s, name)
-                addresses = [manifest.experiences[place] for place in places]
-                events = loader.events.events(s, set(map(position_of, addresses)))
-                for place, length in zip(places, facts_of(addresses, events).lengths, strict=True):
-                    lengths[place] = length
-        return lengths
+        return self._located(s, lease).facts.lengths
 
-    def eid_of(self, s: ReadSession, address: int) -> EID:
-        """Return the EID of an experience of this experiment."""
-        (row,) = s.read(writer_queries.experience_rows, self.events.experiment, [address])
-        return row.eid
+    def unreadable(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:
+        """Return place -> ``deleted`` or ``damaged``, of rows that can never be read."""
+        reasons: dict[int, str] = {}
+        columns = ((lease.experiences, FAMILIES), (lease.annotations, ANNOTATION))
+        for cache, places in self._sources(s, lease):
+            for addresses, families in columns:
+                at = {place: position_of(addresses[place]) for place in places}
+                events = cache.events(s, set(at.values()))
+                # The segment must have every family that its event names; a missing one is damage.
+                bad = unreadable_among(s, _families_of(events.values(), families), families)
+                reasons |= {p: bad[k] for p in places if (k := events[at[p]].segment) in bad}
+        return reasons
 
-    def uids(self, s: ReadSession, manifest: Manifest, places: Sequence[int]) -> list[str]:
+    def uids(self, s: ReadSession, lease: BatchLeased, places: Sequence[int]) -> list[str]:
         """Return the uids of the rows at ``places`` of a manifest."""
         uids = []
         for place in places:
-            source = manifest.source[place] if manifest.source else 0
-            loader = self._other(s, manifest.sources[source - 1]) if source else self
-            uids.append(loader.eid_of(s, manifest.experiences[place]).uid)
+            number = lease.source[place] if lease.source else 0
+            cache = self.cache_of(s, lease.sources[number - 1]) if number else self.events
+            address = lease.experiences[place]
+            (row,) = s.read(writer_queries.experience_rows, cache.experiment, [address])
+            uids.append(row.eid.uid)
         return uids
 
-    def key_of(self, s: ReadSession, source: str) -> int:
-        """Return the key of another experiment that rows come from."""
-        return self._other(s, source).events.experiment
-
-    def _other(self, s: ReadSession, name: str) -> RowLoader:
-        """Return the loader of another experiment of the store."""
+    def cache_of(self, s: ReadSession, name: str) -> EventCache:
+        """Return the event cache of another experiment that rows come from."""
         if name not in self._others:
             key = s.read(log.find_experiment, name)
             if key is None:
                 raise UnknownExperimentError(
                     f"a step trains on rows of experiment {name!r}, which is not in this store"
                 )
-            self._others[name] = RowLoader(EventCache(key, name))
+            self._others[name] = EventCache(key, name)
         return self._others[name]
 
-    def load_rows(
-        self, s: ReadSession, experiences: Sequence[int], annotated: Sequence[int]
-    ) -> LoadedRows:
-        """Return the columns of rows of this experiment, by their two addresses; see `load`."""
-        own, computed = slot_ranges(experiences), slot_ranges(annotated)
-        events = self.events.events(s, {row_range.position for row_range in (*own, *computed)})
-        facts = facts_of(experiences, events)
-        keys = {event.segment for event in events.values() if event.segment}
-        # Consecutive steps share segments, since a write or an annotation spans several groups.
-        missing = [key for key in keys if key not in self._segments]
-        parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
-        return s.compute(self._gather, facts, own, computed, events, missing, parts)
+    def _sources(self, s: ReadSession, lease: BatchLeased) -> list[tuple[EventCache, list[int]]]:
+        """Return the event cache of each experiment with rows in a manifest, and their places."""
+        numbers = lease.source or [0] * len(lease.groups)
+        sources = []
+        for number in sorted(set(numbers)):
+            cache = self.cache_of(s, lease.sources[number - 1]) if number else self.events
+            sources.append((cache, [row for row, of in enumerate(numbers) if of == number]))
+        return sources
 
-    def _gather(
+    def _located(self, s: ReadSession, lease: BatchLeased) -> _Located:
+        """Read the events of the rows of a manifest."""
+        facts, order = no_facts(), list[int]()
+        ranges: tuple[list[_Range], list[_Range]] = ([], [])
+        for cache, places in self._sources(s, lease):
+            in_step, addresses = np.array(places), (lease.experiences, lease.annotations)
+            parts = [slot_ranges([column[place] for place in places]) for column in addresses]
+            events = cache.events(s, {part.position for of in parts for part in of})
+            for row_ranges, of in zip(ranges, parts, strict=True):
+                for rows, position, slots in of:
+                    row_ranges.append(_Range(in_step[rows], events[position], slots))
+            experiences = [lease.experiences[place] for place in places]
+            facts.append(facts_of(experiences, events), 0, len(places))
+            order += places
+        if any(lease.source):
+            facts = facts.reordered(np.argsort(order).tolist())
+        return _Located(facts, *ranges)
+
+    def _gathered(
         self,
-        facts: Facts,
-        own: Sequence[SlotRange],
-        computed: Sequence[SlotRange],
-        events: Mapping[int, WithSegment],
-        missing: Sequence[bytes],
+        located: _Located,
+        expert: Array,
+        missing: Mapping[bytes, set[str]],
         parts: SegmentParts,
     ) -> LoadedRows:
+        """Return the columns of rows, whose ``missing`` segments are decoded from ``parts``."""
         blobs = blobs_of(parts)
-        wanted = _families_of(events.values(), (*FAMILIES, *ANNOTATION))
-        for key in missing:
-            if key not in blobs or not wanted[key] <= blobs[key].keys():
+        for key, families in missing.items():
+            if key not in blobs or not families <= blobs[key].keys():
                 raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
-            self._segments.add(key, blobs[key])
-        modal: list[dict[str, Tensor]] = [{} for _ in range(len(facts))]
-        fields = self._fields(own, modal, events)
-        for name, field in self._fields(computed, modal, events).items():
+            decoded = [decode_segment(blob) for blob in blobs[key].values()]
+            columns = {name: of for segment in decoded for name, of in segment.columns.items()}
+            num_bytes = sum(map(len, blobs[key].values()))
+            self._segments[key] = _Segment(columns, num_bytes, decoded[-1].rows)
+        modal: list[dict[str, Tensor]] = [{} for _ in expert]
+        fields = self._fields(located.own, modal)
+        for name, computed in self._fields(located.computed, modal).items():
             # A strategy's value replaces the recorded one, row by row.
-            fields[name] = Field(_left(fields, name, field, len(facts)) + field.blocks)
+            recorded = fields[name].without(computed.present()).blocks if name in fields else []
+            fields[name] = Field(len(expert), recorded + computed.blocks)
         # Only after all columns are taken: this step may use more segments than the budget allows.
-        self._segments.shrink()
+        # The next segments are read into the memory this frees: fresh pages cost more than reading.
+        num_bytes = 0
+        for key in reversed(list(self._segments)):
+            segment = self._segments[key]
+            num_bytes += segment.num_bytes
+            if segment.left <= 0 or num_bytes > sizes().bytes_kept:
+                num_bytes -= segment.num_bytes
+                del self._segments[key]
         # Validation lets no row without tokens in, so this is damage rather than a user's mistake.
-        if not len(facts) or fields.get("tokens", Field()).missing(len(facts)):
+        if "tokens" not in fields or fields["tokens"].missing():
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
-        return LoadedRows(facts, fields, modal, {}, {})
+        return LoadedRows(located.facts, expert, fields, modal)
 
     def _fields(
-        self,
-        ranges: Sequence[SlotRange],
-        modal: Sequence[dict[str, Tensor]],
-        events: Mapping[int, WithSegment],
+        self, ranges: Sequence[_Range], modal: Sequence[dict[str, Tensor]]
     ) -> dict[str, Field]:
         """Return the vector columns of rows; other tensors are put into ``modal``."""
         by_name: dict[str, Field] = {}
-        for rows, position, slots in ranges:
-            key = events[position].segment
-            segment = self._segments.use(key, len(rows)) if key else {}
-            for name, column in ((n, c) for n, columns in segment.items() for c in columns):
+        for rows, event, slots in ranges:
+            if not event.segment:
+                continue
+            self._segments.move_to_end(event.segment)
+            segment = self._segments[event.segment]
+            segment.left -= len(rows)
+            for name, column in ((n, c) for n, of in segment.columns.items() for c in of):
+                block = None
                 if name.startswith(_MODAL):
                     _add_modal(modal, name.removeprefix(_MODAL), column, rows, slots)
                 elif column.shapes.shape[1] == 1 or column.encoding == "scaled_mask":
-                    field = by_name.setdefault(name, Field())
-                    field.blocks += blocks_of(column, rows, slots)
+                    block = block_of(column, rows, slots)
+                if block is not None:
+                    by_name.setdefault(name, Field(len(modal))).blocks.append(block)
         return by_name
 
 
 def _families_of(events: Iterable[WithSegment], families: Collection[str]) -> dict[bytes, set[str]]:
     """Return segment key -> those of ``families`` that the segment has."""
     return {event.segment: event.families.keys() & families for event in events if event.segment}
-
-
-def _left(fields: Mapping[str, Field], name: str, computed: Field, rows: int) -> list[Block]:
-    """Return the recorded blocks of a field, for rows without a value from the strategy."""
-    recorded = fields.get(name)
-    return recorded.without(computed.present(rows)).blocks if recorded else []
 
 
 def _add_modal(
@@ -381,22 +322,7 @@ def _copied(column: Column, index: int) -> Tensor:
     )[0]
 
 
-def _merged(parts: Sequence[tuple[Sequence[int], LoadedRows]], total: int) -> LoadedRows:
-    """Merge (places, rows) of several experiments into the order of the manifest."""
-    places = {row: (part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows)}
-    fields: dict[str, Field] = {}
-    for rows, loaded in parts:
-        for name, field in loaded.fields.items():
-            fields.setdefault(name, Field()).blocks += field.moved(rows).blocks
-    order = [places[row] for row in range(total)]
-    facts = no_facts()
-    for part, i in order:
-        facts.append(parts[part][1].facts, i, i + 1)
-    modal = [parts[part][1].multi_modal[i] for part, i in order]
-    return LoadedRows(facts, fields, modal, {}, {})
-
-
-async def experiences_of(experiment: ExperimentHandle, manifest: Manifest) -> list[Experience]:
+async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) -> list[Experience]:
     """Return the rows of a step in their order, each with the advantages that it trains on.
 
     Args:
@@ -425,7 +351,7 @@ async def experiences_of(experiment: ExperimentHandle, manifest: Manifest) -> li
 
 
 def _annotate(
-    s: ReadSession, cache: EventCache, annotations: tuple[int, ...], ordered: list[Experience]
+    s: ReadSession, cache: EventCache, annotations: Sequence[int], ordered: list[Experience]
 ) -> None:
     """Set each experience's computed tensors; one without an annotation segment keeps its own."""
     events = cache.events(s, {position_of(address) for address in annotations})

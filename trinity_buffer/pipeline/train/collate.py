@@ -1,7 +1,8 @@
 """Collates rows into micro-batches of full-length, token-aligned tensors, padded or packed.
 
 Element t describes token t; a response-aligned column is placed from ``prompt_length`` on, and
-position 0 holds 0.
+position 0 holds 0. The micro-batches of a rank are parts of one flat column of each name. Rows of
+one shape at equal distances form a rectangle of it: a few large copies write each byte once.
 
 In a step of usual size, the columns that most losses read are made ahead, while the trainer
 computes. In a large step of long rows, every column stays in its stored bytes until it is first
@@ -12,39 +13,41 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress, repeat, zip_longest
+from itertools import pairwise
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.codec.blob import mapped
-from trinity_buffer.errors import InvalidArgumentError, TrainingError
+from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, TrainingError
+from trinity_buffer.events import BatchLeased
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs
 from trinity_buffer.pipeline.load.blocks import Array, Block, Field, field_of_values
 from trinity_buffer.pipeline.load.columns import LoadedRows
-from trinity_buffer.pipeline.manifest import Manifest, MicroBatchPlan
-from trinity_buffer.pipeline.train.buffers import (
-    Arena,
-    PackedMask,
-    Part,
-    Places,
-    StepMemory,
-    put_positions,
-    put_rows,
-    put_text,
-)
+from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
 from trinity_buffer.pipeline.train.microbatch import LazyTensors, MicroBatch
-from trinity_buffer.pipeline.train.moving import Column, Mover
+from trinity_buffer.pipeline.train.moving import Column, Mover, StepMemory
 
 REWARDS = "token_level_rewards"
 WITH_IDS = ("input_ids", "rollout_logprob")
 """Columns stored in one family: bytes kept for one of them take more than making it."""
+
+RESPONSES = {
+    "rollout_logprob": "logprobs",
+    "advantages": "advantages",
+    "returns": "returns",
+    REWARDS: "token_level_reward",
+}
+"""Response-aligned columns of every step: batch name -> stored name."""
+
+OPTIONAL = {"teacher_logprob": "teacher_logprobs"}
+"""Those that a step has only if all of its rows have them."""
 
 Weights: TypeAlias = Callable[[], "Array | None"]
 """Returns the factors of scaled values: the action mask, with its weights if it has any.
@@ -53,240 +56,8 @@ None: every token of each response is trained.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class RowColumns:
-    """The inputs of collation, per row of the step; ``responses`` begin at the prompt length.
-
-    ``recorded`` tells which rows have log-probabilities, None if all or none have.
-    """
-
-    tokens: Field
-    lengths: Array
-    prompt_lengths: Array
-    masks: Field
-    responses: dict[str, Field]
-    rewards: Sequence[float | None]
-    trained_tokens: list[int]
-    recorded: Array | None = None
-
-
-class ColumnRecipe(NamedTuple):
-    """How a column is made, once.
-
-    Attributes:
-        dtype: dtype of its elements.
-        fill: writes all elements into uninitialized memory; yields after each block of rows, which
-            it has released by then.
-    """
-
-    dtype: type[np.generic]
-    fill: Callable[[Array], Iterator[None]]
-
-
-class LazyColumns:
-    """Columns of the same stored bytes, all made when one of them is first read.
-
-    Stored bytes are released block by block, so that they and the columns never exist in full at
-    the same time.
-
-    Args:
-        size: number of elements of each.
-        ways: recipe of each, released afterwards together with its inputs.
-    """
-
-    def __init__(self, size: int, ways: Mapping[str, ColumnRecipe]) -> None:
-        self._size = size
-        self._ways: Mapping[str, ColumnRecipe] | None = ways
-        self._made: dict[str, Array] = {}
-        self._lock = Lock()  # threads of a trainer may read at the same time
-
-    def column(self, name: str) -> Array:
-        """Return a column.
-
-        Raises:
-            TrainingError: an earlier attempt was interrupted, and the inputs are gone.
-        """
-        with self._lock:
-            ways, self._ways = self._ways, None
-            if ways is not None:
-                made = {name: self._room(how) for name, how in ways.items()}
-                _done(zip_longest(*(how.fill(made[name]) for name, how in ways.items())))
-                self._made = made
-        if not self._made:  # not a KeyError, which a mapping turns into "no such column"
-            raise TrainingError(
-                f"{name} of a step cannot be made: an error or Ctrl-C ended that half-way before; "
-                "open the stream again, which serves the uncommitted steps as they were"
-            )
-        return self._made[name]
-
-    def _room(self, how: ColumnRecipe) -> Array:
-        size = self._size * np.dtype(how.dtype).itemsize
-        large = size > sizes().bytes_read_at_once
-        return np.frombuffer(mapped(size) if large else bytearray(size), how.dtype)
-
-
-class LazyColumn(NamedTuple):
-    """A column that is made when a part of it is first read."""
-
-    of: LazyColumns
-    name: str
-
-    def part(self, elements: slice) -> Array:
-        """Return a view of some elements, which the caller may change."""
-        return self.of.column(self.name)[elements]
-
-
-def columns_of_step(
-    columns: RowColumns, places: Places, memory: StepMemory
-) -> Mapping[str, Array | LazyColumn]:
-    """Return the flat columns of all micro-batches by name, made or lazy."""
-    ways = _ways(columns, places, partial(_weights, columns.masks.blocks, places))
-    width = sum(np.dtype(how.dtype).itemsize for how in ways.values())
-    if places.size * width > sizes().bytes_made_ahead:
-        ids = LazyColumns(places.size, {n: ways[n] for n in WITH_IDS if n in ways})
-        return {
-            name: LazyColumn(ids, name) if name in WITH_IDS else _late(places, name, how)
-            for name, how in ways.items()
-        }
-    return _made_ahead(columns, places, memory, ways)
-
-
-def _late(places: Places, name: str, how: ColumnRecipe) -> LazyColumn:
-    return LazyColumn(LazyColumns(places.size, {name: how}), name)
-
-
-def _ways(columns: RowColumns, places: Places, weights: Weights) -> dict[str, ColumnRecipe]:
-    """Return the recipe of each column."""
-    tokens, masks = deque(columns.tokens.blocks), deque(columns.masks.blocks)
-    ids = partial(put_rows, blocks=tokens, places=places, after_prompt=False)
-    recipes = {
-        "input_ids": ColumnRecipe(np.int64, ids),
-        "position_ids": ColumnRecipe(np.int64, partial(put_positions, places=places)),
-        "attention_mask": ColumnRecipe(np.bool_, partial(put_text, places=places)),
-        "action_mask": ColumnRecipe(np.bool_, partial(put_rows, blocks=masks, places=places)),
-    }
-    if places.padded:
-        del recipes["position_ids"]  # one row of positions serves all padded rows
-    for name, field in columns.responses.items():
-        fill = partial(_put_response, blocks=deque(field.blocks), places=places, weights=weights)
-        if name == REWARDS:
-            fill = partial(fill, last=_rewards_of_whole(columns))
-        recipes[name] = ColumnRecipe(np.float32, fill)
-    return recipes
-
-
-def _put_response(
-    column: Array, blocks: deque[Block], places: Places, weights: Weights, last: Array | None = None
-) -> Iterator[None]:
-    """Write a column of the responses by `put_rows`.
-
-    Args:
-        column: uninitialized memory.
-        blocks, places: its blocks, and the places of the rows.
-        weights: factors of scaled values.
-        last: ``[rows]``, a value for the last token of each row, NaN for none.
-    """
-    scaled = any(block.scaled for block in blocks)
-    yield from put_rows(column, blocks, places, weights() if scaled else None)
-    if last is not None:
-        there = ~np.isnan(last) & (places.begins >= 0)
-        ends = places.begins + places.lengths
-        column[ends[there] - 1] = last[there]
-
-
-def _rewards_of_whole(columns: RowColumns) -> Array:
-    """Return ``[rows]``: the reward of rows without token-level rewards; NaN for the others."""
-    rewards = np.array(columns.rewards, np.float64)  # None becomes NaN; stored rewards are finite
-    rewards[columns.responses[REWARDS].present(len(rewards))] = np.nan
-    return rewards
-
-
-def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) -> Array | None:
-    """Return the result of `Weights`.
-
-    Args:
-        masks, places: blocks of the action mask, and the places of the rows.
-        mask: the column of the mask, if it is made already.
-    """
-    if all(block.data.dtype == np.bool_ for block in masks):
-        if all(block.data.all() for block in masks):
-            return None
-        if mask is not None:
-            return mask
-        dtype: type[np.generic] = np.bool_
-    else:
-        dtype = np.float32
-    weights = np.empty(places.size, dtype)
-    _done(put_rows(weights, deque(masks), places))
-    return weights
-
-
-def _done(blocks: Iterator[object]) -> None:
-    for _ in blocks:
-        pass
-
-
-def _made_ahead(
-    columns: RowColumns, places: Places, memory: StepMemory, ways: Mapping[str, ColumnRecipe]
-) -> dict[str, Array | LazyColumn]:
-    """Return the columns of a step of usual size, most of them made ahead."""
-    late = _waiting(columns, places)
-    arena = Arena(memory, places.size, [how.dtype for n, how in ways.items() if n not in late])
-    made = {name: arena.column() for name in ways if name not in late}
-    # The mask first: scaled columns are multiples of it.
-    mask = made["action_mask"]
-    _done(ways["action_mask"].fill(mask))
-    weights = _weights(columns.masks.blocks, places, mask)
-    for name, how in _ways(columns, places, lambda: weights).items():
-        if name in made and name != "action_mask":
-            _done(how.fill(made[name]))
-    recipes = _detached(columns, late, places, weights)
-    return {n: made[n] if n in made else _late(places, n, recipes[n]) for n in ways}
-
-
-def _waiting(columns: RowColumns, places: Places) -> set[str]:
-    """Return the columns that are made only when read.
-
-    Few losses read returns, rewards, or advantages that were not computed. They stay lazy only if
-    that keeps no more than the mask and one number per row alive.
-    """
-    by_mask = all(block.data.dtype == np.bool_ for block in columns.masks.blocks)
-    names = {
-        name
-        for name, field in columns.responses.items()
-        if not field.blocks
-        or (name == "returns" and by_mask and all(block.scaled for block in field.blocks))
-    }
-    return names if places.padded else names | {"attention_mask"}
-
-
-def _detached(
-    columns: RowColumns, late: Collection[str], places: Places, weights: Array | None
-) -> dict[str, ColumnRecipe]:
-    """Return recipes of lazy columns that do not refer to the stored bytes.
-
-    The mask is copied, since the memory of its column may change before they are made.
-    """
-    responses = {n: _copied(field) for n, field in columns.responses.items() if n in late}
-    # Without scaled columns the mask need not be kept at all.
-    scaled = any(field.blocks for field in responses.values())
-    mask = PackedMask.of(weights) if scaled and weights is not None else None
-    bare = replace(columns, tokens=Field(), masks=Field(), responses=responses)
-    return _ways(bare, places, lambda: None if mask is None else mask.unpacked())
-
-
-def _copied(field: Field) -> Field:
-    return Field([replace(block, data=block.data.copy()) for block in field.blocks])
-
-
-T = TypeVar("T")
-
-OPTIONAL = {"teacher_logprobs": "teacher_logprob"}
-"""Response-aligned columns that a step has only if all rows have them: stored -> batch name."""
-
-
 def collate_step(
-    manifest: Manifest,
+    lease: BatchLeased,
     rows: LoadedRows,
     *,
     rank: int = 0,
@@ -300,59 +71,209 @@ def collate_step(
     the shapes ``[0, 1]``, packed ``[0]``. A step of which no row is left has no micro-batches.
 
     Args:
-        manifest, rows: the manifest of the step, and its rows.
+        lease, rows: the manifest of the step, and its rows.
         rank, world: the rank, and the number of ranks.
         mover: moves the tensors to their device; None: they stay on the CPU.
         memory: memory of earlier steps to reuse.
 
     Raises:
         InvalidArgumentError: the step is partitioned over another number of ranks.
+        DamagedSegmentError: a row is not as long as its event tells.
     """
-    _require_ranks(manifest, world)
-    if not manifest.groups:
+    plans = plans_of(lease)
+    if (ranks := 1 + max(plan.rank for plan in plans)) != world:
+        raise InvalidArgumentError(f"step {lease.step} is dealt to {ranks} ranks, not to {world}")
+    if not lease.groups:
         return []
-    columns, size = _columns(manifest, rows)
-    layout = _layout_of_step(manifest, columns, size, world)
-    plans = [plan for plan in manifest.microbatches if plan.rank == rank]
-    wide = [replace(plan, start=size * plan.start, stop=size * plan.stop) for plan in plans]
-    places = _places(columns, wide, padded=manifest.layout == "padded")
-    flat = dict(columns_of_step(columns, places, memory or StepMemory()))
-    if any(rows.facts.sampling):
-        flat |= _temperature(manifest, rows, places)
-    runs = run_numbers(manifest, rows) if manifest.by_run else None
+    columns, size = _inputs(lease, rows)
+    wide = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans if p.rank == rank]
+    places = _places(columns, wide, padded=lease.layout == "padded")
+    flat = _columns_of_step(columns, places, memory or StepMemory())
+    flat |= _temperature(rows, places)
+    per_row = _per_row(lease, rows, columns.recorded, size)
+    layout = _layout(lease, columns, per_row, world)
     mover = mover or Mover("cpu")
     batches = []
-    for plan, part in zip(plans, places.parts, strict=True):
-        parts = {name: _part(column, part) for name, column in flat.items()}
-        if places.padded:
-            parts["position_ids"] = mover.positions(part.shape)
-        tensors = mover.columns(parts | _per_row(manifest, plan, size, columns.recorded, runs))
-        if not places.padded:
-            tensors |= _boundaries(columns.lengths[part.rows], mover)
-        if "rollout_logprob" in tensors:
-            tensors["old_logprob"] = tensors["rollout_logprob"]
-        chosen = slice(plan.start, plan.stop)
-        modal = [mover.inputs(inputs) for inputs in _each(rows.multi_modal[chosen], size)]
-        versions = list(_each(rows.facts.policy_versions[chosen], size))
-        mine = replace(layout, cu_seqlens=tensors.get("cu_seqlens"))
+    for part in places.parts:
+        tensors = _tensors(flat, per_row, places, part, mover)
+        chosen = [row // size for row in range(part.rows.start, part.rows.stop)]
         batches.append(
             MicroBatch(
-                LazyTensors(tensors), mine, modal, versions, rows.unrecorded, rows.unscorable
+                LazyTensors(tensors),
+                replace(layout, cu_seqlens=tensors.get("cu_seqlens")),
+                [mover.inputs(modal) if (modal := rows.multi_modal[row]) else {} for row in chosen],
+                [rows.facts.policy_versions[row] for row in chosen],
+                rows.unrecorded,
+                rows.unscorable,
             )
         )
     return batches
 
 
-def _temperature(manifest: Manifest, rows: LoadedRows, places: Places) -> dict[str, Array]:
+def _tensors(
+    flat: Mapping[str, Array | LazyColumn],
+    per_row: Mapping[str, Array],
+    places: Places,
+    part: Part,
+    mover: Mover,
+) -> dict[str, Any]:
+    """Return the tensors of a micro-batch by name, made or lazy."""
+    columns: dict[str, Column] = {}
+    for name, column in flat.items():
+        if isinstance(column, LazyColumn):
+            columns[name] = partial(column.part, part)
+        else:
+            columns[name] = column[part.elements].reshape(part.shape)
+    if places.padded:
+        columns["position_ids"] = mover.positions(part.shape)
+    tensors = mover.columns(columns | {name: of[part.rows] for name, of in per_row.items()})
+    if not places.padded:
+        lengths = places.lengths[part.rows]
+        ends = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=ends[1:])
+        # Not lazy, since the layout needs them too.
+        tensors["cu_seqlens"] = mover.now(ends)
+        tensors["max_seqlen"] = int(lengths.max(initial=0))
+    if "rollout_logprob" in tensors:
+        tensors["old_logprob"] = tensors["rollout_logprob"]
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The inputs of collation, per row of the step; ``responses`` begin at the prompt length.
+
+    ``recorded`` tells which rows have log-probabilities, None if all or none have.
+    """
+
+    tokens: Field
+    lengths: Array
+    prompts: Array
+    masks: Field
+    responses: dict[str, Field]
+    rewards: Array
+    trained_tokens: Array
+    recorded: Array | None = None
+
+
+def _inputs(lease: BatchLeased, rows: LoadedRows) -> tuple[Inputs, int]:
+    """Return the inputs, and their number of rows per row of the manifest: 2 for pairs."""
+    if rows.field("chosen").blocks:
+        return _halves(rows), 2
+    facts, expert, tokens, masks = (
+        rows.facts,
+        rows.expert,
+        rows.field("tokens"),
+        rows.field("action_mask"),
+    )
+    responses = {name: rows.field(stored) for name, stored in RESPONSES.items()}
+    rewards = np.array(rewards_of(lease, rows), np.float64)  # None becomes NaN; stored are finite
+    if expert.any():
+        # Log-probabilities of an expert's rows are not the policy's, so they become 0.
+        responses = {name: field.without(expert) for name, field in responses.items()}
+        rewards[expert] = np.nan
+    for name, stored in OPTIONAL.items():
+        if not (field := rows.field(stored)).missing():
+            responses[name] = field
+    recorded = responses["rollout_logprob"].present()
+    # A mixed step may have only the expert's rows left, whose zeros no loss reads.
+    has_logprobs = bool(recorded.any() or expert.all())
+    if not has_logprobs:
+        del responses["rollout_logprob"]  # zeros would mean probabilities of 1
+    if masks.missing():
+        raise InvalidArgumentError(
+            "a row of the step has neither an action mask nor a pair of answers: run `verify`"
+        )
+    lengths = np.array(facts.lengths)
+    if (tokens.sizes() != lengths).any():
+        raise DamagedSegmentError(
+            "a row of the step is not as long as its event tells: run `verify`"
+        )
+    inputs = Inputs(
+        tokens,
+        lengths,
+        np.array(facts.prompt_lengths),
+        masks,
+        responses,
+        rewards,
+        np.array(facts.trained_tokens),
+        recorded if has_logprobs and not recorded.all() else None,
+    )
+    return inputs, 1
+
+
+def _halves(rows: LoadedRows) -> Inputs:
+    """Return the inputs of pairs as alternating rows: prompt + chosen, prompt + rejected."""
+    values = [rows.field(name).values() for name in ("tokens", "chosen", "rejected")]
+    answers: list[Any] = [
+        (prompt, half) for prompt, *both in zip(*values, strict=True) for half in both
+    ]
+    tokens = [np.concatenate([prompt, half]) for prompt, half in answers]
+    trained = np.array([len(half) for _, half in answers])
+    return Inputs(
+        field_of_values(tokens),
+        np.array([len(ids) for ids in tokens]),
+        np.array([len(prompt) for prompt, _ in answers]),
+        field_of_values([np.ones(number, np.bool_) for number in trained]),
+        {name: Field(len(answers)) for name in ("advantages", "returns", REWARDS)},
+        np.full(len(answers), np.nan),
+        trained,
+    )
+
+
+def rewards_of(lease: BatchLeased, rows: LoadedRows) -> Sequence[float | None]:
+    """Return the reward of each row; a row without one takes that of the last row of its run."""
+    facts = rows.facts
+    if not lease.by_run or None not in facts.rewards:
+        return facts.rewards
+    last: dict[tuple[int, int], tuple[int, float | None]] = {}
+    runs = list(zip(lease.groups, facts.runs, strict=True))
+    for run, step, reward in zip(runs, facts.steps, facts.rewards, strict=True):
+        if run not in last or step >= last[run][0]:
+            last[run] = step, reward
+    pairs = zip(runs, facts.rewards, strict=True)
+    return [last[run][1] if reward is None else reward for run, reward in pairs]
+
+
+def mean_reward(lease: BatchLeased, rows: LoadedRows) -> float | None:
+    """Return the mean reward of the trainer's own rows of a step, each run once; None: unknown.
+
+    The reward of a row with token-level rewards alone is their sum.
+    """
+    facts = rows.facts
+    rewards = np.array(facts.rewards, np.float64)
+    of_tokens, unknown = rows.field("token_level_reward"), np.flatnonzero(np.isnan(rewards))
+    if of_tokens.blocks and len(unknown):
+        values = of_tokens.values()
+        for row in unknown.tolist():
+            value = values[row]
+            if isinstance(value, float):
+                rewards[row] = value * facts.trained_tokens[row]
+            elif value is not None:
+                rewards[row] = value.sum()
+    own = np.flatnonzero(~rows.expert)
+    columns = (lease.groups, facts.runs, facts.steps)
+    return mean_over_runs(rewards[own], *(np.array(column, np.int64)[own] for column in columns))
+
+
+def lacking_of(name: str, lease: BatchLeased, rows: LoadedRows) -> list[int]:
+    """Return the trainer's own rows of a step without a field; see `rewards_of`."""
+    missing = [row for row in rows.lacking(name) if not rows.expert[row]]
+    if name != "reward" or not missing:
+        return missing
+    rewards = rewards_of(lease, rows)
+    return [row for row in missing if rewards[row] is None]
+
+
+def _temperature(rows: LoadedRows, places: Places) -> dict[str, Array]:
     """Return the column of temperatures, if some row was sampled at another one than 1.
 
     An expert's rows have none: they were not sampled from the policy.
     """
-    expert = manifest.source or [0] * len(rows.facts)
     hot = [
         (row, begin, end, temperature)
         for row, spans in enumerate(rows.facts.sampling)
-        for begin, end, temperature, _ in (() if expert[row] else spans or ())
+        for begin, end, temperature, _ in (() if rows.expert[row] else spans or ())
         if temperature != 1
     ]
     if not hot:
@@ -365,215 +286,139 @@ def _temperature(manifest: Manifest, rows: LoadedRows, places: Places) -> dict[s
     return {"temperature": column}
 
 
-def _require_ranks(manifest: Manifest, world: int) -> None:
-    if manifest.world_size != world:
-        raise InvalidArgumentError(
-            f"step {manifest.step} is dealt to {manifest.world_size} ranks, not to {world}"
+def _per_row(
+    lease: BatchLeased, rows: LoadedRows, recorded: Array | None, size: int
+) -> dict[str, Array]:
+    """Return the columns ``[rows]`` that identify each row."""
+    number = len(lease.groups)
+    columns = {
+        "sample_index": np.arange(number, dtype=np.int32),
+        "group_index": np.array(lease.groups, np.int32),
+        "step": np.full(number, lease.step, np.int32),
+    }
+    if lease.sources:
+        columns["expert_mask"] = rows.expert
+    if recorded is not None:
+        columns["logprob_mask"] = recorded
+    if lease.by_run:
+        # A number that is equal for the rows of one run.
+        keys = (columns["group_index"].astype(np.int64) << 32) + np.array(rows.facts.runs, np.int64)
+        order = np.argsort(keys, kind="stable")
+        runs = np.empty(number, np.int32)
+        runs[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
+        columns["run_index"] = runs
+    return {name: column.repeat(size) for name, column in columns.items()}
+
+
+def _layout(
+    lease: BatchLeased, columns: Inputs, per_row: Mapping[str, Array], world: int
+) -> BatchLayout:
+    """Return the denominators over all rows, over the usual and over the expert's rows."""
+
+    def totals(of: Array) -> Totals:
+        tokens = columns.trained_tokens[of]
+        return Totals(
+            tokens=int(tokens.sum()),
+            sequences=len(tokens),
+            groups=len(set(per_row["group_index"][of].tolist())),
+            active_sequences=int(np.count_nonzero(tokens)),
         )
 
-
-def rows_in(microbatches: Sequence[MicroBatch], rows: LoadedRows) -> int:
-    """Return the number of rows of a manifest in the micro-batches; a pair counts as one."""
-    size = 2 if rows.field("chosen").blocks else 1
-    return sum(len(microbatch.policy_versions) for microbatch in microbatches) // size
-
-
-def _each(items: Sequence[T], size: int) -> Sequence[T]:
-    """Repeat every item ``size`` times."""
-    return items if size == 1 else [item for item in items for _ in range(size)]
-
-
-def _per_row(
-    manifest: Manifest, plan: MicroBatchPlan, size: int, recorded: Array | None, runs: Array | None
-) -> dict[str, Column]:
-    """Return the columns ``[N]`` that identify each row."""
-    chosen = slice(plan.start, plan.stop)
-    slots = np.arange(plan.start, plan.stop, dtype=np.int32).repeat(size)
-    groups = np.array(manifest.groups[chosen], np.int32).repeat(size)
-    columns: dict[str, Column] = {
-        "sample_index": slots,
-        "group_index": groups,
-        "step": np.full(len(slots), manifest.step, np.int32),
-    }
-    if manifest.sources:
-        columns["expert_mask"] = np.array(_each(manifest.source[chosen], size)) > 0
-    if recorded is not None:
-        columns["logprob_mask"] = recorded[chosen]
-    if runs is not None:
-        columns["run_index"] = runs[chosen].repeat(size)
-    return columns
-
-
-def run_numbers(manifest: Manifest, rows: LoadedRows) -> Array:
-    """Return an ``int32`` for each row of a step that is equal for the rows of one run."""
-    groups = np.array(manifest.groups, np.int64)
-    keys = (groups << 32) + np.array(rows.facts.runs, np.int64)
-    order = np.argsort(keys, kind="stable")
-    numbers = np.empty(len(keys), np.int32)
-    numbers[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
-    return numbers
-
-
-def rewards_of(manifest: Manifest, rows: LoadedRows) -> Sequence[float | None]:
-    """Return the reward of each row; a row without one takes that of the last row of its run."""
-    facts = rows.facts
-    if not manifest.by_run or None not in facts.rewards:
-        return facts.rewards
-    last: dict[tuple[int, int], tuple[int, float | None]] = {}
-    runs = list(zip(manifest.groups, facts.runs, strict=True))
-    for run, step, reward in zip(runs, facts.steps, facts.rewards, strict=True):
-        if run not in last or step >= last[run][0]:
-            last[run] = step, reward
-    pairs = zip(runs, facts.rewards, strict=True)
-    return [last[run][1] if reward is None else reward for run, reward in pairs]
-
-
-def mean_reward(manifest: Manifest, rows: LoadedRows) -> float | None:
-    """Return the mean reward of the trainer's own rows of a step, each run once; None: unknown.
-
-    The reward of a row with token-level rewards alone is their sum.
-    """
-    facts = rows.facts
-    rewards = np.array(facts.rewards, np.float64)
-    field, unknown = rows.field("token_level_reward"), np.flatnonzero(np.isnan(rewards))
-    if field.blocks and len(unknown):
-        values = field.values(len(facts))
-        for row in unknown.tolist():
-            of_tokens = values[row]
-            if isinstance(of_tokens, float):
-                rewards[row] = of_tokens * facts.trained_tokens[row]
-            elif of_tokens is not None:
-                rewards[row] = of_tokens.sum()
-    own = np.flatnonzero(np.array(manifest.source or [0] * len(facts)) == 0)
-    columns = (manifest.groups, facts.runs, facts.steps)
-    return mean_over_runs(rewards[own], *(np.array(column, np.int64)[own] for column in columns))
-
-
-def known_versions(manifest: Manifest, rows: LoadedRows) -> list[int]:
-    """Return the known policy versions of the trainer's own rows of a step."""
-    versions = rows.facts.policy_versions
-    expert = manifest.source or repeat(0)
-    return [v for v, of in zip(versions, expert, strict=False) if v is not None and not of]
-
-
-def lacking_of(field: str, manifest: Manifest, rows: LoadedRows) -> list[int]:
-    """Return the rows of a step without a field; see `rewards_of`."""
-    missing = rows.lacking(field)
-    if field != "reward" or not missing:
-        return missing
-    rewards = rewards_of(manifest, rows)
-    return [row for row in missing if rewards[row] is None]
-
-
-def _layout_of_step(manifest: Manifest, columns: RowColumns, size: int, world: int) -> BatchLayout:
-    """Return the denominators over all rows, over the usual and over the expert's rows."""
-    groups, tokens = _each(manifest.groups, size), columns.trained_tokens
-    of = _each(manifest.source, size)
-    total = usual = _totals(groups, tokens)
-    if any(of):
-        own = [not source for source in of]
-        usual = _totals(list(compress(groups, own)), list(compress(tokens, own)))
+    every = np.ones(len(columns.lengths), np.bool_)
+    expert = per_row.get("expert_mask", ~every)
+    total = totals(every)
     return BatchLayout(
         total=total,
-        usual=usual,
-        expert=_totals(list(compress(groups, of)), list(compress(tokens, of))),
-        normalizer=manifest.normalizer,
+        usual=totals(~expert) if expert.any() else total,
+        expert=totals(expert),
+        normalizer=lease.normalizer,
         world_size=world,
     )
 
 
-def _totals(groups: Sequence[int], tokens: Sequence[int]) -> Totals:
-    """Return the denominators over rows with these groups and numbers of trained tokens."""
-    return Totals(
-        tokens=sum(tokens),
-        sequences=len(tokens),
-        groups=len(set(groups)),
-        active_sequences=len(tokens) - tokens.count(0),
-    )
+class Part(NamedTuple):
+    """A micro-batch in the columns of its rank: its rows, its elements, and its shape."""
+
+    rows: slice
+    elements: slice
+    shape: tuple[int, ...]
 
 
-def _part(column: Array | LazyColumn, part: Part) -> Column:
-    """Return the part of a column in one micro-batch, or a function that makes it."""
-    if isinstance(column, LazyColumn):
-        return lambda: column.part(part.elements).reshape(part.shape)
-    return column[part.elements].reshape(part.shape)
+class Rectangle(NamedTuple):
+    """Rows of one shape at equal distances in a column.
+
+    Attributes:
+        first: begin of the first row.
+        distance: distance between the begins of two rows.
+        rows: number of rows.
+        prompt: begin of the response in each row.
+        length: number of tokens of each row.
+        extent: number of elements of each row, padding included.
+    """
+
+    first: int
+    distance: int
+    rows: int
+    prompt: int
+    length: int
+    extent: int
+
+    def of(self, column: Array) -> Array:
+        """Return the rectangle as a view of ``column``, ``[rows, extent]``."""
+        width = column.itemsize
+        shape, strides = (self.rows, self.extent), (self.distance * width, width)
+        return np.ndarray(shape, column.dtype, column, self.first * width, strides)
 
 
-def _columns(manifest: Manifest, rows: LoadedRows) -> tuple[RowColumns, int]:
-    """Return the columns, and their number of rows per row of the manifest: 2 for pairs."""
-    if rows.field("chosen").blocks:
-        return _halves(rows), 2
-    masks, number = rows.field("action_mask"), len(rows.facts)
-    stored = {
-        "rollout_logprob": "logprobs",
-        "advantages": "advantages",
-        "returns": "returns",
-        REWARDS: "token_level_reward",
-    }
-    responses = {name: rows.field(field) for name, field in stored.items()}
-    rewards = rewards_of(manifest, rows)
-    if any(manifest.source):
-        # Log-probabilities of an expert's rows are not the policy's, so they become 0.
-        expert = np.array(manifest.source) > 0
-        responses = {name: field.without(expert) for name, field in responses.items()}
-        rewards = [None if of else value for value, of in zip(rewards, expert, strict=True)]
-    for stored_name, name in OPTIONAL.items():
-        field = rows.field(stored_name)
-        if not field.missing(number):
-            responses[name] = field
-    recorded = responses["rollout_logprob"].present(number)
-    # A mixed step may have only the expert's rows left, whose zeros no loss reads.
-    is_of_experts = bool(manifest.source) and all(manifest.source)
-    if not (recorded.any() or is_of_experts):
-        del responses["rollout_logprob"]  # zeros would mean probabilities of 1
-    if masks.missing(number):
-        raise InvalidArgumentError(
-            "a row of the step has neither an action mask nor a pair of answers: run `verify`"
-        )
-    tokens = rows.field("tokens")
-    prompts = np.array(rows.facts.prompt_lengths)
-    row_columns = RowColumns(
-        tokens,
-        tokens.sizes(number),
-        prompts,
-        masks,
-        responses,
-        rewards,
-        rows.facts.trained_tokens,
-        recorded if (recorded.any() or is_of_experts) and not recorded.all() else None,
-    )
-    return row_columns, 1
+@dataclass(slots=True)
+class Places:
+    """The places of one rank's rows in the columns of a step.
+
+    Attributes:
+        begins: ``[rows]``, begin of each row of the step; negative: on another rank.
+        prompts, lengths: ``[rows]``, number of tokens of the prompt and of the whole row.
+        extents: ``[rows]``, number of elements of each row, padding included.
+        parts: the part of each micro-batch.
+        size: number of elements of a column.
+        padded: whether micro-batches are padded.
+    """
+
+    begins: Array
+    prompts: Array
+    lengths: Array
+    extents: Array
+    parts: Sequence[Part]
+    size: int
+    padded: bool
+    _known: dict[int, tuple[Array, Rectangle | None]] = field(default_factory=dict)
+
+    def rectangle(self, block: Block, *, after_prompt: bool) -> Rectangle | None:
+        """Return the rectangle of a block; None if its rows must be written one by one."""
+        # Blocks of one segment share their array of rows, so its identity can be the cache key.
+        known = self._known.get(id(block.rows))
+        if known is None or known[0] is not block.rows:
+            known = self._known[id(block.rows)] = block.rows, self._rectangle(block.rows)
+        where = known[1]
+        if where is None or block.scaled:
+            return where
+        return where if block.size == where.length - after_prompt * where.prompt else None
+
+    def _rectangle(self, rows: Array) -> Rectangle | None:
+        bounds = np.stack((self.begins, self.prompts, self.lengths, self.extents))[:, rows]
+        first, prompt, length, extent = bounds[:, 0].tolist()
+        distance = extent
+        if len(rows) > 1:
+            steps = bounds[:, 1:] - bounds[:, :-1]
+            distance = int(steps[0, 0])
+            if distance < extent or (steps != [[distance], [0], [0], [0]]).any():
+                return None
+        return None if first < 0 else Rectangle(first, distance, len(rows), prompt, length, extent)
 
 
-def _halves(rows: LoadedRows) -> RowColumns:
-    """Return the columns of pairs as alternating rows: prompt + chosen, prompt + rejected."""
-    pairs = zip(*(rows.values(name) for name in ("tokens", "chosen", "rejected")), strict=True)
-    answers: list[Any] = [(prompt, half) for prompt, *both in pairs for half in both]
-    names = ("advantages", "returns", REWARDS)
-    tokens = [np.concatenate([prompt, half]) for prompt, half in answers]
-    return RowColumns(
-        field_of_values(tokens),
-        np.array([len(ids) for ids in tokens]),
-        np.array([len(prompt) for prompt, _ in answers]),
-        field_of_values([np.ones(len(half), np.bool_) for _, half in answers]),
-        {name: Field() for name in names},
-        [None] * len(answers),
-        [len(half) for _, half in answers],
-    )
-
-
-def row_lengths(manifest: Manifest, rows: LoadedRows, *, longest: bool = False) -> list[int]:
-    """Return the length of each stored pair for `plan_microbatches`, or of its longer half."""
-    sizes = _halves(rows).lengths.tolist()
-    of_pair = max if longest or manifest.layout == "padded" else sum
-    return [of_pair(pair) for pair in zip(sizes[0::2], sizes[1::2], strict=True)]
-
-
-def _places(columns: RowColumns, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
+def _places(columns: Inputs, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
+    """Return the places of rows in the micro-batches of a rank, one after the other."""
     lengths = columns.lengths
-    begins, extents = np.full(len(lengths), -1, np.int64), lengths
-    if padded:
-        extents = np.zeros(len(lengths), np.int64)
+    begins, extents = np.full(len(lengths), -1, np.int64), lengths.copy()
     size, parts = 0, list[Part]()
     for plan in plans:
         rows = slice(plan.start, plan.stop)
@@ -587,17 +432,271 @@ def _places(columns: RowColumns, plans: Sequence[MicroBatchPlan], *, padded: boo
             begins[rows] = size + np.cumsum(own_lengths) - own_lengths
         parts.append(Part(rows, slice(size, size + math.prod(shape)), shape))
         size = parts[-1].elements.stop
-    return Places(begins, columns.prompt_lengths, lengths, extents, parts, padded)
+    return Places(begins, columns.prompts, lengths, extents, parts, size, padded)
 
 
-def _boundaries(lengths: Array, mover: Mover) -> dict[str, Any]:
-    """Return the ends of packed rows of these lengths.
+class Source(NamedTuple):
+    """What a column is made of, once.
 
-    Not lazy, since the layout needs them too.
+    Attributes:
+        dtype: dtype of its elements.
+        blocks: stored rows, removed as they are written.
+        after_prompt: whether they cover responses instead of whole rows.
+        finish: writes what the blocks leave out.
+        zeros: whether all other elements are 0; if not, ``finish`` writes each.
     """
-    ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
+
+    dtype: type[np.generic]
+    blocks: deque[Block]
+    after_prompt: bool = True
+    finish: Callable[[Array, Places], None] | None = None
+    zeros: bool = True
+
+
+def _sources(columns: Inputs, *, padded: bool) -> dict[str, Source]:
+    """Return what each column is made of."""
+    sources = {
+        "input_ids": Source(np.int64, deque(columns.tokens.blocks), after_prompt=False),
+        "position_ids": Source(np.int64, deque(), finish=_put_positions, zeros=False),
+        "attention_mask": Source(np.bool_, deque(), finish=_put_text, zeros=False),
+        "action_mask": Source(np.bool_, deque(columns.masks.blocks)),
+    }
+    if padded:
+        del sources["position_ids"]  # one row of positions serves all padded rows
+    for name, of in columns.responses.items():
+        sources[name] = Source(np.float32, deque(of.blocks))
+    # The reward of a row without token-level rewards is that of its last token.
+    last = np.where(columns.responses[REWARDS].present(), np.nan, columns.rewards)
+    sources[REWARDS] = sources[REWARDS]._replace(finish=partial(_put_last, last))
+    return sources
+
+
+def _fill(
+    columns: Mapping[str, Array], sources: Mapping[str, Source], places: Places, weights: Weights
+) -> None:
+    """Write whole columns into uninitialized memory.
+
+    Stored bytes are released block by block, so that they and the columns never exist in full at
+    the same time.
+    """
+    on_rank = int((places.begins >= 0).sum())
+    whole, pending = dict[str, bool](), dict[str, deque[Rectangle | None]]()
+    for name, column in columns.items():
+        blocks, after_prompt = sources[name].blocks, sources[name].after_prompt
+        where = [places.rectangle(block, after_prompt=after_prompt) for block in blocks]
+        # Then the zeros between rows are written with the rows, while both are in the cache.
+        whole[name] = None not in where and sum(len(block.rows) for block in blocks) == on_rank
+        if sources[name].zeros and not whole[name]:
+            column.fill(0)
+        pending[name] = deque(where)
+    scaled = any(block.scaled for name in columns for block in sources[name].blocks)
+    factors = weights() if scaled else None
+    for name in _in_turns(pending):
+        source, rectangle = sources[name], pending[name].popleft()
+        block = source.blocks.popleft()
+        if rectangle is not None:
+            start = rectangle.prompt if source.after_prompt else 0
+            _put_rectangle(columns[name], block, rectangle, start, factors, zeros=whole[name])
+        else:
+            _put_rows(columns[name], block, places, factors, after_prompt=source.after_prompt)
+        del block
+    for name, column in columns.items():
+        finish = sources[name].finish
+        if finish is not None:
+            finish(column, places)
+
+
+def _in_turns(pending: Mapping[str, deque[Rectangle | None]]) -> Iterator[str]:
+    """Yield the names with something pending, one after the other, until nothing is."""
+    while any(pending.values()):
+        yield from [name for name, left in pending.items() if left]
+
+
+def _put_rectangle(
+    column: Array, block: Block, where: Rectangle, start: int, factors: Array | None, *, zeros: bool
+) -> None:
+    """Write the rows of a block at once, from ``start`` on in each; with the zeros around them."""
+    area = where.of(column)
+    if zeros:
+        area[:, :start] = area[:, where.length :] = 0
+    target = area[:, start : where.length]
+    if not block.scaled:
+        target[...] = block.data.reshape(target.shape)
+    elif factors is None:
+        target[...] = block.data[:, None]
+    else:
+        mask = where.of(factors)[:, start : where.length]
+        np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
+
+
+def _put_rows(
+    column: Array, block: Block, places: Places, factors: Array | None, *, after_prompt: bool
+) -> None:
+    """Write the rows of a block one by one."""
+    begins = places.begins[block.rows]
+    starts = (begins + places.prompts[block.rows] if after_prompt else begins).tolist()
+    here = (begins >= 0).tolist()
+    if not block.scaled:
+        for start, mine, (a, z) in zip(starts, here, pairwise(block.ends.tolist()), strict=True):
+            if mine:
+                column[start : start + z - a] = block.data[a:z]
+        return
+    stops = (begins + places.lengths[block.rows]).tolist()
+    for start, stop, mine, scalar in zip(starts, stops, here, block.data, strict=True):
+        if mine and factors is None:
+            column[start:stop] = scalar
+        elif mine and factors is not None:
+            np.multiply(factors[start:stop], scalar, out=column[start:stop], casting="unsafe")
+
+
+def _put_last(values: Array, column: Array, places: Places) -> None:
+    """Write ``values``, one for the last token of each row, NaN for none."""
+    there = ~np.isnan(values) & (places.begins >= 0)
+    column[(places.begins + places.lengths)[there] - 1] = values[there]
+
+
+def _put_text(column: Array, places: Places) -> None:
+    """Write the attention mask."""
+    column.fill(1)
+    for rows, elements, shape in places.parts if places.padded else ():
+        lengths = places.lengths[rows]
+        if (lengths < shape[1]).any():
+            np.less(np.arange(shape[1]), lengths[:, None], out=column[elements].reshape(shape))
+
+
+def _put_positions(column: Array, places: Places) -> None:
+    """Write the position of each token in its packed row."""
+    for rows, elements, _ in places.parts:
+        lengths = places.lengths[rows]
+        longest = np.arange(lengths.max(initial=0))
+        if len(lengths) and (lengths == lengths[0]).all():
+            column[elements].reshape(len(lengths), len(longest))[...] = longest
+        else:
+            for begin, size in zip(places.begins[rows].tolist(), lengths.tolist(), strict=True):
+                column[begin : begin + size] = longest[:size]
+
+
+def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) -> Array | None:
+    """Return the result of `Weights`.
+
+    Args:
+        masks, places: blocks of the action mask, and the places of the rows.
+        mask: the column of the mask, if it is made already.
+    """
+    dtype: type[np.generic] = np.float32
+    if all(block.data.dtype == np.bool_ for block in masks):
+        if all(block.data.all() for block in masks):
+            return None
+        if mask is not None:
+            return mask
+        dtype = np.bool_
+    weights = np.empty(places.size, dtype)
+    _fill({"": weights}, {"": Source(dtype, deque(masks))}, places, _no_weights)
+    return weights
+
+
+def _no_weights() -> None:
+    """Return None: no value is scaled."""
+
+
+class LazyColumns:
+    """Columns of the same stored bytes, all made when one of them is first read.
+
+    Args:
+        sources: what they are made of, released afterwards.
+        places, weights: the places of their rows, and the factors of scaled values.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], places: Places, weights: Weights) -> None:
+        self._inputs: tuple[Mapping[str, Source], Places, Weights] | None = sources, places, weights
+        self._made: dict[str, Array] = {}
+        self._lock = Lock()  # threads of a trainer may read at the same time
+
+    def column(self, name: str) -> Array:
+        """Return a column.
+
+        Raises:
+            TrainingError: an earlier attempt was interrupted, and the inputs are gone.
+        """
+        with self._lock:
+            inputs, self._inputs = self._inputs, None
+            if inputs is not None:
+                sources, places, weights = inputs
+                made = {name: _allocated(places.size, of.dtype) for name, of in sources.items()}
+                _fill(made, sources, places, weights)
+                self._made = made
+        if not self._made:  # not a KeyError, which a mapping turns into "no such column"
+            raise TrainingError(
+                f"{name} of a step cannot be made: an error or Ctrl-C ended that half-way before; "
+                "open the stream again, which serves the uncommitted steps as they were"
+            )
+        return self._made[name]
+
+
+def _allocated(number: int, dtype: type[np.generic]) -> Array:
+    size = number * np.dtype(dtype).itemsize
+    large = size > sizes().bytes_read_at_once
+    return np.frombuffer(mapped(size) if large else bytearray(size), dtype)
+
+
+class LazyColumn(NamedTuple):
+    """A column that is made when a part of it is first read."""
+
+    of: LazyColumns
+    name: str
+
+    def part(self, part: Part) -> Array:
+        """Return a view of one micro-batch, which the caller may change."""
+        return self.of.column(self.name)[part.elements].reshape(part.shape)
+
+
+def _columns_of_step(
+    columns: Inputs, places: Places, memory: StepMemory
+) -> dict[str, Array | LazyColumn]:
+    """Return the flat columns of all micro-batches by name, made or lazy."""
+    sources, masks = _sources(columns, padded=places.padded), columns.masks.blocks
+
+    def lazy(of: Mapping[str, Source], weights: Weights) -> dict[str, Array | LazyColumn]:
+        # The weights hold the blocks of the mask, which other columns do not need.
+        scaled = any(block.scaled for source in of.values() for block in source.blocks)
+        made = LazyColumns(of, places, weights if scaled else _no_weights)
+        return {name: LazyColumn(made, name) for name in of}
+
+    width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
+    if places.size * width > sizes().bytes_made_ahead:
+        weights = partial(_weights, masks, places)
+        made = lazy({n: sources[n] for n in WITH_IDS if n in sources}, weights)
+        return {n: made[n] if n in made else lazy({n: of}, weights)[n] for n, of in sources.items()}
+    # Few losses read returns, rewards, or advantages that were not computed. They stay lazy only if
+    # that keeps no more than the mask and one number per row alive.
+    by_mask = all(block.data.dtype == np.bool_ for block in masks)
+    late = {
+        name
+        for name, field in columns.responses.items()
+        if not field.blocks
+        or (name == "returns" and by_mask and all(block.scaled for block in field.blocks))
+    }
+    if not places.padded:
+        late.add("attention_mask")
+    ahead = memory.columns(places.size, {n: of.dtype for n, of in sources.items() if n not in late})
+    mask = ahead["action_mask"]
+    # The mask first: scaled columns are multiples of it.
+    _fill({"action_mask": mask}, sources, places, _no_weights)
+    factors = _weights(masks, places, mask)
+    others = {name: column for name, column in ahead.items() if name != "action_mask"}
+    _fill(others, sources, places, lambda: factors)
+    # The bits of the mask are copied, since the memory of its column may change before they are
+    # read; without scaled columns they need not be kept at all.
+    scaled = any(sources[name].blocks for name in late)
+    bits = np.packbits(factors) if scaled and factors is not None else None
+
+    def unpacked() -> Array | None:
+        return None if bits is None else np.unpackbits(bits, count=places.size).view(np.bool_)
+
+    for name in late:
+        blocks = deque(replace(b, data=b.data.copy()) for b in sources[name].blocks)
+        sources[name] = sources[name]._replace(blocks=blocks)
     return {
-        "cu_seqlens": mover.now(ends.astype(np.int32)),
-        "max_seqlen": int(lengths.max(initial=0)),
+        name: ahead[name] if name in ahead else lazy({name: of}, unpacked)[name]
+        for name, of in sources.items()
     }

@@ -17,12 +17,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.load.blocks import Array
-from trinity_buffer.pipeline.train.buffers import StepMemory, aligned
 from trinity_buffer.pipeline.train.microbatch import Lazy, LazyTensors
 
 Column: TypeAlias = "Array | Callable[[], Array] | Lazy"
 """A column, a function that makes it when first read, or one that is on the device already."""
+
+
+_OUR_REFERENCES = 3
+"""References to an unused piece: by the deque, the loop, and the call of `sys.getrefcount`."""
+
+
+def aligned(size: int) -> int:
+    """Return ``size`` rounded up to where the next column may begin."""
+    return size + -size % 64
+
+
+class StepMemory:
+    """Reuses memory, in one piece for all columns of a step.
+
+    Touching fresh memory costs more than writing to it: the kernel has to find, clear and map each
+    page. So pieces are kept, and handed out again once no array or tensor refers to them. Not for
+    concurrent use by threads.
+
+    Args:
+        allocate: returns fresh bytes; None: ordinary memory.
+    """
+
+    def __init__(self, allocate: Callable[[int], Array] | None = None) -> None:
+        self._allocate = allocate or partial(np.empty, dtype=np.uint8)
+        self._pieces: deque[Array] = deque(maxlen=sizes().pieces_kept)
+
+    def take(self, size: int) -> Array:
+        """Return ``size`` uninitialized bytes."""
+        for piece in self._pieces:
+            fits = size <= len(piece) <= 4 * size
+            if fits and sys.getrefcount(piece) <= _OUR_REFERENCES:
+                return piece[:size]
+        new = self._allocate(size + size // 8)  # slack: sizes of steps differ a little
+        self._pieces.append(new)
+        return new[:size]
+
+    def columns(self, number: int, dtypes: Mapping[str, type[np.generic]]) -> dict[str, Array]:
+        """Return columns of ``number`` uninitialized elements, all in one piece."""
+        begins, size = dict[str, int](), 0
+        for name, dtype in dtypes.items():
+            begins[name] = size
+            size += number * np.dtype(dtype).itemsize
+            size += -size % 64
+        piece = self.take(size)
+        return {
+            name: piece[begin : begin + number * np.dtype(dtypes[name]).itemsize].view(dtypes[name])
+            for name, begin in begins.items()
+        }
 
 
 class Event(Protocol):

@@ -14,12 +14,13 @@ rows, advantages stay.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import anyio.to_thread
+from msgspec.structs import replace
 
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import (
@@ -44,14 +45,24 @@ from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.presence import Presence
 from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall, one_line
-from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, new_event, now_us
+from trinity_buffer.pipeline.handle import ExperimentHandle, fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.manifest import Manifest, MicroBatchPlan, plan_microbatches, plans_of
+from trinity_buffer.pipeline.manifest import (
+    LeasedStep,
+    MicroBatchPlan,
+    leased_steps,
+    manifest_digest,
+    plan_microbatches,
+    plans_of,
+    repartitioned,
+    rows_by_rank,
+)
 from trinity_buffer.pipeline.train.checkpoint import digest_of, found_again, require_digest
-from trinity_buffer.pipeline.train.collate import lacking_of, row_lengths
+from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, StepRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
@@ -295,56 +306,37 @@ NAMED_ROWS = 3
 _logger = logging.getLogger(__name__)
 
 
-class LeasedStep(NamedTuple):
-    """A leased step: its position, its first manifest, and the manifest it is served by.
-
-    ``order`` are the places of the served rows in the first manifest; ``log_head`` belongs to the
-    last event that determines the partition.
-    """
-
-    leased_at: int
-    first: Manifest
-    order: Sequence[int]
-    manifest: Manifest
-    log_head: bytes | None
-
-
 def leased_step(s: ReadSession, experiment: ExperimentHandle, row: StepRow) -> LeasedStep:
-    """Return a leased step with its current partition.
+    """Return a leased step with its current partition, as it is served.
 
     Raises:
         CodecError: the body of its event is damaged.
     """
-    (stored,) = s.read(log.read_at, experiment.key, [row.leased_at])
-    dealt, head = decoded(experiment.name, stored).fact, stored.head
-    if not isinstance(dealt, StepDealt):
-        first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
-        return LeasedStep(row.leased_at, first, range(len(first.groups)), first, head)
-    (stored,) = s.read(log.read_at, experiment.key, [dealt.leased_at])
-    first = Manifest.of(fact_at(experiment.name, stored, BatchLeased))
-    manifest = first.repartitioned(dealt.order, plans_of(dealt))
-    return LeasedStep(dealt.leased_at, first, dealt.order, manifest, head)
+    steps = s.read(leased_steps, experiment.key, experiment.name, [row.leased_at])
+    step = steps[row.leased_at]
+    # What weights go through is named by its content, not by what the log says of it.
+    manifest = replace(step.manifest, digest=manifest_digest(step.manifest))
+    return step._replace(manifest=manifest)
 
 
-def load_leased(s: ReadSession, loader: RowLoader, manifest: Manifest, trainer: str) -> LoadedRows:
-    """Return the rows of a step that ``trainer`` leased.
+def load_leased(s: ReadSession, loader: RowLoader, lease: BatchLeased) -> LoadedRows:
+    """Return the rows of a step that was leased.
 
     Raises:
         ArchivedSegmentError, CodecError, DamagedSegmentError: unreadable rows; the message names
             the step, some of the rows, and the remedies.
     """
     try:
-        return loader.load(s, manifest)
+        return loader.load(s, lease)
     except UNREADABLE as error:
-        lost = loader.unreadable(s, manifest)
-        raise _refusal(s, loader, manifest, trainer, lost, error) from error
+        lost = loader.unreadable(s, lease)
+        raise _refusal(s, loader, lease, lost, error) from error
 
 
 def _refusal(
     s: ReadSession,
     loader: RowLoader,
-    manifest: Manifest,
-    trainer: str,
+    lease: BatchLeased,
     lost: Mapping[int, str],
     error: Exception,
 ) -> TrinityBufferError:
@@ -355,24 +347,24 @@ def _refusal(
         error: the error of loading them, which names the segment.
     """
     kind = type(error) if isinstance(error, UNREADABLE) else DamagedSegmentError
-    step = f"step {manifest.step} of trainer {trainer!r} was leased and"
+    step = f"step {lease.step} of trainer {lease.consumer!r} was leased and"
     if not lost:
         return kind(f"{step} cannot be read now: {error}")
     why = ", ".join(sorted(set(lost.values())))
     return kind(
-        f"{step} {len(lost)} of its {len(manifest.groups)} rows can never be read ({why}): "
-        f"{_named(s, loader, manifest, lost)}. {error}. If no backup has it, let the trainer go on "
+        f"{step} {len(lost)} of its {len(lease.groups)} rows can never be read ({why}): "
+        f"{_named(s, loader, lease, lost)}. {error}. If no backup has it, let the trainer go on "
         "without these rows: damaged_rows='drop', or `trinity-buffer train --drop-damaged-rows`"
     )
 
 
-def _named(s: ReadSession, loader: RowLoader, manifest: Manifest, lost: Mapping[int, str]) -> str:
-    uids = loader.uids(s, manifest, sorted(lost)[:NAMED_ROWS])
+def _named(s: ReadSession, loader: RowLoader, lease: BatchLeased, lost: Mapping[int, str]) -> str:
+    uids = loader.uids(s, lease, sorted(lost)[:NAMED_ROWS])
     return ", ".join(uids) + (" ..." if len(lost) > NAMED_ROWS else "")
 
 
-def repartitioned(
-    world_size: int, first: Manifest, rows: LoadedRows, readable: Sequence[int] | None = None
+def plan_again(
+    world_size: int, first: BatchLeased, rows: LoadedRows, readable: Sequence[int]
 ) -> tuple[list[int], list[MicroBatchPlan]]:
     """Return an order of a manifest's rows, and micro-batches over it for ``world_size`` ranks.
 
@@ -383,38 +375,28 @@ def repartitioned(
         world_size: number of ranks.
         first: the manifest.
         rows: columns of the readable rows.
-        readable: places of these rows in the manifest, in order; None: all.
+        readable: places of these rows in the manifest, in order.
     """
-    places = [*range(len(first.groups))] if readable is None else [*readable]
-    if first.world_size == world_size and len(places) == len(first.groups):
-        return places, [*first.microbatches]
-    left = first.repartitioned(places, first.microbatches)
-    pairs = bool(rows.field("chosen").blocks)
-    lengths = row_lengths(left, rows) if pairs else rows.facts.lengths
+    places, plans = [*readable], plans_of(first)
+    if len(rows_by_rank(first)) == world_size and len(places) == len(first.groups):
+        return places, plans
+    padded, pairs = first.layout == "padded", bool(rows.field("chosen").blocks)
+    lengths = rows.pair_lengths(longest=padded) if pairs else rows.facts.lengths
+    length_at, largest = dict(zip(places, lengths, strict=True)), 1
+    for plan in plans:
+        own_lengths = [length_at[row] for row in range(plan.start, plan.stop) if row in length_at]
+        height = len(own_lengths) * (2 if pairs else 1)
+        largest = max(largest, height * max(own_lengths, default=0) if padded else sum(own_lengths))
     order, plans = plan_microbatches(
         lengths,
-        left.groups,
-        layout=first.layout,
-        tokens_per_microbatch=_largest(first, dict(zip(places, lengths, strict=True)), pairs=pairs),
+        [first.groups[place] for place in places],
+        layout="padded" if padded else "packed",
+        tokens_per_microbatch=largest,
         world_size=world_size,
         pairs=pairs,
         by_length=False,  # the order within a group is part of the gradient
     )
     return [places[row] for row in order], plans
-
-
-def _largest(first: Manifest, lengths: Mapping[int, int], *, pairs: bool) -> int:
-    """Return the tokens that the largest micro-batch of a manifest computes for readable rows.
-
-    Args:
-        lengths: place of a readable row -> its tokens, of a pair as in `plan_microbatches`.
-    """
-    padded, largest = first.layout == "padded", 1
-    for plan in first.microbatches:
-        own_lengths = [lengths[row] for row in range(plan.start, plan.stop) if row in lengths]
-        height = len(own_lengths) * (2 if pairs else 1)
-        largest = max(largest, height * max(own_lengths, default=0) if padded else sum(own_lengths))
-    return largest
 
 
 class Repartitioner:
@@ -439,11 +421,9 @@ class Repartitioner:
         self._experiment = experiment
         self._lease = lease
         self._loader = loader
-        self._world_size = options.world_size
+        self._options = options
         self._drops = options.damaged_rows == "drop"
         self._dropped = dropped
-        self._max_tokens = options.max_tokens
-        self._needs = options.needs
         self._pairs = experiment.config.get("schema") == "dpo"
 
     async def repartition(self, steps: Sequence[StepRow]) -> list[StepRow]:
@@ -456,65 +436,69 @@ class Repartitioner:
         if not steps:
             return []
         database, name = self._experiment.database, self._lease.consumer
-        await database.session(lambda s: self._repartition_steps(s, steps))
+        await database.session(partial(self._repartition_steps, steps=steps))
         after = steps[0].step - 1
         return await database.read(trainer_queries.steps, self._experiment.key, name, after=after)
 
     def _repartition_steps(self, s: Session, steps: Sequence[StepRow]) -> None:
         for row in steps:
-            leased = leased_step(s, self._experiment, row)
-            unwanted = self._unwanted(s, leased)
-            if unwanted or self._drops or leased.manifest.world_size != self._world_size:
-                self._repartition_step(s, leased, unwanted)
+            self._repartition_step(s, row)
 
-    def _unwanted(self, s: ReadSession, leased: LeasedStep) -> dict[int, str]:
-        """Return the rows of a step that this stream drops: place in its first manifest -> why."""
-        manifest = leased.manifest
-        names = ("", *manifest.sources)
-        source = manifest.source or (0,) * len(manifest.groups)
-        unwanted = dict.fromkeys(self._too_long(s, manifest, source), OVERSIZE)
-        for place, (of, address) in enumerate(zip(source, manifest.experiences, strict=True)):
-            if address in self._dropped.get(names[of], ()):
-                unwanted[place] = DROPPED
-        return {leased.order[place]: why for place, why in unwanted.items()}
-
-    def _too_long(self, s: ReadSession, manifest: Manifest, source: Sequence[int]) -> list[int]:
-        """Return the places of rows that `StepSampler` would reject as too long."""
-        if self._max_tokens is None:
-            return []
-        if not self._pairs:
-            lengths = self._loader.lengths(s, manifest)
-            return [place for place, length in enumerate(lengths) if length > self._max_tokens]
-        try:
-            rows = self._loader.load(s, manifest)
-        except UNREADABLE:  # reported when the step is served
-            return []
-        lengths = row_lengths(manifest, rows, longest=True)
-        long = (place for place, length in enumerate(lengths) if length > self._max_tokens)
-        return [place for place in long if not source[place]]
-
-    def _repartition_step(
-        self, s: Session, leased: LeasedStep, unwanted: Mapping[int, str]
-    ) -> None:
+    def _repartition_step(self, s: Session, row: StepRow) -> None:
         """Record a new partition of a step, if it has changed."""
-        places, rows, lost = self._readable(s, leased, unwanted)
-        if not lost and leased.manifest.world_size == self._world_size:
+        leased, world_size = leased_step(s, self._experiment, row), self._options.world_size
+        unwanted = self._unwanted(s, leased)
+        changes_ranks = len(rows_by_rank(leased.manifest)) != world_size
+        if not (unwanted or self._drops or changes_ranks):
             return
-        order, plans = s.compute(repartitioned, self._world_size, leased.first, rows, places)
-        dealt = self._new_partition(leased, order, plans, sorted(lost))
-        rejected = [*self._rejections(s, leased.first, lost)]
-        s.write(self._record, dealt, rejected)
+        places, rows, lost = self._readable(s, leased, unwanted)
+        if not (lost or changes_ranks):
+            return
+        first = leased.first
+        order, plans = s.compute(plan_again, world_size, first, rows, places)
+        manifest = repartitioned(first, order, plans)
+        sources = ["", *first.sources]
+        lost_from = [sources[first.source[place]] if first.source else "" for place in sorted(lost)]
+        dealt = StepDealt(
+            consumer=self._lease.consumer,
+            token=self._lease.token,
+            step=first.step,
+            leased_at=leased.position,
+            world_size=world_size,
+            order=order,
+            microbatches=manifest.microbatches,
+            digest=manifest.digest,
+            dropped=[first.annotations[place] for place in sorted(lost)],
+            dropped_from=lost_from if any(lost_from) else [],
+            num_groups=manifest.num_groups if lost else None,
+        )
+        s.write(self._record, dealt, self._rejections(s, first, lost))
         if lost:
-            why, which = sorted(set(lost.values())), _named(s, self._loader, leased.first, lost)
-            details = (
-                counted(len(lost), "row"),
-                leased.first.step,
-                ", ".join(why),
-                one_line(which),
-            )
+            why, which = sorted(set(lost.values())), _named(s, self._loader, first, lost)
+            details = counted(len(lost), "row"), first.step, ", ".join(why), one_line(which)
             _logger.warning(
                 "trainer %r drops %s of step %d (%s): %s", self._lease.consumer, *details
             )
+
+    def _unwanted(self, s: ReadSession, leased: LeasedStep) -> dict[int, str]:
+        """Return the rows of a step that this stream drops: place in its first manifest -> why."""
+        lease, limit = leased.manifest, self._options.max_tokens
+        names, unwanted = ("", *lease.sources), dict[int, str]()
+        source = lease.source or [0] * len(lease.groups)
+        if limit is not None:
+            # As `StepSampler` does; the halves of an expert's pairs were never measured.
+            lengths = [] if self._pairs else self._loader.lengths(s, lease)
+            if self._pairs:
+                with suppress(*UNREADABLE):  # reported when the step is served
+                    rows = self._loader.load(s, lease)
+                    pairs = zip(source, rows.pair_lengths(longest=True), strict=True)
+                    lengths = [0 if of else length for of, length in pairs]
+            long = (place for place, length in enumerate(lengths) if length > limit)
+            unwanted |= dict.fromkeys(long, OVERSIZE)
+        for place, (of, address) in enumerate(zip(source, lease.experiences, strict=True)):
+            if address in self._dropped.get(names[of], ()):
+                unwanted[place] = DROPPED
+        return {leased.order[place]: why for place, why in unwanted.items()}
 
     def _readable(
         self, s: ReadSession, leased: LeasedStep, unwanted: Mapping[int, str]
@@ -524,82 +508,56 @@ class Repartitioner:
         Rows are given by their places in its first manifest: those that stay, in order; their
         columns; and place -> why of the lost ones, including ``unwanted``.
         """
-        places, lost = sorted(leased.order), dict[int, str]()
-        lost |= unwanted
-        places = [place for place in places if place not in lost]
+        places, lost = sorted(leased.order), {**unwanted}
         while True:
-            manifest = leased.first.repartitioned(places, leased.first.microbatches)
+            places = [place for place in places if place not in lost]
+            lease = repartitioned(leased.first, places, leased.first.microbatches)
             try:
-                rows = self._loader.load(s, manifest)
-                gone = self._without_reward(manifest, rows) if lost else {}
+                rows, gone = self._loader.load(s, lease), dict[int, str]()
+                # A run may have lost the row that carried its reward.
+                if lost and "reward" in self._options.needs:
+                    gone = dict.fromkeys(lacking_of("reward", lease, rows), invalid("reward"))
                 if not gone:
                     return places, rows, lost
             except UNREADABLE as error:
-                gone = self._loader.unreadable(s, manifest)
+                gone = self._loader.unreadable(s, lease)
                 if not (self._drops and gone):
-                    name = self._lease.consumer
-                    raise _refusal(s, self._loader, manifest, name, gone, error) from error
+                    raise _refusal(s, self._loader, lease, gone, error) from error
             lost |= {places[place]: why for place, why in gone.items()}
-            places = [place for place in places if place not in lost]
-
-    def _without_reward(self, manifest: Manifest, rows: LoadedRows) -> dict[int, str]:
-        """Return the rows without a reward whose run has lost the row that carried it."""
-        if "reward" not in self._needs:
-            return {}
-        source = manifest.source or (0,) * len(manifest.groups)
-        lacking = lacking_of("reward", manifest, rows)
-        return {place: invalid("reward") for place in lacking if not source[place]}
-
-    def _new_partition(
-        self,
-        leased: LeasedStep,
-        order: list[int],
-        plans: Sequence[MicroBatchPlan],
-        lost: Sequence[int],
-    ) -> StepDealt:
-        first, manifest = leased.first, leased.first.repartitioned(order, plans)
-        names = ("", *first.sources)
-        sources = [names[first.source[place]] for place in lost] if first.source else []
-        return StepDealt(
-            consumer=self._lease.consumer,
-            token=self._lease.token,
-            step=first.step,
-            leased_at=leased.leased_at,
-            world_size=self._world_size,
-            order=order,
-            microbatches=[[m.start, m.stop, m.width, m.rank] for m in plans],
-            digest=manifest.digest,
-            dropped=[first.annotations[place] for place in lost],
-            dropped_from=sources if any(sources) else [],
-            num_groups=manifest.num_groups if lost else None,
-        )
 
     def _rejections(
-        self, s: ReadSession, first: Manifest, lost: Mapping[int, str]
-    ) -> Iterator[tuple[int, ExperiencesRejected]]:
-        """Yield (experiment, rejection) for the lost rows of each experiment."""
-        key, trainer = self._experiment.key, self._lease.consumer
-        for number, source in enumerate(("", *first.sources)):
-            places = [place for place in first.rows_of(number) if place in lost]
-            if not places:
-                continue
-            guest = trainer_queries.guest_name(self._experiment.name, trainer)
+        self, s: ReadSession, first: BatchLeased, lost: Mapping[int, str]
+    ) -> list[tuple[int, NewEvent]]:
+        """Return (experiment, event) of the rejections of lost rows, others' experiments first.
+
+        Locks are always taken in that order.
+        """
+        trainer, rejections = self._lease.consumer, []
+        source = first.source or [0] * len(first.groups)
+        for number in sorted({source[place] for place in lost}, reverse=True):
+            places = [place for place in sorted(lost) if source[place] == number]
+            key, consumer = self._experiment.key, trainer
+            if number:
+                key = self._loader.cache_of(s, first.sources[number - 1]).experiment
+                consumer = trainer_queries.guest_name(self._experiment.name, trainer)
             rejected = ExperiencesRejected(
-                consumer=guest if source else trainer,
+                consumer=consumer,
                 by="trainer",
                 experiences=[first.annotations[place] for place in places],
                 reasons=[lost[place] for place in places],
                 planned_groups=0,  # they were counted when the step was leased
             )
-            yield self._loader.key_of(s, source) if source else key, rejected
+            rejections.append((key, new_event(rejected)))
+        return rejections
 
     def _record(
-        self, tx: Transaction, dealt: StepDealt, rejected: Sequence[tuple[int, ExperiencesRejected]]
+        self, tx: Transaction, dealt: StepDealt, rejected: Sequence[tuple[int, NewEvent]]
     ) -> None:
         """Append the partition and the rejections, those of another experiment to its log."""
-        own = self._experiment.key
-        for key, fact in rejected:
-            if key != own:  # first, so that locks are always taken in one order
-                self._lease.append(tx, [new_event(fact)], experiment=key)
-        mine = [new_event(fact) for key, fact in rejected if key == own]
+        mine = []
+        for key, event in rejected:
+            if key == self._experiment.key:
+                mine.append(event)
+            else:
+                self._lease.append(tx, [event], experiment=key)
         self._lease.append(tx, [*mine, new_event(dealt)])

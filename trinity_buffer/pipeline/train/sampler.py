@@ -6,7 +6,8 @@ Rows that cannot be trained are rejected with a reason, and the step takes the n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import chain, compress, pairwise
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     TrainingError,
 )
-from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRejected
+from trinity_buffer.events import BatchLeased, ExperiencesAnnotated, ExperiencesRejected
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.recorded import RECORDED
 from trinity_buffer.pipeline.coordination import diagnosis
@@ -29,9 +30,9 @@ from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, Rej
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.blocks import contiguous_ranges
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.load.events import EventCache, Facts, facts_of
-from trinity_buffer.pipeline.manifest import Manifest, plan_microbatches
-from trinity_buffer.pipeline.train.collate import lacking_of, row_lengths
+from trinity_buffer.pipeline.load.events import EventCache, facts_of
+from trinity_buffer.pipeline.manifest import plan_microbatches, repartitioned
+from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.pipeline.train.resume import Dropped
 from trinity_buffer.store import trainer_queries, writer_queries
@@ -145,8 +146,28 @@ class ReadyGroups:
         facts = facts_of(experiences, recorded)
         num_before = 0
         for position, event in zip(positions, annotated, strict=True):
-            self._groups.extend(self._groups_of(position, event, facts, num_before, spent))
+            first, of_event = first_address(position), slice(num_before, num_before + event.rows)
+            lengths, versions = facts.lengths[of_event], facts.policy_versions[of_event]
             num_before += event.rows
+            # Rows of a group are adjacent in an event, so groups begin where the number changes.
+            breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
+            for begin, end in pairwise([0, *breaks.tolist(), event.rows]):
+                number, rows = event.groups[begin], slice(begin, end)
+                group = ReadyGroup(
+                    (self._source, position, number),
+                    event.planned[number],
+                    range(first + begin, first + end),
+                    event.experiences[rows],
+                    lengths[rows],
+                    versions[rows],
+                )
+                # Only the first page after a restart can begin in the middle of an event.
+                if first + begin < self._start or spent:
+                    group = group.only(
+                        [at >= self._start and at not in spent for at in group.annotations]
+                    )
+                if group.annotations:
+                    self._groups.append(group)
         # A short page is the last one, which saves a query that would return nothing.
         self._at_end = num_before < sizes().rows_per_page
         self._start = first_address(positions[-1] + 1)
@@ -171,50 +192,6 @@ class ReadyGroups:
             end=first_address(positions[-1] + 1),
         )
         return positions, spent
-
-    def _groups_of(
-        self,
-        position: int,
-        event: ExperiencesAnnotated,
-        facts: Facts,
-        num_before: int,
-        spent: Collection[int],
-    ) -> Iterator[ReadyGroup]:
-        """Yield the groups of an event, without rows that were leased or rejected.
-
-        Args:
-            position: position of the event.
-            event: the event.
-            facts: columns of the experiences of the whole page.
-            num_before: number of those that belong to earlier events of the page.
-            spent: annotations that were leased or rejected.
-        """
-        first = first_address(position)
-        # Rows of a group are adjacent in an event, so groups begin where the number changes.
-        breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
-        for begin, end in pairwise([0, *breaks.tolist(), len(event.groups)]):
-            number = event.groups[begin]
-            rows = slice(num_before + begin, num_before + end)
-            group = ReadyGroup(
-                (self._source, position, number),
-                event.planned[number],
-                range(first + begin, first + end),
-                event.experiences[begin:end],
-                facts.lengths[rows],
-                facts.policy_versions[rows],
-            )
-            # Only the first page after a restart can begin in the middle of an event.
-            if first + begin < self._start or spent:
-                group = self._unspent(group, spent)
-            if group.annotations:
-                yield group
-
-    def _unspent(self, group: ReadyGroup, spent: Collection[int]) -> ReadyGroup:
-        return group.only([at >= self._start and at not in spent for at in group.annotations])
-
-
-Unfit = Mapping[tuple[int, int], str]
-"""(source, annotation) of a row -> why it cannot be trained."""
 
 
 class StepSampler:
@@ -325,7 +302,7 @@ class StepSampler:
 
     def take(
         self, s: Session, step: int, *, partial_ok: bool
-    ) -> tuple[Manifest, LoadedRows] | None:
+    ) -> tuple[BatchLeased, LoadedRows] | None:
         """Return the manifest of ``step`` and its columns, or None if there are too few groups.
 
         Args:
@@ -347,10 +324,15 @@ class StepSampler:
         """
         plan = self._sampling.plan(step, self._options.groups_per_step)
         wanted = [plan.usual, plan.expert][: len(self._ready)]
-        here = [
-            self._ready_groups(s, source, number, plan.min_policy_version)
-            for source, number in enumerate(wanted)
-        ]
+        here = [ready.fill(s, number) for ready, number in zip(self._ready, wanted, strict=True)]
+        # An expert's rows have no policy version and never become stale.
+        while plan.min_policy_version > 0:
+            stale = self._ready[0].pop_unwanted(partial(_is_stale, plan.min_policy_version))
+            if not stale:
+                break
+            self._reject(s, stale, "stale", [])
+            self._report_rejected(s, stale, "stale")
+            here[0] = self._ready[0].fill(s, wanted[0])
         self._num_ready = here
         whole = all(count >= number for count, number in zip(here, wanted, strict=True))
         # A smaller last step is driven by the trainer's own groups, or by the expert's if it takes
@@ -359,47 +341,24 @@ class StepSampler:
         if not whole and not (partial_ok and min(here[driving], wanted[driving])):
             return None
         popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
+        taken = list(chain.from_iterable(popped))
         # Rejected rows are not replaced here: the step gets smaller, and `take` retries if none is
         # left.
-        taken = self._without_dropped(s, list(chain.from_iterable(popped)))
-        return self._without_oversize(s, taken)
-
-    def _ready_groups(self, s: Session, source: int, number: int, min_version: int) -> int:
-        """Buffer ``number`` groups of a source, reject stale ones; return how many there are."""
-
-        def stale(group: ReadyGroup) -> bool:
-            versions = group.policy_versions
-            return any(version is not None and version < min_version for version in versions)
-
-        ready = self._ready[source]
-        while True:
-            here = ready.fill(s, number)
-            # An expert's rows have no policy version and never become stale.
-            gone = ready.pop_unwanted(stale) if source == 0 and min_version > 0 else []
-            if not gone:
-                return here
-            self._reject(s, gone, "stale", [])
-            self._report_rejected(s, gone, "stale")
-
-    def _without_dropped(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
-        if not any(self._dropped):
-            return taken
-
-        def stays(group: ReadyGroup) -> list[bool]:
-            return [at not in self._dropped[group.source] for at in group.experiences]
-
-        left, dropped = _parted(taken, stays)
-        self._reject(s, dropped, DROPPED, left)
-        return left
-
-    def _without_oversize(self, s: Session, taken: list[ReadyGroup]) -> list[ReadyGroup]:
+        if any(self._dropped):
+            taken = self._without(
+                s,
+                taken,
+                lambda group: [at in self._dropped[group.source] for at in group.experiences],
+                DROPPED,
+            )
         limit = self._options.max_tokens
         if limit is None or all(max(group.lengths) <= limit for group in taken):
             return taken
-        left, large = _parted(taken, lambda group: [size <= limit for size in group.lengths])
-        self._reject(s, large, OVERSIZE, left)
+        left = self._without(
+            s, taken, lambda group: [size > limit for size in group.lengths], OVERSIZE
+        )
         if not left:
-            self._report_rejected(s, large, OVERSIZE)
+            self._report_rejected(s, taken, OVERSIZE)
         return left
 
     def _report_rejected(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
@@ -414,96 +373,78 @@ class StepSampler:
 
     def _trainable(
         self, s: Session, step: int, taken: list[ReadyGroup]
-    ) -> tuple[Manifest, LoadedRows] | None:
+    ) -> tuple[BatchLeased, LoadedRows] | None:
         """Return the manifest of ``taken`` and its columns, None if no row can be trained."""
         groups, first, reasons = len(taken), None, set[str]()
         # Each round rejects at least one row, so the loop ends.
         while taken:
-            manifest = _planned(step, taken, self._options)
-            first, rows = first or manifest, None
+            lease = self._unplanned(step, taken)
+            first = first or lease
             try:
-                rows = self._loader.load(s, manifest)
-                unfit = self._unfit(s, manifest, rows)
+                rows = self._loader.load(s, lease)
+                unfit = self._unfit(s, lease, rows)
+                if not unfit:
+                    self._watch.accepted()
+                    return self._planned(lease, rows)
             except (ArchivedSegmentError, CodecError, DamagedSegmentError):
                 # An archive that is only unavailable at the moment must not lead to rejections:
                 # then it raises.
-                unfit = _by_row(manifest, self._loader.unreadable(s, manifest))
+                unfit = self._loader.unreadable(s, lease)
                 if not unfit:
                     raise
-            if rows is not None and not unfit:
-                self._watch.accepted()
-                return self._of_pairs(manifest, rows, taken) if self._pairs else (manifest, rows)
-            taken = self._left_of(s, taken, unfit)
             reasons.update(unfit.values())
+            numbers = lease.source or [0] * len(lease.groups)
+            why = {(numbers[at], lease.annotations[at]): reason for at, reason in unfit.items()}
+            for reason in sorted(set(unfit.values())):
+                rejected = {row for row, reason_of_row in why.items() if reason_of_row == reason}
+                taken = self._without(s, taken, partial(_among, rejected), reason)
         if first is not None:
             named = first
             self._watch.rejected(groups, reasons, lambda: self._loader.uids(s, named, [0])[0])
         return None
 
-    def _unfit(self, s: Session, manifest: Manifest, rows: LoadedRows) -> Unfit:
-        """Return the rows with a column missing or misfit, and the pairs that are too long."""
+    def _unfit(self, s: Session, lease: BatchLeased, rows: LoadedRows) -> dict[int, str]:
+        """Return place -> reason, of rows that lack a column or have a misfit, and long pairs."""
         needs, limit = self._options.needs, self._options.max_tokens
-        if "advantages" in needs:
-            self._require_advantages(s, rows, manifest)
-        lacking: dict[int, list[str]] = {}
-        for field in needs:
-            for place in _own(lacking_of(field, manifest, rows), manifest):
-                lacking.setdefault(place, []).append(field)
+        places = {name: lacking_of(name, lease, rows) for name in needs}
+        if places.get("advantages"):
+            (uid,) = self._loader.uids(s, lease, places["advantages"][:1])
+            raise InvalidArgumentError(
+                f"the annotation set {lease.annotation_set!r} has no advantages (for one, of "
+                f"{uid}), which this algorithm trains on: run a strategy that computes them, such "
+                "as 'grpo', and name its set with strategy="
+            )
         # Annotations of other programs may have any shape, and a misfit would corrupt a whole
         # batch.
         tokens = np.subtract(rows.facts.lengths, rows.facts.prompt_lengths)
-        for field in () if self._pairs else ANNOTATED:
-            for place in _own(rows.field(field).misfits(tokens), manifest):
-                lacking.setdefault(place, []).append(field)
-        reasons = {place: invalid(*lacking[place]) for place in sorted(lacking)}
-        unfit = dict(_by_row(manifest, reasons))
+        misfits = [] if self._pairs else [(n, rows.field(n).misfits(tokens)) for n in ANNOTATED]
+        lacking: dict[int, list[str]] = {}
+        for name, wrong in (*places.items(), *misfits):
+            for place in (place for place in wrong if not rows.expert[place]):
+                lacking.setdefault(place, []).append(name)
+        unfit = {place: invalid(*lacking[place]) for place in sorted(lacking)}
         if self._pairs and limit is not None:
             # Events know only the prompt of a pair, so its halves are measured here.
-            sizes = row_lengths(manifest, rows, longest=True)
-            large = [
-                place
-                for place, size in enumerate(sizes)
-                if size > limit and not _source_of(manifest, place)
-            ]
-            unfit |= _by_row(manifest, dict.fromkeys(large, OVERSIZE))
+            long = rows.expert < (np.array(rows.pair_lengths(longest=True)) > limit)
+            unfit |= dict.fromkeys(np.flatnonzero(long).tolist(), OVERSIZE)
         return unfit
 
-    def _require_advantages(self, s: Session, rows: LoadedRows, manifest: Manifest) -> None:
-        """Raise unless every row of the trainer's own experiment has advantages.
-
-        Raises:
-            InvalidArgumentError: names the set, a row without them, and the remedy.
-        """
-        missing = _own(rows.lacking("advantages"), manifest)
-        if missing:
-            eid = self._loader.eid_of(s, manifest.experiences[missing[0]])
-            raise InvalidArgumentError(
-                f"the annotation set {manifest.annotation_set!r} has no advantages (for one, of "
-                f"{eid.uid}), which this algorithm trains on: run a strategy that computes them, "
-                "such as 'grpo', and name its set with strategy="
-            )
-
-    def _of_pairs(
-        self, manifest: Manifest, rows: LoadedRows, taken: Sequence[ReadyGroup]
-    ) -> tuple[Manifest, LoadedRows]:
-        """Plan the micro-batches anew with the lengths of pairs, which only the tensors have."""
-        lengths = dict(zip(manifest.annotations, row_lengths(manifest, rows), strict=True))
-        # The first plan was made with the lengths in events, which for pairs are only lower bounds.
-        exact = [lengths[address] for group in taken for address in group.annotations]
-        final = _planned(manifest.step, taken, self._options, lengths=exact)
-        place_of = {address: place for place, address in enumerate(manifest.annotations)}
-        return final, rows.reordered([place_of[address] for address in final.annotations])
-
-    def _left_of(self, s: Session, taken: list[ReadyGroup], unfit: Unfit) -> list[ReadyGroup]:
-        """Reject the ``unfit`` rows; return the others."""
-        for reason in sorted(set(unfit.values())):
-
-            def fits(group: ReadyGroup, why: str = reason) -> list[bool]:
-                return [unfit.get((group.source, at)) != why for at in group.annotations]
-
-            taken, gone = _parted(taken, fits)
-            self._reject(s, gone, reason, taken)
-        return taken
+    def _without(
+        self,
+        s: Session,
+        taken: Sequence[ReadyGroup],
+        unfit: Callable[[ReadyGroup], Sequence[bool]],
+        reason: str,
+    ) -> list[ReadyGroup]:
+        """Reject the ``unfit`` rows of groups; return the others, without empty groups."""
+        left, gone = [], []
+        for group in taken:
+            which = unfit(group)
+            left.append(group.only([not leaves for leaves in which]))
+            gone.append(group.only(which))
+        left = [group for group in left if group.annotations]
+        self._reject(s, [group for group in gone if group.annotations], reason, left)
+        return left
 
     def _reject(
         self, s: Session, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]
@@ -531,77 +472,53 @@ class StepSampler:
             key = self._experiments[source].key
             s.write(self._lease.append, [event], experiment=key)
 
+    def _unplanned(self, step: int, taken: Sequence[ReadyGroup]) -> BatchLeased:
+        """Return the manifest of a step of the groups ``taken``, still without micro-batches."""
+        options = self._options
+        mixes = options.expert_experiment is not None
+        groups = [number for number, group in enumerate(taken) for _ in group.annotations]
+        return BatchLeased(
+            sources=[options.expert_experiment] if options.expert_experiment is not None else [],
+            source=[taken[number].source for number in groups] if mixes else [],
+            consumer=options.consumer,
+            token=self._lease.token,
+            step=step,
+            annotation_set=options.annotation_set,
+            annotations=list(chain.from_iterable(group.annotations for group in taken)),
+            experiences=list(chain.from_iterable(group.experiences for group in taken)),
+            groups=groups,
+            num_groups=len(taken),
+            planned_groups=sum(group.planned and group.source == 0 for group in taken),
+            layout=options.layout,
+            microbatches=[],
+            normalizer=None if options.max_tokens is None else float(options.max_tokens),
+            digest=b"",
+            by_run=True,
+        )
 
-def _parted(
-    groups: Sequence[ReadyGroup], fits: Callable[[ReadyGroup], Sequence[bool]]
-) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
-    """Split groups into those of fitting rows and those of the others, without empty groups."""
-    fitting, gone = [], []
-    for group in groups:
-        which = fits(group)
-        fitting.append(group.only(which))
-        gone.append(group.only([not fits for fits in which]))
-    return [group for group in fitting if group.annotations], [
-        one for one in gone if one.annotations
-    ]
-
-
-def _planned(
-    step: int,
-    taken: Sequence[ReadyGroup],
-    options: StreamOptions,
-    *,
-    lengths: Sequence[int] | None = None,
-) -> Manifest:
-    """Return the manifest of a step of the groups ``taken``.
-
-    Args:
-        lengths: of stored pairs, one per row, see `plan_microbatches`; None: rows are single.
-    """
-    groups = [number for number, group in enumerate(taken) for _ in group.annotations]
-    order, microbatches = plan_microbatches(
-        _joined(group.lengths for group in taken) if lengths is None else lengths,
-        groups,
-        layout=options.layout,
-        tokens_per_microbatch=options.tokens_per_microbatch,
-        world_size=options.world_size,
-        pairs=lengths is not None,
-    )
-
-    in_order = order == list(range(len(order)))
-
-    def placed(column: Sequence[int]) -> tuple[int, ...]:
-        return tuple(column if in_order else [column[place] for place in order])
-
-    mixes = options.expert_experiment is not None
-    return Manifest(
-        step=step,
-        annotation_set=options.annotation_set,
-        annotations=placed(_joined(group.annotations for group in taken)),
-        experiences=placed(_joined(group.experiences for group in taken)),
-        groups=placed(groups),
-        num_planned_groups=sum(group.planned and group.source == 0 for group in taken),
-        layout=options.layout,
-        microbatches=tuple(microbatches),
-        normalizer=None if options.max_tokens is None else float(options.max_tokens),
-        sources=(options.expert_experiment,) if options.expert_experiment is not None else (),
-        source=placed([taken[number].source for number in groups]) if mixes else (),
-        by_run=True,
-    )
+    def _planned(self, lease: BatchLeased, rows: LoadedRows) -> tuple[BatchLeased, LoadedRows]:
+        """Return a manifest with its micro-batches, and its rows in their order."""
+        options, lengths = self._options, rows.facts.lengths
+        if self._pairs:  # events know only their prompts
+            lengths = rows.pair_lengths(longest=options.layout == "padded")
+        order, microbatches = plan_microbatches(
+            lengths,
+            lease.groups,
+            layout=options.layout,
+            tokens_per_microbatch=options.tokens_per_microbatch,
+            world_size=options.world_size,
+            pairs=self._pairs,
+        )
+        in_order = order == list(range(len(order)))
+        return repartitioned(lease, order, microbatches), rows if in_order else rows.reordered(
+            order
+        )
 
 
-def _joined(columns: Iterable[Sequence[int]]) -> list[int]:
-    return list(chain.from_iterable(columns))
+def _among(rows: Collection[tuple[int, int]], group: ReadyGroup) -> list[bool]:
+    return [(group.source, at) in rows for at in group.annotations]
 
 
-def _own(places: Iterable[int], manifest: Manifest) -> list[int]:
-    """Return those of ``places`` whose rows are of the trainer's own experiment."""
-    return [place for place in places if not _source_of(manifest, place)]
-
-
-def _source_of(manifest: Manifest, place: int) -> int:
-    return manifest.source[place] if manifest.source else 0
-
-
-def _by_row(manifest: Manifest, reasons: Mapping[int, str]) -> Unfit:
-    return {(_source_of(manifest, p), manifest.annotations[p]): why for p, why in reasons.items()}
+def _is_stale(min_version: int, group: ReadyGroup) -> bool:
+    versions = group.policy_versions
+    return any(version is not None and version < min_version for version in versions)

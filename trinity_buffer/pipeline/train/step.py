@@ -18,14 +18,14 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.annotate.recorded import RECORDED
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain
-from trinity_buffer.pipeline.train.buffers import StepMemory
-from trinity_buffer.pipeline.train.collate import collate_step, known_versions, mean_reward, rows_in
+from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, rows_by_rank
+from trinity_buffer.pipeline.train.collate import collate_step, mean_reward
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.moving import Mover
+from trinity_buffer.pipeline.train.moving import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.pipeline.train.resume import leased_step, load_leased
 from trinity_buffer.store.rows import StepRow
@@ -47,7 +47,7 @@ class TrainStep:
         step: 1, 2, ... of this trainer.
         microbatches: mappings of tensors, those of this rank; accumulate their gradients, then step
             the optimizer. Empty where every row was dropped: commit the step like any other.
-        manifest: the rows in their order, as recorded in the log.
+        manifest: the rows in their order, the event of the log that recorded them.
         chain: link of the manifest chain after this step; keep it with the weights that went
             through the step.
         recorded: True if this step was leased before a restart and is served again.
@@ -61,7 +61,7 @@ class TrainStep:
 
     step: int
     microbatches: list[MicroBatch]
-    manifest: Manifest
+    manifest: BatchLeased
     chain: bytes
     recorded: bool
     policy_versions: list[int] = field(default_factory=list)
@@ -255,22 +255,6 @@ class StepMaker:
             self._chain = done.chain or chain(self._chain, done.manifest_digest)
         return self._chain
 
-    def collate(self, manifest: Manifest, rows: LoadedRows) -> list[MicroBatch]:
-        """Return the micro-batches of this rank."""
-        microbatches = collate_step(
-            manifest,
-            rows,
-            rank=self._options.rank,
-            world=self._options.world_size,
-            mover=self._mover,
-            memory=self._memory,
-        )
-        asked = self._options.needs or self._options.annotation_set == RECORDED
-        if not asked and len(rows.lacking("advantages")) == len(manifest.annotations):
-            for microbatch in microbatches:
-                microbatch.read_zeros = self._zeros.warn
-        return microbatches
-
     async def leased(self, row: StepRow) -> TrainStep:
         """Return a step that was leased before, by the log.
 
@@ -280,40 +264,65 @@ class StepMaker:
 
         def load(s: ReadSession) -> TrainStep:
             leased = leased_step(s, self._experiment, row)
-            rows = load_leased(s, self._loader, leased.manifest, self._options.consumer)
-            microbatches = s.compute(self.collate, leased.manifest, rows)
-            step = self.step(leased.manifest, rows, microbatches, leased.log_head)
-            return replace(step, recorded=True)
+            rows = load_leased(s, self._loader, leased.manifest)
+            step = s.compute(self.make, leased.manifest, rows)
+            return self.chained(replace(step, recorded=True), leased.head)
 
         return await self._experiment.database.read_session(load)
 
-    def step(
-        self,
-        manifest: Manifest,
-        rows: LoadedRows,
-        microbatches: list[MicroBatch],
-        log_head: bytes | None,
-    ) -> TrainStep:
-        """Return the next step.
+    def make(self, lease: BatchLeased, rows: LoadedRows) -> TrainStep:
+        """Return a step with this rank's micro-batches, not yet in the chain."""
+        options = self._options
+        step = collated(
+            lease,
+            rows,
+            rank=options.rank,
+            world=options.world_size,
+            mover=self._mover,
+            memory=self._memory,
+        )
+        asked = options.needs or options.annotation_set == RECORDED
+        zeros = not asked and len(rows.lacking("advantages")) == len(lease.groups)
+        for microbatch in step.microbatches:
+            if zeros:
+                microbatch.read_zeros = self._zeros.warn
+            if options.recompute_old_logprob:
+                microbatch.drop("old_logprob")
+        return step
+
+    def chained(self, step: TrainStep, head: bytes | None) -> TrainStep:
+        """Return the next step with its link of the chain.
 
         Args:
-            log_head: head of the log at the event that leased it.
+            head: head of the log at the event that leased it.
         """
-        if self._options.recompute_old_logprob:
-            for microbatch in microbatches:
-                microbatch.drop("old_logprob")
-        self._chain = chain(self._chain, manifest.digest)
-        return TrainStep(
-            manifest.step,
-            microbatches,
-            manifest,
-            self._chain,
-            recorded=False,
-            policy_versions=known_versions(manifest, rows),
-            reward=mean_reward(manifest, rows),
-            rows=rows_in(microbatches, rows),
-            log_head="" if log_head is None else log_head.hex(),
-        )
+        step.chain = self._chain = chain(self._chain, step.manifest.digest)
+        step.log_head = "" if head is None else head.hex()
+        return step
+
+
+def collated(
+    lease: BatchLeased,
+    rows: LoadedRows,
+    *,
+    rank: int,
+    world: int,
+    mover: Mover,
+    memory: StepMemory | None = None,
+) -> TrainStep:
+    """Return a step of one rank, still without its link of the chain; see `collate_step`."""
+    microbatches = collate_step(lease, rows, rank=rank, world=world, mover=mover, memory=memory)
+    versions = zip(rows.facts.policy_versions, rows.expert.tolist(), strict=True)
+    return TrainStep(
+        lease.step,
+        microbatches,
+        lease,
+        b"",
+        recorded=False,
+        policy_versions=[version for version, of in versions if not (version is None or of)],
+        reward=mean_reward(lease, rows),
+        rows=rows_by_rank(lease)[rank],
+    )
 
 
 class StepQueue:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
+from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import refuse_unknown
-from trinity_buffer.errors import InvalidArgumentError, LeaseLostError, UnknownExperimentError
+from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.coordination.lease import hold_lease
 from trinity_buffer.pipeline.handle import ExperimentHandle
@@ -18,55 +18,21 @@ from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.train.commit import (
     Commit,
-    DeliveredSteps,
+    CommitDoor,
+    Delivered,
     LastCommits,
-    PolicyPath,
     StepMeasures,
 )
-from trinity_buffer.pipeline.train.lead import FollowingRank, LeadingRank
+from trinity_buffer.pipeline.train.lead import FollowingRank, LeadingRank, Rank
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.pipeline.train.ranks import require_one_process
-from trinity_buffer.pipeline.train.step import StepQueue, TrainStep
+from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.transaction import Transaction
 
 
-class Rank(Protocol):
-    """The source of one rank's steps, which also commits them.
-
-    Attributes:
-        queue: the steps that are ready.
-        resume: the last commit, or None at the very beginning; known after `prepare`.
-        committed: step of the last commit, or 0.
-        incomplete_groups: number of groups left incomplete when the steps ended.
-    """
-
-    queue: StepQueue
-    resume: Resume | None
-    committed: int
-    incomplete_groups: int
-
-    @property
-    def lost(self) -> LeaseLostError | None:
-        """Why this process cannot commit any more, or None."""
-
-    async def leads(self) -> bool:
-        """Return whether this is rank 0 and still holds the lease."""
-
-    async def prepare(self) -> None:
-        """Begin, if the annotation set exists."""
-
-    async def run(self) -> None:
-        """Put steps into the queue until there are no more."""
-
-    async def commit(
-        self, step: TrainStep, steps: Sequence[int], delivered: DeliveredSteps, request: Commit
-    ) -> None:
-        """Record that ``steps``, the last one ``step``, were trained."""
-
-
-class TrainStream:
+class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     """An open stream; iterate over it asynchronously. Made by `open_async_train_stream`.
 
     Attributes:
@@ -81,7 +47,7 @@ class TrainStream:
         self.resume: Resume | None = None
         self._rank = rank
         self._loader = loader
-        self._delivered = DeliveredSteps()
+        self._delivered: dict[int, Delivered] = {}
         self._commits = LastCommits(options.consumer)
         self._committing = anyio.Lock()
 
@@ -103,90 +69,65 @@ class TrainStream:
         return self
 
     async def __anext__(self) -> TrainStep:
-        step = self._delivery(await self._rank.queue.receive())
+        step = await self._rank.queue.receive()
         if step is None:
             raise StopAsyncIteration
-        return step
+        return self._noted(step)
 
     def wait_for_step(self) -> TrainStep | None:
         """Return the next step, or None at the end; blocks the calling thread."""
-        return self._delivery(self._rank.queue.get())
+        step = self._rank.queue.get()
+        return None if step is None else self._noted(step)
 
     def fail(self, error: Exception) -> None:
         """Raise ``error``, from elsewhere, in the current or next wait for a step."""
         self._rank.queue.fail(error)
         self._rank.queue.end()
 
-    def _delivery(self, step: TrainStep | None) -> TrainStep | None:
+    def _noted(self, step: TrainStep) -> TrainStep:
         """Note that ``step`` was delivered to the trainer."""
-        if step is not None:
-            if self._rank.lost is not None:
-                raise self._rank.lost
-            self._delivered.add(step)
+        lease = self._rank.lease
+        if lease is not None and lease.lost is not None:
+            raise lease.lost
+        self._delivered[step.step] = Delivered(step.manifest, step.rows)
         return step
 
-    async def commit(
-        self,
-        step: TrainStep,
-        checkpoint: str | Path | None = None,
-        policy: PolicyPath = None,
-        environment: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        skipped: Mapping[int, Sequence[str]] | None = None,
-        digests: Mapping[Path, str] | None = None,
-    ) -> None:
-        """Record, in one transaction, that the steps up to ``step`` are in ``checkpoint``.
-
-        The checkpoint's files are flushed to disk first. A committed step is never served again, so
-        commit only what you have saved. Repeating a commit is a no-op. A rank above 0 tells rank 0
-        that it went through the steps and has written its files of the checkpoint, if any; the
-        other arguments are used by rank 0 alone.
-
-        Args:
-            checkpoint: file or folder that holds the weights after ``step``; None to commit
-                without one.
-            policy: the weights that explorers load as policy version ``step.step``: None publishes
-                the checkpoint, a path another file or folder with the same weights, and False
-                nothing. Without a checkpoint, only a path publishes anything.
-            environment: the environment for replay; by default that of `environment_of_run`.
-            metrics: numbers to record with the step; those that are not finite are left out.
-            skipped: steps that did not change the weights -> uids of the rows to look at.
-            digests: absolute path -> what `pipeline.proof.checkpoint.written` returned, of files of
-                the checkpoint that need not be hashed and written through to the disk again.
-
-        Raises:
-            LeaseLostError: another process took over, or the ranks assembled anew without this
-                one; nothing was recorded.
-            CheckpointError: no file at ``checkpoint`` or ``policy``.
-            InvalidArgumentError: a step up to ``step`` was not delivered by this stream, or it is
-                committed already, with another checkpoint or policy.
-        """
-        request = Commit(checkpoint, policy, environment, metrics, skipped, digests)
-        await self.record(step, request)
-
+    @override
     async def record(self, step: TrainStep, request: Commit) -> None:
         """Carry out a `commit`; calls are serialized."""
-        if not isinstance(step, TrainStep):
-            raise InvalidArgumentError(f"commit() takes a step of the stream, not {step!r:.60}")
         # Two concurrent commits of the same steps would both find them uncommitted.
         async with self._committing:
-            if step.step <= self._rank.committed:
+            committed = self._rank.committed
+            if step.step <= committed:
                 self._commits.require_same(step.step, request)
                 return
-            steps = self._delivered.up_to(step, self._rank.committed)
-            await self._rank.commit(step, steps, self._delivered, request)
+            steps = range(committed + 1, step.step + 1)
+            missing = [number for number in steps if number not in self._delivered]
+            # A step of another stream has another manifest.
+            if not missing and self._delivered[step.step].manifest.digest != step.manifest.digest:
+                missing = [step.step]
+            if missing:
+                raise InvalidArgumentError(
+                    f"commit of step {step.step}: step {missing[0]} was not delivered by this "
+                    "stream"
+                )
+            await self._rank.commit(step, [self._delivered[number] for number in steps], request)
             # Only after the commit is durable, so that a failed one can be repeated.
             self._rank.committed = step.step
-            self._commits.add(steps, request)
-            self._delivered.forget(steps)
+            self._commits.add(steps[0], step.step, request)
+            for number in steps:
+                del self._delivered[number]
 
     async def leads(self) -> bool:
         """Return whether this is rank 0 and still holds the lease, by the current store."""
-        return await self._rank.leads()
+        lease = self._rank.lease
+        return lease is not None and await lease.is_held()
 
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""
-        self._delivered.measure(measures)
+        delivered = self._delivered.get(measures.step)
+        if delivered is not None:
+            self._delivered[measures.step] = delivered._replace(measures=measures)
 
     async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""

@@ -16,7 +16,14 @@ from trinity_buffer.events import (
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.pipeline.manifest import FIRST_LINK, Manifest, chain, plans_of
+from trinity_buffer.pipeline.manifest import (
+    FIRST_LINK,
+    chain,
+    manifest_digest,
+    plans_of,
+    repartitioned,
+    rows_by_rank,
+)
 from trinity_buffer.pipeline.verify.addresses import Integers, packed, repeated, together, unpacked
 from trinity_buffer.pipeline.verify.report import Problem
 from trinity_buffer.store.rows import written_as
@@ -80,34 +87,33 @@ class TrainerAudit:
         self._dropped: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
         self._before: dict[bytes, tuple[bytes, bytes]] = {}  # link -> (the one before, digest)
-        self._manifests: dict[int, Manifest] = {}  # as they were leased, of a page of the log
+        self._manifests: dict[int, BatchLeased] = {}  # as they were leased, of a page of the log
         self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
 
     def leased(self, position: int, fact: BatchLeased) -> Iterator[Problem]:
         """Take in a ``BatchLeased``."""
-        manifest = Manifest.of(fact)
-        place = self._place(position)
-        if manifest.digest != fact.digest:
-            what = f"the manifest of step {manifest.step} has the digest {manifest.digest.hex()}"
+        place, digest = self._place(position), manifest_digest(fact)
+        if digest != fact.digest:
+            what = f"the manifest of step {fact.step} has the digest {digest.hex()}"
             yield Problem("manifests", place, f"{what}, recorded is {fact.digest.hex()}")
-        if manifest.step != len(self.steps) + 1:
-            what = f"step {manifest.step} was leased, the next one is {len(self.steps) + 1}"
+        if fact.step != len(self.steps) + 1:
+            what = f"step {fact.step} was leased, the next one is {len(self.steps) + 1}"
             yield Problem("manifests", place, what)
-        rows, by_rank = self._rows_of(manifest), manifest.rows_by_rank()
-        self.steps[manifest.step] = LeasedManifest(
-            position, manifest.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
+        rows, by_rank = self._rows_of(fact), rows_by_rank(fact)
+        self.steps[fact.step] = LeasedManifest(
+            position, fact.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
         )
-        self._manifests[position] = manifest
+        self._manifests[position] = fact
 
     def recall(self, position: int, fact: BatchLeased) -> None:
         """Take in once more what was forgotten: the page to come deals it anew."""
-        self._manifests[position] = Manifest.of(fact)
+        self._manifests[position] = fact
 
     def forget(self) -> None:
         """Forget the manifests themselves: few are dealt anew, and a run has many."""
         self._manifests.clear()
 
-    def _rows_of(self, manifest: Manifest) -> Integers:
+    def _rows_of(self, manifest: BatchLeased) -> Integers:
         """Return what `LeasedManifest.rows` says of all rows of a manifest."""
         sources = [manifest.sources[of - 1] if of else "" for of in manifest.source]
         return self._apart(manifest.annotations, sources)
@@ -128,7 +134,7 @@ class TrainerAudit:
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
         # Rows are taken by these places: a wrong one would fail here instead of being reported.
         if each_once:
-            manifest = manifest.repartitioned(fact.order, plans_of(fact))
+            manifest = repartitioned(manifest, fact.order, plans_of(fact))
         rows, lost = self._rows_of(manifest), self._apart(fact.dropped, fact.dropped_from)
         # In order: another number of ranks deals the same rows in another one.
         all_rows = np.sort(np.concatenate([rows, lost]))
@@ -143,7 +149,7 @@ class TrainerAudit:
             yield self._dealt_wrongly(position, f"{what}, recorded is {fact.digest.hex()}")
         if _splits_groups(manifest):
             yield self._dealt_wrongly(position, f"a group of step {fact.step} lies on two ranks")
-        by_rank = manifest.rows_by_rank()
+        by_rank = rows_by_rank(manifest)
         if len(by_rank) != fact.world_size or sum(by_rank) != len(rows):
             what = f"step {fact.step} was dealt to {fact.world_size} ranks as {by_rank} rows"
             yield self._dealt_wrongly(position, f"{what}, it has {len(rows)}")
@@ -286,11 +292,11 @@ class TrainerAudit:
         return f"position {position} (trainer {self.name!r})"
 
 
-def _splits_groups(manifest: Manifest) -> bool:
+def _splits_groups(manifest: BatchLeased) -> bool:
     """Return whether a group lies on several ranks."""
     rank_of: dict[int, int] = {}
     return any(
         rank_of.setdefault(group, plan.rank) != plan.rank
-        for plan in manifest.microbatches
+        for plan in plans_of(manifest)
         for group in manifest.groups[plan.start : plan.stop]
     )
