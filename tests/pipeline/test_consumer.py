@@ -24,7 +24,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.annotate.consumer import ConsumerReport
-from trinity_buffer.pipeline.annotate.deciding import DecisionBuilder
+from trinity_buffer.pipeline.annotate.deciding import Decision
 from trinity_buffer.store import tables
 
 
@@ -261,7 +261,7 @@ async def test_advantages_stored_at_another_length_are_not_trained(
     async with opened(sqlite_url, rollouts_per_group=2) as experiment:
         await experiment.writer("e0").write(group(task=0, runs=2))
         with monkeypatch.context() as earlier:
-            earlier.setattr(DecisionBuilder, "require_fitting", lambda *_: None)
+            earlier.setattr(Decision, "require_fitting", lambda *_: None)
             await run_strategy(experiment, Long)
         async with experiment.train_stream(strategy="Long", needs=("advantages",)) as stream:
             assert [step async for step in stream] == []

@@ -14,7 +14,7 @@ from sqlalchemy import delete
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
 from trinity_buffer import run_strategy
-from trinity_buffer.pipeline.annotate import unit_reader
+from trinity_buffer.pipeline.annotate import grouping
 from trinity_buffer.pipeline.coordination.diagnosis import abandoned_groups
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
@@ -105,6 +105,6 @@ async def test_a_strategy_that_comes_late_closes_no_group_of_which_more_is_recor
             for task in range(2):
                 await writer.write([rollout(task=task, run=run, reward=float(run))])
         later = now_us() + 3600_000_000
-        monkeypatch.setattr(unit_reader, "now_us", lambda: later)
+        monkeypatch.setattr(grouping, "now_us", lambda: later)
         report = await run_strategy(experiment, "grpo")
         assert (report.annotated, report.rejected, report.waiting) == (6, 0, 0)

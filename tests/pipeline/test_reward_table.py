@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from sqlalchemy import update
 from typing_extensions import override
 
@@ -30,15 +30,14 @@ from trinity_buffer.algorithm.add_strategy import (
 )
 from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
-from trinity_buffer.pipeline.annotate.deciding import Decision, DecisionBuilder
+from trinity_buffer.pipeline.annotate.deciding import Decision, GroupTable
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.annotate.reward_table import table_of, verdicts_of
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.store import log, segments, tables
-from trinity_buffer.store.rows import SLOT_BITS, address_of
+from trinity_buffer.store.rows import SLOT_BITS, address_of, rows_recorded_by
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
 
@@ -117,36 +116,49 @@ def recorded(experiences: Sequence[Experience], sizes: Sequence[int]) -> dict[in
 
 
 def by_experiences(
-    make: Made, groups: Sequence[Group], experiences: Sequence[Experience]
+    make: Made,
+    groups: Sequence[Group],
+    experiences: Sequence[Experience],
+    events: dict[int, ExperiencesRecorded],
 ) -> Decision:
-    staged, verdicts = StagedWriter(), DecisionBuilder("some", segments.TableSegments())
+    staged, decision = StagedWriter(), covering(groups)
     strategy, by_address = make(staged), {e.address: e for e in experiences}
+    masks = {e.address or 0: e.action_mask for e in experiences}
+    known = {
+        row.address: row
+        for position, event in events.items()
+        for row in rows_recorded_by(position, event)
+    }
 
     async def add_all() -> None:
         for step, one in enumerate(groups):
-            verdicts.concern([one])
             members = sorted((by_address[address] for address in one.members), key=place)
             _, found = await strategy.add(members, step)
-            verdicts.metrics.append({name: float(value) for name, value in found.items()})
-            verdicts.masks.update((e.address or 0, e.action_mask) for e in members)
+            decision.metrics.append({name: float(value) for name, value in found.items()})
 
     asyncio.run(add_all())
-    return verdicts.decision(verdicts.taken_from(staged), seen=9, calls=len(groups))
+    decision.take(staged, masks, known)
+    decision.encode(segments.TableSegments(), seen=9, calls=len(groups))
+    return decision
+
+
+def covering(groups: Sequence[Group]) -> Decision:
+    return Decision("some", {"/".join(one.key): one.planned for one in groups})
 
 
 def place(e: Experience) -> tuple[Any, ...]:
     return (order_of(e.eid.batch), order_of(e.eid.task), e.eid.run, e.eid.step, e.eid.suffix)
 
 
-def by_rewards(make: Made, groups: Sequence[Group], events: dict[int, Any]) -> Decision:
-    verdicts, score = (
-        DecisionBuilder("some", segments.TableSegments()),
-        make(StagedWriter()).from_rewards(),
-    )
+def by_rewards(
+    make: Made, groups: Sequence[Group], events: dict[int, ExperiencesRecorded]
+) -> Decision:
+    decision, strategy = covering(groups), make(StagedWriter())
+    score = strategy.from_rewards()
     assert score is not None
-    verdicts.concern(groups)
-    found = verdicts_of(table_of(groups, events), len(groups), score)
-    return verdicts.decision_by_rewards(groups, found, seen=9, calls=len(groups))
+    decision.score(groups, GroupTable.of(groups, events), score, strategy.over)
+    decision.encode(segments.TableSegments(), seen=9, calls=len(groups))
+    return decision
 
 
 def said(decision: Decision) -> list[Any]:
@@ -154,7 +166,7 @@ def said(decision: Decision) -> list[Any]:
     facts: list[Any] = [one.fact for one in decision.events]
     plain = [replace(f, segment=b"") if isinstance(f, ExperiencesAnnotated) else f for f in facts]
     blobs = [(row.family, bytes(row.data)) for row in decision.segment_rows]
-    return [repr(plain), blobs, decision.annotated, decision.rejected, decision.reasons]
+    return [repr(plain), blobs, decision.experiences, sorted(decision.reasons.items())]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -180,7 +192,9 @@ def test_both_roads_commit_the_same_bits(
         )
     units = list(by_key.values())
     make = STRATEGIES[name]
-    assert said(by_rewards(make, units, events)) == said(by_experiences(make, units, experiences))
+    assert said(by_rewards(make, units, events)) == said(
+        by_experiences(make, units, experiences, events)
+    )
 
 
 class SlowGRPO(GRPOAddStrategy):

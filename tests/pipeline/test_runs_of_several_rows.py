@@ -15,7 +15,7 @@ from msgspec import structs
 from typing_extensions import override
 
 from tests.contract.making import opened, rollout, rows
-from tests.pipeline.test_reward_table import by_experiences, said
+from tests.pipeline.test_reward_table import by_experiences, by_rewards, said
 from tests.pipeline.test_reward_table import recorded as as_events
 from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY, ADVANTAGE_FN
@@ -31,16 +31,14 @@ from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.errors import ConflictingStrategyError, InvalidArgumentError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience, group_by
-from trinity_buffer.pipeline.annotate.deciding import DecisionBuilder
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.annotate.reward_table import table_of, verdicts_of
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import RowLoader, experiences_of
 from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.train.collate import collate_step
-from trinity_buffer.store import segments, tables, writer_queries
+from trinity_buffer.store import tables, writer_queries
 from trinity_buffer.writer import StagedWriter
 
 Run = float | None | list[float | None]
@@ -282,14 +280,7 @@ def test_both_roads_take_runs_alike(name: str, groups: list[list[Run]], mixed: A
         unit = by_key.setdefault(key, Group(key, planned=False, rollouts=None))
         unit.members.append(one.address or 0)
     units, make = list(by_key.values()), MADE[name]
-    verdicts = DecisionBuilder("some", segments.TableSegments())
-    verdicts.concern(units)
-    strategy = make(StagedWriter())
-    score = strategy.from_rewards()
-    assert score is not None
-    found = verdicts_of(table_of(units, events), len(units), score, strategy.over)
-    quick = verdicts.decision_by_rewards(units, found, seen=9, calls=len(units))
-    assert said(quick) == said(by_experiences(make, units, some))
+    assert said(by_rewards(make, units, events)) == said(by_experiences(make, units, some, events))
 
 
 async def registered_before(

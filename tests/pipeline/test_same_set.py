@@ -13,9 +13,8 @@ from tests.pipeline.watching import Watcher
 from trinity_buffer import GroupingRules, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.errors import ConflictingStrategyError
-from trinity_buffer.pipeline.annotate.consumer import same_config
+from trinity_buffer.pipeline.annotate.strategies import config_diff
 from trinity_buffer.store import tables
-from trinity_buffer.writer import StagedWriter
 
 DEFAULTS = ADD_STRATEGY.get("grpo").default_args()
 FILTER = ADD_STRATEGY.get("reward_variance").default_args()
@@ -59,10 +58,10 @@ def test_a_set_that_was_made_before_there_was_a_rule_goes_on() -> None:
         **made,
         "grouping": {"rollouts_per_group": 2, "deadline_s": None, "incomplete": "keep"},
     }
-    strategy = ADD_STRATEGY.get("grpo")(StagedWriter())
+    classes = [("grpo", ADD_STRATEGY.get("grpo"))]
     for idle_s, is_same in ((None, True), (5.0, False)):
         now = {**made, "grouping": asdict(GroupingRules(rollouts_per_group=2, idle_s=idle_s))}
-        assert same_config(before, now, strategy) is is_same
+        assert (config_diff(classes, before, now) is None) is is_same
 
 
 @pytest.mark.parametrize(

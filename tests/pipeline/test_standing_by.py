@@ -25,7 +25,7 @@ from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import compare_sets, leases
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
+from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
 from trinity_buffer.pipeline.coordination.presence import is_paused, start_of, this_host
 from trinity_buffer.pipeline.experiment import Experiment

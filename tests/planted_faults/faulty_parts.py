@@ -16,7 +16,7 @@ from trinity_buffer import StrategyConsumer, verify
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, PlacedFact, Recorded
 from trinity_buffer.pipeline.annotate import deciding
-from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
+from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import RowLoader

@@ -37,8 +37,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import ConfigurationChanged, ExperimentFinished, TrainerRewound, kinds_of
 from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.identity import require_name
-from trinity_buffer.pipeline.annotate.consumer import ConsumerReport, run_strategy
-from trinity_buffer.pipeline.annotate.recorded import RECORDED
+from trinity_buffer.pipeline.annotate.consumer import RECORDED, ConsumerReport, run_strategy
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream

@@ -8,7 +8,7 @@ from typing import Any
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.algorithm.arguments import made
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.annotate.recorded import RECORDED as RECORDED_SET
+from trinity_buffer.pipeline.annotate.consumer import RECORDED as RECORDED_SET
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.writer import StagedWriter

@@ -20,8 +20,7 @@ from trinity_buffer.algorithm.group_scores import (
     RewardScorer,
     Runs,
     ScoredGroups,
-    asked,
-    renumbered,
+    scored_by_size,
 )
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
@@ -107,23 +106,15 @@ def _scored_in_turn(
     scores: Rewards | None = None
     metrics: dict[str, Rewards] = {}
     for name, score in stages:
-        measured: dict[str, Rewards] = {}
-        sizes = stays.sum(axis=1)
-        # Not np.unique, whose first call imports numpy.ma: 8 ms of the first group.
-        for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
-            groups = np.flatnonzero(sizes == size)
-            members = np.nonzero(stays[groups])[1].reshape(len(groups), size)
-            at = (groups[:, np.newaxis], members)
-            scored = asked(score, rewards[at], None if runs is None else renumbered(runs[at]))
-            if scored.scores is not None:
-                scores = np.zeros_like(rewards) if scores is None else scores
-                scores[at] = scored.scores
-            reasons[at] = "filtered" if scored.reasons is None else scored.reasons
-            if scored.kept is not None:
-                stays[at] = scored.kept
-            for key, values in scored.metrics.items():  # NaN: a group of which nothing was left
-                measured.setdefault(key, np.full(len(rewards), np.nan))[groups] = values
-        metrics |= {f"{name}/{key}" if key in metrics else key: v for key, v in measured.items()}
+        at, of_rows = stays.copy(), None if runs is None else runs[stays]
+        scored = scored_by_size(score, rewards[at], at.sum(axis=1), of_rows)
+        if scored.scores is not None:
+            scores = np.zeros_like(rewards) if scores is None else scores
+            scores[at] = scored.scores
+        stays[at], reasons[at] = scored.kept, scored.reasons
+        metrics |= {
+            f"{name}/{key}" if key in metrics else key: v for key, v in scored.metrics.items()
+        }
     return ScoredGroups(scores=scores, kept=stays, reasons=reasons, metrics=metrics)
 
 

@@ -7,43 +7,54 @@ others stand by. A set keeps the configuration it was made with; another one is 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple
 
-import anyio
+import anyio.to_thread
+from torch import Tensor
+from typing_extensions import override
 
-from trinity_buffer.algorithm.add_strategy import AddStrategy, CompositeAddStrategy, compose
-from trinity_buffer.algorithm.arguments import refuse_unknown
+from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
+from trinity_buffer.algorithm.arguments import made, refuse_unknown
 from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    CodecError,
+    CodecVersionError,
     ConflictingStrategyError,
     CursorConflictError,
-    InvalidArgumentError,
     LeaseLostError,
     UnknownNameError,
 )
-from trinity_buffer.events import ConsumerRegistered
+from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded
+from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
-from trinity_buffer.identity import EID
+from trinity_buffer.identity import EID, order_of
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.annotate.deciding import Decider, Decision, StrategySetup
+from trinity_buffer.pipeline.annotate.deciding import (
+    Decision,
+    GroupTable,
+    blame_strategy,
+    metrics_of,
+)
 from trinity_buffer.pipeline.annotate.grouping import (
     Deadlines,
     GroupingRules,
     ReadyUnit,
+    UnitReader,
     chunks,
-    has_rows,
 )
 from trinity_buffer.pipeline.annotate.strategies import (
     StrategyLike,
-    list_of,
-    make_strategy,
-    name_of,
-    strategy_class,
+    classes_of,
+    config_diff,
+    with_over,
 )
-from trinity_buffer.pipeline.annotate.unit_reader import UnitReader
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.diagnosis import counted
@@ -59,162 +70,24 @@ from trinity_buffer.pipeline.coordination.waiting import (
 )
 from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event, now_us
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.store import log, writer_queries
-from trinity_buffer.store.rows import ConsumerRow, ExperienceRow
-from trinity_buffer.store.transaction import Session, Transaction
+from trinity_buffer.pipeline.load.experiences import load_experiences
+from trinity_buffer.pipeline.load.segments import unreadable_among
+from trinity_buffer.store import log, segments, writer_queries
+from trinity_buffer.store.rows import (
+    SLOT_BITS,
+    ConsumerRow,
+    ExperienceRow,
+    position_of,
+    rows_recorded_by,
+    slot_of,
+)
+from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import StagedWriter
 
 _logger = logging.getLogger(__name__)
 
 ROWS_NAMED = 3
 """At most so many late rows are named in a warning."""
-
-
-def warn_of_rejections(name: str, annotated: int, reasons: Mapping[str, int]) -> None:
-    """Warn of rejections whose reason is a fault, or if every row was rejected."""
-    at_fault = any(reason.startswith(FAULTS) for reason in reasons)
-    if at_fault or (reasons and not annotated):
-        rejected = sum(reasons.values())
-        of = counted(rejected + annotated, "experience")
-        counts = ", ".join(f"{reason} {number}" for reason, number in reasons.items())
-        _logger.warning("strategy %r rejected %d of %s: %s", name, rejected, of, one_line(counts))
-
-
-def warn_of_late_rows(name: str, eids: Sequence[EID]) -> None:
-    """Warn of rows that came after their groups were decided."""
-    rows = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids[:ROWS_NAMED])
-    more = f" and {len(eids) - ROWS_NAMED} more" if len(eids) > ROWS_NAMED else ""
-    _logger.warning(
-        "strategy %r rejects %s as late: %s%s came after the group was decided; write all rows of "
-        "a run in one call",
-        name,
-        counted(len(eids), "experience"),
-        one_line(rows),
-        more,
-    )
-
-
-def warn_of_undecided(name: str, experiences: int, groups: int, *, why: str) -> None:
-    """Warn of experiences left undecided; 0 ``experiences``: some could not even be read."""
-    left = f"{counted(experiences, 'experience')} of {counted(groups, 'group')} waiting"
-    left = left if experiences else "what it cannot read yet"
-    _logger.warning("strategy %r ended and left %s: %s", name, left, one_line(why))
-
-
-def same_config(
-    recorded: Mapping[str, Any], wanted: Mapping[str, Any], strategy: AddStrategy
-) -> bool:
-    """Return whether two configurations are equal, with defaults filled in.
-
-    Args:
-        recorded: the configuration that the set was made with.
-        wanted: the configuration that ``strategy`` was made with.
-        strategy: supplies the defaults.
-    """
-    if _paths(recorded) != _paths(wanted):
-        return False
-    return _filled(recorded, strategy) == _filled(wanted, strategy)
-
-
-def config_diff(
-    recorded: Mapping[str, Any], wanted: Mapping[str, Any], strategy: AddStrategy
-) -> tuple[str, str]:
-    """Return the settings that only the first and only the second configuration has, as text."""
-    if _paths(recorded) != _paths(wanted):
-        before, after = ({"strategy": "+".join(_paths(config))} for config in (recorded, wanted))
-    else:
-        before, after = (_flat(_filled(config, strategy)) for config in (recorded, wanted))
-    differences = (
-        [
-            f"{key}={value!r}"
-            for key, value in mine.items()
-            if key not in other or other[key] != value
-        ]
-        for mine, other in ((before, after), (after, before))
-    )
-    first, second = (", ".join(texts) or "none of it" for texts in differences)
-    return first, second
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten the filled configuration of a set to one key per value."""
-    values = {key: value for key, value in config.items() if key not in ("args", "grouping")}
-    values |= config.get("grouping", {})
-    names = config["strategy"]
-    for name, args in zip(names, config["args"], strict=True):
-        prefix = f"{name}." if len(names) > 1 else ""
-        values |= {f"{prefix}{key}": value for key, value in args.items()}
-    return values
-
-
-def _paths(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the strategies; ``module:Class`` means ``module.Class``."""
-    return [name.replace(":", ".") for name in config["strategy"]]
-
-
-def with_over(
-    args: Mapping[str, Any], strategy: AddStrategy, recorded: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the arguments of a set with ``over``, the unit of its statistics, filled in.
-
-    By default each run counts once. A set made before ``over`` existed counts rows, so that its
-    arithmetic stays the same.
-
-    Args:
-        args: the arguments from the caller.
-        strategy: the strategy made with them.
-        recorded: the configuration of the set, if it exists.
-    """
-    if isinstance(strategy, CompositeAddStrategy):
-        return {
-            name: stage_args
-            for name, stage, _ in strategy.stages
-            if (stage_args := _with_over(args.get(name, {}), stage, _args_of(recorded, name)))
-        }
-    return _with_over(args, strategy, None if recorded is None else recorded["args"])
-
-
-def _args_of(recorded: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
-    if recorded is None or len(recorded["strategy"]) < 2:
-        return None
-    args: Mapping[str, Any] = recorded["args"].get(name, {})
-    return args
-
-
-def _with_over(
-    args: Mapping[str, Any], strategy: AddStrategy, recorded: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    if "over" in args or not strategy.takes_over():
-        return dict(args)
-    before = recorded is not None and "over" not in recorded
-    return {**args, "over": "rows" if before else "runs"}
-
-
-def _filled(config: Mapping[str, Any], strategy: AddStrategy) -> dict[str, Any]:
-    """Return a configuration with all arguments of each strategy."""
-    args = config["args"]
-    listed = [(strategy, args)]
-    if len(config["strategy"]) > 1:
-        assert isinstance(strategy, CompositeAddStrategy)  # the paths are equal, so it has stages
-        listed = [(stage, args.get(name, {})) for name, stage, _ in strategy.stages]
-    filled = [_defaults(stage) | stage_args for stage, stage_args in listed]
-    rules = asdict(GroupingRules()) | config.get("grouping", {})  # an old set lacks newer rules
-    return {**config, "strategy": _paths(config), "args": filled, "grouping": rules}
-
-
-def _defaults(strategy: AddStrategy) -> dict[str, Any]:
-    """Return the defaults of a strategy that can be compared with a recorded configuration."""
-    usable = {}
-    defaults = type(strategy).default_args()
-    if strategy.takes_over():  # what sets from before ``over`` do
-        defaults["over"] = "rows"
-    for name, default in defaults.items():
-        try:
-            usable[name] = as_json(name, default)
-        except InvalidArgumentError:  # no JSON value equals it
-            continue
-    return usable
-
 
 REST_S = 0.25
 """Least time between two checks of a standby, however busy the log is."""
@@ -231,9 +104,7 @@ SELDOM_S = 30.0
 
 
 class Standby:
-    """Waits for the lease of a strategy while another process decides.
-
-    Without ``follow`` it ends as soon as the holder has decided everything stored at the start.
+    """Tells when the process that decides in our place has decided all that is stored.
 
     Args:
         experiment: the experiment whose log is read.
@@ -247,11 +118,6 @@ class Standby:
         self._cursor = -1
         self._pause_s = STILL_S
         self._due = 0.0
-
-    async def rest(self, wait: ReportedWait, state: tuple[int, int]) -> None:
-        """Wait for a commit after ``state``, at most `LOOKS_AFTER_S`."""
-        await anyio.sleep(REST_S)  # else each commit of the holder would wake this process
-        await wait.changed(state, LOOKS_AFTER_S)
 
     async def is_over(self) -> bool:
         """Return whether the holder has decided everything stored at the first call.
@@ -360,19 +226,16 @@ class StrategyConsumer:
         self.experiment = experiment
         self._speaks = speaks
         self._staged = StagedWriter()
-        self._listed = list_of(strategy)
+        self._classes = classes_of(strategy)
         self._args = dict(args or {})
         self._rewards = rewards
-        self.name = name or "+".join(map(name_of, self._listed))
+        self.name = name or "+".join(name for name, _ in self._classes)
         self.rules = rules or GroupingRules.of(experiment.config)
-        self.strategy = self._made(self._args)
-        setup = self._configure(None)
-        self._unit = setup.unit
+        self._configure(None)
         self._cache = EventCache(experiment.key, experiment.name)
         self._reader = UnitReader(
             experiment, self.name, self._unit, self.rules, self._cache, rewards
         )
-        self._decider = Decider(experiment, setup, self._reader, self._cache)
         self._watch = RejectionWatch(
             f"strategy {self.name!r}",
             experiment.config.get("groups_per_step"),
@@ -383,32 +246,36 @@ class StrategyConsumer:
         self._lease = StrategyLease(experiment, self.name, alone=not speaks)
         self._deadlines = Deadlines(experiment, self.name, self.rules.deadline_s)
         self.has_read_all = False  # up to the head at the last read
+        self._calls = 0  # how often the strategy was called, by any process of its name
         self._annotated = 0
         self._rejected = 0
         self._reasons = Counter[str]()
 
-    def _made(self, args: Mapping[str, Any]) -> AddStrategy:
-        """Return the strategy with these arguments."""
-        if len(self._listed) == 1:
-            return make_strategy(self._listed[0], self._staged, args)
-        return compose(self._staged, [strategy_class(strategy) for strategy in self._listed], args)
-
-    def _configure(self, recorded: Mapping[str, Any] | None) -> StrategySetup:
+    def _configure(self, recorded: Mapping[str, Any] | None) -> None:
         """Make the strategy, with ``over`` filled in.
 
         Args:
             recorded: the configuration of the set, if it exists.
         """
-        args = with_over(self._args, self.strategy, recorded)
-        self.strategy = self._made(args)
-        names = [name_of(strategy) for strategy in self._listed]
-        recorded_args = as_json(f"arguments of strategy {self.name!r}", args)
-        self.config = {"strategy": names, "args": recorded_args, "grouping": asdict(self.rules)}
+        args = with_over(self._args, self._classes, recorded)
+        classes = [cls for _, cls in self._classes]
+        self.strategy: AddStrategy = (
+            made(classes[0], self._staged, **args)
+            if len(classes) == 1
+            else compose(self._staged, classes, args)
+        )
+        self._unit = self.strategy.unit_for(**args)
+        families = self.strategy.families_for(**args)
+        self._families = ("light", *(family for family in families if family != "light"))
+        # What decides a group by its rewards, if the strategy needs nothing else.
+        self._scorer = self.strategy.from_rewards() if self._unit == "group" else None
+        self.config = {
+            "strategy": [name for name, _ in self._classes],
+            "args": as_json(f"arguments of strategy {self.name!r}", args),
+            "grouping": asdict(self.rules),
+        }
         if self._rewards is not None:
             self.config["rewards"] = self._rewards
-        return StrategySetup(
-            self.name, self.strategy, self._staged, args, self.rules, self._rewards
-        )
 
     async def run(self, *, follow: bool = False) -> ConsumerReport:
         """Decide the stored rows; with ``follow``, go on until the experiment is finished.
@@ -419,9 +286,44 @@ class StrategyConsumer:
         await self._register()
         async with self._presence.heartbeats(), self._lease.kept():
             await self._decide_all(follow=follow)
+        waiting, groups = self._reader.grouping.num_waiting
         if self._speaks:
-            await self._report_undecided()
-        return self._report()
+            self._warn_of_rejections()
+            if waiting or self._reader.unscored is not None:
+                left = f"{counted(waiting, 'experience')} of {counted(groups, 'group')} waiting"
+                left = left if waiting else "what it cannot read yet"
+                why = one_line(await self._lacking())
+                _logger.warning("strategy %r ended and left %s: %s", self.name, left, why)
+        return ConsumerReport(self._annotated, self._rejected, waiting, groups)
+
+    async def _register(self) -> None:
+        """Register the set, or continue the one that has this name and configuration."""
+        event = new_event(
+            ConsumerRegistered(consumer=self.name, kind="strategy", config=self.config)
+        )
+        database, key = self.experiment.database, self.experiment.key
+        row = await database.read(writer_queries.consumer_row, key, self.name)
+        if row is None:
+            row = await database.write(
+                writer_queries.registered, key, self.name, event, clock=now_us
+            )
+        if row.kind != "strategy":
+            raise ConflictingStrategyError(
+                f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
+                "annotation set a name of its own with name="
+            )
+        args = with_over(self._args, self._classes, row.config)
+        if args != with_over(self._args, self._classes, None):
+            _logger.warning("%s", one_line(_COUNTS_ROWS.format(self.name)))
+            self._configure(row.config)
+        differences = config_diff(self._classes, row.config, self.config)
+        if differences is not None:
+            before, now = differences
+            raise ConflictingStrategyError(
+                f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
+                f"with {before}, this is {now}: give the new one a name of its own with name= "
+                "(--name)"
+            )
 
     async def _decide_all(self, *, follow: bool) -> None:
         """Decide units, or stand by while another process does, until the work is done."""
@@ -444,15 +346,22 @@ class StrategyConsumer:
                 return
             else:
                 self._presence.waiting_for = self._lease.told()
-                await other.rest(wait, state)
+                await anyio.sleep(REST_S)  # else each commit of the holder would wake this process
+                await wait.changed(state, LOOKS_AFTER_S)
 
     async def _decide_on(self, wait: ReportedWait, *, follow: bool) -> bool:
         """Continue from the last commit; return True at the end, False if the lease is lost."""
-        await self._start_over()
+        database = self.experiment.database
+        self._staged.groups.clear()
+        self._staged.rejections.clear()
+        row = await database.read(writer_queries.consumer_row, self.experiment.key, self.name)
+        assert row is not None  # registered before
+        self._calls = row.calls
+        await self._reader.load(row)
         ending = not follow
         while self._lease.is_held:
             await self._presence.seen()
-            state = await self.experiment.database.changes.state()
+            state = await database.changes.state()
             await self._deadlines.keep()
             try:
                 page = await self._advance(live=follow)
@@ -463,18 +372,16 @@ class StrategyConsumer:
                 wait.over()
                 continue
             self.has_read_all = True
-            if ending and not self._reader.becomes_idle:
+            becomes_idle = self._reader.grouping.becomes_idle
+            if ending and not becomes_idle:
                 return True
             ending = ending or page.finished  # one more page: rows may precede the end
-            if not ending or self._reader.becomes_idle:
+            if not ending or becomes_idle:
                 settle_imports()
-                await wait.changed(state, self._seconds_to_deadline())
+                # Until the next group or batch must be closed.
+                left = min(self._reader.seconds_to_deadline(), self._deadlines.seconds_left())
+                await wait.changed(state, None if math.isinf(left) else left)
         return False
-
-    def _seconds_to_deadline(self) -> float | None:
-        """Return the seconds until the next group or batch must be closed, or None."""
-        left = (self._reader.seconds_to_deadline(), self._deadlines.seconds_left())
-        return min((seconds for seconds in left if seconds is not None), default=None)
 
     async def _waiting_for(self) -> str:
         if self._lease.held_by is not None:
@@ -484,8 +391,8 @@ class StrategyConsumer:
     async def _lacking(self) -> str:
         """Return why nothing is decided, and which process would bring the missing rows."""
         experiment = self.experiment
-        if self._reader.becomes_idle:
-            groups = diagnosis.counted(self._reader.num_waiting[1], "group")
+        if self._reader.grouping.becomes_idle:
+            groups = counted(self._reader.grouping.num_waiting[1], "group")
             return f"{groups}, each decided when nothing came for it for {self.rules.idle_s:g} s"
         if self._reader.unscored is not None:
             return (
@@ -496,13 +403,16 @@ class StrategyConsumer:
             diagnosis.of_strategy, experiment.key, self.name, whole_batches=self._unit == "batch"
         )
 
-    async def _report_undecided(self) -> None:
-        warn_of_rejections(self.name, self._annotated, self._reasons)
-        if self._reader.num_waiting[0] or self._reader.unscored is not None:
-            warn_of_undecided(self.name, *self._reader.num_waiting, why=await self._lacking())
-
-    def _report(self) -> ConsumerReport:
-        return ConsumerReport(self._annotated, self._rejected, *self._reader.num_waiting)
+    def _warn_of_rejections(self) -> None:
+        """Warn of rejections whose reason is a fault, or if every row was rejected."""
+        at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
+        if at_fault or (self._reasons and not self._annotated):
+            rejected = self._reasons.total()
+            of = counted(rejected + self._annotated, "experience")
+            counts = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
+            _logger.warning(
+                "strategy %r rejected %d of %s: %s", self.name, rejected, of, one_line(counts)
+            )
 
     async def _advance(self, *, live: bool = False) -> _PageResult:
         """Read one page and decide the units that are ready.
@@ -513,11 +423,12 @@ class StrategyConsumer:
         database = self.experiment.database
         page = await database.session(lambda s: self._read_page(s, live=live))
         for units in page.left:
-            await self._decide(units)
+            by_rewards = partial(self._decide_by_rewards, units=units)
+            if self._scorer is None or not await database.session(by_rewards):
+                await self._decide_by_experiences(units)
         if page.late:
-            decision = await self._decider.by_experiences([], page.late)
-            rows = await database.session(lambda s: self._commit_late(s, decision, page.late))
-            warn_of_late_rows(self.name, [rows[address].eid for address in page.late])
+            rows = await database.session(lambda s: self._reject_late(s, page.late))
+            self._warn_of_late_rows([rows[a].eid for a in page.late[:ROWS_NAMED]], len(page.late))
         return page
 
     def _read_page(self, s: Session, *, live: bool) -> _PageResult:
@@ -528,8 +439,10 @@ class StrategyConsumer:
         read = self._reader.read(s)
         # Units without rows first: only the commit that moves the cursor past them records that
         # they are decided.
-        units = sorted(self._reader.take_ready(), key=has_rows)
-        late = self._reader.take_late()
+        units = sorted(
+            self._reader.take_ready(), key=lambda unit: any(group.members for group in unit)
+        )
+        late = self._reader.grouping.take_late()
         in_step = live and not self._reader.behind
         most = sizes().experiences_per_live_commit if in_step else sizes().experiences_per_commit
         left = chunks(units, most)
@@ -539,100 +452,258 @@ class StrategyConsumer:
         finished = not worked and s.read(writer_queries.is_finished, self.experiment.key)
         return _PageResult(worked, finished, left, late)
 
+    def _shown(self, units: Sequence[ReadyUnit], decision: Decision) -> list[ReadyUnit]:
+        """Return the groups of each unit that the strategy sees; the others are rejected."""
+        for unit in units:
+            decision.planned.update({"/".join(group.key): group.planned for group in unit})
+        if self.rules.incomplete == "keep":
+            return list(units)
+        for group in (group for unit in units for group in unit if group.short):
+            decision.reject(group.members, "incomplete_group")
+        return [[group for group in unit if not group.short] for unit in units]
+
+    def _cursor_for(self, units: Sequence[ReadyUnit]) -> int | None:
+        """Return where the cursor must stand for units to be committed; None: anywhere."""
+        has_rows = all(any(group.members for group in unit) for unit in units)
+        return None if has_rows else self._reader.cursor
+
     def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:
-        """Decide ``units`` by rewards alone; return False if experiences have to be loaded."""
-        loaded, scored, events = self._decider.partition(s, units)
-        if not loaded:
-            self._commit(s, self._decider.by_rewards(s, scored, events), scored)
-        return not loaded
+        """Decide and commit ``units`` by rewards; return False if experiences have to be loaded."""
+        scorer, decision = self._scorer, Decision(self.name)
+        if scorer is None:
+            return False
+        groups = [group for unit in self._shown(units, decision) for group in unit if group.members]
+        addresses = [address for group in groups for address in group.members]
+        events = self._events(s, addresses)
+        if events is None or not all(event.scorable for event in events.values()):
+            return False
+        # Rewards are in the event, but rows without tensors have to be rejected one by one.
+        if s.read(segments.archived_at, [event.segment for event in events.values()]):
+            return False
+        assigned = self._assigned(s, addresses)
+        # Each group counts as one call of `add`, whichever way it is decided.
+        self._calls += len(groups)
+        seen, calls, after = self._reader.seen, self._calls, self._cursor_for(units)
 
-    async def _decide(self, units: Sequence[ReadyUnit]) -> None:
-        """Decide ``units``, beginning with those whose experiences have to be loaded."""
+        def decide() -> None:
+            if groups:
+                with blame_strategy(self.name, _uid_at(addresses[0], events)):
+                    table = GroupTable.of(groups, events, assigned)
+                    decision.score(groups, table, scorer, self.strategy.over)
+            store = self.experiment.database.segments
+            decision.encode(store, seen=seen, calls=calls, after=after)
+
+        s.compute(decide)
+        self._commit(s, decision, units)
+        return True
+
+    def _events(
+        self, s: ReadSession, addresses: Iterable[int]
+    ) -> Mapping[int, ExperiencesRecorded] | None:
+        """Return position -> event that recorded the experiences; None if one is unreadable."""
+        try:
+            events = self._cache.events(s, {address >> SLOT_BITS for address in addresses})
+        except CodecVersionError:
+            raise
+        except CodecError:
+            return None
+        return {at: e for at, e in events.items() if isinstance(e, ExperiencesRecorded)}
+
+    def _assigned(self, s: ReadSession, addresses: Sequence[int]) -> Mapping[int, float] | None:
+        """Return the rewards of the scoring in use, or None to use the recorded ones."""
+        if self._rewards is None:
+            return None
+        key = self.experiment.key
+        return s.read(writer_queries.assigned_rewards, key, self._rewards, addresses)
+
+    def _rows(self, s: ReadSession, addresses: Collection[int]) -> dict[int, ExperienceRow]:
+        """Return address -> row of the experience there."""
+        events, wanted = self._events(s, addresses), set(addresses)
+        if events is not None:
+            rows = chain.from_iterable(rows_recorded_by(at, e) for at, e in events.items())
+            return {row.address: row for row in rows if row.address in wanted}
+        listed, size = sorted(wanted), sizes().rows_per_page
+        pages = (
+            s.read(writer_queries.experience_rows, self.experiment.key, listed[at : at + size])
+            for at in range(0, len(listed), size)
+        )
+        return {row.address: row for page in pages for row in page}
+
+    async def _decide_by_experiences(self, units: Sequence[ReadyUnit]) -> None:
+        """Have the strategy decide on the experiences of ``units``, and commit."""
+        database, decision = self.experiment.database, Decision(self.name)
+        shown = self._shown(units, decision)
+        wanted = [a for unit in shown for group in unit for a in group.members]
+        rows = await database.read_session(lambda s: self._rows(s, wanted))
+        masks: dict[int, Tensor | None] = {}
+        # Light rows are small, so one load can cover a whole commit.
+        light = self._families == ("light",)
+        most = sizes().experiences_per_commit if light else sizes().experiences_per_load
+        for part in chunks(shown, most):
+            of_units = [
+                sorted((rows[a] for group in unit for a in group.members), key=sort_key)
+                for unit in part
+            ]
+            loaded = await self._load([row for unit in of_units for row in unit], decision)
+            for unit_rows in of_units:
+                members = [loaded[row.address] for row in unit_rows if row.address in loaded]
+                if not members:
+                    continue
+                # Before the call: the strategy may change its list and the fields of experiences.
+                masks.update((e.address or 0, e.__dict__.get("action_mask")) for e in members)
+                with blame_strategy(self.name, members[0].eid.uid):
+                    decision.metrics.append(
+                        metrics_of(await self.strategy.add(members, self._calls))
+                    )
+                self._calls += 1
+        seen, calls, after = self._reader.seen, self._calls, self._cursor_for(units)
+
+        def encode() -> None:
+            decision.take(self._staged, masks, rows)
+            decision.encode(database.segments, seen=seen, calls=calls, after=after)
+
+        await anyio.to_thread.run_sync(encode)
+        await database.session(lambda s: self._commit(s, decision, units))
+
+    async def _load(
+        self, rows: Sequence[ExperienceRow], decision: Decision
+    ) -> dict[int, Experience]:
+        """Return address -> experience; those that cannot be read are rejected."""
+        if not rows:
+            return {}
         database = self.experiment.database
-        loaded, scored, events = await database.read_session(
-            lambda s: self._decider.partition(s, units)
-        )
-        if loaded:
-            decision = await self._decider.by_experiences(loaded, [])
-            await database.session(lambda s: self._commit(s, decision, loaded))
+        experiences = await load_experiences(database, self._cache, rows, self._families)
+        bad = await self._unreadable(rows, experiences)
+        decision.reasons |= bad
+        if self.rules.incomplete == "reject":
+            broken = {row.eid.tid for row in rows if row.address in bad}
+            short = [r.address for r in rows if r.eid.tid in broken and r.address not in bad]
+            decision.reject(short, "incomplete_group")
+        loaded = {e.address or 0: e for e in experiences if e.address not in decision.reasons}
+        if self._rewards is not None:
+            assigned = await database.read_session(lambda s: self._assigned(s, list(loaded)))
+            for address, experience in loaded.items():
+                # A row that the scoring left out has no reward, not its recorded one.
+                experience.reward = (assigned or {}).get(address)
+        return loaded
 
-        def by_rewards(s: Session) -> None:
-            self._commit(s, self._decider.by_rewards(s, scored, events), scored)
+    async def _unreadable(
+        self, rows: Sequence[ExperienceRow], experiences: Sequence[Experience]
+    ) -> dict[int, str]:
+        """Return address -> reason, of experiences that are damaged or were deleted.
 
-        if scored:
-            await database.session(by_rewards)
-
-    async def _start_over(self) -> None:
-        """Continue after the last commit of this name, of this process or another."""
-        self._staged.groups.clear()
-        self._staged.rejections.clear()
-        row = await self.experiment.database.read(
-            writer_queries.consumer_row, self.experiment.key, self.name
-        )
-        assert row is not None  # registered before
-        self._decider.calls = row.calls
-        await self._reader.load(row)
-
-    async def _register(self) -> None:
-        event = new_event(
-            ConsumerRegistered(consumer=self.name, kind="strategy", config=self.config)
-        )
-        database, key = self.experiment.database, self.experiment.key
-        row = await database.read(writer_queries.consumer_row, key, self.name)
-        if row is None:
-            row = await database.write(
-                writer_queries.registered, key, self.name, event, clock=now_us
+        Raises:
+            ArchivedSegmentError: tensors cannot be read here and now, and are not gone for good.
+        """
+        bad = {e.address or 0: "damaged" for e in experiences if e.damaged is not None}
+        absent = [pair for pair in zip(rows, experiences, strict=True) if pair[1].archived]
+        if absent:
+            # No families required: here only the absence of a whole segment matters.
+            wanted: dict[bytes, tuple[str, ...]] = {row.segment: () for row, _ in absent}
+            reasons = await self.experiment.database.read_session(
+                lambda s: unreadable_among(s, wanted, self._families)
             )
-        if row.kind != "strategy":
-            raise ConflictingStrategyError(
-                f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
-                "annotation set a name of its own with name="
-            )
-        as_before = with_over(self._args, self.strategy, row.config)
-        if as_before != with_over(self._args, self.strategy, None):
-            _logger.warning("%s", one_line(_COUNTS_ROWS.format(self.name)))
-            setup = self._configure(row.config)
-            self._decider = Decider(self.experiment, setup, self._reader, self._cache)
-        if not same_config(row.config, self.config, self.strategy):
-            before, now = config_diff(row.config, self.config, self.strategy)
-            raise ConflictingStrategyError(
-                f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
-                f"with {before}, this is {now}: give the new one a name of its own with name= "
-                "(--name)"
-            )
+            for row, experience in absent:
+                if row.segment not in reasons:
+                    raise ArchivedSegmentError(f"{row.eid}: {experience.archived}")
+                bad[row.address] = reasons[row.segment]
+        return bad
 
     def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
         """Commit the decision on ``units`` together with the cursor."""
         if not decision.events:
             return
-        store, key = self.experiment.database.segments, self.experiment.key
+        database, key = self.experiment.database, self.experiment.key
         reached("before-annotate")
 
         def commit(tx: Transaction) -> None:
-            decision.append(tx, store, key, self.name, require=self._lease.require)
+            database.segments.attach(tx, decision.segment_rows)
+            # Inside the transaction of the events: a lease that is lost afterwards cannot matter.
+            last = self._lease.require(tx)
+            log.append(tx, key, decision.events, actor=self.name, now_us=now_us(), last=last)
             reached("inside-annotate")
 
         s.write(commit)
-        self._reader.committed()
+        self._reader.cursor = max(self._reader.cursor, self._reader.seen)
         reached("after-annotate")
-        self._annotated += decision.annotated
-        self._rejected += decision.rejected
-        self._reasons.update(decision.reasons)
-        if decision.annotated:
+        self._annotated += len(decision.experiences)
+        self._rejected += len(decision.reasons)
+        self._reasons.update(decision.reasons.values())
+        groups = [group for unit in units for group in unit if group.members]
+        if decision.experiences:
             self._watch.accepted()
-        elif decision.rejected and units:
-            groups = [group for unit in units for group in unit.groups if group.members]
-            if groups:
-                first = groups[0].members[0]
-                row = self._reader.rows(s, [first])[first]
-                self._watch.rejected(len(groups), decision.reasons, lambda: row.eid.uid)
+        elif decision.reasons and groups:
+            first = groups[0].members[0]
+            self._watch.rejected(
+                len(groups),
+                set(decision.reasons.values()),
+                lambda: self._rows(s, [first])[first].eid.uid,
+            )
 
-    def _commit_late(
-        self, s: Session, decision: Decision, late: Sequence[int]
-    ) -> dict[int, ExperienceRow]:
-        """Commit the rejection of late rows; return these rows."""
+    def _reject_late(self, s: Session, late: Sequence[int]) -> dict[int, ExperienceRow]:
+        """Commit the rejection of rows that came after their groups were decided.
+
+        Returns:
+            The first of them, to be named.
+        """
+        decision = Decision(self.name)
+        decision.reject(late, "late")
+        decision.encode(
+            self.experiment.database.segments, seen=self._reader.seen, calls=self._calls
+        )
         self._commit(s, decision, [])
-        return self._reader.rows(s, late)
+        return self._rows(s, late[:ROWS_NAMED])
+
+    def _warn_of_late_rows(self, eids: Sequence[EID], number: int) -> None:
+        rows = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids)
+        more = f" and {number - len(eids)} more" if number > len(eids) else ""
+        _logger.warning(
+            "strategy %r rejects %s as late: %s%s came after the group was decided; write all rows "
+            "of a run in one call",
+            self.name,
+            counted(number, "experience"),
+            one_line(rows),
+            more,
+        )
+
+
+def sort_key(row: ExperienceRow) -> tuple[object, ...]:
+    """Return the sort key of the rows that a strategy sees: batch, task, run, step, suffix."""
+    eid = row.eid
+    return (order_of(eid.batch), order_of(eid.task), eid.run, eid.step, eid.suffix)
+
+
+def _uid_at(address: int, events: Mapping[int, ExperiencesRecorded]) -> str:
+    """Return the uid of the experience at ``address``, by the event that recorded it."""
+    columns, slot = events[position_of(address)].columns, slot_of(address)
+    key = columns.batch[slot], columns.task[slot], columns.run[slot]
+    return EID(*key, columns.step[slot], columns.suffix[slot]).uid
+
+
+RECORDED = "recorded"
+"""Name of the set that ``strategy=None`` reads: whole groups, nothing computed."""
+
+
+class RecordedStrategy(AddStrategy):
+    """Keeps every experience as it is; trainers that compute advantages themselves read its set."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    annotates: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Write everything."""
+        await self.writer.write(experiences)
+        return len(experiences), {}
+
+
+def recorder(experiment: ExperimentHandle) -> StrategyConsumer:
+    """Return the consumer that groups recorded rows, inside the trainer that reads them."""
+    config = experiment.config
+    alone = {"rollouts_per_group": 1} if config.get("schema") in ("sft", "dpo", "cpt") else {}
+    rules = GroupingRules.of({**alone, **config})
+    return StrategyConsumer(experiment, RecordedStrategy, name=RECORDED, rules=rules, speaks=False)
 
 
 async def run_strategy(

@@ -1,8 +1,8 @@
-"""When a group or a batch is complete, and in which order a strategy sees it.
+"""Reads the log behind a strategy's cursor, and folds it into units that are ready to decide.
 
-`Grouping` is a fold over the log in memory that decides nothing durable: a consumer that restarts
-feeds it the waiting rows and goes on. A group is ready when its planned runs are stored, when its
-batch is sealed, or at its deadline; a slow group does not hold back the others.
+`Grouping` is a fold in memory that decides nothing durable: a consumer that restarts feeds it the
+waiting rows and goes on. A group is ready when its planned runs are stored, when its batch is
+sealed, or at its deadline; a slow group does not hold back the others.
 
 `Deadlines` seals planned batches whose deadline has passed. The groups of a batch are planned at
 once, so they share one deadline. A group without rows has no row that a decision could name: only
@@ -13,22 +13,36 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
-from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import ExperiencesRecorded
-from trinity_buffer.identity import order_of
+from trinity_buffer.algorithm.annotating import Unit
+from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
+from trinity_buffer.events import (
+    BatchPlanned,
+    BatchSealed,
+    ExperiencesRecorded,
+    Fact,
+    RewardsAssigned,
+    kinds_of,
+)
+from trinity_buffer.identity import Key
+from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination.waiting import one_line
-from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
+from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, now_us
+from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.write.planning import seal_as_it_is
 from trinity_buffer.store import counts, log, writer_queries
-from trinity_buffer.store.rows import BatchRow, ExperienceRow, first_address
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.rows import BatchRow, ConsumerRow, first_address, position_of
+from trinity_buffer.store.transaction import ReadSession, Transaction
 
-Unit = Literal["group", "batch"]
+_logger = logging.getLogger(__name__)
+
 GroupKey = tuple[str, str]
 """(batch, task), both as text: ``7`` and ``"7"`` are one key."""
 
@@ -83,7 +97,7 @@ class GroupingRules:
 
 
 class RowRange(NamedTuple):
-    """Neighbouring experiences of one event that belong to one group.
+    """Neighbouring experiences of one group.
 
     Attributes:
         key: key of the group.
@@ -93,45 +107,21 @@ class RowRange(NamedTuple):
     """
 
     key: GroupKey
-    addresses: range
-    runs: Sequence[int]
+    addresses: list[int]
+    runs: list[int]
     refused: bool
 
 
-def ranges_of_event(position: int, fact: ExperiencesRecorded) -> list[RowRange]:
-    """Return the rows of an event as ranges of one group each."""
-    columns, refused, start = fact.columns, fact.refused, first_address(position)
-    left = [slot in refused for slot in range(len(columns))]
-    keys = zip(columns.batch, columns.task, left, strict=True)
-    ranges, slot = [], 0
-    for (batch, task, is_refused), rows in groupby(keys):
-        # Slots are positions in the event, so a range of slots is a range of addresses.
-        end = slot + sum(1 for _ in rows)
-        addresses = range(start + slot, start + end)
-        ranges.append(
-            RowRange((str(batch), str(task)), addresses, columns.run[slot:end], is_refused)
-        )
-        slot = end
+def ranges_of(rows: Iterable[tuple[int, Key, Key, int, bool]]) -> list[RowRange]:
+    """Return rows (address, batch, task, run, whether refused) as ranges of one group each."""
+    ranges = []
+    for (batch, task, refused), part in groupby(rows, itemgetter(1, 2, 4)):
+        addresses, _, _, runs, _ = zip(*part, strict=True)
+        ranges.append(RowRange((str(batch), str(task)), [*addresses], [*runs], refused))
     return ranges
 
 
-def range_of_row(row: ExperienceRow) -> RowRange:
-    """Return the range of a single row of the projection."""
-    key = (str(row.eid.batch), str(row.eid.task))
-    return RowRange(key, range(row.address, row.address + 1), (row.eid.run,), bool(row.refused))
-
-
-def among(rows: RowRange, wanted: set[int]) -> Iterator[RowRange]:
-    """Yield the parts of a range that are in ``wanted``, which mostly is all of it."""
-    if wanted.issuperset(rows.addresses):
-        yield rows
-        return
-    for address, run in zip(rows.addresses, rows.runs, strict=True):
-        if address in wanted:
-            yield RowRange(rows.key, range(address, address + 1), (run,), rows.refused)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """The runs of one task in one batch, as far as they are stored.
 
@@ -139,6 +129,7 @@ class Group:
         members: addresses of its experiences, in the order in which they were read.
         runs: of which something is stored, refused or not.
         accepted: runs of which there are members.
+        first_seen_us, last_seen_us: when its first and last members were recorded.
     """
 
     key: GroupKey
@@ -147,49 +138,24 @@ class Group:
     members: list[int] = field(default_factory=list)
     runs: set[int] = field(default_factory=set)
     accepted: set[int] = field(default_factory=set)
-    first_seen_us: int | None = None
-    last_seen_us: int = 0
+    first_seen_us: float = math.inf
+    last_seen_us: float = 0.0
     decided: bool = False
 
-    @property
-    def complete(self) -> bool:
-        """Whether all its runs are stored (refused ones too: they will not come again)."""
-        return self._has_all(self.runs)
-
-    @property
-    def short(self) -> bool:
-        """Whether a strategy gets fewer runs than there should be: they are lacking, or refused."""
-        return self.rollouts is not None and not self._has_all(self.accepted)
-
-    def _has_all(self, runs: set[int]) -> bool:
+    def has_all(self, runs: set[int]) -> bool:
         """Return whether ``runs`` covers the group; unplanned runs do not count."""
         if self.rollouts is None or len(runs) < self.rollouts:
             return False
         return not self.planned or runs.issuperset(range(self.rollouts))
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadyUnit:
-    """What one call of a strategy gets: whole groups.
-
-    Attributes:
-        incomplete: whether a group is short of runs: the deadline or the seal came before them, or
-            they were refused.
-    """
-
-    groups: tuple[Group, ...]
-    incomplete: bool
-
     @property
-    def addresses(self) -> list[int]:
-        """All members."""
-        return [address for group in self.groups for address in group.members]
+    def short(self) -> bool:
+        """Whether a strategy gets fewer runs than there should be: they are lacking, or refused."""
+        return self.rollouts is not None and not self.has_all(self.accepted)
 
 
-def sort_key(row: ExperienceRow) -> tuple[object, ...]:
-    """Return the sort key of the rows that a strategy sees: batch, task, run, step, suffix."""
-    eid = row.eid
-    return (order_of(eid.batch), order_of(eid.task), eid.run, eid.step, eid.suffix)
+ReadyUnit = list[Group]
+"""What one call of a strategy gets: whole groups."""
 
 
 @dataclass(slots=True)
@@ -198,73 +164,63 @@ class _Batch:
     rollouts: int | None
     sealed: bool = False
     decided: bool = False
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
 
 
 class Grouping:
     """Collects rows into groups and returns those that are ready.
 
-    Before it feeds a page, the owner asks for `unknown` groups, looks them up in the database and
-    reports them by `apply_plan` or `mark_decided`.
+    Before it feeds a page, the owner looks up groups that are not in memory (new ones, or decided
+    long ago) in the database and reports them by `apply_plan` and `mark_decided`.
+
+    Attributes:
+        batches, groups: those that are in memory.
     """
 
     def __init__(self, unit: Unit, rules: GroupingRules) -> None:
         self.unit = unit
         self.rules = rules
-        self._batches: dict[str, _Batch] = {}
+        self.batches: dict[str, _Batch] = {}
+        self.groups: dict[GroupKey, Group] = {}
         self._candidates: set[str] = set()
         self._late: list[int] = []
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of experiences that were read and are undecided."""
-        return sum(
-            len(g.members)
-            for b in self._batches.values()
-            for g in b.groups.values()
-            if not g.decided
-        )
+    def _open(self) -> list[Group]:
+        return [group for group in self.groups.values() if not group.decided]
 
     @property
-    def num_waiting_groups(self) -> int:
-        """Number of groups with undecided experiences."""
-        return sum(
-            1
-            for b in self._batches.values()
-            for g in b.groups.values()
-            if g.members and not g.decided
-        )
+    def num_waiting(self) -> tuple[int, int]:
+        """Number of experiences that were read and are undecided, and of their groups."""
+        sizes_of_groups = [len(group.members) for group in self._open() if group.members]
+        return sum(sizes_of_groups), len(sizes_of_groups)
 
-    def unknown(self, ranges: Iterable[RowRange]) -> set[GroupKey]:
-        """Return the groups of ``ranges`` that are not in memory: new ones, or decided long ago."""
-        return {key for key, *_ in ranges if not self.knows_group(key)}
+    def _batch(self, key: str) -> _Batch:
+        if key not in self.batches:
+            self.batches[key] = _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
+        return self.batches[key]
 
-    def knows_group(self, key: GroupKey) -> bool:
-        """Return whether the group is in memory."""
-        return key[0] in self._batches and key[1] in self._batches[key[0]].groups
-
-    @property
-    def batches(self) -> Iterable[str]:
-        """The batches that are in memory."""
-        return self._batches.keys()
-
-    def knows(self, batch: str) -> bool:
-        """Return whether the batch is in memory."""
-        return batch in self._batches
+    def group(self, key: GroupKey) -> Group:
+        """Return the group of this key, which may be new."""
+        if key not in self.groups:
+            batch = self._batch(key[0])
+            # `apply_plan` marks the tasks that the plan names; any other task is unplanned. One
+            # that appears in a batch decided as a whole is late.
+            made = Group(key, planned=False, rollouts=batch.rollouts, decided=batch.decided)
+            self.groups[key] = made
+            batch.groups.append(made)
+        return self.groups[key]
 
     def apply_plan(self, row: BatchRow, *, sealed: bool) -> None:
         """Apply a plan, or a seal without one, unless it is known already."""
-        key = str(row.batch)
-        known = self._batches.get(key)
+        key, size = str(row.batch), row.rollouts_per_group
         # A plan can arrive twice: by a lookup in the database, and as the event itself.
-        if known is None:
-            planned = row.rollouts_per_group is not None
-            rollouts = row.rollouts_per_group if planned else self.rules.rollouts_per_group
-            known = self._batches[key] = _Batch(planned, rollouts)
+        if key not in self.batches and size is not None:
+            self.batches[key] = _Batch(planned=True, rollouts=size)
+        batch = self._batch(key)
         # A seal beyond the cursor must not be undone by a plan that is read later.
-        known.sealed = known.sealed or sealed
+        batch.sealed = batch.sealed or sealed
         for task in row.tasks:
-            self._group(key, str(task)).planned = known.planned
+            self.group((key, str(task))).planned = batch.planned
         self._candidates.add(key)
 
     def mark_decided(self, keys: Iterable[GroupKey]) -> None:
@@ -272,17 +228,13 @@ class Grouping:
 
         If the unit is a batch, all its groups were decided at once.
         """
-        for batch, task in keys:
-            self._group(batch, task).decided = True
+        for key in keys:
+            self.group(key).decided = True
             if self.unit == "batch":
-                known = self._batches[batch]
-                known.decided = True
-                for group in known.groups.values():
+                batch = self.batches[key[0]]
+                batch.decided = True
+                for group in batch.groups:
                     group.decided = True
-
-    def mark_run(self, key: GroupKey, run: int) -> None:
-        """Mark a run as stored although its rows do not wait: validation refused them."""
-        self._group(*key).runs.add(run)
 
     def mark_empty_groups(self, batches: Iterable[str]) -> None:
         """Mark ready groups without members in ``batches`` as decided.
@@ -291,20 +243,14 @@ class Grouping:
         counted such groups as left out.
         """
         for key in batches:
-            batch = self._batches[key]
-            empty = [g for g in batch.groups.values() if not (g.decided or g.members)]
-            ready = [group for group in empty if group.complete or batch.sealed]
-            if self.unit == "batch" and len(ready) < sum(
-                not group.decided for group in batch.groups.values()
-            ):
-                continue
-            for group in ready:
-                group.decided = True
+            ready = self._ready_of(self.batches[key], 0)
+            if self.unit == "group" or not any(group.members for group in ready):
+                for group in ready:
+                    group.decided = not group.members
 
     def record(self, rows: RowRange, at_us: int) -> None:
         """Add experiences that were recorded at ``at_us``."""
-        batch, task = rows.key
-        group = self._group(batch, task)
+        group = self.groups.get(rows.key) or self.group(rows.key)
         if group.decided:
             if not rows.refused:
                 self._late.extend(rows.addresses)
@@ -314,117 +260,85 @@ class Grouping:
         if not rows.refused:
             group.members.extend(rows.addresses)
             group.accepted.update(rows.runs)
-            group.first_seen_us = (
-                at_us if group.first_seen_us is None else min(at_us, group.first_seen_us)
-            )
+            group.first_seen_us = min(at_us, group.first_seen_us)
             group.last_seen_us = max(at_us, group.last_seen_us)
-        self._candidates.add(batch)
+        self._candidates.add(rows.key[0])
 
     def seal(self, batch: str) -> None:
         """Close a batch: its groups are ready as they are."""
-        known = self._batches.setdefault(
-            batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
-        )
-        known.sealed = True
+        self._batch(batch).sealed = True
         self._candidates.add(batch)
-
-    def _group(self, batch: str, task: str) -> Group:
-        known = self._batches.setdefault(
-            batch, _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
-        )
-        if task not in known.groups:
-            # `apply_plan` marks the tasks that the plan names; any other task is unplanned.
-            made = Group((batch, task), planned=False, rollouts=known.rollouts)
-            # A task that appears in a batch decided as a whole is late.
-            made.decided = known.decided
-            known.groups[task] = made
-        return known.groups[task]
 
     def take_late(self) -> list[int]:
         """Return, once, the rows that came for groups decided before."""
         late, self._late = self._late, []
         return late
 
-    def next_deadline_us(self) -> int | None:
-        """Return the deadline of the next open group, or None."""
-        if self.rules.deadline_s is None and self.rules.idle_s is None:
-            return None
-        ends = [(self._deadline_us(group), self._idle_us(group)) for _, group in self._open()]
-        return min((end for both in ends for end in both if end is not None), default=None)
+    def _ends_of(self, group: Group) -> tuple[float, float]:
+        """Return when an open group is overdue and when it is idle; infinite: never."""
+        deadline_s, idle_s = self.rules.deadline_s, self.rules.idle_s
+        overdue = math.inf if deadline_s is None else group.first_seen_us + int(deadline_s * 1e6)
+        if idle_s is None or group.rollouts is not None or not group.members:
+            return overdue, math.inf
+        return overdue, group.last_seen_us + int(idle_s * 1e6)
+
+    @property
+    def _is_timed(self) -> bool:
+        return self.rules.deadline_s is not None or self.rules.idle_s is not None
+
+    def next_deadline_us(self) -> float:
+        """Return when the next open group must be closed; infinite: never."""
+        if not self._is_timed:
+            return math.inf
+        return min((min(self._ends_of(group)) for group in self._open()), default=math.inf)
 
     @property
     def becomes_idle(self) -> bool:
         """Whether some open group closes once no more rows come for it."""
-        return any(self._idle_us(group) is not None for _, group in self._open())
-
-    def _deadline_us(self, group: Group) -> int | None:
-        if self.rules.deadline_s is None or group.first_seen_us is None:
-            return None
-        return group.first_seen_us + int(self.rules.deadline_s * 1e6)
-
-    def _idle_us(self, group: Group) -> int | None:
-        if self.rules.idle_s is None or group.rollouts is not None or not group.members:
-            return None
-        return group.last_seen_us + int(self.rules.idle_s * 1e6)
-
-    def _open(self) -> Iterator[tuple[str, Group]]:
-        for key, batch in self._batches.items():
-            for group in batch.groups.values():
-                if not group.decided:
-                    yield key, group
+        return self.rules.idle_s is not None and any(
+            self._ends_of(group)[1] < math.inf for group in self._open()
+        )
 
     def take_ready(self, now_us: int) -> list[ReadyUnit]:
         """Return, once, every ready unit, oldest batch first; forget finished batches."""
-        due = self.next_deadline_us()
-        if due is not None and due <= now_us:
+        if self.next_deadline_us() <= now_us:
             # A deadline can close groups of any batch, not only of those with new rows.
-            self._candidates.update(key for key, _ in self._open())
+            self._candidates.update(group.key[0] for group in self._open())
         units: list[ReadyUnit] = []
-        for key in [key for key in self._batches if key in self._candidates]:
-            batch = self._batches[key]
-            units += self._ready_of(batch, now_us)
-            if all(group.decided for group in batch.groups.values()):
+        for key in [key for key in self.batches if key in self._candidates]:
+            batch = self.batches[key]
+            ready = self._ready_of(batch, now_us)
+            for group in ready:
+                group.decided = True
+            units += [[group] for group in ready] if self.unit == "group" else [ready]
+            if all(group.decided for group in batch.groups):
                 # Decided batches are forgotten; their late rows are recognized through the
                 # database.
-                del self._batches[key]
+                del self.batches[key]
+                for group in batch.groups:
+                    del self.groups[group.key]
         self._candidates.clear()
-        return units
+        return list(filter(None, units))
 
-    def _ready_of(self, batch: _Batch, now_us: int) -> list[ReadyUnit]:
-        def is_overdue(group: Group) -> bool:
-            return _is_past(self._deadline_us(group), now_us)
-
-        def is_idle(group: Group) -> bool:
-            return _is_past(self._idle_us(group), now_us)
-
-        undecided = [group for group in batch.groups.values() if not group.decided]
+    def _ready_of(self, batch: _Batch, now_us: int) -> ReadyUnit:
+        """Return the groups of a batch that are to be decided now."""
+        undecided = [group for group in batch.groups if not group.decided]
+        overdue, idle = set[int](), set[int]()
+        if self._is_timed:
+            for place, group in enumerate(undecided):
+                overdue_us, idle_us = self._ends_of(group)
+                overdue |= {place} if overdue_us <= now_us else set()
+                idle |= {place} if idle_us <= now_us else set()
         ready = [
             group
-            for group in undecided
-            if group.complete or batch.sealed or is_overdue(group) or is_idle(group)
+            for place, group in enumerate(undecided)
+            if batch.sealed or place in overdue or place in idle or group.has_all(group.runs)
         ]
-        if self.unit == "batch":
-            is_closed = batch.planned or batch.sealed or any(map(is_idle, undecided))
-            whole = len(ready) == len(undecided) and is_closed
-            # An unplanned batch that is unsealed may still get further groups.
-            ready = undecided if whole or any(map(is_overdue, undecided)) else []
-        for group in ready:
-            group.decided = True
-        chunks = [ready] if self.unit == "batch" else [[group] for group in ready]
-        return [
-            ReadyUnit(tuple(chunk), any(group.short for group in chunk))
-            for chunk in chunks
-            if chunk
-        ]
-
-
-def _is_past(end_us: int | None, now_us: int) -> bool:
-    return end_us is not None and end_us <= now_us
-
-
-def has_rows(unit: ReadyUnit) -> bool:
-    """Return whether any experience of a unit is stored."""
-    return any(group.members for group in unit.groups)
+        if self.unit == "group":
+            return ready
+        # An unplanned batch that is unsealed may still get further groups.
+        whole = len(ready) == len(undecided) and (batch.planned or batch.sealed or bool(idle))
+        return undecided if whole or overdue else []
 
 
 def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
@@ -432,7 +346,7 @@ def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
     lists: list[list[ReadyUnit]] = []
     room = 0
     for unit in units:
-        size = sum(len(group.members) for group in unit.groups)
+        size = sum(len(group.members) for group in unit)
         if not lists or size > room:
             lists.append([])
             room = most
@@ -441,10 +355,263 @@ def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
     return lists
 
 
+Reads = ExperiencesRecorded | BatchPlanned | BatchSealed
+
+
+class UnitReader:
+    """Reads the log after the last commit of a strategy, and returns units that are ready.
+
+    Args:
+        experiment: whose log is read.
+        name: of the annotation set.
+        unit: what the strategy sees as a whole.
+        rules: how experiences become groups.
+        cache: keeps decoded events.
+        scoring: name of the scoring in use, if there is one.
+
+    Attributes:
+        grouping: the groups that were read and not decided.
+        seen: position up to which the log was read; goes into the strategy's next commit.
+        cursor: position of the cursor after the last commit that this process knows of.
+        behind: whether the last page was full, so that more can be read at once.
+        unscored: position of the first experiences that the scoring in use does not cover yet, or
+            None. The reader stops before it.
+    """
+
+    def __init__(
+        self,
+        experiment: ExperimentHandle,
+        name: str,
+        unit: Unit,
+        rules: GroupingRules,
+        cache: EventCache,
+        scoring: str | None = None,
+    ) -> None:
+        self._experiment = experiment
+        self._name = name
+        self._cache = cache
+        self._scoring = scoring
+        self._scored = self._scorings_read = 0
+        self.grouping = Grouping(unit, rules)
+        self.seen = 0
+        self.cursor = 0
+        self.behind = False
+        self.unscored: int | None = None
+        self._read_at: int | None = None  # time of the last event read, while more follow
+
+    def seconds_to_deadline(self) -> float:
+        """Return the seconds until the next group must be closed; infinite: never."""
+        return max(0.0, (self.grouping.next_deadline_us() - now_us()) / 1e6)
+
+    def take_ready(self) -> list[ReadyUnit]:
+        """Return, once, every unit that is ready.
+
+        While more pages follow, the clock stands at the last event read: the next page may hold
+        rows that came before a group's deadline.
+        """
+        return self.grouping.take_ready(now_us() if self._read_at is None else self._read_at)
+
+    async def load(self, row: ConsumerRow) -> None:
+        """Continue after the last commit, whose state ``row`` holds."""
+        self.grouping = Grouping(self.grouping.unit, self.grouping.rules)
+        self.seen = self.cursor = row.cursor
+        # Rows that waited at the last commit lie before the cursor and must be read again.
+        after: int | None = -1
+        while after is not None:
+            after = await self._experiment.database.read_session(partial(self._load_page, after))
+        self.grouping.mark_empty_groups(self.grouping.batches)
+
+    async def is_left(self, row: ConsumerRow, up_to: int) -> bool:
+        """Return whether rows up to the position ``up_to`` are ready and undecided.
+
+        Args:
+            row: the state of the last commit.
+            up_to: a position.
+        """
+        await self.load(row)
+        while self.seen < up_to and await self._experiment.database.read_session(self.read):
+            pass
+        end = first_address(up_to + 1)
+        # A unit with rows beyond `up_to` was not complete at that position.
+        units = [[a for group in unit for a in group.members] for unit in self.take_ready()]
+        late = [[address] for address in self.grouping.take_late()]
+        return any(all(address < end for address in addresses) for addresses in (*units, *late))
+
+    def _load_page(self, after: int, s: ReadSession) -> int | None:
+        """Feed a page of waiting rows to the grouping; return its last address, None at the end."""
+
+        def load(tx: Transaction) -> tuple[list[int], list[StoredEvent]]:
+            key, most = self._experiment.key, sizes().waiting_rows_per_page
+            page = writer_queries.waiting_addresses(
+                tx, key, self._name, after=after, up_to=self.seen, limit=most
+            )
+            return page, log.read_at(tx, key, sorted(set(map(position_of, page))))
+
+        addresses, events = s.read(load)
+        if not addresses:
+            return None
+        self._take(s, events, set(addresses))
+        return addresses[-1]
+
+    def read(self, s: ReadSession) -> bool:
+        """Feed the next events to the grouping; return whether there were any."""
+        key = self._experiment.key
+        limit = sizes().events_per_page
+
+        def load(tx: Transaction) -> tuple[int, list[StoredEvent]]:
+            # One transaction for head and page, so that no event between them is skipped.
+            head = log.head(tx, key)
+            if head == self.seen:
+                return head, []
+            page = log.read_after(
+                tx, key, self.seen, limit=limit, kinds=kinds_of(Reads), up_to=head
+            )
+            self.unscored = None if self._scoring is None else self._unscored_in(tx, page, head)
+            if self.unscored is None:
+                return head, page
+            return self.unscored - 1, [event for event in page if event.position < self.unscored]
+
+        head, page = s.read(load)
+        self.behind = len(page) == limit
+        self._read_at = page[-1].recorded_at if self.behind else None
+        if head == self.seen:
+            return False
+        self._take(s, page, None)
+        # A short page proves that no event of these kinds follows up to the head.
+        self.seen = page[-1].position if len(page) == limit else head
+        return bool(page)
+
+    def _unscored_in(self, tx: Transaction, page: Sequence[StoredEvent], head: int) -> int | None:
+        """Return the position of the first event of ``page`` with unscored rows, or None."""
+        recorded = kinds_of(ExperiencesRecorded)
+        places = [event.position for event in page if event.kind in recorded]
+        kinds, limit = kinds_of(RewardsAssigned), sizes().tail_events
+        while places and places[-1] > self._scored and self._scorings_read < head:
+            assigned = log.read_after(
+                tx, self._experiment.key, self._scorings_read, limit=limit, kinds=kinds, up_to=head
+            )
+            for stored in assigned:
+                fact = fact_at(self._experiment.name, stored, RewardsAssigned)
+                if fact.scoring == self._scoring:
+                    self._scored = stored.position if fact.seen is None else fact.seen
+            self._scorings_read = head if len(assigned) < limit else assigned[-1].position
+        return next((place for place in places if place > self._scored), None)
+
+    def _take(
+        self, s: ReadSession, page: Sequence[StoredEvent], waiting: Collection[int] | None
+    ) -> None:
+        """Feed events to the grouping.
+
+        Args:
+            s: of the database.
+            page: events of the kinds `Reads`.
+            waiting: the rows that count of events before the cursor; None: all, they lie behind it.
+        """
+        facts, ranges = s.compute(_read_page, self._experiment.name, page, waiting)
+        ranges |= self._ranges_of_damaged(s, facts, waiting)
+        # The rows of this page are likely decided next; the cache saves decoding them again.
+        self._cache.keep({a: f for a, f in facts.items() if isinstance(f, ExperiencesRecorded)})
+        sealed = {str(fact.batch) for fact in facts.values() if isinstance(fact, BatchSealed)}
+        keys = {each.key for parts in ranges.values() for each in parts}
+        new = self._learn(s, keys - self.grouping.groups.keys(), sealed)
+        if waiting is None:
+            self.grouping.mark_empty_groups(new)
+        # Plans and past decisions first: whether a row is late depends on them.
+        for event in page:
+            for each in ranges.get(event.position, ()):
+                self.grouping.record(each, event.recorded_at)
+        for event in page:
+            fact = facts[event.position]
+            if isinstance(fact, BatchPlanned):
+                size, tasks = fact.rollouts_per_group, tuple(fact.tasks)
+                row = BatchRow(fact.batch, event.actor, size, event.position, None, None, tasks)
+                self.grouping.apply_plan(row, sealed=False)
+            elif isinstance(fact, BatchSealed):
+                self.grouping.seal(str(fact.batch))
+
+    def _ranges_of_damaged(
+        self, s: ReadSession, facts: Mapping[int, Fact | None], waiting: Collection[int] | None
+    ) -> dict[int, list[RowRange]]:
+        """Return the rows of unreadable events, whose addresses the projection still has."""
+        unreadable = [at for at, fact in facts.items() if fact is None]
+        if not unreadable:
+            return {}
+        known = s.read(writer_queries.rows_of_events, self._experiment.key, unreadable)
+        return {
+            at: ranges_of(
+                (row.address, row.eid.batch, row.eid.task, row.eid.run, bool(row.refused))
+                for row in rows
+                if waiting is None or row.address in waiting
+            )
+            for at, rows in known.items()
+        }
+
+    def _learn(self, s: ReadSession, groups: set[GroupKey], sealed: set[str]) -> set[str]:
+        """Look up groups and batches that the grouping does not have in memory.
+
+        Returns:
+            The batches that were new to it.
+        """
+        grouping, key = self.grouping, self._experiment.key
+        new = ({batch for batch, _ in groups} | sealed) - grouping.batches.keys()
+        names = sorted({batch for batch, _ in groups} | new)
+        if not names:
+            return new
+
+        def load(
+            tx: Transaction,
+        ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
+            known = writer_queries.batches(tx, key, names)
+            planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
+            # Groups in memory were read beyond the cursor, so they are newer than the projection.
+            asked = sorted((groups | planned) - grouping.groups.keys())
+            decided = writer_queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
+            return known, decided, writer_queries.refused_runs(tx, key, asked, cursor=self.seen)
+
+        known, decided, refused = s.read(load)
+        for batch in known.values():
+            is_sealed = batch.sealed_at is not None and batch.sealed_at <= self.seen
+            grouping.apply_plan(batch, sealed=is_sealed)
+        grouping.mark_decided(decided)
+        # Refused runs are stored although their rows do not wait.
+        for group, run in refused:
+            grouping.group(group).runs.add(run)
+        return new & grouping.batches.keys()
+
+
+def _read_page(
+    experiment: str, page: Sequence[StoredEvent], waiting: Collection[int] | None
+) -> tuple[dict[int, Fact | None], dict[int, list[RowRange]]]:
+    """Return position -> fact of each event, None if unreadable, and its rows by group."""
+    facts: dict[int, Fact | None] = {}
+    ranges: dict[int, list[RowRange]] = {}
+    for event in page:
+        at = event.position
+        try:
+            fact = facts[at] = decoded(experiment, event).fact
+        except CodecVersionError:
+            raise
+        except CodecError as error:
+            if event.kind not in kinds_of(ExperiencesRecorded):
+                raise
+            # The rows of such an event are in the projection but cannot be decoded: the strategy
+            # rejects them one by one.
+            _logger.warning("its experiences are rejected as damaged: %s", one_line(f"{error}"))
+            facts[at] = None
+            continue
+        if isinstance(fact, ExperiencesRecorded):
+            columns, first = fact.columns, first_address(at)
+            addresses = range(first, first + len(columns))
+            refused = [slot in fact.refused for slot in range(len(columns))]
+            rows = zip(addresses, columns.batch, columns.task, columns.run, refused, strict=True)
+            ranges[at] = ranges_of(
+                rows if waiting is None else (row for row in rows if row[0] in waiting)
+            )
+    return facts, ranges
+
+
 SHORTEST_US = 10_000
 """Least time between two checks for overdue batches."""
-
-_logger = logging.getLogger(__name__)
 
 
 class Deadlines:
@@ -464,33 +631,27 @@ class Deadlines:
         self._after_us = math.inf if deadline_s is None else deadline_s * 1e6
         self._due_us = 0.0 if deadline_s is not None else math.inf
 
-    def seconds_left(self) -> float | None:
-        """Return the seconds until a batch may be overdue, or None."""
-        return None if math.isinf(self._due_us) else max(0.0, (self._due_us - now_us()) / 1e6)
+    def seconds_left(self) -> float:
+        """Return the seconds until a batch may be overdue; infinite: never."""
+        return max(0.0, (self._due_us - now_us()) / 1e6)
 
     async def keep(self) -> None:
         """Seal the batches that are overdue now."""
-        if now_us() < self._due_us:
-            return
-        full_page = True
+        key, database = self._experiment.key, self._experiment.database
+        full_page = now_us() >= self._due_us
         while full_page:
-            overdue = await self._experiment.database.read(self._overdue)
+            overdue = await database.read(self._overdue)
             # Sealing removes batches from the page, so reading it again yields the next ones.
             full_page = len(overdue) == counts.BATCHES_LOOKED_AT
             for batch in overdue:
-                await self._seal(batch)
-
-    async def _seal(self, batch: str) -> None:
-        key, database = self._experiment.key, self._experiment.database
-        sealed = await database.write(seal_as_it_is, key, batch, actor=self._name)
-        if sealed is not None:
-            _logger.warning(
-                "%s",
-                one_line(
-                    f"strategy {self._name!r} has sealed batch {batch!r} with {sealed} experiences:"
-                    f" deadline_s={self._after_us / 1e6:g} has passed since its plan"
-                ),
-            )
+                sealed = await database.write(seal_as_it_is, key, batch, actor=self._name)
+                if sealed is not None:
+                    message = (
+                        f"strategy {self._name!r} has sealed batch {batch!r} with {sealed} "
+                        f"experiences: deadline_s={self._after_us / 1e6:g} has passed since its "
+                        "plan"
+                    )
+                    _logger.warning("%s", one_line(message))
 
     def _overdue(self, tx: Transaction) -> list[str]:
         """Return overdue batches, and note when to check again."""
@@ -504,9 +665,7 @@ class Deadlines:
         if reader is not None and reader.config.get("strategy") != self._name:
             return []
         planned = counts.open_batches(tx, key)
-        places = [batch.planned_at for batch in planned]
-        since = log.recorded_at(tx, key, places)
+        since = log.recorded_at(tx, key, [batch.planned_at for batch in planned])
         due = {batch.key: since[batch.planned_at] + self._after_us for batch in planned}
-        overdue = [batch for batch, at in due.items() if at <= now]
         self._due_us = min([self._due_us, *(at for at in due.values() if at > now)])
-        return overdue
+        return [batch for batch, at in due.items() if at <= now]

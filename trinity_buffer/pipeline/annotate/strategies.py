@@ -1,67 +1,126 @@
-"""Resolves a strategy, given by name or class, to its name, its class and an instance."""
+"""Resolves a strategy, given by name or class, and compares the configurations of its sets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, AdvantageAddStrategy
 from trinity_buffer.algorithm.advantage_fn import PipelineAdvantage
-from trinity_buffer.algorithm.arguments import made
-from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.writer import StagedWriter
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.pipeline.annotate.grouping import GroupingRules
+from trinity_buffer.pipeline.handle import as_json
 
 StrategyClass = type[AddStrategy] | type[PipelineAdvantage]
 """A strategy, or advantages of lists of experiences, which are one."""
 
 StrategyLike = str | StrategyClass | Sequence[str | StrategyClass]
 
+Classes = Sequence[tuple[str, type[AddStrategy]]]
+"""The strategies of a set, by name."""
 
-def list_of(strategies: StrategyLike) -> list[str | StrategyClass]:
-    """Return one strategy, or several, as a list."""
+
+def classes_of(strategies: StrategyLike) -> Classes:
+    """Return the name and class of one strategy, or of several.
+
+    A strategy has its registered name, or that of its class.
+
+    Raises:
+        UnknownNameError: neither a name nor a strategy.
+    """
     if isinstance(strategies, (str, type)) or not isinstance(strategies, Iterable):
-        return [strategies]
-    return list(strategies)
+        strategies = [strategies]
+    return [_class_of(strategy) for strategy in strategies]
 
 
-def name_of(strategy: str | StrategyClass) -> str:
-    """Return the registered name of a strategy, or that of its class.
-
-    Raises:
-        UnknownNameError: it is neither a name nor a strategy.
-    """
-    if isinstance(strategy, str):
-        return strategy
-    strategy_class(strategy)
-    names = ADD_STRATEGY.names()
-    known = next((name for name in names if ADD_STRATEGY.get(name) is strategy), None)
-    return known or strategy.__name__
-
-
-def make_strategy(
-    strategy: str | StrategyClass, writer: StagedWriter, args: Mapping[str, Any]
-) -> AddStrategy:
-    """Return a strategy that writes to ``writer``; a `PipelineAdvantage` class becomes one.
-
-    Raises:
-        UnknownNameError: unknown name, or not a strategy.
-    """
-    return made(strategy_class(strategy), writer, **args)
-
-
-def strategy_class(strategy: str | StrategyClass) -> type[AddStrategy]:
-    """Return the class of a strategy.
-
-    Raises:
-        UnknownNameError: unknown name, or not a strategy.
-    """
+def _class_of(strategy: str | StrategyClass) -> tuple[str, type[AddStrategy]]:
     kind: object = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
-    if isinstance(kind, type) and issubclass(kind, PipelineAdvantage):
-        return type(kind.__name__, (AdvantageAddStrategy,), {"advantage_fn": kind})
-    if not (isinstance(kind, type) and issubclass(kind, AddStrategy)):
+    if not (isinstance(kind, type) and issubclass(kind, (AddStrategy, PipelineAdvantage))):
         hint = " (give its class)" if isinstance(kind, (AddStrategy, PipelineAdvantage)) else ""
         raise UnknownNameError(
             f"{strategy!r} is not an AddStrategy{hint}; known are {', '.join(ADD_STRATEGY.names())}"
         )
-    return kind
+    name = strategy if isinstance(strategy, str) else kind.__name__
+    if not isinstance(strategy, str):  # all names are those of installed packages too: slow
+        name = next((n for n in ADD_STRATEGY.names() if ADD_STRATEGY.get(n) is kind), name)
+    if issubclass(kind, PipelineAdvantage):
+        return name, type(kind.__name__, (AdvantageAddStrategy,), {"advantage_fn": kind})
+    return name, kind
+
+
+def _args_of(args: Mapping[str, Any], classes: Classes, name: str) -> Mapping[str, Any]:
+    """Return the arguments of one strategy among those of its set."""
+    of_one: Mapping[str, Any] = args if len(classes) == 1 else args.get(name, {})
+    return of_one
+
+
+def with_over(
+    args: Mapping[str, Any], classes: Classes, recorded: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments of a set with ``over``, the unit of its statistics, filled in.
+
+    By default each run counts once. A set made before ``over`` existed counts rows, so that its
+    arithmetic stays the same.
+
+    Args:
+        args: the arguments from the caller.
+        classes: of the set.
+        recorded: the configuration of the set, if it exists.
+    """
+    filled = {name: dict(_args_of(args, classes, name)) for name, _ in classes}
+    # A set of other strategies is refused, whatever it counts.
+    before = None
+    if recorded is not None and len(recorded["strategy"]) == len(classes):
+        before = recorded["args"]
+    for name, cls in classes:
+        if cls.takes_over():
+            rows = before is not None and "over" not in _args_of(before, classes, name)
+            filled[name].setdefault("over", "rows" if rows else "runs")
+    if len(classes) == 1:
+        return filled[classes[0][0]]
+    # Unknown names stay: `compose` refuses them.
+    return {name: of_one for name, of_one in {**args, **filled}.items() if of_one}
+
+
+def config_diff(
+    classes: Classes, recorded: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """Return the settings that only the first and only the second configuration has, as text.
+
+    None if they are equal, with the defaults of ``classes`` filled in.
+    """
+    # ``module:Class`` means ``module.Class``.
+    before, after = (
+        {"strategy": "+".join(config["strategy"]).replace(":", ".")}
+        for config in (recorded, wanted)
+    )
+    if before == after:
+        before, after = (_flat(classes, config) for config in (recorded, wanted))
+    if before == after:
+        return None
+    first, second = (
+        ", ".join(f"{k}={v!r}" for k, v in mine.items() if k not in other or other[k] != v)
+        for mine, other in ((before, after), (after, before))
+    )
+    return first or "none of it", second or "none of it"
+
+
+def _flat(classes: Classes, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with all defaults, and one key per value."""
+    flat = {k: v for k, v in config.items() if k not in ("strategy", "args", "grouping")}
+    flat |= asdict(GroupingRules()) | config.get("grouping", {})  # an old set lacks newer rules
+    for name, cls in classes:
+        prefix = f"{name}." if len(classes) > 1 else ""
+        defaults = cls.default_args()
+        if cls.takes_over():  # what sets from before ``over`` do
+            defaults["over"] = "rows"
+        for key, value in defaults.items():
+            try:
+                flat[f"{prefix}{key}"] = as_json(key, value)
+            except InvalidArgumentError:  # no JSON value equals it
+                continue
+        args = _args_of(config["args"], classes, name)
+        flat |= {f"{prefix}{key}": value for key, value in args.items()}
+    return flat

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from trinity_buffer.events import PolicyPublished, StepsCommitted, TrainerRewound
 from trinity_buffer.faultpoints import reached
-from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer
-from trinity_buffer.pipeline.annotate.recorded import recorder
+from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer, recorder
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.coordination.diagnosis import counted, is_being_decided
 from trinity_buffer.pipeline.coordination.lease import TrainerLease

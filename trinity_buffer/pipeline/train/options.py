@@ -14,7 +14,7 @@ from typing import Any, Literal, Required, TypedDict, TypeVar
 
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.annotate.recorded import RECORDED
+from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination.lease import TTL_S
 from trinity_buffer.pipeline.manifest import LayoutName
 

@@ -23,7 +23,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.events import BatchLeased, ExperiencesAnnotated, ExperiencesRejected
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.annotate.recorded import RECORDED
+from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch

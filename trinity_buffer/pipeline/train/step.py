@@ -19,7 +19,7 @@ from torch import Tensor
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchLeased
-from trinity_buffer.pipeline.annotate.recorded import RECORDED
+from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, rows_by_rank
