@@ -12,7 +12,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from trinity_buffer import inspector as ask
-from trinity_buffer.codec import decode_fact, decode_segment
+from trinity_buffer.codec.objects import decode_fact
+from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.inspector.compare import compare_runs, compare_sets
 from trinity_buffer.inspector.overviews import overview_of
 from trinity_buffer.inspector.source import Source, as_of, now

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pysqlite3 import dbapi2
 
 from tests.migration.kept import STORES
-from trinity_buffer import codec
+from trinity_buffer.codec.objects import decode_fact, encode_body, encode_fact
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import (
     KINDS,
@@ -31,7 +31,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "events.md").read_text()
 
 
 def decoded(kind: str, body: dict[str, Any]) -> Fact:
-    return codec.decode_fact(kind, codec.encode_body(kind, body))
+    return decode_fact(kind, encode_body(kind, body))
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,10 @@ def test_the_bytes_of_older_revisions_are_those_of_today(
 ) -> None:
     kinds = set()
     for kind, blob in stored:
-        fact = codec.decode_fact(kind, blob)
+        fact = decode_fact(kind, blob)
         assert type(fact).__name__ == kind
         assert not isinstance(fact, UnknownEvent)
-        assert codec.encode_fact(fact) == blob, kind
+        assert encode_fact(fact) == blob, kind
         kinds.add(kind)
     assert len(kinds) >= 10
 

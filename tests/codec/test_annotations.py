@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trinity_buffer.codec import decode_segment
+from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotations import (

@@ -5,29 +5,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_buffer import codec, events
+from trinity_buffer import events
+from trinity_buffer.codec.objects import decode_body, encode_body, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 
 @given(st.dictionaries(st.text(min_size=2), st.lists(st.integers())))
 def test_a_body_comes_back(body: dict[str, list[int]]) -> None:
-    assert codec.decode_body("BatchPlanned", codec.encode_body("BatchPlanned", body)) == body
+    assert decode_body("BatchPlanned", encode_body("BatchPlanned", body)) == body
 
 
 def test_the_version_is_in_every_body_and_not_in_the_result() -> None:
-    blob = codec.encode_body("BatchSealed", {"batch": "e0-7"})
-    assert codec.unpack_object(blob) == {"v": 1, "batch": "e0-7"}
-    assert codec.decode_body("BatchSealed", blob) == {"batch": "e0-7"}
+    blob = encode_body("BatchSealed", {"batch": "e0-7"})
+    assert unpack_object(blob) == {"v": 1, "batch": "e0-7"}
+    assert decode_body("BatchSealed", blob) == {"batch": "e0-7"}
 
 
 def test_a_body_may_not_use_the_key_of_its_version() -> None:
     with pytest.raises(InvalidArgumentError, match="'v'"):
-        codec.encode_body("BatchSealed", {"v": 2})
+        encode_body("BatchSealed", {"v": 2})
 
 
 def test_a_value_that_cannot_be_stored_is_named_with_its_event() -> None:
     with pytest.raises(InvalidArgumentError, match=r"the body of BatchSealed\['by'\]"):
-        codec.encode_body("BatchSealed", {"by": object()})
+        encode_body("BatchSealed", {"by": object()})
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, *, version: int) -> None:
@@ -37,31 +38,31 @@ def renamed(monkeypatch: pytest.MonkeyPatch, *, version: int) -> None:
 
 
 def test_an_old_body_climbs_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = codec.encode_body("Renamed", {"name": "sort"})
+    old = encode_body("Renamed", {"name": "sort"})
     renamed(monkeypatch, version=3)
     monkeypatch.setitem(events.UPCASTERS, ("Renamed", 1), lambda b: {**b, "from": None})
     monkeypatch.setitem(events.UPCASTERS, ("Renamed", 2), lambda b: {"to": b["name"], **b})
-    assert codec.decode_body("Renamed", old) == {"to": "sort", "name": "sort", "from": None}
-    new = codec.encode_body("Renamed", {"to": "count"})
-    assert codec.decode_body("Renamed", new) == {"to": "count"}
+    assert decode_body("Renamed", old) == {"to": "sort", "name": "sort", "from": None}
+    new = encode_body("Renamed", {"to": "count"})
+    assert decode_body("Renamed", new) == {"to": "count"}
 
 
 def test_a_damaged_old_body_is_a_codec_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = codec.encode_body("Renamed", {})
+    old = encode_body("Renamed", {})
     renamed(monkeypatch, version=2)
     monkeypatch.setitem(events.UPCASTERS, ("Renamed", 1), lambda b: {"to": b["name"]})
     with pytest.raises(
         CodecError, match="event Renamed of version 1 cannot be brought to version 2"
     ):
-        codec.decode_body("Renamed", old)
+        decode_body("Renamed", old)
 
 
 def test_a_newer_body_says_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
     renamed(monkeypatch, version=2)
-    new = codec.encode_body("Renamed", {})
+    new = encode_body("Renamed", {})
     monkeypatch.undo()
     with pytest.raises(CodecVersionError, match=r"Renamed has version 2.*upgrade trinity-buffer"):
-        codec.decode_body("Renamed", new)
+        decode_body("Renamed", new)
 
 
 @pytest.mark.parametrize(
@@ -69,4 +70,4 @@ def test_a_newer_body_says_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_no_body_is_a_codec_error(blob: bytes) -> None:
     with pytest.raises(CodecError):
-        codec.decode_body("BatchSealed", blob)
+        decode_body("BatchSealed", blob)

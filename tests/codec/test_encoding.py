@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trinity_buffer.codec import decode_segment, digests_of_segments, encode_segment
+from trinity_buffer.codec.segments import decode_segment, digests_of_segments, encode_segment
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
 from trinity_buffer.pipeline.encoding import (

@@ -15,7 +15,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from trinity_buffer import codec
+from trinity_buffer.codec.objects import ObjectPacker, decode_fact, encode_body, unpack_object
+from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
@@ -88,7 +89,7 @@ def read_segment(family: str, meta: dict[str, Any]) -> Read:
 
 
 def read_body(blob: bytes | bytearray) -> None:
-    fact = codec.decode_fact(KIND, blob)
+    fact = decode_fact(KIND, blob)
     assert isinstance(fact, ExperiencesRecorded)
     decode_experiences({}, structs.asdict(fact.columns))
 
@@ -102,7 +103,7 @@ def read_annotations(masks: Any) -> Read:
 
 
 def read_columns(blob: bytes | bytearray) -> None:
-    segment = codec.decode_segment(blob)
+    segment = decode_segment(blob)
     for columns in segment.columns.values():
         for column in columns:
             assert len(column.elements) == column.offsets[-1]
@@ -114,9 +115,7 @@ def targets() -> list[tuple[bytes, Read]]:
     given = samples()
     write = encode_experiences(given)
     blobs = {family: bytes(blob) for family, blob in write.families.items()}
-    body = codec.encode_body(
-        KIND, {"meta": write.meta, "segment": b"key", "families": {}, "refused": {}}
-    )
+    body = encode_body(KIND, {"meta": write.meta, "segment": b"key", "families": {}, "refused": {}})
     annotations = encode_annotations(given)
     return [
         *((blob, read_segment(family, write.meta)) for family, blob in blobs.items()),
@@ -162,9 +161,9 @@ def test_random_bytes_are_refused() -> None:
     for _ in range(2000):
         blob = draw.randbytes(draw.randrange(60))
         with pytest.raises(CodecError):
-            codec.decode_segment(b"\x94\xce" + blob)
+            decode_segment(b"\x94\xce" + blob)
         with pytest.raises(CodecError):
-            codec.decode_fact(KIND, b"\xc1" + blob)
+            decode_fact(KIND, b"\xc1" + blob)
 
 
 CLAIMS = [
@@ -179,7 +178,7 @@ CLAIMS = [
 
 
 @pytest.mark.parametrize("blob", CLAIMS)
-@pytest.mark.parametrize("decode", [codec.decode_segment, codec.unpack_object])
+@pytest.mark.parametrize("decode", [decode_segment, unpack_object])
 def test_forty_bytes_that_claim_a_trillion_elements_allocate_nothing(
     blob: bytes, decode: Read
 ) -> None:
@@ -195,7 +194,7 @@ def test_forty_bytes_that_claim_a_trillion_elements_allocate_nothing(
 
 
 def test_a_header_that_claims_a_trillion_rows_allocates_nothing() -> None:
-    head = codec.ObjectPacker().pack(
+    head = ObjectPacker().pack(
         {
             "v": 1,
             "rows": 10**12,
@@ -211,7 +210,7 @@ def test_a_header_that_claims_a_trillion_rows_allocates_nothing() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CodecError, match="'x'"):
-            codec.decode_segment(blob)
+            decode_segment(blob)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -223,7 +222,7 @@ def test_deep_nesting_ends_soon(opening: bytes) -> None:
     blob = opening * 100_000
     begin = time.perf_counter()
     with pytest.raises(CodecError):
-        codec.unpack_object(blob)
+        unpack_object(blob)
     assert time.perf_counter() - begin < 5
 
 
@@ -235,7 +234,7 @@ def test_an_error_about_a_deep_value_can_be_told() -> None:
     filler = -(6 + len(head) + 10) % 64
     parts = [b"\x94\xce", len(head).to_bytes(4, "big"), head, b"\xc6", filler.to_bytes(4, "big")]
     with pytest.raises(CodecError, match="dtype or encoding"):
-        codec.decode_segment(b"".join([*parts, bytes(filler), b"\xc6" + bytes(4)]))
+        decode_segment(b"".join([*parts, bytes(filler), b"\xc6" + bytes(4)]))
 
 
 def test_the_codec_needs_no_torch() -> None:

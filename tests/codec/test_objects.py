@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_buffer.codec import ObjectPacker, RawTensor, unpack_object
+from trinity_buffer.codec.objects import ObjectPacker, RawTensor, unpack_object
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 
 KEYS = st.one_of(st.text(st.characters(), max_size=5), st.integers())
@@ -200,7 +200,7 @@ def test_nested_claims_of_long_lists_allocate_nothing() -> None:
     """500 lists, one in the other, and each claims as many items as there are bytes."""
     code = """
 import resource
-from trinity_buffer.codec import unpack_object
+from trinity_buffer.codec.objects import unpack_object
 from trinity_buffer.errors import CodecError
 size = 8 << 20
 head = b"\\xdd" + size.to_bytes(4, "big")

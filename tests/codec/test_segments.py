@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_buffer.codec import DTYPES, Column, decode_segment, encode_segment, segments
+from trinity_buffer.codec import segments
+from trinity_buffer.codec.arrays import DTYPES
+from trinity_buffer.codec.segments import Column, decode_segment, encode_segment
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 MASK = Column("mask", "bool", np.array([[2], [0], [3]]), np.array([1, 0, 1, 1, 0], np.uint8))

@@ -12,8 +12,8 @@ from sqlalchemy import select
 from tests.conftest import Resize
 from tests.contract.making import group, opened, rollout, rows
 from tests.pipeline.planting import unguarded
-from trinity_buffer import codec, open_store, run_strategy
-from trinity_buffer.codec import decode_fact
+from trinity_buffer import open_store, run_strategy
+from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import Fact
 from trinity_buffer.pipeline.experiment import Experiment
@@ -228,7 +228,7 @@ async def test_a_strategy_decodes_what_was_recorded_once(
     async with opened(store_url, rollouts_per_group=RUNS) as experiment:
         for task in range(4):
             await experiment.writer("e0").write(group(task=task, runs=RUNS))
-        monkeypatch.setattr(codec, "decode_fact", counted)
+        monkeypatch.setattr("trinity_buffer.pipeline.handle.decode_fact", counted)
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
     assert [times[one] for one in times if one[0] == "ExperiencesRecorded"] == [1] * 4
 

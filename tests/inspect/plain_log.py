@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from trinity_buffer.codec import Segment, decode_segment
+from trinity_buffer.codec.segments import Segment, decode_segment
 from trinity_buffer.events import (
     MEASURED_ROWS,
     BatchLeased,

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Resize
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store
-from trinity_buffer.codec import Column, Segment
+from trinity_buffer.codec.segments import Column, Segment
 from trinity_buffer.inspector.compare import compare_sets
 from trinity_buffer.inspector.experience import mean_of, means_of, readable_events
 from trinity_buffer.inspector.fates import Fate, fates

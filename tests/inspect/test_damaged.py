@@ -16,7 +16,7 @@ from tests.cli.conftest import cli  # noqa: F401 - a fixture
 from tests.pipeline.edits import rows_of
 from tests.pipeline.planting import unguarded
 from tests.sample_run import RUNS, record_sample_run
-from trinity_buffer import codec
+from trinity_buffer.codec.objects import decode_body
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.inspector import search
 from trinity_buffer.inspector.source import now
@@ -36,7 +36,7 @@ def damaged_store(url: str, folder: Path, kind: str, how: str) -> int:
 
     def damage(tx: Transaction) -> int:
         row = rows_of(tx, kind)[0 if kind == "ExperiencesRecorded" else -1]
-        own = segment.c.key == codec.decode_body(kind, row.body)["segment"]
+        own = segment.c.key == decode_body(kind, row.body)["segment"]
         if how == "event":
             tx.execute(update(event).where(event.c.position == row.position).values(body=b"\xc1"))
         elif how == "gone":

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Table, delete, select, text, update
 
 from tests.pipeline.planting import first_row
-from trinity_buffer import codec
+from trinity_buffer.codec.objects import decode_body, encode_body
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, event, experiment, segment
 from trinity_buffer.store.transaction import Transaction
@@ -31,10 +31,10 @@ def in_body(kind: str, index: int = 0, **changes: Any) -> Edit:
 
     def edit(tx: Transaction) -> None:
         row = rows_of(tx, kind)[index]
-        body = codec.decode_body(kind, row.body)
+        body = decode_body(kind, row.body)
         for name, value in changes.items():
             body[name] = value(body[name]) if callable(value) else value
-        put(tx, row.position, body=codec.encode_body(kind, body))
+        put(tx, row.position, body=encode_body(kind, body))
 
     return edit
 

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Table, select, text
 
-from trinity_buffer import codec, open_store
+from trinity_buffer import open_store
+from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.pipeline.handle import Event, now_us
 from trinity_buffer.pipeline.verify.report import Problem, VerifyReport
 from trinity_buffer.store import log
@@ -77,7 +78,7 @@ async def delete_event(url: str, position: int) -> None:
 
 async def append_unfolded(url: str, kind: str, body: dict[str, Any]) -> int:
     """Put an event at the end of the log that no projection hears of; return its position."""
-    encoded = codec.encode_body(kind, body)
+    encoded = encode_body(kind, body)
 
     def append(tx: Transaction) -> int:
         last = log.end(tx, 1)

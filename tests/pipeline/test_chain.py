@@ -13,7 +13,8 @@ from sqlalchemy import select, text, update
 
 from tests.pipeline.planting import chain_anew, events_of, unguarded
 from tests.sample_run import SampleRun, rollout
-from trinity_buffer import codec, open_store, verify
+from trinity_buffer import open_store, verify
+from trinity_buffer.codec.objects import decode_body, encode_body
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.history.rebuild import rebuild
@@ -40,9 +41,9 @@ def body_edited(position: int, kind: str, field: str, value: object) -> Change:
 
     def change(tx: Transaction) -> None:
         mine = event.c.position == position
-        body = codec.decode_body(kind, tx.execute(select(event.c.body).where(mine)).scalar_one())
+        body = decode_body(kind, tx.execute(select(event.c.body).where(mine)).scalar_one())
         body[field] = value
-        tx.execute(update(event).where(mine).values(body=codec.encode_body(kind, body)))
+        tx.execute(update(event).where(mine).values(body=encode_body(kind, body)))
 
     return change
 

@@ -9,7 +9,9 @@ import pytest
 from msgspec import structs
 
 from tests.contract.making import rollout
-from trinity_buffer import assign_rewards, codec, open_store
+from trinity_buffer import assign_rewards, open_store
+from trinity_buffer.codec.objects import encode_body
+from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.events import (
     BatchLeased,
     ExperienceColumns,
@@ -187,7 +189,7 @@ def test_a_number_that_can_be_no_address_is_a_wrong_form(fact: Fact) -> None:
     kind = type(fact).__name__
     audit = LogAudit(EventChain("run"))
     audit.position = 6
-    body = codec.encode_body(kind, body_of(fact))
+    body = encode_body(kind, body_of(fact))
     audit.add([StoredEvent(7, kind, "somebody", 1, body, None)])
     (problem,) = audit.problems
     assert (problem.check, problem.where) == ("log", "position 7")
@@ -200,7 +202,7 @@ def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
     cut.truncate_status = "response_truncated"
     write = encode_experiences([ended, cut, never])
     columns = ExperienceColumns(**write.meta)
-    decoded = [codec.decode_segment(bytes(blob)) for blob in write.families.values()]
+    decoded = [decode_segment(bytes(blob)) for blob in write.families.values()]
     assert list(wrong_columns(columns, {}, decoded)) == []
     what = "its policy version and finish reason are"
     assert list(wrong_columns(structs.replace(columns, finish_reason=[None] * 3), {}, decoded)) == [
@@ -214,7 +216,7 @@ def test_how_a_rollout_was_sampled_is_told_by_its_info() -> None:
     hot.info["sampling_segments"] = [{"temperature": 0.5}]
     write = encode_experiences([hot, plain])
     columns = ExperienceColumns(**write.meta)
-    decoded = [codec.decode_segment(bytes(blob)) for blob in write.families.values()]
+    decoded = [decode_segment(bytes(blob)) for blob in write.families.values()]
     assert write.sampling == {0: [[hot.prompt_length, len(hot.tokens), 0.5, None]]}
     assert list(wrong_columns(columns, write.sampling, decoded)) == []
     (said,) = write.sampling.values()

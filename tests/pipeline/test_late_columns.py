@@ -19,7 +19,7 @@ import torch
 from tests.conftest import Resize
 from tests.pipeline.test_rows_to_batches import LAYOUTS, written
 from trinity_buffer import open_train_stream
-from trinity_buffer.codec import decode_segment
+from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.pipeline.load import columns
 from trinity_buffer.pipeline.manifest import LayoutName

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tests.contract.making import assert_conserved, group, opened, rollout, rows
 from tests.pipeline.planting import beside_heads, unguarded
-from trinity_buffer import assign_rewards, codec, run_strategy, verify
+from trinity_buffer import assign_rewards, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
     ASYMREAddStrategy,
@@ -28,6 +28,7 @@ from trinity_buffer.algorithm.add_strategy import (
     RewardVarianceAddStrategy,
     compose,
 )
+from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
 from trinity_buffer.pipeline.annotate.deciding import Decision, GroupTable
@@ -336,7 +337,7 @@ async def test_an_event_that_wrongly_says_that_numbers_can_stand_for_its_rows_is
         await experiment.writer("e0").write(some)
         (recorded,) = [e async for e in experiment.events(kinds=("ExperiencesRecorded",))]
     assert "scorable" not in recorded.body
-    body = codec.encode_body(recorded.kind, {**recorded.body, "scorable": True})
+    body = encode_body(recorded.kind, {**recorded.body, "scorable": True})
 
     def change(tx: Transaction) -> None:
         mine = tables.event.c.position == recorded.position

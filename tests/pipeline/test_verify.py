@@ -20,7 +20,8 @@ from tests.pipeline.planting import (
     unguarded,
 )
 from tests.sample_run import RUNS, SampleRun, record_sample_run, rollout
-from trinity_buffer import codec, open_store, verify
+from trinity_buffer import open_store, verify
+from trinity_buffer.codec.objects import decode_body, encode_body
 from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted, body_of
 from trinity_buffer.pipeline.handle import new_event, now_us
@@ -171,8 +172,8 @@ async def commit_anew(url: str, sample: SampleRun) -> None:
 
     def change(tx: Transaction) -> None:
         for row in tx.execute(select(event).where(event.c.kind == "StepsCommitted")).all():
-            body = codec.decode_body(row.kind, row.body)
-            changed = codec.encode_body(row.kind, {**body, "checkpoint_digest": digest})
+            body = decode_body(row.kind, row.body)
+            changed = encode_body(row.kind, {**body, "checkpoint_digest": digest})
             mine = event.c.position == row.position
             tx.execute(update(event).where(mine).values(body=changed))
         tx.execute(
@@ -254,7 +255,7 @@ async def test_a_body_of_another_form_is_named_and_the_rest_is_read(
     sample: SampleRun, kind: str, field: str, value: object
 ) -> None:
     damaged, *others = await events_of(sample.url, kind)
-    body = codec.encode_body(kind, {**damaged.body, field: value})
+    body = encode_body(kind, {**damaged.body, field: value})
 
     def change(tx: Transaction) -> None:
         mine = event.c.position == damaged.position
@@ -274,7 +275,7 @@ async def test_a_manifest_that_is_not_its_digest_is_named(sample: SampleRun) -> 
     body = {**leased.body, "normalizer": 7.0}
 
     def change(tx: Transaction) -> None:
-        changed = codec.encode_body("BatchLeased", body)
+        changed = encode_body("BatchLeased", body)
         mine = event.c.position == leased.position
         tx.execute(update(event).where(mine).values(body=changed))
 

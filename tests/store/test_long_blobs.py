@@ -12,8 +12,8 @@ import torch
 
 from tests.conftest import Resize
 from tests.contract.making import group, opened
-from trinity_buffer.codec import decode_segment
 from trinity_buffer.codec.blob import Blob, Buffer, mapped, writable
+from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline import encoding
 from trinity_buffer.store import segments

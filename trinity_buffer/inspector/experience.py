@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from trinity_buffer.codec import Column, Segment, decode_segment
+from trinity_buffer.codec.segments import Column, Segment, decode_segment
 from trinity_buffer.errors import (
     ArchivedSegmentError,
     CodecError,

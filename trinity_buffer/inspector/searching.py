@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from trinity_buffer.codec import unpack_object
+from trinity_buffer.codec.objects import unpack_object
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.inspector.experience import (

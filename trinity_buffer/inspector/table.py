@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from anyio.from_thread import start_blocking_portal
 
-from trinity_buffer.codec import Segment
+from trinity_buffer.codec.segments import Segment
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.inspector.experience import (

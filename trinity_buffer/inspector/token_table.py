@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trinity_buffer.codec import Segment
+from trinity_buffer.codec.segments import Segment
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspector.experience import (
     elements_of,

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_buffer.codec import ANNOTATED, Column, Segment, decode_segment, encode_segment
 from trinity_buffer.codec.blob import Buffer, writable
+from trinity_buffer.codec.segments import ANNOTATED, Column, Segment, decode_segment, encode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.tensors import (

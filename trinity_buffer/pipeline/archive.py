@@ -21,8 +21,9 @@ from urllib.parse import quote
 
 import numpy as np
 
-from trinity_buffer.codec import Column, ObjectPacker, encode_segment
 from trinity_buffer.codec.blob import Buffer
+from trinity_buffer.codec.objects import ObjectPacker
+from trinity_buffer.codec.segments import Column, encode_segment
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes

@@ -14,15 +14,9 @@ from typing import Any, Self, get_args
 import numpy as np
 from torch import Tensor
 
-from trinity_buffer.codec import (
-    Column,
-    Contents,
-    ObjectPacker,
-    Segment,
-    decode_segment,
-    segment_blob,
-)
 from trinity_buffer.codec.blob import Blob, Buffer, writable
+from trinity_buffer.codec.objects import ObjectPacker
+from trinity_buffer.codec.segments import Column, Contents, Segment, decode_segment, segment_blob
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.experience import FAMILIES, CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID

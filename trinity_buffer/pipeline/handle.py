@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trinity_buffer import codec
+from trinity_buffer.codec.objects import decode_body, decode_fact, encode_fact
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.events import Fact, Recorded
 from trinity_buffer.store import writer_queries
@@ -77,12 +77,12 @@ class Event:
     @property
     def body(self) -> Mapping[str, Any]:
         """Its content as a mapping, upgraded to the current version; see ``docs/events.md``."""
-        return codec.decode_body(self.kind, self.encoded)
+        return decode_body(self.kind, self.encoded)
 
 
 def new_event(fact: Recorded) -> NewEvent:
     """Return the event to append. Encodes: call it outside transactions."""
-    return NewEvent(fact, codec.encode_fact(fact))
+    return NewEvent(fact, encode_fact(fact))
 
 
 def decoded(experiment: str, stored: StoredEvent) -> Event:
@@ -92,7 +92,7 @@ def decoded(experiment: str, stored: StoredEvent) -> Event:
         CodecError: the body is damaged, or of a newer version; the message names the position.
     """
     try:
-        fact = codec.decode_fact(stored.kind, stored.body)
+        fact = decode_fact(stored.kind, stored.body)
     except CodecError as error:
         place = f"experiment {experiment!r}, the event at position {stored.position}"
         raise type(error)(f"{place}: {error}") from error

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_buffer.codec import DTYPES, Column, RawTensor
-from trinity_buffer.codec.segments import Bytes
+from trinity_buffer.codec.arrays import DTYPES
+from trinity_buffer.codec.objects import RawTensor
+from trinity_buffer.codec.segments import Bytes, Column
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.algorithm.group_scores import Over, RewardScorer, scored_by_size
-from trinity_buffer.codec import ANNOTATED, content_digest
+from trinity_buffer.codec.segments import ANNOTATED, content_digest
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
 from trinity_buffer.experience import Experience

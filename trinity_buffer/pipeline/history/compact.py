@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from trinity_buffer import codec
+from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError, StoreError
 from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived, SegmentsRestored
 from trinity_buffer.faultpoints import reached
@@ -229,7 +229,7 @@ def _is_sound(fact: ExperiencesRecorded, parts: SegmentParts) -> bool:
             family: segments.blob_of(key, family, parts.get((key, family), []))
             for family in fact.families
         }
-        rows = {codec.decode_segment(blob).rows for blob in blobs.values()}
+        rows = {decode_segment(blob).rows for blob in blobs.values()}
     except (DamagedSegmentError, CodecError):
         return False
     sizes_of = {family: len(blob) for family, blob in blobs.items()}

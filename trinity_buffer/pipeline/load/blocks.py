@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trinity_buffer.codec import Column
+from trinity_buffer.codec.segments import Column
 from trinity_buffer.pipeline.tensors import flat_tensor
 from trinity_buffer.store.rows import position_of, slot_of
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from trinity_buffer import identity
-from trinity_buffer.codec import Column, decode_segment
+from trinity_buffer.codec.segments import Column, decode_segment
 from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import BatchLeased, WithSegment
 from trinity_buffer.experience import Experience

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trinity_buffer.codec import decode_segment
 from trinity_buffer.codec.blob import Buffer
+from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import ArchivedSegmentError, CodecError, DamagedSegmentError, StoreError
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import read_archive

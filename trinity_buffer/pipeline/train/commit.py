@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from trinity_buffer.codec import Column, content_digest, encode_segment
+from trinity_buffer.codec.segments import Column, content_digest, encode_segment
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import MEASURED_ROWS, MEASURED_TOKENS, BatchLeased, StepMeasured
 from trinity_buffer.pipeline.handle import new_event

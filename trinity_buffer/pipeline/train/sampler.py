@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trinity_buffer.codec import ANNOTATED
+from trinity_buffer.codec.segments import ANNOTATED
 from trinity_buffer.errors import (
     ArchivedSegmentError,
     CodecError,

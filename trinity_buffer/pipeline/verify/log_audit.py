@@ -13,7 +13,7 @@ from typing import assert_never
 
 import numpy as np
 
-from trinity_buffer import codec
+from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError, StoreError
 from trinity_buffer.events import (
     BatchLeased,
@@ -282,7 +282,7 @@ class LogAudit:
         for stored in page:
             self._follow(stored)
             try:
-                fact = codec.decode_fact(stored.kind, stored.body)
+                fact = decode_fact(stored.kind, stored.body)
             except CodecError as error:
                 self._wrong("log", stored.position, f"its body cannot be read: {error}")
                 continue

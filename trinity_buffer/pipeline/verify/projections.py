@@ -9,7 +9,7 @@ from functools import partial
 
 import anyio.to_thread
 
-from trinity_buffer import codec
+from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError, StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
@@ -65,7 +65,7 @@ def decoded_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
     events = []
     for event in page:
         try:
-            fact = codec.decode_fact(event.kind, event.body)
+            fact = decode_fact(event.kind, event.body)
         except CodecError as error:
             raise type(error)(f"event {event.position}: {error}") from error
         events.append(PlacedFact(event.position, event.actor, fact))

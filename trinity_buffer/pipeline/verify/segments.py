@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from trinity_buffer.codec import (
+from trinity_buffer.codec.blob import Buffer
+from trinity_buffer.codec.objects import unpack_object
+from trinity_buffer.codec.segments import (
     Segment,
     content_digest,
     decode_segment,
     digests_of_segments,
     is_scorable,
-    unpack_object,
 )
-from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import CodecError, DamagedSegmentError, StoreError
 from trinity_buffer.events import (
     ExperienceColumns,

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import anyio
 import torch
 
-from trinity_buffer.codec import is_scorable
+from trinity_buffer.codec.segments import is_scorable
 from trinity_buffer.errors import (
     ConflictingExperienceError,
     InvalidArgumentError,

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_buffer.codec import DTYPES, Column
-from trinity_buffer.codec.arrays import MAX_DIMENSIONS
+from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
+from trinity_buffer.codec.segments import Column
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
