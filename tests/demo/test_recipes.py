@@ -13,7 +13,7 @@ from trinity_buffer.algorithm.policy_loss_fn import PPOPolicyLossFn
 from trinity_buffer.cli.run_config import algorithm_of, resolved
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.recipes import RECIPES, config_for, recipe_for
-from trinity_buffer.demo.rollout import evaluate, rollout
+from trinity_buffer.demo.rollout import TaskSampler, evaluate
 from trinity_buffer.demo.solutions import Needs, needs_of
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.experience import Experience
@@ -90,7 +90,9 @@ def policy_for(task: Task, seed: int = 0) -> TransformerPolicy:
 @pytest.mark.parametrize("task", [SortDigits(3), SortDigits(5), GuessNumber()])
 def test_a_recipes_policy_can_say_and_hear_everything_of_its_task(task: Any) -> None:
     policy = policy_for(task)
-    made = rollout(policy, task, [(i, 0) for i in range(20)], batch=0, seed=0, policy_version=0)
+    made = TaskSampler(policy, task, 0).rollout(
+        [(i, 0) for i in range(20)], batch=0, policy_version=0
+    )
     assert max(e.length for e in made) == task.max_length
     assert max(int(e.tokens.max()) for e in made) < task.vocab_size
 
@@ -115,7 +117,7 @@ def test_the_recipe_of_the_sorter_learns_one_digit() -> None:
     pairs = [(index, run) for index in range(32) for run in range(recipe.rollouts_per_group)]
     before = evaluate(policy, task, 200, seed=1)
     for step in range(40):
-        made = rollout(policy, task, pairs, batch=step, seed=0, policy_version=step)
+        made = TaskSampler(policy, task, 0).rollout(pairs, batch=step, policy_version=step)
         rewards = torch.tensor([e.reward for e in made]).view(32, -1)
         scores = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
         advantages = torch.nn.functional.pad(scores.view(-1, 1), (2, 0))

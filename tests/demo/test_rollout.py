@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
-from trinity_buffer.demo.rollout import evaluate, rollout
+from trinity_buffer.demo.rollout import TaskSampler, evaluate
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task, draws, whole_draws
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
@@ -36,7 +36,7 @@ def generate(
     version: int = 0,
 ) -> list[Experience]:
     policy = make_policy(task)
-    return rollout(policy, task, pairs, batch=batch, seed=seed, policy_version=version)
+    return TaskSampler(policy, task, seed).rollout(pairs, batch=batch, policy_version=version)
 
 
 def said(experiences: list[Experience]) -> dict[str, list[int]]:
@@ -120,7 +120,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     task = SortDigits(1)
     policy = make_policy(task)
     runs = [(0, run) for run in range(4000)]
-    experiences = rollout(policy, task, runs, batch="b", seed=0, policy_version=0)
+    experiences = TaskSampler(policy, task, 0).rollout(runs, batch="b", policy_version=0)
     counts = torch.bincount(torch.stack([e.tokens[-1] for e in experiences]), minlength=11)
     likely = policy(experiences[0].tokens[:2].unsqueeze(0))[0, -1].softmax(-1).detach()
     error = (counts / 4000 - likely).abs() / (likely * (1 - likely) / 4000).sqrt()

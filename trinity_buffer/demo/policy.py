@@ -32,43 +32,6 @@ from trinity_buffer.trainer.token_scores import entropy_changes, predicted, toke
 _METADATA_KEY = "trinity_buffer_policy"
 
 
-def _write_policy(path: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Write the weights to the safetensors file ``path``, completely or not at all, durably.
-
-    The bytes depend on the weights and the config alone.
-    """
-    # One key, because safetensors writes several in an order that changes from run to run. The
-    # empty metadata keeps the bytes, and so the digests, of earlier versions.
-    header = json.dumps({"config": dict(config), "metadata": {}}, sort_keys=True)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in weights.items()}
-    _write_durably(path, save(tensors, metadata={_METADATA_KEY: header}))
-
-
-def _read_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config and weights, on the CPU.
-
-    Raises:
-        CheckpointError: there is no such file, it is not a policy, or its weights are not finite.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})[_METADATA_KEY])
-            config = dict(header["config"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: there is no such policy file") from error
-    except (SafetensorError, KeyError, OSError, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: not a policy that save_policy wrote ({error}); publish it again"
-        ) from error
-    if not all_finite(tensors.values()):
-        raise CheckpointError(
-            f"{path}: the weights hold NaN or Inf, nothing can be sampled from them; publish an "
-            "older checkpoint"
-        )
-    return config, tensors
-
-
 def _write_durably(path: Path, data: bytes) -> None:
     """Write a temporary file, sync it, rename it to ``path``, and sync the folder."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -368,8 +331,15 @@ class TransformerPolicy(nn.Module):
         return TransformerCritic(self.config).to(self.head.weight.device)
 
     def save(self, path: str | Path) -> None:
-        """Write config and weights to ``path`` in an existing folder, replacing a file there."""
-        _write_policy(Path(path), asdict(self.config), self.state_dict())
+        """Write config and weights to ``path`` in an existing folder, replacing a file there.
+
+        Completely or not at all, and durably; the bytes depend on the weights and the config alone.
+        """
+        # One key, because safetensors writes several in an order that changes from run to run. The
+        # empty metadata keeps the bytes, and so the digests, of earlier versions.
+        header = json.dumps({"config": asdict(self.config), "metadata": {}}, sort_keys=True)
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
+        _write_durably(Path(path), save(tensors, metadata={_METADATA_KEY: header}))
 
     def restore(self, path: str | Path) -> None:
         """Take the weights that `save` wrote to ``path``.
@@ -387,9 +357,24 @@ class TransformerPolicy(nn.Module):
         """Return the model that `save` wrote to ``path``, on the CPU.
 
         Raises:
-            CheckpointError: there is no such file, or it is not a policy of this kind.
+            CheckpointError: there is no such file, it is not a policy of this kind, or its weights
+                are not finite.
         """
-        config, tensors = _read_policy(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                config = dict(json.loads((file.metadata() or {})[_METADATA_KEY])["config"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: there is no such policy file") from error
+        except (SafetensorError, KeyError, OSError, ValueError, TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path}: not a policy that save_policy wrote ({error}); publish it again"
+            ) from error
+        if not all_finite(tensors.values()):
+            raise CheckpointError(
+                f"{path}: the weights hold NaN or Inf, nothing can be sampled from them; publish "
+                "an older checkpoint"
+            )
         try:
             policy = cls(PolicyConfig(**config))
             policy.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)
@@ -404,7 +389,15 @@ class TransformerPolicy(nn.Module):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
     ) -> Tensor:
-        packed = self._packed(input_ids, cu_seqlens, max_seqlen)
+        if input_ids.dim() != (2 if cu_seqlens is None else 1):
+            raise InvalidArgumentError(
+                f"input_ids has shape {tuple(input_ids.shape)}: give [B, T], or [T_total] together "
+                "with cu_seqlens"
+            )
+        packed = None
+        if cu_seqlens is not None:
+            packed = _PackedRows.of(cu_seqlens, len(input_ids), max_seqlen)
+        self._check_length(input_ids.shape[1] if packed is None else packed.width)
         if position_ids is None:
             steps = torch.arange(input_ids.shape[-1], device=input_ids.device)
             position_ids = steps if packed is None else packed.positions()
@@ -421,21 +414,6 @@ class TransformerPolicy(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, packed, cache)
         return self.norm(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__
-
-    def _packed(
-        self, input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
-    ) -> _PackedRows | None:
-        if input_ids.dim() != (2 if cu_seqlens is None else 1):
-            raise InvalidArgumentError(
-                f"input_ids has shape {tuple(input_ids.shape)}: give [B, T], or [T_total] together "
-                "with cu_seqlens"
-            )
-        if cu_seqlens is None:
-            self._check_length(input_ids.shape[1])
-            return None
-        packed = _PackedRows.of(cu_seqlens, len(input_ids), max_seqlen)
-        self._check_length(packed.width)
-        return packed
 
     def _check_length(self, length: int) -> None:
         if length > self.config.max_length:

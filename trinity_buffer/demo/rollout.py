@@ -49,80 +49,55 @@ class TaskSampler:
     def rollout(
         self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
     ) -> list[Experience]:
-        """Return the experiences of `rollout`, computed on one thread."""
+        """Return the experiences of the runs ``pairs`` of ``batch``, run by run in the given order.
+
+        A run of several turns gives one experience per turn, ``eid.step`` counts them. Log-probs
+        are those of `token_scores` at temperature 1, which is what is sampled at.
+
+        Args:
+            pairs: (task, run); the task is the index of the problem in the batch.
+            batch: id of the batch.
+            policy_version: names the weights; recorded as ``info["model_version"]``.
+
+        Raises:
+            NonFiniteError: the policy's log-probabilities are NaN or infinite; nothing is returned.
+        """
         torch.set_num_threads(1)
-        return rollout(
-            self.policy,
-            self.task,
-            pairs,
-            batch=batch,
-            seed=self.seed,
-            policy_version=policy_version,
-        )
-
-
-def rollout(
-    policy: TransformerPolicy,
-    task: Task,
-    pairs: Sequence[tuple[Key, int]],
-    *,
-    batch: Key,
-    seed: int,
-    policy_version: int,
-) -> list[Experience]:
-    """Return the experiences of the runs ``pairs`` of ``batch``, run by run in the given order.
-
-    A run of several turns gives one experience per turn, ``eid.step`` counts them. Log-probs are
-    those of `token_scores` at temperature 1, which is what is sampled at.
-
-    Args:
-        policy: what to sample from.
-        task: whose problems.
-        pairs: (task, run); the task is the index of the problem in the batch.
-        batch: id of the batch.
-        seed: of the experiment.
-        policy_version: names the weights of ``policy``; recorded as ``info["model_version"]``.
-
-    Raises:
-        NonFiniteError: the policy's log-probabilities are NaN or infinite; nothing is returned.
-    """
-    problems = {
-        index: task.problem(seed, batch, index) for index in dict.fromkeys(p[0] for p in pairs)
-    }
-    needed = task.turns * task.response_length
-    numbers = [draws(needed, "run", seed, policy_version, batch, *pair) for pair in pairs]
-    played = _play(policy, task, [problems[index] for index, _ in pairs], np.array(numbers))
-    logprobs = [turn.logprobs for turns in played for turn in turns]
-    if logprobs and not bool(torch.cat(logprobs).isfinite().all()):
-        raise NonFiniteError(
-            f"policy version {policy_version} has log-probabilities that are NaN or infinite: its "
-            "weights are too large; lower optimizer.learning_rate, and go on from an older step "
-            "with `train --resume-from`"
-        )
-    return [
-        _experience(task, turn, EID(batch, index, run, step), policy_version)
-        for (index, run), turns in zip(pairs, played, strict=True)
-        for step, turn in enumerate(turns)
-    ]
+        task, seed = self.task, self.seed
+        problems = {
+            index: task.problem(seed, batch, index) for index in dict.fromkeys(p[0] for p in pairs)
+        }
+        needed = task.turns * task.response_length
+        numbers = [draws(needed, "run", seed, policy_version, batch, *pair) for pair in pairs]
+        asked = [problems[index] for index, _ in pairs]
+        played = _play(self.policy, task, asked, np.array(numbers))
+        logprobs = [turn.logprobs for turns in played for turn in turns]
+        if logprobs and not bool(torch.cat(logprobs).isfinite().all()):
+            raise NonFiniteError(
+                f"policy version {policy_version} has log-probabilities that are NaN or infinite: "
+                "its weights are too large; lower optimizer.learning_rate, and go on from an older "
+                "step with `train --resume-from`"
+            )
+        return [
+            Experience(
+                eid=EID(batch, index, run, step),
+                tokens=[*turn.context, *turn.response],
+                prompt_length=len(turn.context),
+                logprobs=turn.logprobs,
+                reward=turn.verdict.reward,
+                info={"model_version": policy_version, "solved": turn.verdict.solved},
+                prompt_text=task.text(turn.context),
+                response_text=task.text(turn.response),
+            )
+            for (index, run), turns in zip(pairs, played, strict=True)
+            for step, turn in enumerate(turns)
+        ]
 
 
 def evaluate(policy: TransformerPolicy, task: Task, problems: int, *, seed: int) -> float:
     """Return the fraction of ``problems`` fresh problems that the policy solves, being greedy."""
     played = _play(policy, task, [task.held_out(seed, index) for index in range(problems)], None)
     return sum(turns[-1].verdict.solved for turns in played) / problems
-
-
-def _experience(task: Task, turn: _Turn, eid: EID, policy_version: int) -> Experience:
-    return Experience(
-        eid=eid,
-        tokens=[*turn.context, *turn.response],
-        prompt_length=len(turn.context),
-        logprobs=turn.logprobs,
-        reward=turn.verdict.reward,
-        info={"model_version": policy_version, "solved": turn.verdict.solved},
-        prompt_text=task.text(turn.context),
-        response_text=task.text(turn.response),
-    )
 
 
 @torch.no_grad()
