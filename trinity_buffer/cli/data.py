@@ -16,7 +16,7 @@ from trinity_buffer.cli.output import Answer, say, size_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspector.output import strict_json
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.inspector.table import Wanted, parquet_writer, record_batches
+from trinity_buffer.inspector.table import parquet_writer, record_batches
 from trinity_buffer.inspector.tracking import track as track_steps
 from trinity_buffer.pipeline.background import made_ahead
 from trinity_buffer.pipeline.experiment import Experiment
@@ -59,34 +59,21 @@ async def export(
         step: Only what this gradient step was trained on.
     """
     damaged: list[str] = []
-    with _written(output) as write:
-        wanted = Wanted(annotation_set, step, trainer)
-        count = await _export(source, wanted, write, damaged)
-    size = output.stat().st_size
-    value = {"path": str(output), "rows": count, "bytes": size}
-    return Answer(value, f"{count} rows, {size_of(size)}: {output}", damaged)
-
-
-async def _export(
-    source: Source, wanted: Wanted, write: Callable[[Any], None], damaged: list[str]
-) -> int:
-    """Write all rows, reading the next ones meanwhile; return how many."""
     count = 0
     gc.freeze()  # else everything that was imported is scanned again, every few pages
-    async with aclosing(record_batches(source, wanted)) as batches:
-
-        async def following() -> Any:
-            return await anext(batches, None)
-
-        async with made_ahead(following) as made:
+    wanted = record_batches(source, annotation_set, step, trainer)
+    with _written(output) as write:
+        # The next batch is read while one is written, and so that is done in a thread.
+        async with aclosing(wanted) as batches, made_ahead(lambda: anext(batches, None)) as made:
             async for batch in made:
-                # In a thread, so that the next batch is read meanwhile.
                 await anyio.to_thread.run_sync(write, batch)
                 count += batch.num_rows
                 if batch.column("damaged").null_count < batch.num_rows:
                     rows = batch.select(["uid", "damaged"]).to_pylist()
                     damaged += [f"{r['uid']}: {r['damaged']}" for r in rows if r["damaged"]]
-    return count
+    size = output.stat().st_size
+    value = {"path": str(output), "rows": count, "bytes": size}
+    return Answer(value, f"{count} rows, {size_of(size)}: {output}", damaged)
 
 
 @contextmanager

@@ -136,7 +136,43 @@ async def comparing(
         if not decided:
             return
         sides = [await _side(source, decision) for decision in decided]
-        await _compare(source, difference, wanted, (sides[0], sides[-1]), limit)
+        a, b = sides[0], sides[-1]
+        difference.experiences += len(wanted)
+        for pair, count in Counter(zip(a.states.tolist(), b.states.tolist(), strict=True)).items():
+            difference.states[" / ".join(pair)] += count
+        # Differences and signs are of those that have an advantage in both sets.
+        both, by = a.known & b.known, np.abs(a.advantages - b.advantages)
+        # Two sets sum the same numbers in another order: what rounding leaves is no difference.
+        by[by <= ROUNDING * np.fmax(1.0, np.fmax(np.abs(a.advantages), np.abs(b.advantages)))] = 0.0
+        difference.both += int(both.sum())
+        difference.equal += int((by == 0)[both].sum())
+        difference.opposite += int((a.advantages * b.advantages < 0)[both & (by > 0)].sum())
+        difference.total += float(by[both].sum())
+        difference.greatest = float(np.fmax.reduce(by[both], initial=difference.greatest))
+        # An advantage in one set alone differs most of all, and is not part of the mean.
+        by[a.known != b.known] = np.inf
+        damaged = np.isin(a.positions, [*a.damaged]) | np.isin(b.positions, [*b.damaged])
+        # Rows of this page that could not enter the list are never built.
+        least = difference.rows[-1].by if 0 < limit == len(difference.rows) else 0.0
+        differing = np.flatnonzero((by > least) & ~damaged)
+        # Stable, so that of equal ones the first in the log is shown.
+        differing = differing[np.argsort(-by[differing], kind="stable")[:limit]]
+        shown = [*differing.tolist(), *np.flatnonzero(damaged).tolist()]
+        named = wanted[shown].tolist()
+        rows = await source.read(writer_queries.experience_rows, source.key, named)
+        uids = {row.address: row.eid.uid for row in rows}
+        for at, uid in ((at, uids[int(wanted[at])]) for at in shown):
+            if damaged[at]:
+                positions = [(int(side.positions[at]), side.damaged) for side in (a, b)]
+                difference.unreadable += [
+                    Unreadable(uid, position, str(broken[position]))
+                    for position, broken in positions
+                    if position in broken
+                ]
+            else:
+                (state, advantage), (other, other_advantage) = a.of(at), b.of(at)
+                difference.rows.append(Differing(uid, state, other, advantage, other_advantage))
+        difference.rows = heapq.nlargest(limit, difference.rows, key=lambda row: row.by)
         after = int(wanted[-1])
         yield difference, position_of(after)
 
@@ -179,53 +215,6 @@ async def _side(source: Source, decided: Decisions) -> _Side:
                 means[np.abs(means) <= ROUNDING] = 0.0
                 advantages[own], known[own] = means[slots[own]], there[slots[own]]
     return _Side(decided.states, advantages, known, positions, damaged)
-
-
-async def _compare(
-    source: Source,
-    difference: SetDifference,
-    wanted: Integers,
-    sides: tuple[_Side, _Side],
-    limit: int,
-) -> None:
-    """Count some experiences, and keep those that differ most."""
-    a, b = sides
-    difference.experiences += len(wanted)
-    for pair, count in Counter(zip(a.states.tolist(), b.states.tolist(), strict=True)).items():
-        difference.states[" / ".join(pair)] += count
-    # Differences and signs are of those that have an advantage in both sets.
-    both = a.known & b.known
-    by = np.abs(a.advantages - b.advantages)
-    # Two sets sum the same numbers in another order: what rounding leaves is no difference.
-    by[by <= ROUNDING * np.fmax(1.0, np.fmax(np.abs(a.advantages), np.abs(b.advantages)))] = 0.0
-    difference.both += int(both.sum())
-    difference.equal += int((by == 0)[both].sum())
-    difference.opposite += int((a.advantages * b.advantages < 0)[both & (by > 0)].sum())
-    difference.total += float(by[both].sum())
-    difference.greatest = float(np.fmax.reduce(by[both], initial=difference.greatest))
-    # An advantage in one set alone differs most of all, and is not part of the mean.
-    by[a.known != b.known] = np.inf
-    damaged = np.isin(a.positions, [*a.damaged]) | np.isin(b.positions, [*b.damaged])
-    # Rows of this page that could not enter the list are never built.
-    least = difference.rows[-1].by if 0 < limit == len(difference.rows) else 0.0
-    differing = np.flatnonzero((by > least) & ~damaged)
-    # Stable, so that of equal ones the first in the log is shown.
-    differing = differing[np.argsort(-by[differing], kind="stable")[:limit]]
-    shown = [*differing.tolist(), *np.flatnonzero(damaged).tolist()]
-    rows = await source.read(writer_queries.experience_rows, source.key, wanted[shown].tolist())
-    uids = {row.address: row.eid.uid for row in rows}
-    for at in shown:
-        uid = uids[int(wanted[at])]
-        if damaged[at]:
-            difference.unreadable += [
-                Unreadable(uid, int(side.positions[at]), str(side.damaged[int(side.positions[at])]))
-                for side in sides
-                if int(side.positions[at]) in side.damaged
-            ]
-        else:
-            (state, advantage), (other, other_advantage) = a.of(at), b.of(at)
-            difference.rows.append(Differing(uid, state, other, advantage, other_advantage))
-    difference.rows = heapq.nlargest(limit, difference.rows, key=lambda row: row.by)
 
 
 async def compare_runs(

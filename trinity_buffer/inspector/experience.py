@@ -491,6 +491,27 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     noted = {position_of(fate.annotations[0].address): uid for fate in own if fate.annotations}
     notes = await events_with_segments(source, noted, ["annotation"])
     measures = await _measured(source, own)
+    sets = []
+    for fate in own:
+        first = fate.annotations[0].address if fate.annotations else None
+        segment = None if first is None else notes[position_of(first)].families.get("annotation")
+        steps = []
+        for address, step in ((n.address, step) for n in fate.annotations for step in n.steps):
+            of_step = measures.get((step.trainer, step.step or 0))
+            numbers = {} if of_step is None else of_step.of_row(address)
+            state = (step.trainer, step.step, step.committed, step.reason)
+            steps.append(StepView(*state, numbers, step.experiment))
+        sets.append(
+            SetView(
+                fate.annotation_set,
+                fate.state,
+                fate.reason,
+                None if first is None else written_as(first),
+                len(fate.annotations),
+                {} if segment is None else dict(summaries(segment, slot_of(first or 0))),
+                tuple(steps),
+            )
+        )
     return ExperienceView(
         uid=row.eid.uid,
         address=written_as(row.address),
@@ -509,7 +530,7 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
         archived=recorded.archived,
         tensors={name: tensor for part in parts for name, tensor in summaries(part, slot)},
         objects={name: value for name, value in objects.items() if value is not None},
-        sets=tuple(_set(fate, notes, measures) for fate in own),
+        sets=tuple(sets),
     )
 
 
@@ -545,30 +566,3 @@ async def _measured(source: Source, own: Sequence[Fate]) -> dict[tuple[str, int]
         for trainer, numbers in steps.items()
         for step, measures in (await measured(source, trainer, sorted(numbers))).items()
     }
-
-
-def _set(
-    fate: Fate, notes: Mapping[int, EventWithSegment], measures: Mapping[tuple[str, int], Measured]
-) -> SetView:
-    first = fate.annotations[0].address if fate.annotations else None
-    segment = None if first is None else notes[position_of(first)].families.get("annotation")
-    tensors = {} if segment is None else dict(summaries(segment, slot_of(first or 0)))
-    steps = []
-    for row in fate.annotations:
-        for step in row.steps:
-            own = measures.get((step.trainer, step.step or 0))
-            numbers = {} if own is None else own.of_row(row.address)
-            steps.append(
-                StepView(
-                    step.trainer, step.step, step.committed, step.reason, numbers, step.experiment
-                )
-            )
-    return SetView(
-        fate.annotation_set,
-        fate.state,
-        fate.reason,
-        None if first is None else written_as(first),
-        len(fate.annotations),
-        tensors,
-        tuple(steps),
-    )

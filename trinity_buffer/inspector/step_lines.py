@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, compress
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ import numpy as np
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.inspector.experience import (
-    Measured,
     Numbers,
     events_with_segments,
     experiments_of,
@@ -24,7 +23,6 @@ from trinity_buffer.inspector.experience import (
 )
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs, rewards_by_run
-from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import (
@@ -200,9 +198,35 @@ async def steps(
     measures = await measured(source, name, [row.step for row in rows])
     lines = []
     for row, fact, own in zip(rows, leased, await _numbers(source, leased), strict=True):
-        line = _line(name, row, events, fact, own)
-        if row.step in measures:
-            line = replace(line, metrics=measures[row.step].metrics)
+        served = events[row.leased_at]
+        commit = None if row.committed_at is None else events[row.committed_at]
+        # Clocks of two machines may differ: a negative time is shown as unknown.
+        seconds = None if commit is None else commit.recorded_at - served.recorded_at
+        numbers, versions = own.numbers, own.numbers["policy_version"]
+        lags = row.step - 1 - versions[versions != NO_VERSION]
+        metrics: Mapping[str, Any] = {}
+        # A commit of several steps has the metrics of the last one.
+        if commit is not None and isinstance(commit.fact, StepsCommitted):
+            metrics = commit.fact.metrics if commit.fact.steps[-1] == row.step else {}
+        line = StepLine(
+            trainer=name,
+            step=row.step,
+            state="leased" if commit is None else "committed",
+            leased_at=row.leased_at,
+            committed_at=row.committed_at,
+            recorded_at=served.recorded_at,
+            seconds=seconds if seconds is not None and seconds >= 0 else None,
+            rows=row.rows,
+            groups=row.groups,
+            microbatches=len(fact.microbatches),
+            tokens=int(numbers["length"].sum()),
+            trained_tokens=int(numbers["trained_tokens"].sum()),
+            reward=mean_over_runs(numbers["reward"], own.groups, numbers["run"], numbers["step"]),
+            staleness=fmean(lags.tolist()) if len(lags) else None,
+            oldest=int(lags.max()) if len(lags) else None,
+            checkpoint=row.checkpoint,
+            metrics=measures[row.step].metrics if row.step in measures else metrics,
+        )
         lines.append(line)
     return lines
 
@@ -224,8 +248,47 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
         assert isinstance(commit, StepsCommitted)  # of which the step says so
         proven = commit.manifests[list(commit.steps).index(step)] == fact.digest
     measures = (await measured(source, name, [step])).get(step)
-    rows = await _rows(source, contents, measures)
-    return StepContents(line, fact.annotation_set, fact.layout, fact.digest.hex(), proven, rows)
+    own = contents.own()
+    notes = zip(fact.annotations, contents.experiments, contents.rows, strict=True)
+    # Annotations of an expert are events of another log, and are not read.
+    uids = {position_of(a): "" if row is None else row.eid.uid for a, of, row in notes if not of}
+    events = await events_with_segments(source, uids, ["annotation"])
+    actors = await _actors(source, (position_of(row.address) for _, row in own))
+    run_rewards = _run_rewards(contents)
+    rows = []
+    for slot, (row, of) in enumerate(zip(contents.rows, contents.experiments, strict=True)):
+        note = fact.annotations[slot]
+        segment = None if of else events[position_of(note)].families.get("annotation")
+        at, (_, _, _, rank) = next(
+            (i, span) for i, span in enumerate(fact.microbatches) if span[0] <= slot < span[1]
+        )
+        version = None if row is None else row.policy_version
+        rows.append(
+            EatenRow(
+                slot=slot,
+                uid="" if row is None else row.eid.uid,
+                experiment=of,
+                microbatch=at,
+                rank=rank,
+                group=fact.groups[slot],
+                run=None if row is None else row.eid.run,
+                reward=None if row is None else row.reward,
+                run_reward=run_rewards.get(slot),
+                advantage=None
+                if segment is None
+                else mean_of(segment, "advantages", slot_of(note)),
+                policy_version=version,
+                staleness=None if version is None else step - 1 - version,
+                length=0 if row is None else row.length,
+                trained_tokens=0 if row is None else row.trained_tokens,
+                actor="" if row is None or of else actors.get(position_of(row.address), ""),
+                annotation=written_as(note),
+                address=written_as(fact.experiences[slot]),
+                measured={} if measures is None else measures.of_row(note, of),
+            )
+        )
+    digest = fact.digest.hex()
+    return StepContents(line, fact.annotation_set, fact.layout, digest, proven, tuple(rows))
 
 
 async def rows_of_step(
@@ -329,41 +392,6 @@ async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[_Counte
     return counted
 
 
-def _line(
-    name: str, row: StepRow, events: Mapping[int, Event], fact: BatchLeased, own: _Counted
-) -> StepLine:
-    leased = events[row.leased_at]
-    commit = None if row.committed_at is None else events[row.committed_at]
-    # Clocks of two machines may differ: a negative time is shown as unknown.
-    seconds = None if commit is None else commit.recorded_at - leased.recorded_at
-    numbers = own.numbers
-    versions = numbers["policy_version"]
-    lags = row.step - 1 - versions[versions != NO_VERSION]
-    metrics: Mapping[str, Any] = {}
-    # A commit of several steps has the metrics of the last one.
-    if commit is not None and isinstance(commit.fact, StepsCommitted):
-        metrics = commit.fact.metrics if commit.fact.steps[-1] == row.step else {}
-    return StepLine(
-        trainer=name,
-        step=row.step,
-        state="leased" if commit is None else "committed",
-        leased_at=row.leased_at,
-        committed_at=row.committed_at,
-        recorded_at=leased.recorded_at,
-        seconds=seconds if seconds is not None and seconds >= 0 else None,
-        rows=row.rows,
-        groups=row.groups,
-        microbatches=len(fact.microbatches),
-        tokens=int(numbers["length"].sum()),
-        trained_tokens=int(numbers["trained_tokens"].sum()),
-        reward=mean_over_runs(numbers["reward"], own.groups, numbers["run"], numbers["step"]),
-        staleness=fmean(lags.tolist()) if len(lags) else None,
-        oldest=int(lags.max()) if len(lags) else None,
-        checkpoint=row.checkpoint,
-        metrics=metrics,
-    )
-
-
 def _run_rewards(contents: _Contents) -> dict[int, float]:
     """Return slot -> reward of the run, of the trainer's own rows where one is known."""
     own = contents.own()
@@ -381,51 +409,6 @@ def rewards_of_runs(rows: Sequence[EatenRow]) -> list[float]:
     """Return the rewards of the trainer's own runs among rows of a step, each once."""
     runs = {(r.group, r.run): r.run_reward for r in rows if r.run_reward is not None}
     return list(runs.values())
-
-
-async def _rows(
-    source: Source, contents: _Contents, measures: Measured | None
-) -> tuple[EatenRow, ...]:
-    fact, own = contents.fact, contents.own()
-    notes = zip(fact.annotations, contents.experiments, contents.rows, strict=True)
-    # Annotations of an expert are events of another log, and are not read.
-    uids = {position_of(a): "" if row is None else row.eid.uid for a, of, row in notes if not of}
-    events = await events_with_segments(source, uids, ["annotation"])
-    actors = await _actors(source, (position_of(row.address) for _, row in own))
-    run_rewards = _run_rewards(contents)
-    rows = []
-    for slot, (row, of) in enumerate(zip(contents.rows, contents.experiments, strict=True)):
-        note = fact.annotations[slot]
-        segment = None if of else events[position_of(note)].families.get("annotation")
-        at, (_, _, _, rank) = next(
-            (i, span) for i, span in enumerate(fact.microbatches) if span[0] <= slot < span[1]
-        )
-        version = None if row is None else row.policy_version
-        rows.append(
-            EatenRow(
-                slot=slot,
-                uid="" if row is None else row.eid.uid,
-                experiment=of,
-                microbatch=at,
-                rank=rank,
-                group=fact.groups[slot],
-                run=None if row is None else row.eid.run,
-                reward=None if row is None else row.reward,
-                run_reward=run_rewards.get(slot),
-                advantage=None
-                if segment is None
-                else mean_of(segment, "advantages", slot_of(note)),
-                policy_version=version,
-                staleness=None if version is None else fact.step - 1 - version,
-                length=0 if row is None else row.length,
-                trained_tokens=0 if row is None else row.trained_tokens,
-                actor="" if row is None or of else actors.get(position_of(row.address), ""),
-                annotation=written_as(note),
-                address=written_as(fact.experiences[slot]),
-                measured={} if measures is None else measures.of_row(note, of),
-            )
-        )
-    return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,21 +122,6 @@ _OF_THE_SET = ("set", "state", "reason", "trainer", "trained_step")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which rows, and whose decisions stand beside them.
-
-    Attributes:
-        annotation_set: whose advantages, state and reason; None: the first set there is.
-        step: only the rows of this gradient step; None: all that are stored.
-        trainer: whose steps; None: of ``step`` the one furthest ahead, else all.
-    """
-
-    annotation_set: str | None = None
-    step: int | None = None
-    trainer: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Beside:
     """What was found to be wanted beside rows: a set, and trainers, the one furthest ahead first.
 
@@ -189,7 +174,6 @@ def to_arrow(
         UnknownNameError: no such set, step or trainer.
     """
     arrow = pyarrow()
-    wanted = Wanted(set, step, trainer)
 
     async def main() -> Any:
         async with open_store(url, read_only=True) as store:
@@ -200,7 +184,8 @@ def to_arrow(
                 )
             handle = await store.experiment(experiment or names[0])
             async with as_of(handle, as_of_position) as source:
-                return arrow.Table.from_batches([b async for b in record_batches(source, wanted)])
+                batches = record_batches(source, set, step, trainer)
+                return arrow.Table.from_batches([batch async for batch in batches])
 
     with start_blocking_portal() as portal:  # a notebook's own loop runs in this thread
         return portal.call(main)
@@ -244,17 +229,32 @@ def parquet_writer(path: Path) -> Iterator[Callable[[Any], None]]:
         yield write
 
 
-async def record_batches(source: Source, wanted: Wanted) -> AsyncGenerator[Any, None]:
+async def record_batches(
+    source: Source, annotation_set: str | None, step: int | None, trainer: str | None
+) -> AsyncGenerator[Any, None]:
     """Yield record batches of the rows that are wanted, in order of the log; at least one.
 
     All have the columns of the first: a key of ``info`` that comes up later is in ``info`` alone.
+
+    Args:
+        source: the experiment.
+        annotation_set: whose advantages, state and reason; None: the first set there is.
+        step: only the rows of this gradient step; None: all that are stored.
+        trainer: whose steps; None: of ``step`` the one furthest ahead, else all.
 
     Raises:
         InvalidArgumentError: pyarrow is not installed.
         UnknownNameError: no such set, step or trainer.
     """
     arrow = pyarrow()
-    chosen = await _chosen(source, wanted)
+    consumers = await source.read(writer_queries.consumers, source.key)
+    own = chosen_set(consumers, annotation_set)
+    if step is None and trainer is None:
+        trainers = [row for row in consumers.values() if row.kind == "trainer"]
+        names = [row.name for row in sorted(trainers, key=lambda row: -row.leased_step)]
+    else:
+        names = [await trainer_of(source, trainer)]
+    chosen = _Beside(own, tuple(names), step)
     schema: Any = None
     async for rows in _pages(source, chosen):
         columns = await _columns(source, rows, chosen)
@@ -267,17 +267,6 @@ async def record_batches(source: Source, wanted: Wanted) -> AsyncGenerator[Any, 
     if schema is None:
         schema = schema_of(arrow, {})
         yield arrow.RecordBatch.from_pylist([], schema=schema)
-
-
-async def _chosen(source: Source, wanted: Wanted) -> _Beside:
-    consumers = await source.read(writer_queries.consumers, source.key)
-    own = chosen_set(consumers, wanted.annotation_set)
-    if wanted.step is None and wanted.trainer is None:
-        rows = [row for row in consumers.values() if row.kind == "trainer"]
-        trainers = [row.name for row in sorted(rows, key=lambda row: -row.leased_step)]
-    else:
-        trainers = [await trainer_of(source, wanted.trainer)]
-    return _Beside(own, tuple(trainers), wanted.step)
 
 
 async def _pages(source: Source, chosen: _Beside) -> AsyncIterator[list[ExperienceRow]]:
