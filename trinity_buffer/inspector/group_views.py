@@ -171,17 +171,14 @@ def _group(
     events: Mapping[int, EventWithSegment],
 ) -> GroupView:
     runs: list[RunView] = []
-    compared: list[RunView] = []  # by strategies
     for row in sorted(rows, key=lambda row: (row.eid.run, row.eid.step, row.eid.suffix)):
-        eid, fate = row.eid, decided[row.address]
-        state = "recorded" if fate is None else str(fate)
-        advantage = _advantage(fate, events)
-        version = row.policy_version
-        run = RunView(eid.uid, eid.run, eid.step, row.reward, advantage, version, row.length, state)
-        runs.append(run)
-        # Strategies decide without what was refused or came late, so the moments do too.
-        if row.refused is None and not state.endswith(": late"):
-            compared.append(run)
+        fate = decided[row.address]
+        state, advantage = "recorded" if fate is None else str(fate), _advantage(fate, events)
+        of_run = (row.eid.uid, row.eid.run, row.eid.step, row.reward, advantage)
+        runs.append(RunView(*of_run, row.policy_version, row.length, state))
+    # Strategies decide without what was refused or came late, so the moments do too.
+    refused = {row.eid.uid for row in rows if row.refused is not None}
+    compared = [r for r in runs if r.uid not in refused and not r.state.endswith(": late")]
     rollouts = None if batch is None else batch.rollouts_per_group
     missing = len(set(range(rollouts or 0)) - {run.run for run in runs})
     states = Counter(run.state for run in runs)

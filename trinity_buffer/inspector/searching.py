@@ -57,7 +57,7 @@ async def search(
     after: int = -1,
     progress: Progress = no_progress,
     unreadable: list[Unreadable] | None = None,
-    looked_at: Callable[[int], None] = lambda _: None,
+    looked_at: Callable[[int], bool | None] = lambda _: None,
 ) -> AsyncIterator[Match]:
     """Yield each text of a rollout that holds ``text``, in order of the log, as soon as found.
 
@@ -72,7 +72,8 @@ async def search(
         after: only in experiences above this address.
         progress: called with the position that was reached, and the last one.
         unreadable: gets the rows whose texts cannot be read; None: the error at the end names them.
-        looked_at: called with the last address that some events can have, once they were searched.
+        looked_at: called with the last address that some events can have, once they were searched;
+            the search ends if it returns True.
 
     Raises:
         InvalidArgumentError: ``text`` is empty.
@@ -97,7 +98,8 @@ async def search(
                 yield match
         # After the matches: a caller may stop at this address and go on behind it.
         progress("search", positions[-1], head)
-        looked_at(first_address(positions[-1] + 1) - 1)
+        if looked_at(first_address(positions[-1] + 1) - 1):
+            break
     if unreadable is None and damaged:
         raise DamagedSegmentError("; ".join(map(str, damaged)))
 

@@ -14,7 +14,7 @@ from trinity_buffer.inspector.compare import comparing
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.experience import Unreadable
 from trinity_buffer.inspector.overviews import overview_of
-from trinity_buffer.inspector.source import Source, now
+from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import rewards_of_runs
 from trinity_buffer.inspector.token_table import TokenTable, token_texts
 from trinity_buffer.store import writer_queries
@@ -214,9 +214,16 @@ async def diff_page(asked: Asked) -> Page:
     first, second, other = (asked.text(name) for name in ("first", "second", "run"))
     sets: inspector.SetDifference | None = None
     runs: inspector.RunDifference | None = None
-    reached = 0
+    reached, head = 0, await source.head()
     if first and second:
-        sets, reached = await _compared(asked, source, first, second)
+        # A page is made while someone waits: what was compared by then is shown, with its position.
+        until = time.monotonic() + min(LONGEST_S, asked.whole("seconds") or FIRST_S)
+        sets, reached = inspector.SetDifference(first, second), head
+        async for so_far, at in comparing(source, first, second):
+            sets = so_far
+            if time.monotonic() > until:
+                reached = at
+                break
     elif other and source.position is not None:
         raise InvalidArgumentError("two runs are compared as they are now: open the diff there")
     elif other:
@@ -231,22 +238,9 @@ async def diff_page(asked: Asked) -> Page:
         "runs": runs,
         "reached": reached,
         "most_steps": STEPS,
-        "head": await source.head(),
+        "head": head,
         "longer": min(LONGEST_S, 4 * (asked.whole("seconds") or FIRST_S)),
     }
-
-
-async def _compared(
-    asked: Asked, source: Source, first: str, second: str
-) -> tuple[inspector.SetDifference, int]:
-    """Return what was found in the seconds that are asked for, and up to which position."""
-    # A page is made while someone waits: what was found by then is shown, with its position.
-    until = time.monotonic() + min(LONGEST_S, asked.whole("seconds") or FIRST_S)
-    difference = inspector.SetDifference(first, second)
-    async for difference, reached in comparing(source, first, second):
-        if time.monotonic() > until:
-            return difference, reached
-    return difference, await source.head()
 
 
 GROUPS_OF_BATCH = 500
@@ -313,19 +307,32 @@ def _lowest(written: Any) -> int:
     return min(first_address(int(position)) + int(slot) for position, _, slot in parts)
 
 
-class _LongEnough(Exception):  # noqa: N818 - no error: what ends a part of a search
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-
 async def search_page(asked: Asked) -> Page:
     """Return rollouts whose texts hold what is looked for: as many as are found in some seconds."""
     source, text = asked.source, asked.text("text")
     matches: list[inspector.Match] = []
     unreadable: list[Unreadable] = []
-    more = None
+    more, after = None, asked.whole("after", GREATEST)
+    until = time.monotonic() + (FIRST_S if after is None else SEARCH_S)
+
+    def is_long_enough(address: int) -> bool:
+        nonlocal more
+        more = address if time.monotonic() > until else None
+        return more is not None
+
     if text is not None:
-        more = await _search(source, text, asked, matches, unreadable)
+        async for match in inspector.search(
+            source,
+            text,
+            exact=asked.text("exact") is not None,
+            after=-1 if after is None else after,
+            looked_at=is_long_enough,
+            unreadable=unreadable,
+        ):
+            if len(matches) >= PAGE and match.address != matches[-1].address:
+                more = matches[-1].address
+                break
+            matches.append(match)
     return "search.html", {
         "text": text,
         "exact": asked.text("exact"),
@@ -334,39 +341,6 @@ async def search_page(asked: Asked) -> Page:
         "more": more,
         **turned(asked, "after", more, ["text", "exact"]),
     }
-
-
-async def _search(
-    source: Source,
-    text: str,
-    asked: Asked,
-    matches: list[inspector.Match],
-    unreadable: list[Unreadable],
-) -> int | None:
-    """Search into the lists; return the address after which it goes on, None at the end."""
-    after = asked.whole("after", GREATEST)
-    until = time.monotonic() + (FIRST_S if after is None else SEARCH_S)
-
-    def looked_at(address: int) -> None:
-        if time.monotonic() > until:
-            raise _LongEnough(address)
-
-    following = inspector.search(
-        source,
-        text,
-        exact=asked.text("exact") is not None,
-        after=-1 if after is None else after,
-        looked_at=looked_at,
-        unreadable=unreadable,
-    )
-    try:
-        async for match in following:
-            if len(matches) >= PAGE and match.address != matches[-1].address:
-                return matches[-1].address
-            matches.append(match)
-    except _LongEnough as enough:
-        return enough.address
-    return None
 
 
 async def events_page(asked: Asked) -> Page:
