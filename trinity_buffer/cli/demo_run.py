@@ -29,7 +29,7 @@ from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
-from trinity_buffer.pipeline.verify.verify import VerifyReport, verify
+from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.url import named
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.requirements import strategies_of
@@ -222,8 +222,7 @@ class Demo:
                     return code
                 await self._ask_expert(store)
             experiment = await self._experiment(store)
-            numbers, failed = self._numbers, None
-            logs = self.base.with_suffix(".logs")
+            failed, logs = None, self.base.with_suffix(".logs")
             supervisor = Supervisor(self._commands(), logs, self.chaos_every_s, self.config.seed)
             self._supervisors.append(supervisor)
             if not await experiment.is_finished():
@@ -238,13 +237,13 @@ class Demo:
                     "this run is finished already; here is how it ended (--name starts another)"
                 )
                 await self._fold(experiment, follow=False)
-            seconds = time.monotonic() - begin
+            seconds, numbers = time.monotonic() - begin, self._numbers
             if failed is None and not numbers.trained:
                 failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected" + (
                     "" if numbers.finished is not None else f": {self._cut_short}"
                 )
             expert_holds = await self._expert_holds(store)
-            code = await self._conclude(experiment, supervisor, seconds, failed)
+            code = await self._conclude(experiment, supervisor.kills, seconds, failed)
             return code if expert_holds else 1
 
     async def _teach(self, store: Store) -> int | None:
@@ -399,18 +398,35 @@ class Demo:
         return self.limit_s is not None and time.monotonic() - begin > self.limit_s
 
     async def _conclude(
-        self, experiment: Experiment, supervisor: Supervisor, seconds: float, failed: str | None
+        self, experiment: Experiment, kills: int, seconds: float, failed: str | None
     ) -> int:
+        """Verify the run, show its results, and return the exit code; ``failed``: why it did."""
+        numbers = self._numbers
         last = await experiment.last_checkpoint(self.config.trainer)
         checkpoint = None if last is None else Path(last)
+        receipts = self.base.with_suffix(".acks")
         with progress() as report_progress:
-            report = await verify(
-                experiment,
-                acknowledged=self.base.with_suffix(".acks"),
-                checkpoint=checkpoint,
-                progress=report_progress,
-            )
-        self._show(report, supervisor, seconds, complete=failed is None)
+            report = await verify(experiment, receipts, checkpoint, progress=report_progress)
+        self._say(f"reward   {view.sparkline([reward for _, reward in numbers.rewards])}")
+        self._say(f"accuracy {view.sparkline([value for _, value in numbers.accuracies])}")
+        self._say(
+            f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps"
+            + (f" ({len(numbers.skipped)} skipped: not finite)" if numbers.skipped else "")
+            + f", {seconds:.0f} s"
+            + (f", {kills} processes killed" if kills else "")
+        )
+        picture = str(self.base.with_suffix(".png"))
+        if numbers.rewards and view.save_curve(picture, numbers, self.experiment):
+            self._say(f"curve: {picture}")
+        wrong = "; ".join(map(str, report.problems[:3]))
+        verdict = "what was stored holds, but the run failed" if failed else "everything holds"
+        self._say(f"verify: {verdict if report.ok else f'FAILED: {wrong}'}")
+        self._say(f"store: {self._shown}   logs: {self.base.with_suffix('.logs')}")
+        if not self.brief:
+            self._say("try next:")
+            steps = "events --after 0 --kind StepsCommitted --limit 3"
+            for command in ("stats", "groups --limit 5", steps):
+                self._say(f"  trinity-buffer {command} {self._where}")
         if failed is None:
             accuracy = await anyio.to_thread.run_sync(self._accuracy, checkpoint)
             if accuracy is not None:
@@ -418,7 +434,7 @@ class Demo:
         self._say(f"lost {report.lost}, duplicated {report.duplicated}")
         if failed is not None:
             self._say(f"failed: {failed}", style="red")
-        elif self._numbers.finished is None:
+        elif numbers.finished is None:
             self._say(self._cut_short)
         return 0 if report.ok and failed is None else 1
 
@@ -447,30 +463,3 @@ class Demo:
         )
         # Far from the seeds of the trainer's evaluations, which are seed + step.
         return backend.accuracy(policy, problems=1000, seed=self.config.seed + 1_000_000)
-
-    def _show(
-        self, report: VerifyReport, supervisor: Supervisor, seconds: float, *, complete: bool
-    ) -> None:
-        """Show the results of the run; ``complete``: it did not fail."""
-        numbers = self._numbers
-        self._say(f"reward   {view.sparkline([reward for _, reward in numbers.rewards])}")
-        self._say(f"accuracy {view.sparkline([value for _, value in numbers.accuracies])}")
-        self._say(
-            f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps"
-            + (f" ({len(numbers.skipped)} skipped: not finite)" if numbers.skipped else "")
-            + f", {seconds:.0f} s"
-            + (f", {supervisor.kills} processes killed" if supervisor.kills else "")
-        )
-        picture = str(self.base.with_suffix(".png"))
-        if numbers.rewards and view.save_curve(picture, numbers, self.experiment):
-            self._say(f"curve: {picture}")
-        wrong = "; ".join(map(str, report.problems[:3]))
-        verdict = "everything holds" if complete else "what was stored holds, but the run failed"
-        self._say(f"verify: {verdict if report.ok else f'FAILED: {wrong}'}")
-        self._say(f"store: {self._shown}   logs: {self.base.with_suffix('.logs')}")
-        if self.brief:
-            return
-        self._say("try next:")
-        steps = "events --after 0 --kind StepsCommitted --limit 3"
-        for command in ("stats", "groups --limit 5", steps):
-            self._say(f"  trinity-buffer {command} {self._where}")
