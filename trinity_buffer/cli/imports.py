@@ -9,7 +9,7 @@ import typer
 
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import STORE_VARIABLE, JsonOption, make_folder_of, run
-from trinity_buffer.cli.output import print_json
+from trinity_buffer.cli.output import Answer, print_answer
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import require_name
 from trinity_buffer.integrations.imports.formats import (
@@ -60,16 +60,12 @@ def import_(
             return await import_file(opened, target, name, path, **options)
 
     done: Imported = run(main)
-    if as_json:
-        print_json(done.to_dict())
-    else:
-        typer.echo(
-            escaped(
-                f"{counted(done.written, 'experience')} in {counted(done.batches, 'batch')} "
-                f"written to {named(store)}, {done.duplicates} there already, "
-                f"{counted(len(done.left_out), 'row')} left out"
-            )
-        )
+    line = (
+        f"{counted(done.written, 'experience')} in {counted(done.batches, 'batch')} written to "
+        f"{named(store)}, {done.duplicates} there already, {counted(len(done.left_out), 'row')} "
+        "left out"
+    )
+    print_answer(Answer(done.to_dict(), line), as_json=as_json)
     for row in done.left_out:
         typer.echo(escaped(f"left out: {row}"), err=True)
     if done.late:

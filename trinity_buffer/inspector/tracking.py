@@ -19,6 +19,11 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import writer_queries
 
 PAGE_STEPS = 256
+OF_THE_LOG = (
+    *("reward", "staleness", "oldest", "rows", "groups"),
+    *("tokens", "trained_tokens", "seconds"),
+)
+"""What the log knows of each step, as `StepLine` names it."""
 
 
 class Tracker(Protocol):
@@ -125,17 +130,8 @@ def numbers_of(line: StepLine) -> dict[str, float]:
 
     ``batch/`` stands before what comes from the log, so that it takes no measure's place.
     """
-    known = {
-        "batch/reward": line.reward,
-        "batch/staleness": line.staleness,
-        "batch/oldest": line.oldest,
-        "batch/rows": line.rows,
-        "batch/groups": line.groups,
-        "batch/tokens": line.tokens,
-        "batch/trained_tokens": line.trained_tokens,
-        "batch/seconds": line.seconds,
-    }
-    numbers: dict[str, Any] = {**line.metrics, **known}
+    numbers: dict[str, Any] = {**line.metrics}
+    numbers |= {f"batch/{name}": getattr(line, name) for name in OF_THE_LOG}
     return {
         name: float(value)
         for name, value in numbers.items()
