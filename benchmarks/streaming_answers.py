@@ -45,7 +45,7 @@ def _texts(tx: Transaction) -> int:
         NOBODY_SAID in str(value).casefold()
         for (data,) in rows
         for values in decode_segment(data).objects.values()
-        for value in values
+        for value in values.values(range(len(values)))
     )
 
 

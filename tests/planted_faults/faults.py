@@ -125,8 +125,8 @@ FAULTS = [
     Fault(
         "the row after the last is the first",
         "codec/segments.py",
-        "-len(self) <= index < len(self)",
-        "-len(self) <= index <= len(self)",
+        "if not 0 <= row < len(self)",
+        "if not 0 <= row <= len(self)",
         "tests/codec/test_segments.py::test_objects_come_back_row_by_row",
     ),
     Fault(

@@ -268,30 +268,33 @@ def _unpack(blob: Buffer, as_tensor: AsTensor | None, depth: int) -> Any:
         raise CodecError(
             f"a value is nested deeper than {MAX_DEPTH} levels: it was not written here"
         )
-    unpack = partial(
-        msgpack.unpackb,
-        strict_map_key=False,
-        unicode_errors="surrogatepass",
-        ext_hook=partial(_extension, as_tensor, depth),
-    )
     try:
-        return _unpack_guarded(unpack, blob)
+        if len(blob) > _TRUSTED_LENGTH:
+            _check_claims(blob)
+        return msgpack.unpackb(
+            blob,
+            strict_map_key=False,
+            unicode_errors="surrogatepass",
+            ext_hook=partial(_extension, as_tensor, depth),
+        )
     except CodecError:
         raise
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise CodecError(f"a value cannot be read, its bytes are damaged: {error}") from error
 
 
-def _unpack_guarded(unpack: Callable[..., Any], blob: Buffer) -> Any:
-    if len(blob) <= _TRUSTED_LENGTH:
-        return unpack(blob)
+def _check_claims(blob: Buffer) -> None:
+    """Check that the lists and maps in ``blob`` claim no more items than it has, making none.
+
+    Raises:
+        CodecError: they claim more.
+    """
+    parser = msgpack.Unpacker(max_buffer_size=len(blob))
+    parser.feed(blob)
     try:
-        return unpack(blob, max_array_len=_TRUSTED_LENGTH)
-    except CodecError:
-        raise
-    except ValueError:
-        _check_claims(blob)
-        return unpack(blob)
+        parser.skip()
+    except msgpack.OutOfData as error:
+        raise CodecError("a value claims more items than it has bytes: it is damaged") from error
 
 
 def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -> Any:
@@ -321,56 +324,6 @@ def _listed(data: bytes, depth: int, as_tensor: AsTensor | None = None) -> list[
     if not isinstance(items, list):
         raise CodecError("an extension does not hold a list: its bytes are damaged")
     return items
-
-
-# First byte of a msgpack value -> (bytes of the length that follows, bytes to skip beside it, the
-# length counts items). The ranges of the "fix" types are handled in `_head`.
-_HEADS: dict[int, tuple[int, int, int]] = {
-    **{0xC0 + i: (0, 0, 0) for i in (0, 2, 3)},
-    **{0xC4 + i: (1 << i, 0, 0) for i in range(3)},  # bin
-    **{0xC7 + i: (1 << i, 1, 0) for i in range(3)},  # ext
-    0xCA: (0, 4, 0),  # float
-    0xCB: (0, 8, 0),
-    **{0xCC + i: (0, 1 << i, 0) for i in range(4)},  # uint
-    **{0xD0 + i: (0, 1 << i, 0) for i in range(4)},  # int
-    **{0xD4 + i: (0, 1 + (1 << i), 0) for i in range(5)},  # fixext
-    **{0xD9 + i: (1 << i, 0, 0) for i in range(3)},  # str
-    0xDC: (2, 0, 1),  # array
-    0xDD: (4, 0, 1),
-    0xDE: (2, 0, 2),  # map
-    0xDF: (4, 0, 2),
-}
-
-
-def _check_claims(blob: Buffer) -> None:
-    """Check that all the lists and maps in ``blob`` together claim no more items than it has bytes.
-
-    Raises:
-        CodecError: they do.
-    """
-    view, at, pending = memoryview(blob), 0, 1
-    while pending > 0:
-        if at >= len(view) or pending > len(view) - at:
-            raise CodecError("a value claims more items than it has bytes: its bytes are damaged")
-        at, items = _head(view, at)
-        pending += items - 1
-
-
-def _head(view: memoryview, at: int) -> tuple[int, int]:
-    """Return where the next value begins, and how many items of this one come before it."""
-    first = view[at]
-    if first < 0x80 or first >= 0xE0:
-        return at + 1, 0
-    if first < 0x90:
-        return at + 1, 2 * (first & 0x0F)
-    if first < 0xA0:
-        return at + 1, first & 0x0F
-    if first < 0xC0:
-        return at + 1 + (first & 0x1F), 0
-    width, skip, per_item = _HEADS.get(first, (0, 0, 0))
-    length = int.from_bytes(view[at + 1 : at + 1 + width], "big")
-    at += 1 + width + skip
-    return (at, per_item * length) if per_item else (at + length, 0)
 
 
 _VERSION = "v"

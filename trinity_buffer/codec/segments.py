@@ -17,15 +17,15 @@ again" from "the same address, other content".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import pairwise
-from typing import Any, TypeAlias, overload
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
 
 from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.codec.blob import JOINED_BYTES, Blob, Buffer, few_pieces
@@ -81,7 +81,7 @@ class Column:
         return self.data.view(DTYPES[self.dtype])
 
 
-class ObjectColumn(Sequence[Any]):
+class ObjectColumn:
     """One field of objects, decoded when asked for."""
 
     __slots__ = ("_data", "_offsets")
@@ -90,25 +90,13 @@ class ObjectColumn(Sequence[Any]):
         self._offsets = offsets
         self._data = data
 
-    @override
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    @override
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return self.values(range(*index.indices(len(self))))
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return self.values([index % len(self)])[0]
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.values(range(len(self))))
+    def __getitem__(self, row: int) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return self.values([row])[0]
 
     @property
     def pieces(self) -> list[bytes]:
@@ -147,25 +135,6 @@ class Segment:
     objects: dict[str, ObjectColumn] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def flat(self, name: str) -> tuple[npt.NDArray[Any], Integers]:
-        """Return the elements of all rows of a one-dimensional field, and where each row begins.
-
-        Row ``i`` is ``elements[offsets[i]:offsets[i + 1]]``; both are views. Types that NumPy does
-        not have come as unsigned integers that hold the bits.
-
-        Raises:
-            CodecError: the field is absent, or its rows are not all there, of one dtype and 1-D.
-        """
-        columns = self.columns.get(name, [])
-        # `rows` says that some are absent; what is scaled has one scalar in place of a row.
-        flat = [c.rows is None and c.shapes.shape[1] == 1 and c.encoding == "raw" for c in columns]
-        if flat != [True]:
-            raise CodecError(
-                f"{name} is not one-dimensional and of one dtype in all {self.rows} rows: "
-                "decode it row by row"
-            )
-        return columns[0].elements, columns[0].offsets
-
 
 def is_scorable(columns: Mapping[str, Sequence[Column]]) -> bool:
     """Return whether one number per row can stand for what a strategy makes of it.
@@ -183,7 +152,6 @@ def is_scorable(columns: Mapping[str, Sequence[Column]]) -> bool:
 
 SEGMENT_VERSION = 1
 ALIGNMENT = 64
-ENCODINGS = ("raw", "scaled_mask")
 
 _HEAD = 6  # 0x94, 0xce and the header's length
 _BIN_HEAD = 5  # 0xc6 and a length
@@ -308,33 +276,46 @@ def decode_segment(blob: Buffer) -> Segment:
         CodecVersionError: a newer version of this package wrote them.
     """
     view = memoryview(blob).cast("B")
-    header, body = _split(view)
-    _check_version(header)
-    rows = header.get("rows")
-    columns, objects, aliases = (header.get(key) for key in ("columns", "objects", "aliases"))
-    if type(rows) is not int or rows < 0:
-        raise _damaged("its header has no number of rows")
-    if not isinstance(columns, list) or not isinstance(objects, list):
-        raise _damaged("its header lacks columns or objects")
-    segment, used = Segment(rows), 0
-    for entry in columns:
-        used = _read_column(segment, entry, body, used)
-    for entry in objects:
-        used = _read_objects(segment, entry, body, used)
-    _read_aliases(segment, aliases)
+    document, body = _split(view)
+    try:
+        header = msgspec.convert(document, _Header, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise _damaged(f"its header has another form: {error}") from error
+    segment, used = Segment(header.rows), 0
+    for column in header.columns:
+        used = _read_column(segment, column, body, used)
+    for objects in header.objects:
+        used = _read_objects(segment, objects, body, used)
+    for name, target in header.aliases.items():
+        if name in segment.columns or name in segment.objects or target not in segment.columns:
+            raise _damaged(f"field {name!r} is said to be the same as {target!r}")
+        segment.aliases[name] = target
+    segment.columns.update({name: segment.columns[of] for name, of in header.aliases.items()})
     return segment
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Dimensions = Annotated[int, msgspec.Meta(ge=0, le=MAX_DIMENSIONS)]
+_Encoding = Literal["raw", "scaled_mask"]
+_ColumnEntry: TypeAlias = tuple[
+    str, str, _Encoding, bytes | None, _Dimensions, bytes, _Count, _Count
+]
+_ObjectsEntry: TypeAlias = tuple[str, _Count, _Count]
+
+
+class _Header(msgspec.Struct):
+    rows: _Count
+    columns: list[_ColumnEntry]
+    objects: list[_ObjectsEntry]
+    aliases: dict[str, str]
 
 
 def _damaged(what: str) -> CodecError:
     return CodecError(f"a segment cannot be read: {what}; it is damaged, or was not written by us")
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _split(view: memoryview) -> tuple[dict[Any, Any], memoryview]:
-    """Return the parsed header and the body."""
+    """Return the parsed header, of a version that is known, and the body."""
     if len(view) < _HEAD or view[0] != 0x94 or view[1] != 0xCE:
         raise _damaged("bad magic bytes")
     end = _HEAD + int.from_bytes(view[2:_HEAD], "big")
@@ -343,8 +324,14 @@ def _split(view: memoryview) -> tuple[dict[Any, Any], memoryview]:
     if end_of_body != len(view) or (len(view) - len(body)) % ALIGNMENT:
         raise _damaged("its length differs from its header")
     header = unpack_object(view[_HEAD:end])
-    if not isinstance(header, dict):
-        raise _damaged("its header is not a map")
+    version = header.get("v") if isinstance(header, dict) else None
+    if type(version) is not int or version < 1:
+        raise _damaged("it has no version")
+    if version > SEGMENT_VERSION:
+        raise CodecVersionError(
+            f"a segment has version {version}, this package reads up to {SEGMENT_VERSION}: "
+            "upgrade trinity-buffer"
+        )
     return header, body
 
 
@@ -359,42 +346,20 @@ def _binary(view: memoryview, at: int) -> tuple[memoryview, int]:
     return view[begin:end], end
 
 
-def _check_version(header: Mapping[Any, Any]) -> None:
-    version = header.get("v")
-    if type(version) is not int or version < 1:
-        raise _damaged("it has no version")
-    if version > SEGMENT_VERSION:
-        raise CodecVersionError(
-            f"a segment has version {version}, this package reads up to {SEGMENT_VERSION}: "
-            "upgrade trinity-buffer"
-        )
-
-
-def _region(entry: Sequence[Any], body: memoryview, used: int) -> tuple[memoryview, int]:
-    """Return the bytes that an entry names by its last two items, and where they end."""
-    offset, size = entry[-2:]
-    if not _is_count(offset) or not _is_count(size) or offset % ALIGNMENT:
-        raise _damaged(f"column {entry[0]!r} has no offset")
-    if offset < used or offset + size > len(body):
-        raise _damaged(f"column {entry[0]!r} claims bytes that are not its own")
+def _region(
+    name: str, offset: int, size: int, body: memoryview, used: int
+) -> tuple[memoryview, int]:
+    """Return the bytes of a column or of objects, and where they end."""
+    if offset < used or offset + size > len(body) or offset % ALIGNMENT:
+        raise _damaged(f"column {name!r} claims bytes that are not its own")
     return body[offset : offset + size], offset + size
 
 
-def _claim_name(segment: Segment, entry: object, length: int) -> list[Any]:
-    """Return ``entry`` if it has the right form."""
-    if not isinstance(entry, list) or len(entry) != length or not isinstance(entry[0], str):
-        raise _damaged("an entry of its header has an unknown form")
-    if entry[0] in segment.objects:
-        raise _damaged(f"field {entry[0]!r} appears twice")
-    return entry
-
-
-def _read_column(segment: Segment, entry: object, body: memoryview, used: int) -> int:
-    name, dtype, encoding, rows, ndim, shapes, *_ = items = _claim_name(segment, entry, 8)
-    known = isinstance(dtype, str) and dtype in DTYPES and encoding in ENCODINGS
-    if not known or not _is_count(ndim) or ndim > (0 if encoding != "raw" else MAX_DIMENSIONS):
+def _read_column(segment: Segment, entry: _ColumnEntry, body: memoryview, used: int) -> int:
+    name, dtype, encoding, rows, ndim, shapes, offset, size = entry
+    if dtype not in DTYPES or (encoding != "raw" and ndim):
         raise _damaged(f"column {name!r} has an unknown dtype or encoding")
-    raw, end = _region(items, body, used)
+    raw, end = _region(name, offset, size, body, used)
     present = None if rows is None else _integers(rows, name)
     if present is not None and not _ascending(present, segment.rows):
         raise _damaged(f"column {name!r} names rows that do not exist")
@@ -415,13 +380,13 @@ def _read_column(segment: Segment, entry: object, body: memoryview, used: int) -
     return end
 
 
-def _integers(value: object, name: str) -> Integers:
-    if not isinstance(value, bytes) or len(value) % 4:
+def _integers(value: bytes, name: str) -> Integers:
+    if len(value) % 4:
         raise _damaged(f"column {name!r} has no rows or shapes")
     return np.frombuffer(value, _U32).astype(np.int64)
 
 
-def _shapes(value: object, count: int, ndim: int, name: str) -> Integers:
+def _shapes(value: bytes, count: int, ndim: int, name: str) -> Integers:
     sizes = _integers(value, name)
     if len(sizes) != count * ndim:
         raise _damaged(f"column {name!r} has {len(sizes)} sizes for {count} x {ndim}")
@@ -455,12 +420,11 @@ def _disjoint(columns: Sequence[Column]) -> bool:
     return bool((rows[1:] != rows[:-1]).all())
 
 
-def _read_objects(segment: Segment, entry: object, body: memoryview, used: int) -> int:
-    items = _claim_name(segment, entry, 3)
-    name = items[0]
-    raw, end = _region(items, body, used)
+def _read_objects(segment: Segment, entry: _ObjectsEntry, body: memoryview, used: int) -> int:
+    name, offset, size = entry
+    raw, end = _region(name, offset, size, body, used)
     head = (segment.rows + 1) * _U32.itemsize
-    if head > len(raw) or name in segment.columns:
+    if head > len(raw) or name in segment.columns or name in segment.objects:
         raise _damaged(f"objects {name!r} do not match its rows, or appear twice")
     offsets = np.frombuffer(raw[:head], _U32)
     whole = offsets[0] == 0 and int(offsets[-1]) == len(raw) - head
@@ -468,19 +432,6 @@ def _read_objects(segment: Segment, entry: object, body: memoryview, used: int) 
         raise _damaged(f"objects {name!r} overlap")
     segment.objects[name] = ObjectColumn(offsets, raw[head:])
     return end
-
-
-def _read_aliases(segment: Segment, aliases: object) -> None:
-    if not isinstance(aliases, dict):
-        raise _damaged("its header lacks aliases")
-    for name, target in aliases.items():
-        if not isinstance(name, str) or not isinstance(target, str):
-            raise _damaged("an alias has no name")
-        if name in segment.columns or name in segment.objects or target not in segment.columns:
-            raise _damaged(f"field {name!r} is said to be the same as {target!r}")
-        segment.aliases[name] = target
-    for name, target in segment.aliases.items():
-        segment.columns[name] = segment.columns[target]
 
 
 DIGEST_SIZE = 16

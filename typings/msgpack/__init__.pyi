@@ -1,7 +1,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from msgpack.exceptions import ExtraData as ExtraData, UnpackException as UnpackException
+from msgpack.exceptions import (
+    ExtraData as ExtraData,
+    OutOfData as OutOfData,
+    UnpackException as UnpackException,
+)
 
 class ExtType:
     code: int
@@ -19,6 +23,11 @@ class Packer:
         unicode_errors: str | None = None,
     ) -> None: ...
     def pack(self, obj: object) -> bytes: ...
+
+class Unpacker:
+    def __init__(self, *, max_buffer_size: int = ...) -> None: ...
+    def feed(self, next_bytes: bytes | bytearray | memoryview) -> None: ...
+    def skip(self) -> None: ...
 
 def packb(
     o: object,
