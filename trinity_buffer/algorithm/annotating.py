@@ -17,10 +17,12 @@ from trinity_buffer.algorithm.group_scores import (
     Rewards,
     RewardScorer,
     Runs,
+    ScoredGroups,
     as_rewards,
     asked,
     likelihood_ranks,
     numbered,
+    over_runs,
     run_means,
     scorer_of,
 )
@@ -152,19 +154,27 @@ def share_rewards(exps: Sequence[Experience], over: Over) -> None:
             experience.reward = last[experience.eid.rid]
 
 
-def annotate_group(
-    exps: Sequence[Experience], rewards: Rewards, score: RewardScorer, over: Over = "rows"
-) -> tuple[list[Experience], dict[str, float]]:
-    """Annotate one group with what ``score`` says; return who is kept, and the group's metrics.
+def scored_group(
+    exps: Sequence[Experience], rewards: Rewards, score: Callable[..., ScoredGroups], over: Over
+) -> ScoredGroups:
+    """Return what ``score`` makes of one group, each row with its own value.
 
     Args:
         exps: the group.
         rewards: of its members, finite, ``[G]``.
-        score: of rows.
+        score: a ``score_groups``.
         over: what counts once.
     """
     runs = runs_of(exps, over)
-    scored = asked(score, rewards[np.newaxis], None if runs is None else runs[np.newaxis])
+    by_row = over_runs(score, over)
+    return asked(by_row, rewards[np.newaxis], None if runs is None else runs[np.newaxis])
+
+
+def annotate_group(
+    exps: Sequence[Experience], rewards: Rewards, score: Callable[..., ScoredGroups], over: Over
+) -> tuple[list[Experience], dict[str, float]]:
+    """Annotate one group with its `scored_group`; return who is kept, and the group's metrics."""
+    scored = scored_group(exps, rewards, score, over)
     if scored.scores is not None:
         for experience, value in zip(exps, scored.scores[0].tolist(), strict=True):
             annotate(experience, value)

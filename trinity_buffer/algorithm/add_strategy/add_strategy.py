@@ -19,7 +19,7 @@ from trinity_buffer.algorithm.annotating import (
     WholeUnits,
     annotate_group,
     reward_of,
-    runs_of,
+    scored_group,
     share_rewards,
     unusable,
 )
@@ -36,7 +36,6 @@ from trinity_buffer.algorithm.group_scores import (
     ScoredGroups,
     as_added,
     inherits,
-    over_runs,
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
@@ -266,8 +265,62 @@ class RewardStrategy(GroupAdvantageStrategy):
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, float]]:
         """Score one group; return the members that are kept."""
-        score = over_runs(self.score_groups, self.over)
-        return annotate_group(exps, self.rewards_of(exps), score, self.over)
+        return annotate_group(exps, self.rewards_of(exps), self.score_groups, self.over)
+
+
+class RewardFilter(AddStrategy):
+    """Keeps rows of each task by their rewards alone, unchanged: write `score_groups`.
+
+    Args:
+        writer: where the kept groups go.
+        over: what counts once: ``"rows"``, as in the reference, or ``"runs"``, which is the default
+            of a run.
+        kwargs: of `AddStrategy`.
+    """
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    annotates: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ("reward",)
+
+    def __init__(self, writer: BufferWriter, *, over: Over = "rows", **kwargs: Any) -> None:
+        super().__init__(writer, **kwargs)
+        self.over = group_scores.check_over(over)
+
+    @abstractmethod
+    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+        """Return who is kept of ``k`` groups of one size, given their finite rewards ``[k, G]``."""
+
+    @override
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
+        """Write what is kept of each group; a metric is the sum over the groups."""
+        _, chosen, metrics = self.choose(experiences)
+        for group in chosen:
+            await self.writer.write_async(group)
+        return sum(len(group) for group in chosen), metrics
+
+    def choose(
+        self, experiences: list[Experience]
+    ) -> tuple[list[list[Experience]], list[list[Experience]], dict[str, Any]]:
+        """Return the groups, what is kept of those of which anything is, and metrics.
+
+        The others are rejected.
+        """
+        share_rewards(experiences, self.over)
+        groups = list(group_by(self.usable(experiences), "task").values())
+        chosen, metrics = list[list[Experience]](), dict[str, Any]()
+        for group in groups:
+            rewards = group_scores.as_rewards([reward_of(e) for e in group])
+            scored = scored_group(group, rewards, self.score_groups, self.over)
+            shape, reasons = rewards.shape, scored.reasons
+            stays = np.ones(shape, np.bool_) if scored.kept is None else scored.kept[0]
+            of_rows = np.broadcast_to("filtered" if reasons is None else reasons, (1, *shape))[0]
+            rows = list(zip(group, stays.tolist(), of_rows.tolist(), strict=True))
+            for reason in dict.fromkeys(reason for _, stay, reason in rows if not stay):
+                self.reject([e for e, stay, r in rows if not stay and r == reason], reason)
+            chosen.append([e for e, stay, _ in rows if stay])
+            for name, values in scored.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + float(values[0])
+        return groups, list(filter(None, chosen)), metrics
 
 
 @ADD_STRATEGY.register_module("grpo")
@@ -358,20 +411,16 @@ class OPMDAddStrategy(RewardStrategy):
 
 
 @ADD_STRATEGY.register_module("reward_variance")
-class RewardVarianceAddStrategy(AddStrategy):
+class RewardVarianceAddStrategy(RewardFilter):
     """Keeps the groups whose rewards differ; the others have nothing to teach. Sets no advantages.
 
     Args:
         writer: where the kept groups go.
         variance_threshold: groups of one, or with a population variance up to it, are rejected.
         std_floor: deviations below this share of the largest reward are 0.
-        over: what counts once: ``"rows"``, as in the reference, or ``"runs"``, which is the default
-            of a run.
+        kwargs: of `RewardFilter`.
     """
 
-    families: ClassVar[tuple[str, ...]] = ("light",)
-    annotates: ClassVar[bool] = False
-    needs: ClassVar[tuple[str, ...]] = ("reward",)
     reference_args: ClassVar[Mapping[str, Any]] = {
         "on_unknown": "ignore",
         "std_floor": 0.0,
@@ -384,18 +433,17 @@ class RewardVarianceAddStrategy(AddStrategy):
         variance_threshold: float = 0.0,
         *,
         std_floor: float = group_scores.RELATIVE_FLOOR,
-        over: Over = "rows",
         **kwargs: Any,
     ) -> None:
         super().__init__(writer, **kwargs)
         self.variance_threshold = variance_threshold
         self.std_floor = std_floor
-        self.over = group_scores.check_over(over)
 
+    @override
     def score_groups(
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> ScoredGroups:
-        """Return which groups are kept, as `add` keeps them."""
+        """Return which groups are kept, and what the others lack."""
         spread = group_scores.variances(rewards, weights, std_floor=self.std_floor)
         several = group_scores.size_of(rewards, weights) > 1
         stays = (spread > self.variance_threshold) & several
@@ -403,28 +451,3 @@ class RewardVarianceAddStrategy(AddStrategy):
         metrics = {"kept_groups": stays.astype(float), "filtered_groups": (~stays).astype(float)}
         rows = np.broadcast_to(stays[:, np.newaxis], rewards.shape)
         return ScoredGroups(kept=rows, reasons=reasons, metrics=metrics)
-
-    @override
-    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
-        """Write the groups whose rewards differ, unchanged."""
-        share_rewards(experiences, self.over)
-        groups = list(group_by(self.usable(experiences), "task").values())
-        chosen = self.informative(groups)
-        for group in chosen:
-            await self.writer.write_async(group)
-        metrics = {"kept_groups": len(chosen), "filtered_groups": len(groups) - len(chosen)}
-        return sum(len(group) for group in chosen), metrics if groups else {}
-
-    def informative(self, groups: Sequence[list[Experience]]) -> list[list[Experience]]:
-        """Return the groups above the threshold; reject the others, with what they lack."""
-        chosen = []
-        for group in groups:
-            rewards = group_scores.as_rewards([*map(reward_of, group)])
-            values, weights = group_scores.by_run(rewards, runs_of(group, self.over))
-            spread = group_scores.variance(values, weights, std_floor=self.std_floor)
-            several = group_scores.size_of(values, weights) > 1
-            if several and spread > self.variance_threshold:
-                chosen.append(group)
-            else:
-                self.reject(group, "filtered" if spread > 0 else "zero_variance")
-        return chosen

@@ -12,11 +12,10 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import (
     ADD_STRATEGY,
     RewardVarianceAddStrategy,
 )
-from trinity_buffer.algorithm.annotating import share_rewards
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_experience, fresh_task
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.experience import Experience, group_by
+from trinity_buffer.experience import Experience
 from trinity_buffer.identity import Key
 from trinity_buffer.writer import BufferWriter
 
@@ -75,19 +74,13 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Write the informative groups, then their copies, a write each."""
-        share_rewards(experiences, self.over)
-        groups = list(group_by(self.usable(experiences), "task").values())
-        informative = self.informative(groups)
+        groups, informative, metrics = self.choose(experiences)
         written = [*informative, *self._copies(informative, groups, len(experiences))]
         for group in written:
             await self.writer.write_async(group)
-        count = sum(len(group) for group in written)
-        metrics = {
-            "kept_groups": len(informative),
-            "filtered_groups": len(groups) - len(informative),
-            "copied_groups": len(written) - len(informative),
-        }
-        return count, metrics if groups else {}
+        if groups:
+            metrics["copied_groups"] = len(written) - len(informative)
+        return sum(len(group) for group in written), metrics
 
     def _copies(
         self, informative: Sequence[Group], groups: Sequence[Group], target: int

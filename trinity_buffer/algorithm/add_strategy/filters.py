@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
-from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
+from trinity_buffer.algorithm.add_strategy.add_strategy import (
+    ADD_STRATEGY,
+    AddStrategy,
+    RewardFilter,
+)
 from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_rewards
 from trinity_buffer.algorithm.group_scores import (
     Over,
@@ -127,20 +130,15 @@ class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
 
 
 @ADD_STRATEGY.register_module("best_of_group")
-class BestOfGroupAddStrategy(AddStrategy):
+class BestOfGroupAddStrategy(RewardFilter):
     """Keeps the runs with the largest reward of each group (RAFT, arXiv:2304.06767).
 
     Args:
         writer: where the kept runs go.
         num_kept: how many runs of a group are kept; of equal ones the earlier.
         min_reward: runs below it are never kept; None keeps the best, however bad.
-        over: what is kept: each of the ``"rows"`` of a run by itself, or the run, by the mean
-            reward of its rows, which is the default of a run.
+        kwargs: of `RewardFilter`. Over runs, a run is kept by the mean reward of its rows.
     """
-
-    families: ClassVar[tuple[str, ...]] = ("light",)
-    annotates: ClassVar[bool] = False
-    needs: ClassVar[tuple[str, ...]] = ("reward",)
 
     def __init__(
         self,
@@ -148,47 +146,24 @@ class BestOfGroupAddStrategy(AddStrategy):
         num_kept: int = 1,
         *,
         min_reward: float | None = None,
-        over: Over = "rows",
         **kwargs: Any,
     ) -> None:
         super().__init__(writer, **kwargs)
-        self.over = check_over(over)
         if num_kept < 1:
             raise InvalidArgumentError(f"num_kept must be at least 1, it is {num_kept!r}")
         self.num_kept = num_kept
         self.min_reward = min_reward
 
     @override
-    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write the best of each group; the others are rejected as ``filtered``."""
-        share_rewards(experiences, self.over)
-        groups = group_by(self.usable(experiences), "task").values()
-        chosen = [self._best(group) for group in groups]
-        for group, best in zip(groups, chosen, strict=True):
-            self.reject([e for e in group if all(e is not b for b in best)], "filtered")
-        for best in filter(None, chosen):
-            await self.writer.write_async(best)
-        return sum(len(best) for best in chosen), {}
-
     def score_groups(self, rewards: Rewards) -> ScoredGroups:
-        """Return which runs are kept, as `add` keeps them."""
-        return ScoredGroups(kept=self._stays(rewards))
-
-    def _stays(self, rewards: Rewards) -> NDArray[np.bool_]:
         """Return which runs are kept, by their rewards ``[k, R]``; of equal ones the earlier."""
         # Stable: of equal rewards the earlier run, whatever the platform.
         order = np.argsort(-rewards, axis=-1, kind="stable")[:, : self.num_kept]
         stays = np.zeros(rewards.shape, np.bool_)
         np.put_along_axis(stays, order, values=True, axis=-1)
-        return stays if self.min_reward is None else stays & (rewards >= self.min_reward)
-
-    def _best(self, group: Sequence[Experience]) -> list[Experience]:
-        """Return the rows of the runs that are kept, in their order."""
-        rewards, runs = as_rewards([*map(reward_of, group)]), runs_of(group, self.over)
-        of_runs = run_means(rewards, runs)
-        (stay,) = self._stays(of_runs[np.newaxis])
-        rows = stay if runs is None else stay[runs]
-        return [e for e, stays in zip(group, rows.tolist(), strict=True) if stays]
+        return ScoredGroups(
+            kept=stays if self.min_reward is None else stays & (rewards >= self.min_reward)
+        )
 
 
 @ADD_STRATEGY.register_module("overlong_penalty")

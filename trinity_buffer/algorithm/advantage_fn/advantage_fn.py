@@ -42,7 +42,6 @@ from trinity_buffer.algorithm.group_scores import (
     inherits,
     means,
     numbered,
-    over_runs,
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
@@ -220,7 +219,7 @@ class RewardAdvantage(GroupAdvantage):
     ) -> tuple[list[Experience], dict[str, Any]]:
         """Score one group."""
         rewards = as_rewards([reward_of(e) for e in exps])
-        return annotate_group(exps, rewards, over_runs(self.score_groups, self.over), self.over)
+        return annotate_group(exps, rewards, self.score_groups, self.over)
 
 
 def less_baseline(
