@@ -14,6 +14,7 @@ from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.events import (
     BatchLeased,
+    ConsumerRegistered,
     ExperienceColumns,
     ExperiencesAnnotated,
     Fact,
@@ -26,7 +27,7 @@ from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.blocks import Block, Field
 from trinity_buffer.pipeline.manifest import manifest_digest, plan_microbatches, repartitioned
-from trinity_buffer.pipeline.verify.log_audit import CrossAudit, EventChain, LogAudit
+from trinity_buffer.pipeline.verify.log_audit import EventChain, LogAudit
 from trinity_buffer.pipeline.verify.report import Problem
 from trinity_buffer.pipeline.verify.segments import wrong_columns
 from trinity_buffer.pipeline.verify.trainer_audit import TrainerAudit
@@ -110,14 +111,14 @@ def test_what_is_wrong_with_a_step_that_is_dealt_anew_is_told_with_its_place() -
     assert list(audit.leased(5, structs.replace(LEASED, digest=manifest_digest(LEASED)))) == []
     dealt = repartitioned(LEASED, DEALT.order, DEALT.microbatches).digest.hex()
     place = "position 7 (trainer 't')"
-    assert list(audit.dealt(7, DEALT)) == [
+    assert list(audit.dealt(7, DEALT, LEASED)) == [
         Problem(
             *("manifests", place),
             f"step 1 as it was dealt has the digest {dealt}, recorded is {'00' * 16}",
         ),
         Problem("manifests", place, "a group of step 1 lies on two ranks"),
     ]
-    assert list(audit.dealt(7, structs.replace(DEALT, step=2))) == [
+    assert list(audit.dealt(7, structs.replace(DEALT, step=2), LEASED)) == [
         Problem(*("manifests", place), "step 2 was dealt anew, and was not leased or is committed")
     ]
 
@@ -162,19 +163,29 @@ ANNOTATED = ExperiencesAnnotated(
 
 
 def test_a_manifest_is_compared_with_the_annotations_that_it_names() -> None:
-    audit = CrossAudit()
-    assert list(audit.take(3, ANNOTATED)) == []
-    assert audit.named == {ANNOTATED.segment}
-    own = [3 << 20, (3 << 20) + 1]
-    assert list(audit.take(4, structs.replace(LEASED, annotations=own))) == []
-    place = "position 5 (trainer 't')"
-    exchanged = structs.replace(LEASED, annotations=own[::-1])
-    assert list(audit.take(5, exchanged)) == [
-        Problem("manifests", place, "row 0 trains 1:0 with 3:1, which is of 2:0")
+    audit = LogAudit(EventChain("run"))
+    audit.position = 2
+
+    def problems_of(fact: Fact) -> list[str]:
+        kind, before = type(fact).__name__, len(audit.problems)
+        body = encode_body(kind, body_of(fact))
+        audit.add([StoredEvent(audit.position + 1, kind, "somebody", 1, body, None)])
+        named = (problem for problem in audit.problems[before:] if "annotation" in str(problem))
+        return [f"{problem.where}: {problem.what}" for problem in named]
+
+    for name, role in (("s", "strategy"), ("t", "trainer")):
+        registered = ConsumerRegistered(consumer=name, kind=role, config={})
+        assert problems_of(registered) == []
+    assert problems_of(ANNOTATED) == []
+    assert audit.segments == {ANNOTATED.segment: 5}
+    own = [5 << 20, (5 << 20) + 1]
+    assert problems_of(structs.replace(LEASED, annotations=own)) == []
+    assert problems_of(structs.replace(LEASED, annotations=own[::-1], step=2)) == [
+        "position 7 (trainer 't'): row 0 trains 1:0 with annotation 5:1, which is of 2:0"
     ]
-    assert list(audit.take(5, LEASED)) == [
-        Problem("manifests", place, "set 's' has no annotation 1:0"),
-        Problem("manifests", place, "set 's' has no annotation 2:0"),
+    assert problems_of(structs.replace(LEASED, step=3)) == [
+        "position 8 (trainer 't'): set 's' has no annotation 1:0",
+        "position 8 (trainer 't'): set 's' has no annotation 2:0",
     ]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_buffer.pipeline.verify.addresses import Names, PlannedRuns, lacking
+from trinity_buffer.pipeline.verify.addresses import Batches, Names, lacking
 
 BATCHES = st.sampled_from(["a", "b", "c"])
 RUN = st.tuples(BATCHES, st.integers(0, 2), st.integers(0, 3))
@@ -22,29 +22,37 @@ STEPS = st.one_of(
 @given(st.lists(STEPS, max_size=12))
 def test_they_are_counted_as_sets_would(steps: list[tuple[object, ...]]) -> None:
     """A batch is planned once; what is recorded may come before, between, twice, and late."""
-    found, stored, planned = PlannedRuns(), set(), defaultdict(set)
+    found, stored, planned = Batches(), set(), defaultdict(set)
     for step in steps:
         match step:
             case ("planned", str(batch), list(tasks), int(rollouts)) if batch not in planned:
-                found.planned(batch, tasks, rollouts)
+                found.plan(batch, tasks, rollouts)
                 planned[batch] = {(batch, t, run) for t in tasks for run in range(rollouts)}
             case ("recorded", list(runs)):
                 batches, tasks_of, numbers = zip(*runs, strict=True)
-                found.recorded(batches, tasks_of, numbers)
+                found.record(batches, tasks_of, numbers)
                 stored |= set(runs)
             case ("sealed", str(batch)):
-                found.sealed(batch)
+                found.seal(batch)
         assert found.stored() == len(set().union(*planned.values()) & stored)
 
 
 def test_a_complete_batch_is_forgotten_when_it_is_sealed() -> None:
-    found = PlannedRuns()
-    found.planned("a", range(2), 2)
-    found.recorded(["a"] * 4, [0, 0, 1, 1], [0, 1, 0, 1])
-    found.sealed("a")
-    assert (found.stored(), found._planned, found._recorded) == (4, {}, {})
-    found.recorded(["a"], [0], [7])  # late
+    found = Batches()
+    found.plan("a", range(2), 2)
+    found.record(["a"] * 4, [0, 0, 1, 1], [0, 1, 0, 1])
+    assert found.seal("a") == 4
+    (batch,) = found.by_name.values()
+    assert (found.stored(), len(batch.planned), len(batch.runs)) == (4, 0, 0)
+    found.record(["a"], [0], [7], late=[0])
     assert found.stored() == 4
+
+
+def test_what_was_refused_as_late_and_what_was_sealed_must_agree() -> None:
+    found = Batches()
+    assert found.record(["a", "b"], [0, 0], [0, 0], late=[1]) == [1]
+    assert (found.seal("a"), found.seal("b")) == (1, 0)
+    assert found.record(["a", "a", "c"], [0, 0, 0], [1, 2, 0], late=[1]) == [0]
 
 
 @given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)))

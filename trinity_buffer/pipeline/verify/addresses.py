@@ -1,4 +1,4 @@
-"""Compact sets of addresses, names and planned runs, for logs of many millions of rows.
+"""Compact sets of addresses, names and batches, for logs of many millions of rows.
 
 Addresses that follow one another are kept as runs; names and runs as 64-bit hashes.
 """
@@ -6,7 +6,9 @@ Addresses that follow one another are kept as runs; names and runs as 64-bit has
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -50,44 +52,22 @@ class Addresses:
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
 
     def add(self, addresses: Integers) -> None:
         """Add ``addresses`` behind the others."""
         self._parts.append(packed(addresses))
-        self._count += len(addresses)
 
     def all(self) -> Integers:
         """Return all of them, 8 bytes each."""
-        return together(self._count, map(unpacked, self._parts))
-
-    def below(self, end: int) -> Iterator[Integers]:
-        """Yield those below ``end``, a stretch at a time, of addresses that were added in order."""
-        stretch: list[Integers] = []
-        count = 0
-        for part in map(unpacked, self._parts):
-            stretch.append(part[: np.searchsorted(part, end)])
-            count += len(stretch[-1])
-            if len(stretch[-1]) < len(part):
-                break
-            if count >= AT_ONCE:
-                yield np.concatenate(stretch)
-                stretch, count = [], 0
-        if stretch:
-            yield np.concatenate(stretch)
+        return together(map(unpacked, self._parts))
 
 
-def together(count: int, parts: Iterable[Integers]) -> Integers:
-    """Return ``count`` addresses that come in parts, one behind the other."""
-    addresses = np.empty(count, np.int64)
-    end = 0
+def together(parts: Iterable[Integers]) -> Integers:
+    """Return addresses that come in parts, one behind the other."""
+    whole = bytearray()  # it grows where it is; joined arrays would be there twice meanwhile
     for part in parts:
-        addresses[end : end + len(part)] = part
-        end += len(part)
-    return addresses
+        whole += part.tobytes()
+    return np.frombuffer(whole, np.int64)
 
 
 def repeated(addresses: Integers) -> list[int]:
@@ -97,20 +77,6 @@ def repeated(addresses: Integers) -> list[int]:
         page = addresses[begin : begin + AT_ONCE]
         again += page[page == addresses[begin - 1 : begin + AT_ONCE - 1][: len(page)]].tolist()
     return again
-
-
-def beside(stretches: Iterable[Integers], others: Integers) -> Iterator[tuple[Integers, Integers]]:
-    """Yield each stretch, and which of ``others`` lie up to its end; at last, those behind all.
-
-    Both are in order.
-    """
-    at = 0
-    for stretch in stretches:
-        if len(stretch):
-            end = int(np.searchsorted(others, stretch[-1], "right"))
-            yield stretch, others[at:end]
-            at = end
-    yield np.empty(0, np.int64), others[at:]
 
 
 def lacking(known: Integers, wanted: Integers) -> npt.NDArray[np.bool_]:
@@ -164,48 +130,87 @@ class Names:
         return lacking(self.hashes, wanted)
 
 
-class PlannedRuns:
-    """Takes in plans, experiences and seals; knows runs by 64-bit hashes, as `names.Names` does."""
+@dataclass(slots=True)
+class _Batch:
+    """What was planned, recorded and sealed of a batch.
 
-    def __init__(self) -> None:
-        self._complete = 0
-        self._planned: dict[str, Integers] = {}
-        self._recorded: dict[str, array[int]] = {}
-        self._sealed: set[str] = set()
+    Attributes:
+        planned: hashes of its runs that are planned, as far as they are not `complete`.
+        runs: of those that were recorded, refused ones included.
+        complete: how many planned runs it had when it was sealed with all of them.
+        held: experiences that were not refused as late.
+    """
 
-    def planned(self, batch: str, tasks: Iterable[Key], rollouts_per_group: int) -> None:
-        """Take in the plan of a batch."""
-        runs = product((batch,), map(str, tasks), range(rollouts_per_group))
-        self._planned[batch] = np.unique(np.array([*map(hash, runs)], np.int64))
-
-    def recorded(self, batches: Sequence[str], tasks: Iterable[Key], runs: Iterable[int]) -> None:
-        """Take in experiences, refused ones included."""
-        hashes = map(hash, zip(batches, map(str, tasks), runs, strict=True))
-        if len(set(batches)) == 1:
-            self._recorded.setdefault(batches[0], array("q")).extend(hashes)
-            return
-        for batch, run in zip(batches, hashes, strict=True):
-            self._recorded.setdefault(batch, array("q")).append(run)
-
-    def sealed(self, batch: str) -> None:
-        """Take in that a batch was sealed; if all that it planned is stored, forget which."""
-        # Nothing can be added to a batch that has all it planned: a number is enough from here on.
-        if self._stored(batch) == len(self._planned.get(batch, ())) > 0:
-            self._complete += len(self._planned.pop(batch))
-            del self._recorded[batch]
-        else:
-            self._sealed.add(batch)
-
-    def stored_of_sealed(self) -> int:
-        """Return how many planned runs of sealed batches there are experiences of."""
-        return self._complete + sum(map(self._stored, self._sealed))
+    planned: Integers = field(default_factory=lambda: np.empty(0, np.int64))
+    runs: array[int] = field(default_factory=lambda: array("q"))
+    complete: int = 0
+    held: int = 0
+    is_planned: bool = False
+    is_sealed: bool = False
 
     def stored(self) -> int:
         """Return how many planned runs there are experiences of."""
-        return self._complete + sum(map(self._stored, self._planned))
+        if not len(self.planned):
+            return self.complete
+        return int(np.isin(self.planned, np.frombuffer(self.runs, np.int64)).sum())
 
-    def _stored(self, batch: str) -> int:
-        if batch not in self._planned or batch not in self._recorded:
-            return 0
-        there = np.frombuffer(self._recorded[batch], np.int64)
-        return int(np.isin(self._planned[batch], there).sum())
+
+class Batches:
+    """Takes in plans, experiences and seals; knows runs by 64-bit hashes, as `Names` does.
+
+    Attributes:
+        by_name: name of a batch -> what is known of it.
+    """
+
+    def __init__(self) -> None:
+        self.by_name = defaultdict[str, _Batch](_Batch)
+
+    def __len__(self) -> int:
+        return sum(batch.is_planned or batch.is_sealed for batch in self.by_name.values())
+
+    def plan(self, name: str, tasks: Iterable[Key], rollouts_per_group: int) -> None:
+        """Take in the plan of a batch."""
+        runs = product((name,), map(str, tasks), range(rollouts_per_group))
+        batch = self.by_name[name]
+        batch.planned = np.unique(np.array([*map(hash, runs)], np.int64))
+        batch.is_planned = True
+
+    def record(
+        self,
+        names: Sequence[str],
+        tasks: Iterable[Key],
+        runs: Iterable[int],
+        late: Collection[int] = (),
+    ) -> list[int]:
+        """Take in experiences, refused ones included; return which of them seals contradict.
+
+        Args:
+            names: of their batches.
+            tasks, runs: of each.
+            late: places of those that were refused as late.
+        """
+        hashes = [*map(hash, zip(names, map(str, tasks), runs, strict=True))]
+        places_of = defaultdict[str, list[int]](list)
+        for place, name in enumerate(names):
+            places_of[name].append(place)
+        contradicted: list[int] = []
+        for name, places in places_of.items():
+            batch, late_here = self.by_name[name], set(late).intersection(places)
+            batch.runs.extend([hashes[place] for place in places])
+            batch.held += len(places) - len(late_here)
+            contradicted += set(places) - late_here if batch.is_sealed else late_here
+        return sorted(contradicted)
+
+    def seal(self, name: str) -> int:
+        """Take in that a batch was sealed; return how many experiences it holds."""
+        batch = self.by_name[name]
+        batch.is_sealed = True
+        # Nothing can be added to a batch that has all it planned: a number is enough from here on.
+        if (stored := batch.stored()) == len(batch.planned) > 0:
+            batch.complete, batch.planned, batch.runs = stored, batch.planned[:0].copy(), array("q")
+        return batch.held
+
+    def stored(self, *, sealed_only: bool = False) -> int:
+        """Return how many planned runs there are experiences of."""
+        batches = self.by_name.values()
+        return sum(batch.stored() for batch in batches if batch.is_sealed or not sealed_only)

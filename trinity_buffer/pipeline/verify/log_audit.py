@@ -7,8 +7,9 @@ refusals with seals, manifests with annotations, archives with decisions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import assert_never
 
 import numpy as np
@@ -45,13 +46,13 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.verify.addresses import (
     Addresses,
+    Batches,
     Integers,
     Names,
-    PlannedRuns,
-    beside,
     lacking,
     packed,
     repeated,
+    together,
     unpacked,
 )
 from trinity_buffer.pipeline.verify.report import Problem
@@ -59,103 +60,6 @@ from trinity_buffer.pipeline.verify.trainer_audit import TrainerAudit
 from trinity_buffer.store import counters, log
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, written_as
-
-
-class CrossAudit:
-    """Collects what later events must agree with. Feed it with `take`.
-
-    Attributes:
-        named: keys of all segments that events name.
-    """
-
-    def __init__(self) -> None:
-        self.named: set[bytes] = set()
-        self._sealed: set[str] = set()
-        self._trained: dict[str, str] = {}  # trainer -> its annotation set
-        self._annotated: dict[str, dict[int, bytes]] = {}  # set -> position -> packed experiences
-        self._rejected: dict[str, Addresses] = {}  # by a set
-        self._members: dict[bytes, bytes] = {}  # segment -> packed experiences
-
-    def take(self, position: int, fact: Fact) -> Iterator[Problem]:  # noqa: C901 - one case per kind
-        """Take in an event; yield what contradicts those before it."""
-        match fact:
-            case BatchSealed():
-                self._sealed.add(str(fact.batch))
-            case ConsumerRegistered(kind="trainer"):
-                self._trained[fact.consumer] = str(fact.config.get("strategy"))
-            case ExperiencesRecorded():
-                yield from self._recorded(position, fact)
-            case ExperiencesAnnotated():
-                self._take_annotated(position, fact)
-            case ExperiencesRejected(by="strategy"):
-                rows = np.array(fact.experiences, np.int64)
-                self._rejected.setdefault(fact.consumer, Addresses()).add(rows)
-            case StepMeasured():
-                self.named.add(fact.segment)
-            case BatchLeased():
-                yield from self._leased(position, fact)
-            case SegmentsArchived():
-                yield from self._archived(position, fact)
-            case _:
-                pass  # the other audits look at it
-
-    def _recorded(self, position: int, fact: ExperiencesRecorded) -> Iterator[Problem]:
-        self.named.add(fact.segment)
-        count, base = len(fact.columns), first_address(position)
-        addresses = np.arange(base, base + count, dtype=np.int64)
-        self._members[fact.segment] = packed(np.delete(addresses, sorted(fact.refused)))
-        if not fact.refused and self._sealed.isdisjoint(map(str, set(fact.columns.batch))):
-            return
-        for slot, batch in enumerate(map(str, fact.columns.batch)):
-            sealed, late = batch in self._sealed, fact.refused.get(slot) == "late"
-            if sealed == late:
-                continue
-            what = "was refused as late, and its batch was not sealed"
-            if sealed:
-                what = "was recorded after its batch was sealed, and not refused"
-            yield Problem("log", f"experience {written_as(base + slot)}", what)
-
-    def _take_annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
-        self.named.add(fact.segment)
-        rows = np.array(fact.experiences, np.int64)
-        self._annotated.setdefault(fact.consumer, {})[position] = packed(rows)
-
-    def _decided(self, name: str) -> Integers:
-        """Return the experiences that a set has decided so far."""
-        rejected = self._rejected.get(name, Addresses()).all()
-        return np.concatenate([*map(unpacked, self._annotated.get(name, {}).values()), rejected])
-
-    def _leased(self, position: int, fact: BatchLeased) -> Iterator[Problem]:
-        """Compare each own row of a manifest with the annotation that it names."""
-        rows = np.array(fact.annotations, np.int64)
-        experiences = np.array(fact.experiences, np.int64)
-        own = np.flatnonzero(np.array(fact.source or [0] * len(rows)) == 0)
-        known = self._annotated.get(fact.annotation_set, {})
-        where = f"position {position} (trainer {fact.consumer!r})"
-        places, all_slots = np.divmod(rows, MAX_ROWS_PER_EVENT)
-        for place in np.unique(places[own]).tolist():
-            mine = own[places[own] == place]
-            there, slots = unpacked(known[place]) if place in known else None, all_slots[mine]
-            if there is None or (slots >= len(there)).any():
-                annotation = written_as(int(rows[mine[0]]))
-                what = f"set {fact.annotation_set!r} has no annotation {annotation}"
-                yield Problem("manifests", where, what)
-            elif len(wrong := mine[there[slots] != experiences[mine]]):
-                row = int(wrong[0])
-                annotation = written_as(int(rows[row]))
-                what = f"row {row} trains {written_as(int(experiences[row]))} with {annotation}"
-                other = written_as(int(there[all_slots[row]]))
-                yield Problem("manifests", where, f"{what}, which is of {other}")
-
-    def _archived(self, position: int, fact: SegmentsArchived) -> Iterator[Problem]:
-        """Nothing goes that the set of a trainer has not decided."""
-        gone = [unpacked(self._members[key]) for key in fact.segments if key in self._members]
-        if not gone:
-            return
-        for name in sorted(set(self._trained.values())):
-            if count := int((~np.isin(np.concatenate(gone), self._decided(name))).sum()):
-                what = f"it archives {count} experiences that set {name!r} had not decided"
-                yield Problem("conservation", f"position {position}", what)
 
 
 class EventChain:
@@ -218,66 +122,87 @@ class EventChain:
 
 @dataclass(slots=True)
 class _Strategy:
-    """What one annotation set decided."""
+    """What one annotation set decided.
+
+    Attributes:
+        seen: the last position that it has seen.
+        annotated: position -> the experiences of its annotations, packed, in their order.
+        rejected: the experiences that it rejected.
+        rows: how many annotations there are, copies included.
+        decided: how many experiences it has decided.
+    """
 
     seen: int = 0
+    annotated: dict[int, bytes] = field(default_factory=dict)
+    rejected: Addresses = field(default_factory=Addresses)
     rows: int = 0
-    rejections: int = 0
-    decided: Addresses = field(default_factory=Addresses)
+    decided: int = 0
 
-    @property
-    def end(self) -> int:
-        """Return the first address that it has not seen."""
-        return first_address(self.seen + 1)
+    def all_decided(self) -> Integers:
+        """Return the experiences that it has decided, in order; copies are one experience."""
+        annotated = (np.unique(unpacked(rows)) for rows in self.annotated.values())
+        decided = together(chain(annotated, [self.rejected.all()]))
+        decided.sort()
+        return decided
 
 
 class LogAudit:
-    """Collects what the log says, event by event. Feed it with `add`, then ask.
+    """Collects what the log says, event by event: `add` it, `finish`, then ask.
 
     Args:
         chain: follows the heads.
-        quick: compare no event with another.
         contents: whether to keep what `contents` holds.
 
     Attributes:
         chain: as given.
-        cross: compares events with one another.
         contents: (uid, content digest) of all recorded experiences.
         position: the last one that was added.
-        events, experiences: how many there were.
+        events: how many there were.
         problems: what was wrong so far.
         uids: of all recorded experiences.
+        batches: what was planned, recorded and sealed of each.
+        segments: key of each segment that an event names -> position of the event.
         trainers: what was leased and committed, by consumer.
         archived: segments that may have left the database -> where to; None: for good.
         files: archive -> position of the event that names it, and the sha256 that it says.
     """
 
-    def __init__(self, chain: EventChain, *, quick: bool = False, contents: bool = False) -> None:
+    def __init__(self, chain: EventChain, *, contents: bool = False) -> None:
         self.chain = chain
-        self.cross = CrossAudit()
-        self._quick = quick
         self.contents = Names() if contents else None
         self.position = 0
         self.events = 0
-        self.experiences = 0
         self.problems: list[Problem] = []
         self.uids = Names()
+        self.batches = Batches()
+        self.segments: dict[bytes, int] = {}
         self.trainers: dict[str, TrainerAudit] = {}
-        self._guests: dict[str, TrainerAudit] = {}  # trainers of other experiments
         self.archived: dict[bytes, str | None] = {}
         self.files: dict[str, tuple[int, str | None]] = {}
-        self._counts: Counter[str] = Counter()
+        self._guests: dict[str, TrainerAudit] = {}  # trainers of other experiments
+        self._trained: set[str] = set()  # the annotation sets of trainers
         self._strategies: dict[str, _Strategy] = {}
-        self._recorded = Addresses()
+        self._recorded: dict[int, bytes] = {}  # position -> packed addresses, without refused ones
         self._scores: dict[str, Addresses] = {}
-        self._runs = PlannedRuns()
-        self._held: Counter[str] = Counter()
         self._numbers: Counter[tuple[str, str]] = Counter()
+        self._rejections = 0
+        self._waiting = 0
         self._versions: set[int] = set()
-        self._batches: set[str] = set()
 
-    def add(self, page: Sequence[StoredEvent]) -> list[PlacedFact]:
-        """Take in the next events of the log; return those whose body can be read."""
+    @property
+    def experiences(self) -> int:
+        """How many experiences were recorded."""
+        return self._numbers["", counters.RECORDED]
+
+    def add(
+        self, page: Sequence[StoredEvent], leases: Mapping[int, BatchLeased] | None = None
+    ) -> list[PlacedFact]:
+        """Take in the next events of the log; return those whose body can be read.
+
+        Args:
+            page: the events.
+            leases: position -> lease of each step that one of them deals anew.
+        """
         events = []
         for stored in page:
             self._follow(stored)
@@ -286,32 +211,16 @@ class LogAudit:
             except CodecError as error:
                 self._wrong("log", stored.position, f"its body cannot be read: {error}")
                 continue
+            # Unknown kinds too: a newer version counts the events that it records.
+            self._numbers["", stored.kind] += 1
             try:
-                if not self._quick:
-                    self._report(self.cross.take(stored.position, fact))
-                # Unknown kinds too: a newer version counts the events that it records.
-                self._numbers["", stored.kind] += 1
-                self._read(stored.position, fact, stored.actor)
-            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+                self._read(stored.position, fact, stored.actor, leases or {})
+            except (CodecError, LookupError, TypeError, ValueError, ArithmeticError) as error:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
             # Folded though the audit objects: what the fold makes of it is another opinion.
             events.append(PlacedFact(stored.position, stored.actor, fact))
-        for trainer in self.trainers.values():
-            trainer.forget()
         return events
-
-    def leased_at(self, dealt: Iterable[StepDealt]) -> list[int]:
-        """Return where the steps were leased that are dealt anew, to be read again."""
-        known = ((self.trainers.get(fact.consumer), fact.step) for fact in dealt)
-        steps = (trainer.steps.get(step) for trainer, step in known if trainer is not None)
-        return [step.position for step in steps if step is not None]
-
-    def recall(self, leased: Iterable[PlacedFact]) -> None:
-        """Take in what `leased_at` asked for."""
-        for placed in leased:
-            if isinstance(placed.fact, BatchLeased):
-                self._trainer(placed.fact.consumer).recall(placed.position, placed.fact)
 
     def _wrong(self, check: str, position: int, what: str) -> None:
         self.problems.append(Problem(check, f"position {position}", what))
@@ -330,115 +239,94 @@ class LogAudit:
         self.position = stored.position
         self.events += 1
 
-    def _read(self, position: int, fact: Fact, actor: str) -> None:  # noqa: C901, PLR0912, PLR0915 - one case per kind
+    def _read(  # noqa: C901, PLR0912, PLR0915 - one case per kind
+        self, position: int, fact: Fact, actor: str, leases: Mapping[int, BatchLeased]
+    ) -> None:
         match fact:
             case BatchPlanned():
-                self._planned(fact, actor)
+                groups, rollouts = len(fact.tasks), len(fact.tasks) * fact.rollouts_per_group
+                self._numbers["", counters.planned_by(actor)] += 1
+                self._numbers["", counters.PLANNED_GROUPS] += groups
+                self._numbers["", counters.PLANNED_ROLLOUTS] += rollouts
+                self.batches.plan(str(fact.batch), fact.tasks, fact.rollouts_per_group)
             case BatchSealed():
-                self._sealed(position, fact)
+                batch = str(fact.batch)
+                held = self.batches.seal(batch)
+                if held != fact.expected:
+                    what = f"batch {batch!r} was sealed with {fact.expected} experiences"
+                    self._wrong("log", position, f"{what}, recorded before were {held}")
             case ExperiencesRecorded():
                 self._experiences(position, fact)
+            case ConsumerRegistered(kind="trainer"):
+                self.trainers[fact.consumer] = TrainerAudit(fact.consumer)
+                self._trained.add(str(fact.config.get("strategy")))
             case ConsumerRegistered():
-                self._registered(fact)
+                self._strategies[fact.consumer] = _Strategy()
             case ExperiencesAnnotated():
                 self._annotated(position, fact)
             case ExperiencesRejected():
                 self._rejected(position, fact)
             case BatchLeased():
-                self._leased(position, fact)
+                self._compare_with_annotations(position, fact)
+                self.problems += self._trainer(fact.consumer).leased(position, fact)
             case StepDealt():
-                self._report(self._trainer(fact.consumer).dealt(position, fact))
+                trainer, lease = self._trainer(fact.consumer), leases.get(fact.leased_at)
+                self.problems += trainer.dealt(position, fact, lease)
             case RanksAssembled():
                 self._trainer(fact.consumer).assembled(fact)
             case StepsCommitted():
-                self._report(self._trainer(fact.consumer).committed(position, fact))
+                self.problems += self._trainer(fact.consumer).committed(position, fact)
             case StepMeasured():
-                self._report(self._trainer(fact.consumer).measured(position, fact))
+                self.segments[fact.segment] = position
+                self.problems += self._trainer(fact.consumer).measured(position, fact)
             case TrainerRewound():
-                self._report(self._trainer(fact.consumer).rewound(position, fact))
-            case PolicyPublished():
-                self._counts["policy"] += 1
+                self.problems += self._trainer(fact.consumer).rewound(position, fact)
             case RewardsAssigned():
-                self._scored(fact)
+                addresses = np.array(fact.experiences, np.int64)
+                self._scores.setdefault(fact.scoring, Addresses()).add(addresses)
             case SegmentsArchived():
-                self.archived |= dict.fromkeys(fact.segments, fact.uri)
-                if fact.uri is not None:
-                    self.files[fact.uri] = (position, fact.digest)
+                self._archived(position, fact)
             case SegmentsRestored():
                 for key in fact.segments:
                     del self.archived[key]
+            case ChainStarted():
+                if fact.digest != self.chain.before:
+                    what = f"it names {fact.digest.hex()} as the head of all before it"
+                    what = f"{what}, which has {self.chain.before.hex()}"
+                    self._wrong("chain", position, what)
             case ExperimentCreated() | ConfigurationChanged() | ExperimentFinished():
                 pass  # one row of one table, in which there is nothing to count
-            case ChainStarted():
-                self._chain_started(position, fact)
+            case PolicyPublished():
+                pass  # counted by its kind
             case RankJoined() | StepPartDone() | StreamEnded() | UnknownEvent():
                 pass  # in no projection: what ranks say to each other, and what is not known
             case _:
                 assert_never(fact)
-
-    def _chain_started(self, position: int, fact: ChainStarted) -> None:
-        if fact.digest != self.chain.before:
-            what = f"it names {fact.digest.hex()} as the head of all before it"
-            self._wrong("chain", position, f"{what}, which has {self.chain.before.hex()}")
-
-    def _report(self, problems: Iterable[Problem]) -> None:
-        self.problems.extend(problems)
 
     def _trainer(self, name: str) -> TrainerAudit:
         if name not in self.trainers:
             raise LookupError(f"trainer {name!r} was never registered")
         return self.trainers[name]
 
-    def _registered(self, fact: ConsumerRegistered) -> None:
-        self._counts["consumer"] += 1
-        if fact.kind == "trainer":
-            self.trainers[fact.consumer] = TrainerAudit(fact.consumer)
-        else:
-            self._strategies[fact.consumer] = _Strategy()
-
-    def _leased(self, position: int, fact: BatchLeased) -> None:
-        self._counts["step"] += 1
-        self._report(self._trainer(fact.consumer).leased(position, fact))
-
-    def _scored(self, fact: RewardsAssigned) -> None:
-        addresses = np.array(fact.experiences, np.int64)
-        self._scores.setdefault(fact.scoring, Addresses()).add(addresses)
-
     def _experiences(self, position: int, fact: ExperiencesRecorded) -> None:
         columns, refused = fact.columns, fact.refused
-        count = len(columns)
-        batches = list(map(str, columns.batch))
+        count, base = len(columns), first_address(position)
+        batches = [*map(str, columns.batch)]
+        late = [slot for slot, reason in refused.items() if reason == "late"]
+        self.segments[fact.segment] = position
         self.uids.add(columns.uids())
         if self.contents is not None:
             self.contents.add(zip(columns.uids(), columns.digest, strict=True))
-        self._runs.recorded(batches, columns.task, columns.run)
-        self._counts["experience"] += count
-        self.experiences += count
-        addresses = np.arange(count, dtype=np.int64) + first_address(position)
-        self._recorded.add(np.delete(addresses, sorted(refused)) if refused else addresses)
-        self._held.update(batches)
-        self._held.subtract(batches[slot] for slot, why in refused.items() if why == "late")
+        for slot in self.batches.record(batches, columns.task, columns.run, late):
+            what = "was refused as late, and its batch was not sealed"
+            if slot not in late:
+                what = "was recorded after its batch was sealed, and not refused"
+            self.problems.append(Problem("log", f"experience {written_as(base + slot)}", what))
+        addresses = np.arange(base, base + count, dtype=np.int64)
+        self._recorded[position] = packed(np.delete(addresses, sorted(refused)))
         self._numbers["", counters.RECORDED] += count
         self._numbers.update(("", counters.rejected_for(reason)) for reason in refused.values())
         self._versions.update(v for v in columns.policy_version if v is not None)
-
-    def _planned(self, fact: BatchPlanned, actor: str) -> None:
-        batch = str(fact.batch)
-        groups = len(fact.tasks)
-        self._numbers["", counters.planned_by(actor)] += 1
-        self._numbers["", counters.PLANNED_GROUPS] += groups
-        self._numbers["", counters.PLANNED_ROLLOUTS] += groups * fact.rollouts_per_group
-        self._batches.add(batch)
-        self._counts["plan"] += groups
-        self._runs.planned(batch, fact.tasks, fact.rollouts_per_group)
-
-    def _sealed(self, position: int, fact: BatchSealed) -> None:
-        batch = str(fact.batch)
-        self._batches.add(batch)
-        if self._held[batch] != fact.expected:
-            what = f"batch {batch!r} was sealed with {fact.expected} experiences"
-            self._wrong("log", position, f"{what}, recorded before were {self._held[batch]}")
-        self._runs.sealed(batch)
 
     def _strategy(self, position: int, name: str, seen: int | None) -> _Strategy:
         if name not in self._strategies:
@@ -454,31 +342,64 @@ class LogAudit:
         return strategy
 
     def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
+        self.segments[fact.segment] = position
         strategy = self._strategy(position, fact.consumer, fact.seen)
         # Copies are one experience; of so few numbers a set is quicker than NumPy.
-        distinct = sorted(set(fact.experiences))
-        if distinct:
-            self._numbers[fact.consumer, counters.ANNOTATED] += len(distinct)
-            self._numbers[fact.consumer, counters.ROWS] += len(fact.experiences)
-        strategy.rows += len(fact.experiences)
-        strategy.decided.add(np.array(distinct, np.int64))
+        rows, distinct = len(fact.experiences), len(set(fact.experiences))
+        if rows:
+            self._numbers[fact.consumer, counters.ANNOTATED] += distinct
+            self._numbers[fact.consumer, counters.ROWS] += rows
+        strategy.annotated[position] = packed(np.array(fact.experiences, np.int64))
+        strategy.rows += rows
+        strategy.decided += distinct
 
     def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
-        count = len(fact.experiences)
-        self._counts["rejection"] += count
-        self._numbers.update((fact.consumer, counters.rejected_for(why)) for why in fact.reasons)
+        name, count = fact.consumer, len(fact.experiences)
+        self._rejections += count
+        self._numbers.update((name, counters.rejected_for(reason)) for reason in fact.reasons)
         if fact.by == "strategy":
-            strategy = self._strategy(position, fact.consumer, fact.seen)
-            strategy.rejections += count
-            strategy.decided.add(np.array(fact.experiences, np.int64))
+            strategy = self._strategy(position, name, fact.seen)
+            strategy.rejected.add(np.array(fact.experiences, np.int64))
+            strategy.decided += count
+        elif name in self.trainers or "/" not in name:
+            self._trainer(name).rejected(position, fact)
         else:
-            self._rejecting(fact.consumer).rejected(position, fact)
+            self._guests.setdefault(name, TrainerAudit(name)).rejected(position, fact)
 
-    def _rejecting(self, name: str) -> TrainerAudit:
-        """Return the audit of a trainer, which may be one of another experiment."""
-        if name in self.trainers or "/" not in name:
-            return self._trainer(name)
-        return self._guests.setdefault(name, TrainerAudit(name))
+    def _compare_with_annotations(self, position: int, fact: BatchLeased) -> None:
+        """Compare each own row of a manifest with the annotation that it names."""
+        rows = np.array(fact.annotations, np.int64)
+        experiences = np.array(fact.experiences, np.int64)
+        own = np.flatnonzero(np.array(fact.source or [0] * len(rows)) == 0)
+        strategy = self._strategies.get(fact.annotation_set, _Strategy())
+        where = f"position {position} (trainer {fact.consumer!r})"
+        places, all_slots = np.divmod(rows, MAX_ROWS_PER_EVENT)
+        for place in np.unique(places[own]).tolist():
+            mine = own[places[own] == place]
+            annotated, slots = unpacked(strategy.annotated.get(place, b"\0")), all_slots[mine]
+            if (slots >= len(annotated)).any():
+                annotation = written_as(int(rows[mine[0]]))
+                what = f"set {fact.annotation_set!r} has no annotation {annotation}"
+                self.problems.append(Problem("manifests", where, what))
+            elif len(wrong := mine[annotated[slots] != experiences[mine]]):
+                row = int(wrong[0])
+                trained, annotation = written_as(int(experiences[row])), written_as(int(rows[row]))
+                what = f"row {row} trains {trained} with annotation {annotation}"
+                other = written_as(int(annotated[all_slots[row]]))
+                self.problems.append(Problem("manifests", where, f"{what}, which is of {other}"))
+
+    def _archived(self, position: int, fact: SegmentsArchived) -> None:
+        """Nothing goes that the set of a trainer has not decided."""
+        self.archived |= dict.fromkeys(fact.segments, fact.uri)
+        if fact.uri is not None:
+            self.files[fact.uri] = (position, fact.digest)
+        places = [self.segments[key] for key in fact.segments if key in self.segments]
+        gone = [unpacked(self._recorded[place]) for place in places if place in self._recorded]
+        for name in sorted(self._trained) if gone else ():
+            decided = self._strategies.get(name, _Strategy()).all_decided()
+            if count := int((~np.isin(np.concatenate(gone), decided)).sum()):
+                what = f"it archives {count} experiences that set {name!r} had not decided"
+                self._wrong("conservation", position, what)
 
     # -- at the end -------------------------------------------------------------------------------
 
@@ -490,52 +411,47 @@ class LogAudit:
             what = "no event has it: the log that it was kept of is another, or was cut"
             self.problems.append(Problem("chain", f"head {head.hex()}", what))
         for trainer in (*self.trainers.values(), *self._guests.values()):
-            self._report(trainer.finish())
+            self.problems += trainer.finish()
+        recorded = together(map(unpacked, self._recorded.values()))
         for name, strategy in self._strategies.items():
-            decided = strategy.decided.all()
-            decided.sort()
+            decided = strategy.all_decided()
+            seen = recorded[: np.searchsorted(recorded, first_address(strategy.seen + 1))]
+            self._waiting += len(seen) - strategy.decided
             for address in repeated(decided):
                 self._decided_wrongly(name, address, "was decided twice")
-            for known, decided_here in beside(self._recorded.below(strategy.end), decided):
-                for address in decided_here[lacking(known, decided_here)].tolist():
-                    self._decided_wrongly(
-                        name, address, "was decided, and was not there to be seen"
-                    )
+            for address in decided[lacking(seen, decided)].tolist():
+                self._decided_wrongly(name, address, "was decided, and was not there to be seen")
 
     def _decided_wrongly(self, name: str, address: int, what: str) -> None:
         where = f"experience {written_as(address)}"
         self.problems.append(Problem("conservation", where, f"{what} by strategy {name!r}"))
 
     def rows(self) -> dict[str, int]:
-        """Return how many rows each projection must have."""
-        counts, waiting, annotations = self._counts, 0, 0
-        for strategy in self._strategies.values():
-            waiting += sum(map(len, self._recorded.below(strategy.end))) - len(strategy.decided)
-            annotations += strategy.rows
-        names = ("plan", "experience", "consumer", "rejection", "step", "policy")
+        """Return how many rows each projection must have, once it is finished."""
         steps = [step for trainer in self.trainers.values() for step in trainer.steps.values()]
         return {
             "configuration": 1,
-            "batch": len(self._batches),
-            "waiting": waiting,
-            "annotation": annotations,
-            "assigned_reward": sum(len(np.unique(s.all())) for s in self._scores.values()),
-            "archived": len(self.archived),
-            "counter": len(self.numbers()),
+            "batch": len(self.batches),
+            "plan": self._numbers["", counters.PLANNED_GROUPS],
+            "experience": self.experiences,
+            "consumer": self._numbers["", ConsumerRegistered.__name__],
+            "waiting": self._waiting,
+            "annotation": sum(strategy.rows for strategy in self._strategies.values()),
+            "rejection": self._rejections,
             "delivery": sum(step.count for step in steps),
-            **{name: counts[name] for name in names},
+            "step": self._numbers["", BatchLeased.__name__],
+            "policy": self._numbers["", PolicyPublished.__name__],
+            "assigned_reward": sum(len(np.unique(s.all())) for s in self._scores.values()),
+            "counter": len(self.numbers()),
+            "archived": len(self.archived),
         }
 
     def numbers(self) -> counters.Numbers:
         """Return the number that each counter must have."""
         numbers = dict(self._numbers)
         if ("", BatchSealed.__name__) in numbers:
-            numbers["", counters.STORED_ROLLOUTS] = self._runs.stored_of_sealed()
+            numbers["", counters.STORED_ROLLOUTS] = self.batches.stored(sealed_only=True)
         if self._versions:
             numbers["", counters.LOWEST_VERSION] = min(self._versions)
             numbers["", counters.HIGHEST_VERSION] = max(self._versions)
         return numbers
-
-    def stored_runs(self) -> int:
-        """Return how many planned (batch, task, run) the log has experiences of."""
-        return self._runs.stored()

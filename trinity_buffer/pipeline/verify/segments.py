@@ -6,7 +6,7 @@ what its tensors hold; archives must be as they were written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import digest_of, read_archive
 from trinity_buffer.pipeline.load.segments import blobs_of
-from trinity_buffer.pipeline.verify.log_audit import CrossAudit
 from trinity_buffer.pipeline.verify.projections import readable_events
 from trinity_buffer.pipeline.verify.report import Problem
 from trinity_buffer.sampling import SEGMENTS, sampled
@@ -311,21 +310,27 @@ _KINDS = kinds_of(WithSegment)
 
 
 async def check_surroundings(
-    database: Database, cross: CrossAudit, *, quick: bool
+    database: Database, named: Collection[bytes], *, quick: bool
 ) -> list[Problem]:
-    """Return problems beside the log; a quick run looks at triggers and indexes alone."""
+    """Return problems beside the log; a quick run looks at triggers and indexes alone.
+
+    Args:
+        database: the store.
+        named: keys of the segments that events of one experiment name.
+        quick: open no segment.
+    """
     wrong = await database.read(schema.unsound)
     if not quick:
         wrong += await database.read(schema.damaged_pages)
     problems = [Problem("database", database.name, what) for what in wrong]
     if quick:
         return problems
-    return problems + await _orphans(database, cross)
+    return problems + await _orphans(database, named)
 
 
-async def _orphans(database: Database, cross: CrossAudit) -> list[Problem]:
+async def _orphans(database: Database, named: Collection[bytes]) -> list[Problem]:
     """Return the segments that no event of any experiment names."""
-    orphans = await database.read(database.segments.keys) - cross.named
+    orphans = (await database.read(database.segments.keys)).difference(named)
     if not orphans:
         return []
     for key in (await database.read(log.experiment_names)).values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -87,7 +88,6 @@ class TrainerAudit:
         self._dropped: list[tuple[int, Integers]] = []
         self._links: dict[int, bytes] = {0: FIRST_LINK}
         self._before: dict[bytes, tuple[bytes, bytes]] = {}  # link -> (the one before, digest)
-        self._manifests: dict[int, BatchLeased] = {}  # as they were leased, of a page of the log
         self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
 
     def leased(self, position: int, fact: BatchLeased) -> Iterator[Problem]:
@@ -103,15 +103,6 @@ class TrainerAudit:
         self.steps[fact.step] = LeasedManifest(
             position, fact.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
         )
-        self._manifests[position] = fact
-
-    def recall(self, position: int, fact: BatchLeased) -> None:
-        """Take in once more what was forgotten: the page to come deals it anew."""
-        self._manifests[position] = fact
-
-    def forget(self) -> None:
-        """Forget the manifests themselves: few are dealt anew, and a run has many."""
-        self._manifests.clear()
 
     def _rows_of(self, manifest: BatchLeased) -> Integers:
         """Return what `LeasedManifest.rows` says of all rows of a manifest."""
@@ -123,14 +114,21 @@ class TrainerAudit:
         numbers = np.array([*map(self._number_of, sources)] or 0, np.int64)
         return np.array(addresses, np.int64) + numbers * _OTHER_EXPERIMENT
 
-    def dealt(self, position: int, fact: StepDealt) -> Iterator[Problem]:
-        """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank."""
+    def dealt(self, position: int, fact: StepDealt, lease: BatchLeased | None) -> Iterator[Problem]:
+        """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank.
+
+        Args:
+            position: of the event.
+            fact: what it says.
+            lease: the event that it refers to.
+        """
         leased = self.steps.get(fact.step)
-        if leased is None or leased.position != fact.leased_at or fact.step in self.live:
+        is_leased = leased is not None and leased.position == fact.leased_at
+        if leased is None or lease is None or not is_leased or fact.step in self.live:
             what = f"step {fact.step} was dealt anew, and was not leased or is committed"
             yield self._dealt_wrongly(position, what)
             return
-        manifest = self._manifests[leased.position]
+        manifest = lease
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
         # Rows are taken by these places: a wrong one would fail here instead of being reported.
         if each_once:
@@ -253,23 +251,16 @@ class TrainerAudit:
     def finish(self) -> Iterator[Problem]:
         """Yield what only the whole log tells: a row is handed out once, or rejected once."""
         yield from self._neither()
-        number = sum(step.count for step in self.steps.values())
-        number += sum(len(rows) for _, rows in self._rejected)
-        all_rows = together(number, (rows for _, rows in self._given()))
+        all_rows = together(rows for _, rows in self._given())
         all_rows.sort()
-        if not repeated(all_rows):
-            return
-        handed_out = list(self._given())
-        all_rows = together(number, (rows for _, rows in handed_out))
-        owners = np.concatenate([np.full(len(rows), place) for place, rows in handed_out])
-        order = np.lexsort((owners, all_rows))
-        all_rows, owners = all_rows[order], owners[order]
-        again = np.flatnonzero(all_rows[1:] == all_rows[:-1])
-        for index in again.tolist():
-            row, first, second = all_rows[index], owners[index], owners[index + 1]
-            address = written_as(int(row) % _OTHER_EXPERIMENT)
-            what = f"annotation {address} was given out at position {first} before"
-            yield Problem("conservation", self._place(int(second)), what)
+        again, before = repeated(all_rows), dict[int, int]()
+        for position, rows in sorted(self._given(), key=itemgetter(0)) if again else ():
+            for row in rows[np.isin(rows, again)].tolist():
+                if row in before:
+                    address = written_as(row % _OTHER_EXPERIMENT)
+                    what = f"annotation {address} was given out at position {before[row]} before"
+                    yield Problem("conservation", self._place(position), what)
+                before[row] = position
 
     def _given(self) -> Iterator[tuple[int, Integers]]:
         """Yield where rows were given out, and which: those of steps, and what was rejected."""

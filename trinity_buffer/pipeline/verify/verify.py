@@ -13,6 +13,7 @@ import anyio.to_thread
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import (
+    BatchLeased,
     ExperiencesRecorded,
     PlacedFact,
     SegmentsArchived,
@@ -142,7 +143,7 @@ class _Verification:
         self._quick = quick
         self._progress = progress
         chain = EventChain(experiment.name, evidence.heads)
-        self._audit = LogAudit(chain, quick=quick, contents=evidence.has_contents)
+        self._audit = LogAudit(chain, contents=evidence.has_contents)
         self._unfoldable: Unfoldable | None = None
         self._problems: list[Problem] = []
         self._segments = 0
@@ -162,7 +163,7 @@ class _Verification:
         self._add_up()
         await self._check_archives()
         await self._report_segments()
-        around = check_surroundings(self._database, self._audit.cross, quick=self._quick)
+        around = check_surroundings(self._database, self._audit.segments, quick=self._quick)
         self._problems += await around
 
     async def _read_log(self, scratch: Scratch | None) -> None:
@@ -178,8 +179,8 @@ class _Verification:
                 self._progress("log", page[-1].position, self._live.head)
 
     async def _take(self, page: Sequence[StoredEvent], scratch: Scratch | None) -> None:
-        await self._recall(page)
-        events = await anyio.to_thread.run_sync(self._audit.add, page)
+        leases = await self._leases_of_dealt(page)
+        events = await anyio.to_thread.run_sync(self._audit.add, page, leases)
         if scratch is None:
             return
         async with task_group() as group:  # SQLite folds while segments are decoded beside it
@@ -192,13 +193,15 @@ class _Verification:
         if self._unfoldable is None:
             self._unfoldable = await anyio.to_thread.run_sync(scratch.fold, events)
 
-    async def _recall(self, page: Sequence[StoredEvent]) -> None:
-        """Read once more what this page deals anew."""
+    async def _leases_of_dealt(self, page: Sequence[StoredEvent]) -> dict[int, BatchLeased]:
+        """Read once more the leases of the steps that this page deals anew: they are few."""
         dealt = readable_events([stored for stored in page if stored.kind == StepDealt.__name__])
-        facts = [placed.fact for placed in dealt if isinstance(placed.fact, StepDealt)]
-        if places := self._audit.leased_at(facts):
-            leased = await self._database.read(log.read_at, self._key, places)
-            self._audit.recall(readable_events(leased))
+        places = {placed.fact.leased_at for placed in dealt if isinstance(placed.fact, StepDealt)}
+        if not places:
+            return {}
+        before = sorted(place for place in places if 0 < place < page[-1].position)
+        leases = readable_events(await self._database.read(log.read_at, self._key, before))
+        return {at.position: at.fact for at in leases if isinstance(at.fact, BatchLeased)}
 
     async def _compare_projections(self, scratch: Scratch | None) -> None:
         """Compare the projections with those of another fold, and with what the audit counted."""
@@ -252,7 +255,7 @@ class _Verification:
             if not terms.holds:
                 what = f"the terms do not add up: {terms}"
                 self._problems.append(Problem("conservation", terms.consumer, what))
-        plans, stored = self._live.plans, self._audit.stored_runs()
+        plans, stored = self._live.plans, self._audit.batches.stored()
         if plans.stored != stored:
             what = f"{plans.stored} planned runs are stored, by the log {stored}"
             self._problems.append(Problem("conservation", "plan", what))
