@@ -389,7 +389,11 @@ def _trained(
 
     with _stream(url, bench, consumer=consumer) as stream:
         chosen = tb.TrainerSettings(
-            checkpoints=folder, learning_rate=1e-5, max_steps=steps, record_facts=False, **settings
+            checkpoints=folder,
+            learning_rate=1e-5,
+            max_steps=steps,
+            record_row_metrics=False,
+            **settings,
         )
         trainer = tb.Trainer(stream, model_of(bench), build("grpo", kl_loss_fn="none"), chosen)
         ends.append(bench.clock())

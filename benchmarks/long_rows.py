@@ -31,17 +31,16 @@ from benchmarks.bare import merged
 from benchmarks.measuring import memory_kb, peak_kb, run_measured
 from benchmarks.sites import SQLiteSite
 from trinity_buffer.experience import EID, Experience
+from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.options import StreamKeywords
 
 MIB = 1 << 20
 TOKENS, PROMPT = 128 * 1024, 1024
 CALLS_PER_STEP = 8
-READ_BY_LOSS: dict[LayoutName, tuple[str, ...]] = {
+READ_BY_LOSS: dict[Layout, tuple[str, ...]] = {
     "padded": ("input_ids", "attention_mask", "action_mask", "old_logprob", "advantages"),
     "packed": ("input_ids", "position_ids", "action_mask", "old_logprob", "advantages"),
 }
@@ -143,10 +142,10 @@ async def _annotated(url: str, rows: int) -> None:
         await run_strategy(experiment, "grpo", rollouts_per_group=rows)
 
 
-def _train(url: str, layout: LayoutName, names: str) -> None:
+def _train(url: str, layout: Layout, names: str) -> None:
     """Read all steps in this process, which has done nothing else; say in how many KiB."""
     torch.set_num_threads(1)
-    given: StreamKeywords = {
+    given: dict[str, Any] = {
         "strategy": "grpo",
         "consumer": f"{layout}-{names}",
         "groups_per_step": CALLS_PER_STEP,
@@ -190,7 +189,7 @@ def _role(url: str, what: str, *others: str) -> None:
     if what in KINDS:
         _child(url, what, *map(int, others))
     else:
-        _train(url, cast("LayoutName", what), *others)
+        _train(url, cast("Layout", what), *others)
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from benchmarks.measuring import Figure, figure_of_rates, interleaved
 from benchmarks.sites import Site
 from benchmarks.workload import BATCH, ROWS_PER_STEP, RUNS, calls, experiences
 from trinity_buffer.experience import Experience
+from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import open_train_stream
 
@@ -135,7 +135,7 @@ def _keys(transactions: Sequence[Transaction]) -> list[bytes]:
     return list(dict.fromkeys(bytes(row[0]) for one in transactions for row in one["segment"]))
 
 
-def stream_once(url: str, consumer: str, layout: LayoutName, expected: int) -> float:
+def stream_once(url: str, consumer: str, layout: Layout, expected: int) -> float:
     """Return the seconds in which a new trainer gets all of its steps; opening is outside."""
     with open_train_stream(
         url,
@@ -157,7 +157,7 @@ def stream(site: Site, tasks: int, repetitions: int) -> Iterator[Figure]:
     given = calls(experiences(tasks), STORED_PER_CALL)
     with written_store(site, given, grpo=True) as url:
         keys = keys_of_steps(site, url)
-        for layout in get_args(LayoutName):
+        for layout in get_args(Layout):
             names = (f"{layout}-{number}" for number in range(repetitions + 1))
             seconds = interleaved(
                 lambda: stream_once(url, next(names), layout, tasks * RUNS),  # noqa: B023

@@ -11,22 +11,20 @@ import re
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_type_hints
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from trinity_buffer.cli.run_config import RunConfig, section_of
+from trinity_buffer.options import Options, section_of
+from trinity_buffer.pipeline.config import RunConfig
 
 UNITS = {
     r".*_s": "seconds",
     r".*_steps": "gradient steps",
-    r"groups_per_.*|max_waiting_groups": "groups",
+    r"groups_per_.*|max_queued_groups": "groups",
     r"rollouts_per_group": "rollouts",
     r"max_staleness": "policy versions",
-    r"tokens_per_microbatch|(exploring\.)?max_tokens": "tokens",
-    r"evaluation\.problems": "problems",
-    r"evaluation\.target_accuracy|optimizer\.lowest_rate": "fraction",
+    r"tokens_per_microbatch|(explorer\.)?max_tokens": "tokens",
+    r"evaluation\.num_eval_samples": "problems",
+    r"evaluation\.target_accuracy|optimizer\.min_lr_ratio": "fraction",
 }
 """Pattern of a key -> what its number counts."""
 
@@ -44,14 +42,14 @@ refused, with a suggestion if a known one is similar; put keys of your own under
 key out rather than give None; `trainer` must not contain a slash. These functions read the
 configuration, and check what they read; a keyword argument takes precedence.
 
-- `run_strategy`: `rollouts_per_group`, `deadline_s`, `idle_s`, `incomplete`
+- `run_strategy`: `rollouts_per_group`, `group_timeout_s`, `idle_s`, `on_incomplete_group`
 - a train stream: `groups_per_step`, `tokens_per_microbatch`, `layout`, `lease_ttl_s`
-- `writer.plan`: `trainer`, `groups_per_step`, `max_waiting_groups` (at least `groups_per_step`) and
+- `writer.plan`: `trainer`, `groups_per_step`, `max_queued_groups` (at least `groups_per_step`) and
   `max_staleness`; without the last two there is no bound
 - all three: `max_rejected_steps`, with `groups_per_step`
 - `tb.explore`: `groups_per_batch`, `rollouts_per_group`
 
-The defaults below are those of the commands; the demo's recipes change some of them. `exploring`
+The defaults below are those of the commands; the demo's recipes change some of them. `explorer`
 and `max_tokens` only apply to a run with your own model, `task` only to the demo's tasks.
 
 | key | type | default | meaning |
@@ -64,26 +62,31 @@ def page() -> str:
     return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in _rows(RunConfig, ""))
 
 
-def _meanings(section: type[BaseModel]) -> dict[str, str]:
-    """Return what stands below each field of a section, in one line."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        field.target.id: " ".join(str(below.value.value).split())
-        for field, below in pairwise(definition.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-    }
+def _meanings(options: type[Options]) -> dict[str, str]:
+    """Return what stands below each option, where it is declared, in one line."""
+    meanings: dict[str, str] = {}
+    for declared in reversed(options.__mro__[:-1]):
+        (definition,) = ast.parse(inspect.getsource(declared)).body
+        assert isinstance(definition, ast.ClassDef)
+        meanings |= {
+            field.target.id: " ".join(str(below.value.value).split())
+            for field, below in pairwise(definition.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        }
+    return meanings
 
 
-def _rows(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
-    meanings = _meanings(section)
-    for name, field in section.model_fields.items():
-        key, kind, inner = prefix + name, field.annotation, section_of(field.annotation)
+def _rows(options: type[Options], prefix: str) -> Iterator[tuple[str, ...]]:
+    meanings, usual = _meanings(options), options()
+    for name, kind in get_type_hints(options).items():
+        if name == "configured":
+            continue
+        key, inner = prefix + name, section_of(kind)
         if inner is not None:
             yield from _rows(inner, f"{key}.")
         if inner is None:
-            yield (f"`{key}`", _type(kind, key), _default(field), meanings.get(name, ""))
+            yield (f"`{key}`", _type(kind, key), _shown(getattr(usual, name)), meanings[name])
         elif inner is not kind:
             yield (f"`{key}`", "str", "", f"in place of the section: {meanings[name]}")
 
@@ -92,12 +95,12 @@ def _type(kind: Any, key: str) -> str:
     unit = next((f", {unit}" for pattern, unit in UNITS.items() if re.fullmatch(pattern, key)), "")
     if isinstance(kind, type) and not hasattr(kind, "__args__"):
         return f"{kind.__name__}{unit}"
-    text = re.sub(r"typing\.|Literal\[(.*)\]", r"\1", str(kind)).replace("None", "null")
+    text = re.sub(r"typing\.|Literal\[(.*)\]", r"\1", str(kind))
+    text = re.sub(r"Optional\[(.*)\]", r"\1 | None", text).replace("None", "null")
     return text.replace(" | ", " or ").replace("'", "`") + unit
 
 
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
+def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return "null" if value is None else f"`{text}`"
 

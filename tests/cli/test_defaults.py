@@ -6,20 +6,22 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer import GroupingRules, StreamOptions
+import pytest
+
+from trinity_buffer import GroupingRules, StreamOptions, open_store
 from trinity_buffer.cli.roles import settings_of
-from trinity_buffer.cli.run_config import (
-    ExploringConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    Section,
-)
+from trinity_buffer.cli.run_config import overridden, read_file, resolved
 from trinity_buffer.demo.policy import PolicyConfig
+from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.events import ExperimentCreated
 from trinity_buffer.explorer.explore import ExploreOptions
+from trinity_buffer.options import option_types
+from trinity_buffer.pipeline.config import ExplorerConfig, ModelConfig, OptimizerConfig, RunConfig
+from trinity_buffer.pipeline.handle import new_event
+from trinity_buffer.store import log
 from trinity_buffer.trainer.settings import TrainerSettings
 
-SECTIONS: tuple[type[Section], ...] = (RunConfig, ModelConfig, OptimizerConfig, ExploringConfig)
+SECTIONS: tuple[Any, ...] = (RunConfig, ModelConfig, OptimizerConfig, ExplorerConfig)
 READERS: tuple[Any, ...] = (
     *(PolicyConfig, ExploreOptions, GroupingRules, StreamOptions),
     TrainerSettings,
@@ -35,7 +37,7 @@ OTHERS = {
 
 def test_a_default_is_the_same_in_the_configuration_and_where_it_is_read() -> None:
     read = [(one.name, one.default) for reader in READERS for one in fields(reader)]
-    told = [(name, field.default) for one in SECTIONS for name, field in one.model_fields.items()]
+    told = [(field.name, field.default) for one in SECTIONS for field in fields(one)]
     differing = {
         name
         for name, default in read
@@ -45,9 +47,63 @@ def test_a_default_is_the_same_in_the_configuration_and_where_it_is_read() -> No
     assert differing == OTHERS.keys()
 
 
+OLD_NAMES = """
+deadline_s = 5.0
+incomplete = "reject"
+max_waiting_groups = 64
+record_facts = false
+dialect = "sglang"
+model = "nowhere"
+[exploring]
+epochs = 2
+[evaluation]
+problems = 3
+"""
+
+
+def test_older_names_are_read_with_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(OLD_NAMES)
+    with pytest.warns(FutureWarning, match="is called") as warned:
+        config = resolved(overridden(read_file(file), ["optimizer.lowest_rate=0.5"]))
+    assert len(warned) == 8
+    assert (config.group_timeout_s, config.on_incomplete_group) == (5.0, "reject")
+    assert (config.max_queued_groups, config.record_row_metrics) == (64, False)
+    assert (config.server_type, config.explorer.epochs) == ("sglang", 2)
+    assert (config.evaluation.num_eval_samples, config.optimizer.min_lr_ratio) == (3, 0.5)
+
+
+def older(**options: Any) -> dict[str, Any]:
+    return options
+
+
+def test_older_names_of_keywords_are_taken_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="deadline_s is called group_timeout_s now"):
+        rules = GroupingRules(**older(deadline_s=3))
+    assert rules == GroupingRules(group_timeout_s=3)
+    with pytest.warns(FutureWarning, match="record_tokens is called record_token_metrics now"):
+        settings = TrainerSettings(checkpoints=Path("c"), **older(record_tokens=True))
+    assert settings == TrainerSettings(checkpoints=Path("c"), record_token_metrics=True)
+    with pytest.raises(InvalidArgumentError, match="leave lowest_rate out"):
+        TrainerSettings(checkpoints=Path("c"), min_lr_ratio=1, **older(lowest_rate=1))
+
+
+async def test_what_was_recorded_under_older_names_is_read(sqlite_url: str) -> None:
+    old = {"deadline_s": 3.0, "incomplete": "reject", "rollouts_per_group": 2}
+    async with open_store(sqlite_url) as store:
+        key = await store.database.write(log.create_experiment, "run")
+        created = [new_event(ExperimentCreated(config={"schema": "experience", **old}))]
+        await store.database.write(log.append, key, created, actor="old", now_us=1)
+        experiment = await store.experiment("run")
+        assert GroupingRules.of(experiment.config).group_timeout_s == 3.0
+        again = {"group_timeout_s": 3.0, "on_incomplete_group": "reject"}
+        await store.experiment("run", config=again)
+        assert [event.kind async for event in experiment.events()] == ["ExperimentCreated"]
+
+
 def test_every_setting_of_a_trainer_comes_from_the_configuration() -> None:
     optimizer = OptimizerConfig(learning_rate=0.5, betas=(0.1, 0.2))
-    config = RunConfig(optimizer=optimizer, seed=3, record_tokens=True, max_steps=7)
+    config = RunConfig(optimizer=optimizer, seed=3, record_token_metrics=True, max_steps=7)
     found = settings_of(config, Path("somewhere"), 5)
     assert found == TrainerSettings(
         checkpoints=Path("somewhere"),
@@ -55,9 +111,9 @@ def test_every_setting_of_a_trainer_comes_from_the_configuration() -> None:
         learning_rate=0.5,
         betas=(0.1, 0.2),
         seed=3,
-        record_tokens=True,
+        record_token_metrics=True,
         max_steps=7,
     )
-    known = RunConfig.model_fields.keys() | OptimizerConfig.model_fields.keys()
+    known = option_types(RunConfig).keys() | option_types(OptimizerConfig).keys()
     given = {one.name for one in fields(TrainerSettings)} - known
     assert given == {"checkpoints", "keep_checkpoints"}

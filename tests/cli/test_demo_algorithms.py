@@ -14,17 +14,18 @@ from trinity_buffer import open_store
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.demo_run import expert_of, teacher_of
 from trinity_buffer.cli.run_backends import first_policy
-from trinity_buffer.cli.run_config import RunConfig, recorded, resolved
+from trinity_buffer.cli.run_config import recorded, resolved
 from trinity_buffer.demo.recipes import config_for
 from trinity_buffer.faultpoints import VARIABLE
+from trinity_buffer.pipeline.config import RunConfig
 
 SMALL: dict[str, Any] = {
     "model": {"width": 8, "layers": 1, "heads": 1},
     "groups_per_step": 6,
     "groups_per_batch": 6,
     "max_staleness": None,
-    "max_waiting_groups": None,
-    "evaluation": {"every_steps": 1000, "problems": 1},
+    "max_queued_groups": None,
+    "evaluation": {"every_steps": 1000, "num_eval_samples": 1},
 }
 
 
@@ -85,7 +86,7 @@ LITTLE = {
     "groups_per_step": 6,
     "groups_per_batch": 3,
     "max_steps": 4,
-    "evaluation.problems": 8,
+    "evaluation.num_eval_samples": 8,
 }
 
 

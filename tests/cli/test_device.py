@@ -147,7 +147,7 @@ def test_answers_are_sampled_where_the_policy_is(monkeypatch: pytest.MonkeyPatch
 
 def recorded_run(cli: Cli, url: str, *words: str) -> None:
     """Explore and annotate a run on a machine that need not have the device."""
-    chosen = [*words_of(SMALL | {"max_staleness": "null", "max_waiting_groups": "null"}), *words]
+    chosen = [*words_of(SMALL | {"max_staleness": "null", "max_queued_groups": "null"}), *words]
     assert cli("explore", "--store", url, "--actor", "e0", "--batches", 4, *chosen).code == 0
     assert cli("annotate", "--store", url).code == 0
 

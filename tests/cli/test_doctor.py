@@ -160,7 +160,7 @@ async def _written(url: str, *, annotated: bool) -> None:
     async with opened(url, rollouts_per_group=4) as experiment:
         if annotated:
             await run_strategy(
-                experiment, "grpo", {"epsilon": 0.1}, name="mine", incomplete="reject"
+                experiment, "grpo", {"epsilon": 0.1}, name="mine", on_incomplete_group="reject"
             )
         await experiment.writer("e0").write(group())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ CONFIG = {
     "rollouts_per_group": 8,
     "groups_per_step": 2,
     "max_staleness": None,
-    "evaluation": {"every_steps": 1000, "problems": 1},
+    "evaluation": {"every_steps": 1000, "num_eval_samples": 1},
 }
 
 
@@ -34,7 +35,7 @@ def run(tmp_path: Path) -> str:
 
     async def explored() -> None:
         async with open_store(url) as store:
-            await store.experiment("run", config=resolved(CONFIG).model_dump())
+            await store.experiment("run", config=asdict(resolved(CONFIG)))
         await roles.explore(
             url, "run", actor="e0", acknowledgements=None, max_batches=4, say=lambda _: None
         )

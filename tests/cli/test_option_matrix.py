@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 import typer
-from pydantic import BaseModel
 from pysqlite3 import dbapi2
 
 from tests.cli.calling import Cli
@@ -30,8 +29,10 @@ from trinity_buffer.algorithm import (
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.cli import roles, run
 from trinity_buffer.cli.commands import COMMANDS
-from trinity_buffer.cli.run_config import RunConfig, overridden, recorded, resolved
+from trinity_buffer.cli.run_config import overridden, recorded, resolved
 from trinity_buffer.errors import UnknownStoreError
+from trinity_buffer.options import Options, option_types, section_of
+from trinity_buffer.pipeline.config import RunConfig
 
 STEPS = 4
 SMALL = {
@@ -44,7 +45,7 @@ SMALL = {
     "rollouts_per_group": 4,
     "max_steps": STEPS,
     "evaluation.every_steps": 1000,
-    "evaluation.problems": 1,
+    "evaluation.num_eval_samples": 1,
 }
 
 TRAINS = ""
@@ -61,10 +62,15 @@ KEYS: dict[str, dict[str, str]] = {
     "model.width": {"8": TRAINS, "128": TRAINS, "7": "width=7", "9 model.heads=2": "heads"},
     "model.layers": {"1": TRAINS, "4": TRAINS, "0": "layers=0"},
     "model.heads": {"1": TRAINS, "4": TRAINS, "8": TRAINS, "3": "heads", "0": "heads=0"},
-    "optimizer.learning_rate": {"1e-30": TRAINS, "0": "rate=0", "inf": "finite", "nan": "finite"},
+    "optimizer.learning_rate": {
+        "1e-30": TRAINS,
+        "0": "rate=0",
+        "inf": "rate=inf",
+        "nan": "rate=nan",
+    },
     "optimizer.warmup_steps": {"0": TRAINS, "1000000000": TRAINS, "-1": "warmup_steps=-1"},
     "optimizer.decay_steps": {"1": TRAINS, "1000000000": TRAINS, "0": "decay_steps=0"},
-    "optimizer.lowest_rate": {"0": TRAINS, "1": TRAINS, "1.5": "lowest_rate=1.5"},
+    "optimizer.min_lr_ratio": {"0": TRAINS, "1": TRAINS, "1.5": "min_lr_ratio=1.5"},
     "optimizer.betas": {"[0,0]": TRAINS, "[1,1]": "betas", "[0.9,-1]": "betas", "[0.9]": "betas"},
     "optimizer.weight_decay": {"0": TRAINS, "10": TRAINS, "-1": "weight_decay=-1"},
     "optimizer.max_gradient_norm": {"1e-30": TRAINS, "1e30": TRAINS, "0": "norm=0"},
@@ -74,7 +80,7 @@ KEYS: dict[str, dict[str, str]] = {
     "loss.name": {"null": TRAINS, "pppo": "no policy_loss_fn 'pppo'"},
     "loss.args": {"{}": TRAINS, "{clip_rang=1}": "clip_range", "3": "loss.args=3"},
     "evaluation.every_steps": {"1": TRAINS, "0": "every_steps=0"},
-    "evaluation.problems": {"1": TRAINS, "0": "problems=0"},
+    "evaluation.num_eval_samples": {"1": TRAINS, "0": "samples=0"},
     "evaluation.target_accuracy": {"2.0": TRAINS, "null": TRAINS, "'x'": "target_accuracy"},
     "seed": {
         f"{(1 << 62) - 1}": TRAINS,
@@ -99,18 +105,27 @@ KEYS: dict[str, dict[str, str]] = {
     "teacher": {"null": TRAINS, "nowhere": "teacher=nowhere"},
     "expert_experiment": {"null": TRAINS, "nobody": "expert_experiment='nobody'"},
     "recompute_old_logprob": {"true": TRAINS, "false": TRAINS, "3": "recompute_old_logprob=3"},
-    "record_facts": {"true": TRAINS, "false": TRAINS, "3": "record_facts=3"},
-    "record_tokens": {"true": TRAINS, "true record_facts=false": TRAINS, "3": "record_tokens=3"},
-    "device": {"cpu": TRAINS, "gpu": "device='gpu': must be cpu, cuda"},
+    "record_row_metrics": {"true": TRAINS, "false": TRAINS, "3": "record_row_metrics=3"},
+    "record_token_metrics": {
+        "true": TRAINS,
+        "true record_row_metrics=false": TRAINS,
+        "3": "record_token_metrics=3",
+    },
+    "device": {"cpu": TRAINS, "gpu": "device='gpu': it must be cpu, cuda"},
     "deterministic": {"true": TRAINS, "false": TRAINS, "3": "deterministic=3"},
     "trainer": {"t": TRAINS, "grpo": "trainer='grpo'", "''": "trainer=''"},
     "groups_per_batch": {"1": TRAINS, "50": TRAINS, "0": "groups_per_batch=0"},
     "rollouts_per_group": {"2": TRAINS, "30": TRAINS, "1": "2 or more", "0": "group=0"},
-    "deadline_s": {"1e-3": TRAINS, "1e9": TRAINS, "0": "deadline_s=0", "nan": "finite"},
-    "idle_s": {"1e-3": TRAINS, "null": TRAINS, "0": "idle_s=0", "nan": "finite"},
-    "incomplete": {"keep": TRAINS, "reject": TRAINS, "maybe": "incomplete='maybe'"},
+    "group_timeout_s": {
+        "1e-3": TRAINS,
+        "1e9": TRAINS,
+        "0": "group_timeout_s=0",
+        "nan": "group_timeout_s=nan",
+    },
+    "idle_s": {"1e-3": TRAINS, "null": TRAINS, "0": "idle_s=0", "nan": "idle_s=nan"},
+    "on_incomplete_group": {"keep": TRAINS, "reject": TRAINS, "maybe": "group='maybe'"},
     "groups_per_step": {"1": TRAINS, "9": TRAINS, "0": "groups_per_step=0"},
-    "max_waiting_groups": {"1": TRAINS, "null": TRAINS, "0": "max_waiting_groups=0"},
+    "max_queued_groups": {"1": TRAINS, "null": TRAINS, "0": "max_queued_groups=0"},
     "max_staleness": {"0": TRAINS, "null": TRAINS, "-1": "max_staleness=-1"},
     "commit_every_steps": {"2": TRAINS, "3": "commit at least every 2", "0": "steps=0"},
     "async_checkpoints": {
@@ -122,23 +137,28 @@ KEYS: dict[str, dict[str, str]] = {
     "max_steps": {"4": TRAINS, "0": "max_steps=0"},
     "max_skipped_steps": {"1": TRAINS, "0": "max_skipped_steps=0"},
     "max_rejected_steps": {"1": TRAINS, "0": "max_rejected_steps=0"},
-    "lease_ttl_s": {"0.5": TRAINS, "1e6": TRAINS, "0": "lease_ttl_s=0", "inf": "finite"},
-    "stalled_after_s": {"600": TRAINS, "null": TRAINS, "0": "stalled_after_s=0", "nan": "finite"},
+    "lease_ttl_s": {"0.5": TRAINS, "1e6": TRAINS, "0": "lease_ttl_s=0", "inf": "lease_ttl_s=inf"},
+    "stalled_after_s": {
+        "600": TRAINS,
+        "null": TRAINS,
+        "0": "stalled_after_s=0",
+        "nan": "stalled_after_s=nan",
+    },
     "tokens_per_microbatch": {"1": TRAINS, "1000000": TRAINS, "0": "microbatch=0"},
     "max_tokens": {"null": TRAINS, "0": "max_tokens=0", "1": "run of your own alone"},
     "rollout": {"null": TRAINS, "nowhere:f": "rollout", "x": "rollout"},
     "tasks": {"null": TRAINS, "nowhere:f": "tasks"},
     "evaluate": {"null": TRAINS, "nowhere:f": "evaluate"},
     "server": {"null": TRAINS, "http://127.0.0.1:1": "server"},
-    "dialect": {"vllm": TRAINS, "sglang": "run of your own alone", "grpc": "dialect"},
+    "server_type": {"vllm": TRAINS, "sglang": "run of your own alone", "grpc": "server_type"},
     "folder": {"null": TRAINS},
     "tokenizer": {"null": TRAINS, "runs/nowhere": TRAINS},
-    "exploring.epochs": {"1": TRAINS, "0": "epochs=0"},
-    "exploring.concurrency": {"1": "run of your own alone", "0": "concurrency=0"},
-    "exploring.timeout_s": {"null": TRAINS, "0": "timeout_s=0", "inf": "finite"},
-    "exploring.attempts": {"1": "run of your own alone", "0": "attempts=0"},
-    "exploring.on_failure": {"leave_out": "run of your own alone", "ignore": "on_failure='ignore'"},
-    "exploring.max_tokens": {"1": "run of your own alone", "0": "max_tokens=0"},
+    "explorer.epochs": {"1": TRAINS, "0": "epochs=0"},
+    "explorer.concurrency": {"1": "run of your own alone", "0": "concurrency=0"},
+    "explorer.timeout_s": {"null": TRAINS, "0": "timeout_s=0", "inf": "timeout_s=inf"},
+    "explorer.attempts": {"1": "run of your own alone", "0": "attempts=0"},
+    "explorer.on_failure": {"leave_out": "run of your own alone", "ignore": "on_failure='ignore'"},
+    "explorer.max_tokens": {"1": "run of your own alone", "0": "max_tokens=0"},
     "layout": {"padded": TRAINS, "packed": TRAINS, "ragged": "layout='ragged'"},
 }
 
@@ -242,12 +262,11 @@ REFUSED = {
 """Which of them cannot be trained like this, and what is said."""
 
 
-def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        kinds = get_args(field.annotation) or (field.annotation,)
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if inner:
-            yield from keys_of(inner[0], f"{prefix}{name}.")
+def keys_of(options: type[Options], prefix: str = "") -> Iterator[str]:
+    for name, kind in option_types(options).items():
+        section = section_of(kind)
+        if section is not None:
+            yield from keys_of(section, f"{prefix}{name}.")
         else:
             yield prefix + name
 
@@ -359,7 +378,7 @@ def annotated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store with what four steps take."""
     path = tmp_path_factory.mktemp("annotated") / "store.db"
     values = overridden({}, [f"{key}={value}" for key, value in SMALL.items()])
-    unbounded = {"max_staleness": None, "max_waiting_groups": None}
+    unbounded = {"max_staleness": None, "max_queued_groups": None}
 
     async def fill() -> None:
         url = f"sqlite:///{path}"

@@ -34,11 +34,11 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a key like no other": (("train", "--set", "q=1"), "there is no key 'q'; there are: algorithm"),
     "a value of another kind": (
         ("explore", "--config", "a.toml", "groups_per_step = 'x'"),
-        "groups_per_step='x': Input should be a valid integer",
+        "groups_per_step='x': it must be an integer, at least 1",
     ),
     "heads that cannot share a width": (
         ("explore", "--set", "model.heads=3"),
-        "error: model={'width': 64, 'layers': 2, 'heads': 3}: width=64 must be a multiple of heads",
+        "error: model.width=64 must be a multiple of heads=3",
     ),
     "an experiment that is not there": (
         ("stats", "--experiment", "nobody"),
@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a demo without explorers": (("demo", "--explorers", "0"), "--explorers"),
     "a seed of twenty digits": (
         ("demo", "--seed", "99999999999999999999"),
-        "error: seed=99999999999999999999: Input should be less than",
+        "error: seed=99999999999999999999: it must be an integer of at most 62 bits",
     ),
     "two keys that contradict each other": (
         ("demo", "--set", "commit_every_steps=9"),
@@ -171,11 +171,11 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a loss argument that is no number": (
         ("explore", "--set", "loss.args={clip_range=nan}"),
-        "loss.args={'clip_range': nan}: must hold texts and finite numbers alone",
+        "loss.args.clip_range=nan: the largest number that can be computed with",
     ),
     "a truth value for a rate": (
         ("train", "--set", "optimizer.learning_rate=true"),
-        "optimizer.learning_rate=True: Input should be a number",
+        "optimizer.learning_rate=True: it must be a number above 0",
     ),
     "runs of a group in the wrong place": (
         ("explore", "--set", "algorithm_args.rollouts_per_group=6"),
@@ -376,9 +376,9 @@ def test_a_run_without_its_ends_is_refused_before_it_makes_a_folder(
 
 def test_weights_are_not_brought_to_what_is_no_server(cli: Cli, tmp_path: Path) -> None:
     """An experiment that was made in Python may name anything."""
-    other = {"server": "http://127.0.0.1:1", "dialect": "sglan"}
+    other = {"server": "http://127.0.0.1:1", "server_type": "sglan"}
     made_in_python(tmp_path / "own.db", number={"server": 5}, dialect=other)
-    for name, said in (("number", "server=5"), ("dialect", "dialect='sglan'")):
+    for name, said in (("number", "server=5"), ("dialect", "server_type='sglan'")):
         refused = cli("sync-weights", "--store", tmp_path / "own.db", "--experiment", name)
         assert (refused.code, refused.out) == (2, "")
         assert said in refused.err

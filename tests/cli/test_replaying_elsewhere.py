@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ CONFIG = {
     "groups_per_batch": 2,
     "groups_per_step": 2,
     "max_staleness": None,
-    "evaluation": {"every_steps": 1000, "problems": 1},
+    "evaluation": {"every_steps": 1000, "num_eval_samples": 1},
 }
 
 
@@ -38,7 +39,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     async def explored() -> None:
         async with open_store(url) as store:
-            await store.experiment("run", config=resolved(CONFIG).model_dump())
+            await store.experiment("run", config=asdict(resolved(CONFIG)))
         await roles.explore(
             url, "run", actor="e0", acknowledgements=None, max_batches=2, say=lambda _: None
         )

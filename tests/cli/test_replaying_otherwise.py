@@ -16,7 +16,7 @@ SMALL = {
     "groups_per_batch": 2,
     "groups_per_step": 2,
     "max_staleness": None,
-    "evaluation": {"every_steps": 1000, "problems": 1},
+    "evaluation": {"every_steps": 1000, "num_eval_samples": 1},
 }
 
 

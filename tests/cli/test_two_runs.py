@@ -16,7 +16,7 @@ from trinity_buffer import open_store
 SMALL = (
     *("task.digits=1", "model.width=8", "model.layers=1", "model.heads=1", "groups_per_step=1"),
     *("groups_per_batch=1", "rollouts_per_group=2", "evaluation.every_steps=1000"),
-    *("evaluation.problems=1", "max_staleness=null"),
+    *("evaluation.num_eval_samples=1", "max_staleness=null"),
 )
 SETS = [word for one in SMALL for word in ("--set", one)]
 

@@ -12,10 +12,10 @@ from trinity_buffer.errors import InvalidArgumentError
 @pytest.mark.parametrize(
     ("rules", "most"),
     [
-        ({"max_waiting_groups": 4}, 4),
-        ({"max_waiting_groups": 1, "groups_per_step": 3}, 3),
+        ({"max_queued_groups": 4}, 4),
+        ({"max_queued_groups": 1, "groups_per_step": 3}, 3),
         ({"max_staleness": 2, "groups_per_step": 3}, 3),
-        ({"max_staleness": 2, "max_waiting_groups": 9}, 1),
+        ({"max_staleness": 2, "max_queued_groups": 9}, 1),
     ],
 )
 async def test_steps_that_explorers_may_never_fill_are_refused(

@@ -238,7 +238,7 @@ async def test_positions_and_kinds_are_checked_by_the_database(store_url: str) -
 async def test_opening_with_another_configuration_is_recorded_once(store_url: str) -> None:
     async with open_store(store_url) as store:
         first = await store.experiment(
-            "run", config={"seed": 1, "extra": [1, 2], "deadline_s": None}
+            "run", config={"seed": 1, "extra": [1, 2], "group_timeout_s": None}
         )
         await store.experiment("run", config={"seed": 1, "extra": (1, 2)})
         await store.experiment("run")
@@ -247,7 +247,7 @@ async def test_opening_with_another_configuration_is_recorded_once(store_url: st
         (changed,) = [e async for e in again.events(kinds=["ConfigurationChanged"])]
     assert changed.actor == "me"
     assert changed.body["changes"] == {"seed": [1, 2], "loss": [None, {"x": 1.5}]}
-    own = {"seed": 2, "extra": [1, 2], "deadline_s": None, "loss": {"x": 1.5}}
+    own = {"seed": 2, "extra": [1, 2], "group_timeout_s": None, "loss": {"x": 1.5}}
     assert changed.body["config"] == again.config == {"schema": "experience", **own}
 
 

@@ -141,17 +141,16 @@ async def test_an_impossible_seal_is_refused(store_url: str, batch: Any, expecte
         assert await contents(store_url) == before
 
 
-# What DESIGN says: wait while undelivered >= max(max_waiting_groups, groups_per_step), or while
+# What DESIGN says: wait while undelivered >= max(max_queued_groups, groups_per_step), or while
 # floor(uncommitted / groups_per_step) + (published - own version) > max_staleness.
 @pytest.mark.parametrize(
     ("rules", "undelivered", "uncommitted", "published", "own", "admitted"),
     [
         ({}, 10**6, 10**6, 99, 0, True),
-        ({"max_waiting_groups": 4}, 3, 99, 0, None, True),
-        ({"max_waiting_groups": 4}, 4, 99, 0, None, False),
-        ({"max_waiting_groups": 1, "groups_per_step": 8}, 7, 7, 0, None, True),
-        ({"max_waiting_groups": 1, "groups_per_step": 8}, 8, 8, 0, None, False),
-        ({"max_waiting_groups": 0}, 0, 0, 0, None, True),
+        ({"max_queued_groups": 4}, 3, 99, 0, None, True),
+        ({"max_queued_groups": 4}, 4, 99, 0, None, False),
+        ({"max_queued_groups": 1, "groups_per_step": 8}, 7, 7, 0, None, True),
+        ({"max_queued_groups": 1, "groups_per_step": 8}, 8, 8, 0, None, False),
         ({"max_staleness": 0, "groups_per_step": 4}, 99, 3, 0, 0, True),
         ({"max_staleness": 0, "groups_per_step": 4}, 99, 4, 0, 0, False),
         ({"max_staleness": 1, "groups_per_step": 4}, 0, 7, 3, 3, True),
@@ -212,7 +211,7 @@ async def step_of(experiment: Experiment, groups: int) -> None:
 
 @pytest.mark.long
 async def test_a_plan_waits_for_delivery_and_hears_of_it_from_another_store(store_url: str) -> None:
-    async with opened(store_url, max_waiting_groups=2) as experiment, opened(store_url) as other:
+    async with opened(store_url, max_queued_groups=2) as experiment, opened(store_url) as other:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
         async with waiting_plan(experiment, "c"):
@@ -223,7 +222,7 @@ async def test_a_plan_waits_for_delivery_and_hears_of_it_from_another_store(stor
 
 
 async def test_rejected_groups_do_not_count(store_url: str) -> None:
-    async with opened(store_url, max_waiting_groups=2) as experiment:
+    async with opened(store_url, max_queued_groups=2) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
         await run_strategy(experiment, ["reward_variance", "grpo"], name="grpo")
@@ -235,7 +234,7 @@ async def test_rejected_groups_do_not_count(store_url: str) -> None:
 
 
 async def test_an_oversize_group_does_not_count(store_url: str) -> None:
-    async with opened(store_url, max_waiting_groups=1) as experiment:
+    async with opened(store_url, max_queued_groups=1) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0], 2)
         await writer.write([rollout(run=run, length=50, reward=run) for run in range(2)])
@@ -248,7 +247,7 @@ async def test_an_oversize_group_does_not_count(store_url: str) -> None:
 
 
 async def test_a_sealed_batch_without_runs_does_not_count(store_url: str) -> None:
-    async with opened(store_url, max_waiting_groups=1) as experiment:
+    async with opened(store_url, max_queued_groups=1) as experiment:
         writer = experiment.writer("e0")
         await run_strategy(experiment, "grpo")
         async with experiment.train_stream(strategy="grpo"):
@@ -282,7 +281,7 @@ async def test_staleness_waits_for_commits_and_for_newer_weights(store_url: str)
 
 
 async def test_a_finished_experiment_answers_false_and_wakes_who_waits(store_url: str) -> None:
-    async with opened(store_url, max_waiting_groups=1) as experiment, opened(store_url) as other:
+    async with opened(store_url, max_queued_groups=1) as experiment, opened(store_url) as other:
         writer = experiment.writer("e0")
         await writer.plan("b", [0], 1)
         async with waiting_plan(experiment, "c") as waiter:
@@ -298,7 +297,7 @@ async def test_explorers_that_race_for_the_last_places_get_no_more(
     store_url: str, places: int
 ) -> None:
     async with (
-        opened(store_url, max_waiting_groups=places) as experiment,
+        opened(store_url, max_queued_groups=places) as experiment,
         opened(store_url) as other,
         anyio.create_task_group() as tasks,
     ):
@@ -354,7 +353,7 @@ async def test_one_place_two_explorers_and_a_batch_strategy_come_to_an_end(
                     await stream.commit(step)
                     trained.append(step.manifest.num_groups)
 
-    async with opened(store_url, max_waiting_groups=1, groups_per_step=groups_per_step) as run:
+    async with opened(store_url, max_queued_groups=1, groups_per_step=groups_per_step) as run:
         with anyio.fail_after(40):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(annotate)

@@ -12,7 +12,7 @@ from trinity_buffer.errors import ReadOnlyStoreError
 
 
 async def test_a_read_only_store_refuses_to_write(store_url: str) -> None:
-    async with opened(store_url, max_waiting_groups=1) as experiment:
+    async with opened(store_url, max_queued_groups=1) as experiment:
         await experiment.writer("e0").plan("planned", [0], 1)
     before = await contents(store_url)
     async with open_store(store_url, read_only=True) as store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import anyio
@@ -24,7 +25,7 @@ CONFIG = {
     "rollouts_per_group": 2,
     "groups_per_step": 2,
     "max_staleness": 2,
-    "evaluation": {"every_steps": 1000, "problems": 1},
+    "evaluation": {"every_steps": 1000, "num_eval_samples": 1},
 }
 
 
@@ -83,7 +84,7 @@ def kill_everywhere(store_url: str, tmp_path: Path, *, second_explorer_dies: boo
 
 async def _create(url: str) -> None:
     async with open_store(url) as store:
-        await store.experiment("crash", config=resolved(CONFIG).model_dump())
+        await store.experiment("crash", config=asdict(resolved(CONFIG)))
 
 
 async def _finish(url: str) -> None:

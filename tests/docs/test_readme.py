@@ -90,7 +90,7 @@ def test_the_program_is_killed_goes_on_and_replays_to_the_same_bits(tmp_path: Pa
 
 
 SMALL_DEMO = (
-    "--set max_steps=41 --set evaluation.target_accuracy=null --set evaluation.problems=8 "
+    "--set max_steps=41 --set evaluation.target_accuracy=null --set evaluation.num_eval_samples=8 "
     "--set groups_per_step=4 --set groups_per_batch=1 --set rollouts_per_group=4 "
     "--set model.width=8 --set model.layers=1 --set model.heads=1"
 )

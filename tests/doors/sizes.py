@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 DEMO = (
     "--set max_steps=2 --set groups_per_step=2 --set groups_per_batch=1 --set rollouts_per_group=4 "
-    "--set model.width=8 --set model.layers=1 --set model.heads=1 --set evaluation.problems=8"
+    "--set model.width=8 --set model.layers=1 --set model.heads=1 "
+    "--set evaluation.num_eval_samples=8"
 )
 BENCH = "--only write,stream --tasks 2 --repetitions 1"
 PEERS = "--peers bare_sqlite --only write --repetitions 1 --experiences 512"

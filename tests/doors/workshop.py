@@ -25,7 +25,7 @@ groups_per_step = 1
 rollouts_per_group = 2
 max_steps = 40
 max_staleness = 1000
-max_waiting_groups = 1000
+max_queued_groups = 1000
 commit_every_steps = 5
 
 [model]
@@ -35,7 +35,7 @@ heads = 1
 
 [evaluation]
 every_steps = 40
-problems = 8
+num_eval_samples = 8
 """
 """Forty steps in two seconds: after it, `runs/` looks as after a demo."""
 

@@ -101,7 +101,7 @@ async def test_rollouts_may_share_a_mapping_and_return_the_same_object(sqlite_ur
 async def test_an_option_that_cannot_be_is_refused_first(
     sqlite_url: str, name: str, value: object
 ) -> None:
-    with pytest.raises(InvalidArgumentError, match=re.escape(f"{name}={value!r}: must be")):
+    with pytest.raises(InvalidArgumentError, match=re.escape(f"{name}={value!r}: it must be")):
         await explore(sqlite_url, answer, **{name: value})
 
 

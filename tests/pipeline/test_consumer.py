@@ -89,7 +89,7 @@ async def test_a_seal_closes_what_is_incomplete(store_url: str, unit: type[Watch
 async def test_an_incomplete_group_is_kept_or_rejected_as_configured(
     store_url: str, incomplete: str
 ) -> None:
-    async with opened(store_url, incomplete=incomplete) as experiment:
+    async with opened(store_url, on_incomplete_group=incomplete) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
         await writer.write([*group(task=0, runs=2), rollout(task=1)])
@@ -106,14 +106,16 @@ async def test_an_incomplete_group_is_kept_or_rejected_as_configured(
 async def test_a_group_with_a_damaged_experience_is_incomplete(
     sqlite_url: str, incomplete: str
 ) -> None:
-    async with opened(sqlite_url, rollouts_per_group=2, incomplete=incomplete) as experiment:
+    async with opened(
+        sqlite_url, rollouts_per_group=2, on_incomplete_group=incomplete
+    ) as experiment:
         for run in range(2):
             await experiment.writer("e0").write([rollout(run=run)])
         first = (await rows(experiment.database, tables.experience))[0]["segment"]
     damage = update(tables.segment).where(tables.segment.c.key == first).values(checksum=0)
     await unguarded(sqlite_url, lambda tx: tx.execute(damage))
     async with opened(sqlite_url) as experiment:
-        await run_strategy(experiment, Watcher, name="all", incomplete=incomplete)
+        await run_strategy(experiment, Watcher, name="all", on_incomplete_group=incomplete)
         also = {} if incomplete == "keep" else {"b/0/1": "incomplete_group"}
         assert await reasons(experiment, "all") == {"b/0/0": "damaged", **also}
 
@@ -356,7 +358,7 @@ async def test_without_a_reward_there_is_no_advantage(store_url: str) -> None:
         ([], {}, InvalidArgumentError, "strategies"),
         ("grpo", {"args": {"epsilom": 1}}, InvalidArgumentError, "epsilom"),
         ("grpo", {"rollout_per_group": 3}, InvalidArgumentError, "rollouts_per_group"),
-        ("grpo", {"deadline_s": 0}, InvalidArgumentError, "deadline_s"),
+        ("grpo", {"group_timeout_s": 0}, InvalidArgumentError, "group_timeout_s"),
     ],
 )
 async def test_an_impossible_strategy_is_refused(

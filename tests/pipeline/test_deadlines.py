@@ -20,8 +20,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store.tables import presence
 
-BOUNDS = ({"max_staleness": 0}, {"max_waiting_groups": 1})
-SOON: dict[str, Any] = {"rollouts_per_group": 4, "deadline_s": 0.05}
+BOUNDS = ({"max_staleness": 0}, {"max_queued_groups": 1})
+SOON: dict[str, Any] = {"rollouts_per_group": 4, "group_timeout_s": 0.05}
 
 
 async def sealed(experiment: Experiment) -> dict[str, tuple[str, int]]:
@@ -63,7 +63,7 @@ async def test_a_deadline_holds_for_what_was_planned_before_the_strategy_was_sta
         await experiment.writer("e0").write(group(batch="other"))
         await run_strategy(experiment, "grpo")  # its cursor is behind the plan
     async with opened(store_url) as experiment:
-        await run_strategy(experiment, "grpo", name="later", deadline_s=1e-6)
+        await run_strategy(experiment, "grpo", name="later", group_timeout_s=1e-6)
         assert await sealed(experiment) == {"b": ("later", 0)}
 
 
@@ -73,7 +73,7 @@ async def test_a_set_that_no_trainer_reads_closes_no_batch(store_url: str) -> No
         async with experiment.train_stream(strategy="grpo"):
             pass
         await experiment.writer("e0").plan("b", [0], 4)
-        await run_strategy(experiment, "grpo", name="tried", deadline_s=1e-6)
+        await run_strategy(experiment, "grpo", name="tried", group_timeout_s=1e-6)
         assert await sealed(experiment) == {}
 
 
@@ -94,7 +94,7 @@ async def test_a_bound_counts_no_groups_that_nobody_completes(
             assert await experiment.writer("e0").plan("c", [0], 4, policy_version=0)
 
 
-@pytest.mark.parametrize("rule", ["idle_s", "deadline_s"])
+@pytest.mark.parametrize("rule", ["idle_s", "group_timeout_s"])
 async def test_a_strategy_that_comes_late_closes_no_group_of_which_more_is_recorded(
     store_url: str, resize: Resize, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:

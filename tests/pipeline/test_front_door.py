@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 import anyio
 import pytest
@@ -14,22 +12,14 @@ import trinity_buffer as tb
 from tests.contract.making import group, opened
 from trinity_buffer import StreamOptions
 from trinity_buffer.errors import UnknownExperimentError, UnknownStoreError
-from trinity_buffer.pipeline.train.options import StreamKeywords
 
 
 def test_the_stream_shows_every_option_with_its_default() -> None:
     shown = inspect.signature(tb.open_train_stream).parameters
     own = inspect.signature(StreamOptions).parameters
-    assert list(shown) == ["url", "experiment", *own]
+    assert list(shown) == ["url", *own, "experiment"]
     assert {name: shown[name].default for name in own} == {n: p.default for n, p in own.items()}
     assert all(p.kind is p.KEYWORD_ONLY for name, p in shown.items() if name != "url")
-
-
-def test_the_types_of_the_keywords_are_those_of_the_options() -> None:
-    options = get_type_hints(StreamOptions)
-    assert get_type_hints(StreamKeywords) == {
-        f.name: options[f.name] for f in fields(StreamOptions)
-    }
 
 
 @pytest.mark.parametrize("write", [Path, str, "sqlite:///{}".format])

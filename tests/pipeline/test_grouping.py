@@ -102,7 +102,7 @@ def test_a_number_and_its_text_are_one_group() -> None:
 
 
 def test_a_run_that_is_not_planned_completes_no_planned_group() -> None:
-    it, free = grouping(incomplete="reject"), grouping(rollouts_per_group=2)
+    it, free = grouping(on_incomplete_group="reject"), grouping(rollouts_per_group=2)
     it.apply_plan(planned(runs=2), sealed=False)
     for run in (0, 5):
         it.record(row(run=run), 0)
@@ -171,7 +171,7 @@ def test_a_plan_beats_the_rule() -> None:
 
 
 def test_the_deadline_counts_from_the_first_experience_of_the_group() -> None:
-    it = grouping(deadline_s=10)
+    it = grouping(group_timeout_s=10)
     assert it.next_deadline_us() == math.inf
     it.apply_plan(planned(tasks=[0, 1, 2]), sealed=False)
     it.record(row(task=1), 3 * S)
@@ -186,7 +186,7 @@ def test_the_deadline_counts_from_the_first_experience_of_the_group() -> None:
 
 
 def test_the_deadline_of_one_group_closes_a_batch() -> None:
-    it = grouping("batch", deadline_s=10)
+    it = grouping("batch", group_timeout_s=10)
     it.apply_plan(planned(tasks=[0, 1]), sealed=False)
     it.record(row(task=1), 0)
     assert it.take_ready(9 * S) == []
@@ -301,7 +301,12 @@ def test_groups_without_members_that_were_ready_are_not_ready_again(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"incomplete": "maybe"}, {"rollouts_per_group": 0}, {"deadline_s": -1.0}, {"idle_s": 0}],
+    [
+        {"on_incomplete_group": "maybe"},
+        {"rollouts_per_group": 0},
+        {"group_timeout_s": -1.0},
+        {"idle_s": 0},
+    ],
 )
 def test_impossible_rules_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
@@ -311,10 +316,12 @@ def test_impossible_rules_are_refused(wrong: dict[str, Any]) -> None:
 class GroupingMachine(RuleBasedStateMachine):
     """Whatever comes, in whichever order: each row goes to one place, at a time that is right."""
 
-    @initialize(unit=st.sampled_from(["group", "batch"]), deadline_s=st.sampled_from([None, 5.0]))
-    def start(self, unit: Literal["group", "batch"], deadline_s: float | None) -> None:
-        self.it = grouping(unit, deadline_s=deadline_s, rollouts_per_group=2)
-        self.deadline_s = deadline_s
+    @initialize(
+        unit=st.sampled_from(["group", "batch"]), group_timeout_s=st.sampled_from([None, 5.0])
+    )
+    def start(self, unit: Literal["group", "batch"], group_timeout_s: float | None) -> None:
+        self.it = grouping(unit, group_timeout_s=group_timeout_s, rollouts_per_group=2)
+        self.group_timeout_s = group_timeout_s
         self.now = 0
         self.recorded: list[int] = []
         self.placed: list[int] = []
@@ -373,9 +380,9 @@ class GroupingMachine(RuleBasedStateMachine):
     def is_overdue(self, one: Group) -> bool:
         since = self.first.get(one.key)
         return (
-            self.deadline_s is not None
+            self.group_timeout_s is not None
             and since is not None
-            and self.now - since >= self.deadline_s * S
+            and self.now - since >= self.group_timeout_s * S
         )
 
     @invariant()

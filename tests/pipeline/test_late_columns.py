@@ -21,8 +21,8 @@ from tests.pipeline.test_rows_to_batches import LAYOUTS, written
 from trinity_buffer import open_train_stream
 from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import TrainingError
+from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load import columns
-from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.train.collate import LazyColumns
 from trinity_buffer.pipeline.train.microbatch import Lazy, LazyTensors, MicroBatch
 
@@ -34,7 +34,7 @@ COPIES: dict[str, Change] = {
 }
 
 
-def served(url: str, layout: LayoutName, budget: int | None, name: str) -> list[MicroBatch]:
+def served(url: str, layout: Layout, budget: int | None, name: str) -> list[MicroBatch]:
     """Return all micro-batches, as they come to a new trainer."""
     with open_train_stream(
         url,
@@ -51,7 +51,7 @@ def served(url: str, layout: LayoutName, budget: int | None, name: str) -> list[
 @pytest.mark.parametrize("change", COPIES.values(), ids=list(COPIES))
 @pytest.mark.parametrize(("layout", "budget"), LAYOUTS)
 async def test_every_column_is_the_same_in_whatever_order_they_are_looked_at(
-    sqlite_url: str, resize: Resize, layout: LayoutName, budget: int | None, change: Change
+    sqlite_url: str, resize: Resize, layout: Layout, budget: int | None, change: Change
 ) -> None:
     await written(sqlite_url)
     ahead = served(sqlite_url, layout, budget, "ahead")
@@ -78,7 +78,7 @@ def require_equal(found: Any, expected: Any, name: str) -> None:
 
 @pytest.mark.parametrize(("layout", "budget"), LAYOUTS)
 async def test_what_a_trainer_writes_into_one_column_reaches_no_other(
-    sqlite_url: str, resize: Resize, layout: LayoutName, budget: int | None
+    sqlite_url: str, resize: Resize, layout: Layout, budget: int | None
 ) -> None:
     await written(sqlite_url)
     ahead = served(sqlite_url, layout, budget, "ahead")

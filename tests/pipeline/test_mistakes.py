@@ -91,7 +91,7 @@ async def _no_set_at_all(scene: Scene) -> None:
         pass
 
 
-@mistake(r"run_strategy takes no argument 'deadline'; did you mean 'deadline_s'")
+@mistake(r"run_strategy takes no argument 'deadline'; did you mean 'group_timeout_s'")
 async def _a_grouping_rule_that_there_is_not(scene: Scene) -> None:
     await annotate(scene, name="x", deadline=4)
 
@@ -220,7 +220,7 @@ async def _weights_that_are_too_old(scene: Scene) -> None:
 
 @mistake(r"explorer 'e0' waits to plan batch 'b4'.*no process trains as 'trainer'", waits=True)
 async def _nobody_trains(scene: Scene) -> None:
-    async with opened(scene.url, max_waiting_groups=1) as experiment:
+    async with opened(scene.url, max_queued_groups=1) as experiment:
         await experiment.writer("e0").plan("b3", [0], 1)
         await experiment.writer("e0").plan("b4", [0], 1)
 

@@ -21,8 +21,8 @@ from tests.conftest import Resize
 from tests.pipeline.test_late_columns import require_equal
 from tests.pipeline.test_rows_to_batches import written
 from trinity_buffer import open_train_stream
+from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load.blocks import Array
-from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.train import moving
 from trinity_buffer.pipeline.train.microbatch import LazyTensors, MicroBatch
 from trinity_buffer.pipeline.train.moving import Event, Mover
@@ -239,7 +239,7 @@ def test_other_devices_get_what_is_looked_at_and_the_cpu_copies_nothing() -> Non
     assert np.shares_memory(mover.now(here["scores"]).numpy(), here["scores"])
 
 
-def served(url: str, layout: LayoutName, device: str, name: str) -> list[MicroBatch]:
+def served(url: str, layout: Layout, device: str, name: str) -> list[MicroBatch]:
     """Return micro-batches that were looked at as a loss does, each before the next step is."""
     found = []
     with open_train_stream(
@@ -263,7 +263,7 @@ def served(url: str, layout: LayoutName, device: str, name: str) -> list[MicroBa
 @pytest.mark.parametrize("ahead", [None, 0], ids=["made ahead", "made late"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 async def test_a_stream_serves_the_same_bits_on_a_device(
-    sqlite_url: str, resize: Resize, slow: SlowDevice, layout: LayoutName, ahead: int | None
+    sqlite_url: str, resize: Resize, slow: SlowDevice, layout: Layout, ahead: int | None
 ) -> None:
     await written(sqlite_url)
     if ahead is not None:

@@ -18,7 +18,7 @@ from trinity_buffer import run_strategy
 async def test_a_late_run_completes_no_group(
     store_url: str, strategy: type[Watcher] | str, looks: bool, planned: bool
 ) -> None:
-    rules: dict[str, Any] = {"rollouts_per_group": 2, "incomplete": "reject"}
+    rules: dict[str, Any] = {"rollouts_per_group": 2, "on_incomplete_group": "reject"}
     async with opened(store_url, **rules) as experiment:
         writer = experiment.writer("e0")
         if planned:
@@ -38,7 +38,7 @@ async def test_a_late_run_completes_no_group(
 async def test_a_group_with_a_refused_run_is_decided_at_once_and_is_incomplete(
     store_url: str, strategy: type[Watcher] | str, incomplete: str
 ) -> None:
-    async with opened(store_url, incomplete=incomplete) as experiment:
+    async with opened(store_url, on_incomplete_group=incomplete) as experiment:
         writer = experiment.writer("e0", on_invalid="quarantine")
         await writer.plan("b", [0], 2)
         await writer.write([rollout()])

@@ -271,7 +271,7 @@ async def test_a_store_says_the_same_whichever_road_was_taken(store_url: str, ol
             await (record(experiment, some) if old else writer.write(some))
         await writer.seal("new", 17)
         await writer.seal("old", 17)
-        how: dict[str, Any] = {"rollouts_per_group": 4, "incomplete": "keep"}
+        how: dict[str, Any] = {"rollouts_per_group": 4, "on_incomplete_group": "keep"}
         fast = await run_strategy(experiment, "grpo", **how)
         slow = await run_strategy(experiment, SlowGRPO, name="slow", **how)
         assert fast == slow

@@ -16,9 +16,9 @@ from tests.conftest import Resize
 from trinity_buffer import open_store, open_train_stream, run_strategy
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
+from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load import columns, segments
 from trinity_buffer.pipeline.load.blocks import Array
-from trinity_buffer.pipeline.manifest import LayoutName
 from trinity_buffer.pipeline.train.collate import LazyColumn, Part
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.moving import StepMemory
@@ -117,7 +117,7 @@ def check_row(
 
 @pytest.mark.parametrize(("layout", "budget"), LAYOUTS)
 async def test_every_element_arrives_as_it_was_written(
-    store_url: str, layout: LayoutName, budget: int | None
+    store_url: str, layout: Layout, budget: int | None
 ) -> None:
     every = await written(store_url)
     by_tokens = {tuple(one.tokens.tolist()): one for one in every.values()}
@@ -171,7 +171,7 @@ def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
 
 @pytest.mark.parametrize(("layout", "budget"), LAYOUTS)
 async def test_what_few_losses_read_is_made_when_somebody_looks_at_it(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, layout: LayoutName, budget: int | None
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, layout: Layout, budget: int | None
 ) -> None:
     made: Counter[LazyColumn] = Counter()
 

@@ -287,7 +287,7 @@ async def registered_before(
     experiment: Experiment, name: str, strategy: list[str], args: Any
 ) -> None:
     """Register a set as a version did that did not know of runs."""
-    grouping = {"rollouts_per_group": None, "deadline_s": None, "incomplete": "keep"}
+    grouping = {"rollouts_per_group": None, "group_timeout_s": None, "on_incomplete_group": "keep"}
     config = {"strategy": strategy, "args": args, "grouping": grouping}
     event = new_event(ConsumerRegistered(consumer=name, kind="strategy", config=config))
     await experiment.database.write(

@@ -69,7 +69,7 @@ async def test_a_following_consumer_ends_with_the_experiment_and_leaves_nothing(
 
 
 async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: str) -> None:
-    async with opened(store_url, deadline_s=0.3) as experiment:
+    async with opened(store_url, group_timeout_s=0.3) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
         await writer.write([*group(task=0, runs=2), rollout(task=1)])
@@ -97,7 +97,7 @@ async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: 
 async def test_a_restart_does_not_put_off_a_deadline(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(store_url, deadline_s=1000.0) as experiment:
+    async with opened(store_url, group_timeout_s=1000.0) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("b", [0, 1], 2)
         await writer.write([*group(task=0, runs=2), rollout(task=1)])

@@ -196,7 +196,7 @@ async def test_a_batch_that_nobody_planned_says_what_its_groups_need(
 async def test_a_plan_says_whose_commit_it_waits_for(
     store_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(store_url, max_waiting_groups=1) as experiment:
+    async with opened(store_url, max_queued_groups=1) as experiment:
         writer = experiment.writer("e0")
         await writer.plan("a", [0], 2)
 

@@ -265,7 +265,7 @@ async def what_is_damaged_is_rejected_and_the_rest_is_trained(url: str, folder: 
 
 
 async def who_is_ahead_waits(url: str, folder: Path) -> None:
-    async with opened(url, max_waiting_groups=1, groups_per_step=1) as experiment:
+    async with opened(url, max_queued_groups=1, groups_per_step=1) as experiment:
         await write_groups(experiment, 1)
         planned = False
         with anyio.move_on_after(BLOCKED_S):
@@ -274,7 +274,7 @@ async def who_is_ahead_waits(url: str, folder: Path) -> None:
 
 
 async def rejected_groups_hold_back_nobody(url: str, folder: Path) -> None:
-    limits = {"max_waiting_groups": 1, "groups_per_step": 1}
+    limits = {"max_queued_groups": 1, "groups_per_step": 1}
     async with opened(url, strategy="varied", **limits) as experiment:
         await run_strategy(experiment, ["reward_variance", "grpo"], name="varied")
         await write_groups(experiment, 1, equal=True)

@@ -174,8 +174,8 @@ FAULTS = [
     Fault(
         "one group too many waits for the trainer",
         "pipeline/write/planning.py",
-        "if self.max_waiting_groups is not None and backlog.undelivered >= self",
-        "if self.max_waiting_groups is not None and backlog.undelivered > self",
+        "if self.max_queued_groups is not None and backlog.undelivered >= self",
+        "if self.max_queued_groups is not None and backlog.undelivered > self",
         "tests/contract/test_planning.py::test_admission_is_what_the_formula_says",
     ),
     Fault(

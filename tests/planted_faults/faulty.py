@@ -24,7 +24,6 @@ import alembic.command  # noqa: F401
 import anyio.pytest_plugin  # noqa: F401
 import hypothesis.stateful  # noqa: F401
 import psycopg  # noqa: F401
-import pydantic  # noqa: F401
 import pysqlite3  # noqa: F401
 import pytest
 import pytest_asyncio.plugin  # noqa: F401

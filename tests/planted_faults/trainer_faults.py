@@ -22,7 +22,7 @@ TRAINER_FAULTS = [
     Fault(
         "the learning rate falls below its lowest",
         "trainer/settings.py",
-        "* max(falling, self.lowest_rate)",
+        "* max(falling, self.min_lr_ratio)",
         "* falling",
         "tests/trainer/test_learning_rate.py::test_the_rate_of_a_step_rises_falls_and_stays",
     ),

@@ -27,13 +27,14 @@ from tests.torture.effects import note
 from trinity_buffer import open_replay_stream, open_store, open_train_stream, run_strategy
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.run_backends import first_policy, task_of
-from trinity_buffer.cli.run_config import RunConfig, algorithm_of, of_experiment
+from trinity_buffer.cli.run_config import algorithm_of, of_experiment
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.errors import ConflictingExperienceError, TrainingError, TrinityBufferError
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer
 from trinity_buffer.pipeline import handle
+from trinity_buffer.pipeline.config import RunConfig
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.store import sqlite
 from trinity_buffer.trainer.policy import TokenScores

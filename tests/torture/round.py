@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def run_round(
 
 async def _create(url: str) -> None:
     async with open_store(url) as store:
-        await store.experiment(EXPERIMENT, config=resolved(CONFIG).model_dump())
+        await store.experiment(EXPERIMENT, config=asdict(resolved(CONFIG)))
 
 
 def _live_through(

@@ -22,7 +22,7 @@ SETTINGS = tb.TrainerSettings(
     critic_learning_rate=2.0,
     warmup_steps=3,
     decay_steps=10,
-    lowest_rate=0.2,
+    min_lr_ratio=0.2,
 )
 SHARES = {
     1: 0.25 * 0.92,

@@ -151,7 +151,7 @@ def test_a_replay_measures_the_same(sqlite_url: str, tmp_path: Path) -> None:
 def test_measuring_changes_no_weight_and_can_be_left_out(sqlite_url: str, tmp_path: Path) -> None:
     anyio.run(prepared, sqlite_url, ALGORITHM())
     measured, _ = train(sqlite_url, tmp_path, "measured")
-    plain, reports = train(sqlite_url, tmp_path, "plain", record_facts=False)
+    plain, reports = train(sqlite_url, tmp_path, "plain", record_row_metrics=False)
     assert all(report.measures is None for report in reports)
     for name, weight in measured.policy.state_dict().items():
         assert torch.equal(weight, plain.policy.state_dict()[name])
@@ -163,7 +163,7 @@ def test_tokens_are_recorded_where_that_is_asked_for(
     layout: str, sqlite_url: str, tmp_path: Path
 ) -> None:
     anyio.run(prepared, sqlite_url, ALGORITHM())
-    train(sqlite_url, tmp_path, layout=layout, max_steps=1, record_tokens=True)
+    train(sqlite_url, tmp_path, layout=layout, max_steps=1, record_token_metrics=True)
     eaten: StepContents = ask(sqlite_url, blame, 1)
     for row in eaten.rows:
         table = ask(sqlite_url, tokens, row.uid)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from trinity_buffer.cli.options import make_folder, make_folder_of
 from trinity_buffer.cli.output import Terminal, progress
 from trinity_buffer.cli.roles import device_here, explore
 from trinity_buffer.cli.run_backends import backend_for, require_policies, task_of
-from trinity_buffer.cli.run_config import RunConfig
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo import view
 from trinity_buffer.demo.recipes import config_for, teacher_config
@@ -27,6 +26,7 @@ from trinity_buffer.demo.solutions import Needs, needs_of, require_solutions
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.pipeline.config import RunConfig
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.verify.verify import verify
@@ -105,14 +105,14 @@ def _require_parts(config: RunConfig) -> None:
     """Raise an error unless a run has what its algorithm needs, or the demo can make it."""
     device_here(config.device)
     require_policies(config)
-    needs, made = needs_of_run(config), {}
+    needs = needs_of_run(config)
+    made: dict[str, Any] = {}
     if needs.teacher and config.teacher is None:
         made["teacher"] = "made by the demo"
     if needs.expert_groups and config.expert_experiment is None:
         made["expert_experiment"] = "made by the demo"
-    run_config.require_parts_of(
-        config.model_copy(update=made), schema=run_config.recorded(config)["schema"]
-    )
+    schema = run_config.recorded(config)["schema"]
+    run_config.require_parts_of(replace(config, **made), schema=schema)
 
 
 def needs_of_run(config: RunConfig) -> Needs:
@@ -140,7 +140,7 @@ def teacher_of(config: RunConfig) -> RunConfig:
     """
     recipe = teacher_config(task_of(config))
     steps = min(recipe["max_steps"], config.max_steps or recipe["max_steps"])
-    shared = config.model_dump(include={"task", "model", "device"})
+    shared = {key: asdict(config)[key] for key in ("task", "model", "device")}
     # Another seed than the pupil's: other initial weights, and other problems.
     return run_config.resolved(recipe | shared | {"max_steps": steps, "seed": config.seed + 1})
 
@@ -149,7 +149,7 @@ def expert_of(config: RunConfig) -> RunConfig:
     """Return the configuration of the experiment that holds an expert's solutions."""
     base = config_for("sft", config.task.name, config.task.digits)
     # No trainer of its own consumes this experiment, so nothing may wait for one.
-    return run_config.resolved(base | {"seed": config.seed, "max_waiting_groups": None})
+    return run_config.resolved(base | {"seed": config.seed, "max_queued_groups": None})
 
 
 def demo_place(store: str | None, name: str) -> tuple[str, Path]:
@@ -263,7 +263,7 @@ class Demo:
                 return code
         checkpoint = await (await store.experiment(name)).last_checkpoint(self.config.trainer)
         policy = str(Path(checkpoint or "") / POLICY_FILE)
-        self.config = self.config.model_copy(update={"teacher": policy})
+        self.config = replace(self.config, teacher=policy)
         self._say(f"taught: {policy}")
         return None
 
@@ -288,7 +288,7 @@ class Demo:
             max_batches=batches,
             say=lambda _: None,
         )
-        self.config = self.config.model_copy(update={"expert_experiment": self._expert})
+        self.config = replace(self.config, expert_experiment=self._expert)
 
     async def _experiment(self, store: Store) -> Experiment:
         if self.experiment in await store.experiments():

@@ -136,7 +136,7 @@ def store_of_file(config: Path | None) -> str | None:
     """
     if config is None:
         return None
-    from trinity_buffer.cli.run_config import store_in  # noqa: PLC0415 - pydantic and torch
+    from trinity_buffer.cli.run_config import store_in  # noqa: PLC0415 - torch
 
     return store_in(config)
 
@@ -145,7 +145,7 @@ def named_experiment(experiment: str | None, config: Path | None) -> str | None:
     """Return the experiment that is named: ``experiment``, else that of the file ``config``."""
     if experiment is not None or config is None:
         return experiment
-    from trinity_buffer.cli.run_config import experiment_in  # noqa: PLC0415 - pydantic and torch
+    from trinity_buffer.cli.run_config import experiment_in  # noqa: PLC0415 - torch
 
     return experiment_in(config)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import anyio
 
 from trinity_buffer.cli import roles
 from trinity_buffer.cli.roles import Say
-from trinity_buffer.cli.run_config import RunConfig, algorithm_of, overridden, parts_of, resolved
+from trinity_buffer.cli.run_config import algorithm_of, overridden, parts_of, resolved
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.options import renamed_key
+from trinity_buffer.pipeline.config import RunConfig
 from trinity_buffer.pipeline.history.replay import RecordedEnd, open_replay_stream, recorded_end
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import digest_of, require_digest
@@ -27,8 +29,14 @@ from trinity_buffer.user_code import own_code
 OF_STEPS = frozenset(
     {
         *("groups_per_batch", "groups_per_step", "rollouts_per_group", "tokens_per_microbatch"),
-        *("layout", "max_staleness", "max_waiting_groups", "strategy", "strategy_args"),
-        *("deadline_s", "idle_s", "incomplete", "stalled_after_s", "commit_every_steps"),
+        *("layout", "max_staleness", "max_queued_groups", "strategy", "strategy_args"),
+        *(
+            "group_timeout_s",
+            "idle_s",
+            "on_incomplete_group",
+            "stalled_after_s",
+            "commit_every_steps",
+        ),
         "max_steps",
     }
 )
@@ -140,16 +148,16 @@ def replay(
 def _configured(url: str, experiment: str, overrides: list[str]) -> RunConfig:
     """Return the configuration of the run, with what is overridden for a replay on this device."""
     # Refused rather than ignored: the user would take equal weights for a result.
-    for key in (override.partition("=")[0] for override in overrides):
+    for key in (renamed_key(override.partition("=")[0]) for override in overrides):
         if key in OF_STEPS:
             raise InvalidArgumentError(
                 f"--set {key}: a replay takes its steps, their micro-batches and their advantages "
                 "from the log, so that this would change nothing: leave it out"
             )
     run = anyio.run(roles.config_of, url, experiment)
-    config = roles.at_its_device(resolved(overridden(run.model_dump(), overrides)))
+    config = roles.at_its_device(resolved(overridden(asdict(run), overrides)))
     # No commits: the replay's checkpoints are thrown away.
-    return config.model_copy(update={"commit_every_steps": 1 << 30, "max_steps": None})
+    return replace(config, commit_every_steps=1 << 30, max_steps=None)
 
 
 def _compared(end: RecordedEnd, weights: Path) -> LargestDifference | None:

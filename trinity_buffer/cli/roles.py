@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import anyio
 import torch
@@ -27,7 +27,6 @@ from trinity_buffer.cli import run_config
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import make_folder, make_folder_of, only_one
 from trinity_buffer.cli.run_backends import Backend, backend_for, require_policies
-from trinity_buffer.cli.run_config import RunConfig
 from trinity_buffer.errors import (
     InvalidArgumentError,
     NonFiniteError,
@@ -37,13 +36,15 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import ConfigurationChanged, ExperimentFinished, TrainerRewound, kinds_of
 from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.identity import require_name
+from trinity_buffer.options import renamed
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, ConsumerReport, run_strategy
+from trinity_buffer.pipeline.config import RunConfig
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
-from trinity_buffer.pipeline.train.options import CONFIGURED, GoingOn
+from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.parallel import Processes, gather_texts, processes_here
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
@@ -148,7 +149,7 @@ def at_its_device(config: RunConfig) -> RunConfig:
     device = device_here(config.device)
     if device.startswith("cuda"):
         torch.cuda.set_device(device)  # its random state is saved, and kernels launch there
-    return config.model_copy(update={"device": device})
+    return replace(config, device=device)
 
 
 async def prepare(
@@ -237,7 +238,7 @@ class _Wanted:
     ) -> dict[str, Any]:
         """Return what the experiment will record; raise InvalidArgumentError if a part lacks."""
         before = before or {}
-        known = run_config.of_experiment(before).model_dump()
+        known = asdict(run_config.of_experiment(before))
         if "rollouts_per_group" not in before:
             del known["rollouts_per_group"]  # its default depends on the algorithm
         config = run_config.resolved(
@@ -357,6 +358,7 @@ async def annotate(
                 # A set goes on as it began, whatever the run's configuration says by now.
                 options = dict(row.config)
                 names, args, rules = (options.pop(k) for k in ("strategy", "args", "grouping"))
+                rules = renamed(rules, warn=False)
                 return await run_named(
                     opened, names, args, name=name, follow=follow, **rules, **options
                 )
@@ -433,7 +435,7 @@ def train(
     follow: bool,
     say: Say,
     processes: Processes | None = None,
-    **going_on: Unpack[GoingOn],
+    **going_on: Any,
 ) -> None:
     """Train until the target is reached or the stream ends; then finish the experiment.
 
@@ -467,7 +469,7 @@ def train(
         rank=processes.rank,
         world_size=processes.world_size,
         **going_on,
-        **config.model_dump(include=set(CONFIGURED)),
+        **{name: getattr(config, name) for name in StreamOptions.configured},
         **stream_options(
             algorithm,
             recompute_old_logprob=config.recompute_old_logprob,
@@ -564,7 +566,7 @@ class _Evaluation:
         def measure() -> float | None:
             policy: Any = self.trainer.policy
             seed = self.config.seed + step
-            return self.backend.accuracy(policy, problems=rules.problems, seed=seed)
+            return self.backend.accuracy(policy, problems=rules.num_eval_samples, seed=seed)
 
         accuracy = on_rank_0(self.processes, measure)
         self.note(accuracy)

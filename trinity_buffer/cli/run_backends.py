@@ -15,7 +15,7 @@ import anyio
 import torch
 
 from trinity_buffer.algorithm import ALGORITHM_TYPE
-from trinity_buffer.cli.run_config import ModelConfig, RunConfig, algorithm_of, is_folder
+from trinity_buffer.cli.run_config import algorithm_of, is_folder
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler, evaluate
 from trinity_buffer.demo.solutions import SolutionSampler, needs_of
@@ -32,6 +32,8 @@ from trinity_buffer.explorer.explore import (
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.lazy import extra
+from trinity_buffer.options import option_types
+from trinity_buffer.pipeline.config import ModelConfig, RolloutOptions, RunConfig
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.policy import in_eval_mode
@@ -169,7 +171,7 @@ class HFBackend:
         self._require_no_critic()
         self._rollout()
         self._tasks_or_function()
-        if self.config.server is None or self.config.dialect != "vllm":
+        if self.config.server is None or self.config.server_type != "vllm":
             _ = self._model_path
 
     def require_trainable(self) -> None:
@@ -202,7 +204,10 @@ class HFBackend:
                     rollouts_per_group=config.rollouts_per_group,
                     report=report,
                     **options,
-                    **config.exploring.model_dump(exclude={"max_tokens"}),
+                    **{
+                        name: getattr(config.explorer, name)
+                        for name in option_types(RolloutOptions)
+                    },
                 )
         except TrinityBufferError:
             raise
@@ -215,7 +220,7 @@ class HFBackend:
             return None
         evaluate = self._named("evaluate", self.config.evaluate)
         tokenizer = load_tokenizer(self._model_path)
-        most = self.config.exploring.max_tokens
+        most = self.config.explorer.max_tokens
         try:
             with in_eval_mode(policy.model):
                 model = LocalModel(policy.model, tokenizer, temperature=0, max_tokens=most)
@@ -237,7 +242,7 @@ class HFBackend:
     @asynccontextmanager
     async def _model(self) -> AsyncIterator[Any]:
         """Yield the model that rollouts talk to."""
-        most, dialect = self.config.exploring.max_tokens, self.config.dialect
+        most, dialect = self.config.explorer.max_tokens, self.config.server_type
         if self.config.server is None:
             _disable_progress_bars()
             yield LocalModel(self._model_path, max_tokens=most)

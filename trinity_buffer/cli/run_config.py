@@ -7,33 +7,33 @@ it from there.
 from __future__ import annotations
 
 import difflib
-import json
-import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
-
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
-from typing_extensions import override
+from typing import Any, TypeVar
 
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.algorithm.registry import is_path
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.identity import problem_of_name
+from trinity_buffer.options import (
+    LARGEST,
+    Options,
+    excerpt,
+    option_types,
+    renamed,
+    renamed_key,
+    section_of,
+    value_of,
+)
+from trinity_buffer.pipeline.config import CONFIG, SECTIONS, RunConfig
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.trainer.requirements import require, strategy_of
 from trinity_buffer.user_code import look_in
+
+O = TypeVar("O", bound=Options)  # noqa: E741
 
 YAML = (".yaml", ".yml")
 """Endings of YAML files; any other file is TOML."""
@@ -44,270 +44,11 @@ PLACES = ("store", "experiment")
 OWN = frozenset({"tokenizer", "rollout", "tasks", "evaluate", "folder"})
 """Keys of a run of the user's own, beside ``model``, which may be a section of the demo's."""
 
-LARGEST = 3.4028234663852886e38
-"""The largest 32-bit float: policies are computed in that type."""
-
-
-def _checked_name(name: str) -> str:
-    problem = problem_of_name(name)
-    if problem is not None:
-        raise ValueError(f"the name {problem}")
-    return name
-
-
-def _checked_device(device: str) -> str:
-    if not re.fullmatch("cpu(:0)?|cuda(:[0-9]+)?", device):
-        raise ValueError("must be cpu, cuda, or one GPU of this machine, such as cuda:1")
-    return device
-
-
-Name = Annotated[str, AfterValidator(_checked_name)]
-"""A text that may be a name."""
-
-Device = Annotated[str, AfterValidator(_checked_device)]
-"""Where a trainer computes, as torch writes it."""
-
-
-class Section(BaseModel):
-    """A group of keys of the configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def check_value(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError for a boolean in place of a number, or a table that JSON cannot hold."""
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        kinds = {annotation, *get_args(annotation)}
-        # pydantic would take True for 1.
-        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
-            raise ValueError("Input should be a number")
-        if get_origin(annotation) is dict and isinstance(value, Mapping):
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"must hold texts and finite numbers alone ({error})") from error
-        return value
-
-
-class TaskConfig(Section):
-    """What the policy learns in the demo."""
-
-    name: Literal["sort", "guess"] = "sort"
-    """the task of the demo"""
-    digits: int = Field(3, ge=1, le=1000)
-    """sort: number of digits"""
-    numbers: int = Field(8, ge=2, le=10000)
-    """guess: the hidden number is below this"""
-    turns: int = Field(4, ge=1, le=1000)
-    """guess: maximum number of guesses in a run"""
-
-
-class ModelConfig(Section):
-    """The policy of the demo: a small transformer, random at first."""
-
-    width: int = Field(64, ge=8, le=4096)
-    """embedding size"""
-    layers: int = Field(2, ge=1, le=128)
-    """transformer blocks"""
-    heads: int = Field(4, ge=1, le=4096)
-    """attention heads per layer"""
-
-    @override
-    def model_post_init(self, context: Any) -> None:
-        """Raise InvalidArgumentError unless the heads divide the width."""
-        if self.width % self.heads:
-            raise InvalidArgumentError(
-                f"width={self.width} must be a multiple of heads={self.heads}"
-            )
-
-
-class OptimizerConfig(Section):
-    """AdamW."""
-
-    learning_rate: float = Field(1e-3, gt=0, le=1e20)
-    """the highest learning rate"""
-    warmup_steps: int = Field(0, ge=0)
-    """linear warm-up from 0 over this many steps"""
-    decay_steps: int | None = Field(None, ge=1)
-    """linear decay over this many steps, counted from step 1; null: none"""
-    lowest_rate: float = Field(0.1, ge=0, le=1)
-    """the rate never decays below this fraction of the highest"""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's betas"""
-    weight_decay: float = Field(0.0, ge=0, le=1e6)
-    """AdamW's decoupled weight decay"""
-    max_gradient_norm: float = Field(1.0, gt=0)
-    """gradients are clipped to this norm"""
-    entropy_coef: float | None = Field(None, ge=0)
-    """coefficient of the entropy bonus; null: the algorithm's"""
-    critic_learning_rate: float = Field(1e-3, gt=0, le=1e20)
-    """of the critic, if the algorithm has one"""
-    value_clip_range: float | None = Field(None, gt=0)
-    """clip range of the critic's loss; null: none"""
-
-    @override
-    def model_post_init(self, context: Any) -> None:
-        """Raise InvalidArgumentError for moving averages that never forget, or diverge."""
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise InvalidArgumentError(f"betas={self.betas}: each must be from 0 to below 1")
-
-
-class LossConfig(Section):
-    """The policy loss, by its registered name, with constructor arguments."""
-
-    name: str | None = None
-    """policy loss; null: the algorithm's"""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """arguments of its constructor"""
-
-
-class EvaluationConfig(Section):
-    """Greedy answers to fresh problems, by the trainer between steps."""
-
-    every_steps: int = Field(10, ge=1)
-    """interval between evaluations"""
-    problems: int = Field(256, ge=1)
-    """per evaluation, unless you give `evaluate`"""
-    target_accuracy: float | None = None
-    """accuracy at which the trainer ends (with --follow, the run)"""
-
-
-class ExploringConfig(Section):
-    """How explorers go through the tasks of the user's own rollouts."""
-
-    epochs: int = Field(1, ge=1)
-    """passes over the whole list of tasks"""
-    concurrency: int = Field(32, ge=1)
-    """concurrent rollouts of one explorer"""
-    timeout_s: float | None = Field(None, gt=0)
-    """time limit of one rollout; null: none"""
-    attempts: int = Field(3, ge=1)
-    """tries of a rollout that loses its connection, exceeds `timeout_s`, or returns what the
-    store refuses"""
-    on_failure: Literal["raise", "leave_out"] = "raise"
-    """when the last attempt fails: end, or seal the batch without the rollout"""
-    max_tokens: int = Field(256, ge=1)
-    """default limit of a completion"""
-
-
 OF_RECORDED_DATA = ("sft", "cpt", "dpo")
 """Algorithms that train on single rows, which nothing plans and no group waits for."""
 
-
-class RunConfig(Section):
-    """All settings that the processes of a run share."""
-
-    task: TaskConfig = TaskConfig()
-    model: ModelConfig | str = ModelConfig()
-    """folder of a causal language model of transformers"""
-    tokenizer: str | None = None
-    """folder of a tokenizer, to show tokens as text; null: the model's"""
-    rollout: str | None = None
-    """async `module:function` that attempts one task, for your own model"""
-    tasks: str | None = None
-    """`module:name` of a list, or of a function that returns one"""
-    evaluate: str | None = None
-    """async `module:function` that returns the accuracy of your own model"""
-    server: str | None = None
-    """URL of the inference server for rollouts; null: each explorer samples itself"""
-    dialect: Literal["vllm", "sglang"] = "vllm"
-    """API of the server"""
-    folder: str | None = None
-    """of model, tokenizer, rollout, tasks and evaluate; null: that of the file"""
-    exploring: ExploringConfig = ExploringConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    seed: int = Field(0, gt=-(1 << 62), lt=1 << 62)
-    """seed of weights, problems and rollouts; your own rollouts are not seeded"""
-    algorithm: str = "grpo"
-    """registered name, see `trinity-buffer algorithms`"""
-    algorithm_args: dict[str, Any] = Field(default_factory=dict)
-    """parts and arguments, as for `algorithm.build`"""
-    strategy: str | None = None
-    """null: the algorithm's; several, filters first: `reward_variance+grpo`"""
-    strategy_args: dict[str, Any] = Field(default_factory=dict)
-    """arguments of its constructor; for several: name -> arguments"""
-    reference: str | None = None
-    """reference policy: a policy file of the demo, or a folder of your own model;
-    null: version 0"""
-    teacher: str | None = None
-    """to distil from: a policy file of the demo, or a folder of your own model"""
-    expert_experiment: str | None = None
-    """experiment of this store that holds an expert's rows"""
-    recompute_old_logprob: bool = False
-    """compute it in the trainer before each step; false: as recorded"""
-    trainer: Name = Field("trainer", min_length=1)
-    """name of the trainer consumer"""
-    groups_per_batch: int = Field(8, ge=1)
-    """groups that an explorer plans at once"""
-    rollouts_per_group: int = Field(8, ge=1, le=1 << 20)
-    """runs of each task; `sft`, `cpt` and `dpo` default to 1"""
-    deadline_s: float | None = Field(None, gt=0, le=1e9)
-    """closes a batch this long after its plan, whatever is stored; null: never"""
-    idle_s: float | None = Field(None, gt=0, le=1e9)
-    """closes a group whose number of runs is not known this long after its last one; null: never"""
-    incomplete: Literal["keep", "reject"] = "keep"
-    """what to do with a group that lacks planned rollouts when it closes, or refused ones"""
-    groups_per_step: int = Field(16, ge=1)
-    """groups per gradient step"""
-    max_waiting_groups: int | None = Field(None, ge=1)
-    """explorers wait while so many await the trainer; null: none"""
-    max_staleness: int | None = Field(2, ge=0)
-    """explorers wait for new weights beyond this; null: no bound"""
-    commit_every_steps: int = Field(1, ge=1)
-    """interval of commits (checkpoints)"""
-    async_checkpoints: bool | None = None
-    """write checkpoints in the background; the commit follows; null: those of a model of
-    transformers on a GPU"""
-    record_facts: bool = True
-    """record with each commit what its steps measured of each row"""
-    record_tokens: bool = False
-    """and of each token: 16 bytes"""
-    device: Device = "cpu"
-    """where the trainer computes: `cpu`, `cuda`, `cuda:1`; of several ranks on a machine, `cuda`
-    is a GPU for each"""
-    deterministic: bool = True
-    """ask torch for deterministic algorithms, so that a replay gives the same bits"""
-    max_steps: int | None = Field(None, ge=1)
-    """the trainer ends after this step (with --follow, the run); null: no bound"""
-    max_skipped_steps: int = Field(3, ge=1)
-    """skipped in a row, as not finite, before the trainer ends"""
-    max_rejected_steps: int = Field(6, ge=1)
-    """rejected in a row as invalid or damaged before the process ends"""
-    lease_ttl_s: float = Field(30.0, gt=0, le=1e9)
-    """a trainer or strategy silent for this long may be replaced"""
-    stalled_after_s: float | None = Field(1800.0, gt=0, le=1e9)
-    """all end, with exit code 3, once nothing has moved for this long; null: never"""
-    tokens_per_microbatch: int | None = Field(None, ge=1)
-    """token budget of a micro-batch; null: a step is one micro-batch"""
-    max_tokens: int | None = Field(None, ge=1)
-    """longer experiences are rejected; null: none"""
-    layout: Literal["padded", "packed"] = "padded"
-    """layout of a micro-batch's rows"""
-
-    @override
-    def model_post_init(self, context: Any) -> None:
-        """Raise InvalidArgumentError for a run that would wait forever, or lacks a part."""
-        if self.rollout is not None and not (self.tasks and isinstance(self.model, str)):
-            raise InvalidArgumentError(
-                f"rollout={self.rollout!r} needs tasks, and a model of your own: give all three "
-                "(`trinity-buffer init FOLDER` writes an example)"
-            )
-        own = ("tasks", "evaluate", "server", "dialect", "exploring", "max_tokens")
-        idle = [key for key in own if getattr(self, key) != type(self).model_fields[key].default]
-        if idle and not isinstance(self.model, str):
-            raise InvalidArgumentError(
-                f"{idle[0]}={getattr(self, idle[0])} is read by a run of your own alone: give it "
-                "a model of your own too"
-            )
-        rules = Admission(max_staleness=self.max_staleness)
-        rules.require_commits(self.commit_every_steps, "commit_every_steps")
-
-
-SECTIONS = frozenset({"task", "model", "optimizer", "evaluation", "exploring"})
-"""Sections that are merged key by key. ``loss`` is not: its ``args`` belong to its ``name``."""
+_MERGED = SECTIONS.keys() - {"loss"}
+"""Sections that are merged key by key. The ``args`` of a loss belong to its ``name``."""
 
 
 def parsed(path: Path) -> dict[str, Any]:
@@ -329,7 +70,7 @@ def parsed(path: Path) -> dict[str, Any]:
         raise InvalidArgumentError(f"configuration {path}: {error}{read_as}") from error
     if not isinstance(table, dict):
         raise InvalidArgumentError(f"configuration {path}: it holds no table")
-    return table
+    return renamed(table)
 
 
 def _yaml(text: str) -> Any:
@@ -415,7 +156,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     """Return ``base`` with ``changes``; a section keeps the keys that ``changes`` leaves out."""
     result = {**base, **changes}
     for key, value in changes.items():
-        if key in SECTIONS and isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+        if key in _MERGED and isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
             result[key] = {**base[key], **value}
     return result
 
@@ -434,7 +175,7 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
         key, equals, text = override_.partition("=")
         if not equals:
             raise InvalidArgumentError(f"override {override_!r}: write it as section.key=value")
-        *sections, last = key.split(".")
+        *sections, last = renamed_key(key).split(".")
         table = result
         for section in sections:
             inner = table.get(section) or {}
@@ -479,58 +220,73 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     refuse_unknown(values, "")
     # Their rows have no siblings to be compared with, so a group is one row.
     alone = {"rollouts_per_group": 1} if values.get("algorithm") in OF_RECORDED_DATA else {}
-    try:
-        config = RunConfig.model_validate({**alone, **values})
-    except ValidationError as error:
-        problems = filter(None, map(_problem, error.errors()))
-        raise InvalidArgumentError("; ".join(problems)) from error
-    require_computable(config.model_dump())
+    config = _made(RunConfig, {**alone, **values})
+    _require_recordable(asdict(config))
+    _require_consistent(config)
     return config
 
 
-def _problem(error: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a key; a check of several keys names them in its own message.
+def _made(kind: type[O], values: Mapping[str, Any], prefix: str = "") -> O:
+    """Return options of plain values, such as those of a file: lists, and tables as sections."""
+    read, problems = {}, []
+    for name, value in values.items():
+        section = section_of(option_types(kind)[name])
+        try:
+            if section is not None and isinstance(value, Mapping):
+                read[name] = _made(section, value, f"{prefix}{name}.")
+            else:
+                read[name] = value_of(kind, name, value, strict=False)
+        except InvalidArgumentError as error:
+            problems.append(str(error) if section else f"{prefix}{error}")
+    if problems:
+        raise InvalidArgumentError("; ".join(problems))
+    try:
+        return kind(**read)
+    except InvalidArgumentError as error:  # of several options together
+        raise InvalidArgumentError(f"{prefix}{error}") from error
 
-    None: ``model`` may be a section or a text, and this is about the one that was not given.
-    """
-    *places, last = error["loc"] or ("",)
-    if places == ["model"] and last in ("str", ModelConfig.__name__):
-        if (last == "str") == isinstance(error["input"], Mapping):
-            return None
-        last = ""
-    elif places[:2] == ["model", ModelConfig.__name__]:
-        places = ["model"]
-    place = ".".join(map(str, filter(None, (*places, last))))
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{place}={_excerpt(error['input'])}: {message}" if place else str(message)
+
+def _require_consistent(config: RunConfig) -> None:
+    """Raise InvalidArgumentError for a run that would wait forever, or lacks a part."""
+    if config.rollout is not None and not (config.tasks and isinstance(config.model, str)):
+        raise InvalidArgumentError(
+            f"rollout={config.rollout!r} needs tasks, and a model of your own: give all three "
+            "(`trinity-buffer init FOLDER` writes an example)"
+        )
+    own = ("tasks", "evaluate", "server", "server_type", "explorer", "max_tokens")
+    idle = [key for key in own if getattr(config, key) != getattr(RunConfig, key)]
+    if idle and not isinstance(config.model, str):
+        raise InvalidArgumentError(
+            f"{idle[0]}={getattr(config, idle[0])} is read by a run of your own alone: give it "
+            "a model of your own too"
+        )
+    rules = Admission(max_staleness=config.max_staleness)
+    rules.require_commits(config.commit_every_steps, "commit_every_steps")
 
 
-def require_computable(value: Any, key: str = "") -> None:
-    """Raise InvalidArgumentError unless numbers fit int64 or float32, and texts hold no NUL."""
+def _require_recordable(value: Any, key: str = "") -> None:  # noqa: C901 - a case for each type
+    """Raise InvalidArgumentError for what JSON or 64 bits cannot hold, or NUL in a text."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            require_computable(inner, f"{key}.{name}" if key else str(name))
+            _require_recordable(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for place, inner in enumerate(value):
-            require_computable(inner, f"{key}[{place}]")
+            _require_recordable(inner, f"{key}[{place}]")
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise InvalidArgumentError(
-            f"{key}={_excerpt(value)}: an integer has at most 64 bits, from {-(1 << 63)} to "
+            f"{key}={excerpt(value)}: an integer has at most 64 bits, from {-(1 << 63)} to "
             f"{(1 << 63) - 1}"
         )
-    elif isinstance(value, float) and abs(value) > LARGEST:
+    elif isinstance(value, float) and not abs(value) <= LARGEST:
         raise InvalidArgumentError(
             f"{key}={value}: the largest number that can be computed with is {LARGEST:.4e}"
         )
     elif isinstance(value, str) and "\0" in value:
-        raise InvalidArgumentError(f"{key}={_excerpt(value)}: NUL has no place in a text")
-
-
-def _excerpt(value: Any) -> str:
-    try:
-        return f"{value!r:.100}"
-    except ValueError:  # Python refuses to print such a number
-        return "a number of thousands of digits"
+        raise InvalidArgumentError(f"{key}={excerpt(value)}: NUL has no place in a text")
+    elif not isinstance(value, int | float | str | None):
+        raise InvalidArgumentError(
+            f"{key}={excerpt(value)}: must be made of texts, numbers, lists and tables"
+        )
 
 
 def refuse_unknown(values: Mapping[str, Any], where: str, beside: Sequence[str] = ()) -> None:
@@ -544,41 +300,35 @@ def refuse_unknown(values: Mapping[str, Any], where: str, beside: Sequence[str] 
     for key, value in values.items():
         if key in beside:
             continue
-        if key not in RunConfig.model_fields:
-            raise InvalidArgumentError(f"{where}{_no_key(key, '', RunConfig, beside)}")
-        annotation = RunConfig.model_fields[key].annotation
-        inner = section_of(annotation)
+        if key not in CONFIG:
+            raise InvalidArgumentError(f"{where}{_no_key(key, '', CONFIG, beside)}")
+        inner = SECTIONS.get(key)
         if inner is not None and isinstance(value, Mapping):
-            name = next((name for name in value if name not in inner.model_fields), None)
-            if name is not None:
-                raise InvalidArgumentError(f"{where}{_no_key(name, f'{key}.', inner)}")
-        elif inner is annotation and inner is not None:
-            names = ", ".join(sorted(inner.model_fields))
+            names = option_types(inner)
+            unknown = next((name for name in value if name not in names), None)
+            if unknown is not None:
+                raise InvalidArgumentError(f"{where}{_no_key(unknown, f'{key}.', names)}")
+        elif inner is CONFIG[key]:
+            listed = ", ".join(sorted(option_types(SECTIONS[key])))
             raise InvalidArgumentError(
-                f"{where}{key}={_excerpt(value)}: must be a table of {names}"
+                f"{where}{key}={excerpt(value)}: must be a table of {listed}"
             )
 
 
-def _no_key(key: object, prefix: str, section: type[BaseModel], beside: Sequence[str] = ()) -> str:
+def _no_key(key: object, prefix: str, known: Iterable[str], beside: Sequence[str] = ()) -> str:
     """Return a message about an unknown key of a section, and the key that was probably meant.
 
     A key of the same name in another section is a better guess than a similar name in this one.
     """
-    here = [*section.model_fields, *beside]
-    paths = list(RunConfig.model_fields)
-    for name, field in RunConfig.model_fields.items():
-        inner = section_of(field.annotation)
-        paths += [] if inner is None else [f"{name}.{one}" for one in inner.model_fields]
+    here = [*known, *beside]
+    paths = [
+        *CONFIG,
+        *(f"{name}.{key}" for name in SECTIONS for key in option_types(SECTIONS[name])),
+    ]
     meant = [path for path in paths if path.rpartition(".")[2] == key]
     meant += [prefix + name for name in difflib.get_close_matches(str(key), here, n=1)]
     hint = f"did you mean {meant[0]!r}?" if meant else f"there are: {', '.join(sorted(here))}"
     return f"there is no key {prefix + str(key)!r}; {hint}"
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a key holds, or may hold; None if it only holds plain values."""
-    kinds = get_args(annotation) or (annotation,)
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def of_experiment(config: Mapping[str, Any]) -> RunConfig:
@@ -587,7 +337,7 @@ def of_experiment(config: Mapping[str, Any]) -> RunConfig:
     Raises:
         InvalidArgumentError: a known key has an impossible value.
     """
-    return resolved({key: value for key, value in config.items() if key in RunConfig.model_fields})
+    return resolved({key: value for key, value in config.items() if key in CONFIG})
 
 
 def require_model(experiment: str, config: Mapping[str, Any], *, explores: bool = False) -> None:
@@ -705,7 +455,7 @@ def parts_of(algorithm: Algorithm) -> dict[str, object]:
 
 def recorded(config: RunConfig) -> dict[str, Any]:
     """Return what an experiment of this run records: its configuration, and the data's schema."""
-    return config.model_dump() | {"schema": algorithm_of(config).type.schema}
+    return asdict(config) | {"schema": algorithm_of(config).type.schema}
 
 
 async def require_expert(store: Store, name: str, config: RunConfig, *, rows: bool = False) -> None:

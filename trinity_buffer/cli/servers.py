@@ -142,12 +142,12 @@ def sync_weights(
             urls = server or [own for own in (run_.config.get("server"),) if own]
             if not urls:
                 raise InvalidArgumentError(f"experiment {name!r} names no server: say --server URL")
-            known, of_run = get_args(Dialect), run_.config.get("dialect", "vllm")
+            known, of_run = get_args(Dialect), run_.config.get("server_type", "vllm")
             chosen = dialect or of_run
             if chosen not in known or not all(isinstance(own, str) for own in urls):
                 raise InvalidArgumentError(
-                    f"experiment {name!r}: server={urls[0]!r}, dialect={chosen!r}: the first must "
-                    f"be a URL, the second one of {', '.join(known)}"
+                    f"experiment {name!r}: server={urls[0]!r}, server_type={chosen!r}: the first "
+                    f"must be a URL, the second one of {', '.join(known)}"
                 )
             plain(f"syncs the weights of {name} to {', '.join(urls)}")
             servers = [await stack.enter_async_context(Server(own)) for own in urls]

@@ -33,14 +33,14 @@ class DemoRecipe:
         rollouts_per_group: runs of one task.
         max_staleness: policy versions that a rollout may be behind; None: recorded data, which do
             not age.
-        max_waiting_groups: groups that may wait for the trainer; None: no bound.
+        max_queued_groups: groups that may wait for the trainer; None: no bound.
         width: of the policy.
         layers: of the policy.
         heads: of the policy.
         learning_rate: the highest.
         critic_learning_rate: the critic's, where there is one.
         warmup_steps: steps over which it rises from 0, linearly; then it falls until ``max_steps``.
-        lowest_rate: fraction of ``learning_rate`` at which it ends.
+        min_lr_ratio: fraction of ``learning_rate`` at which it ends.
         weight_decay: of AdamW.
         entropy_coef: weight of the entropy bonus, per token; None: the algorithm's.
         loss_args: of the policy loss.
@@ -56,14 +56,14 @@ class DemoRecipe:
     groups_per_batch: int = 16
     rollouts_per_group: int = 8
     max_staleness: int | None = 3
-    max_waiting_groups: int | None = None
+    max_queued_groups: int | None = None
     width: int = 64
     layers: int = 2
     heads: int = 2
     learning_rate: float = 1e-3
     critic_learning_rate: float | None = None
     warmup_steps: int = 10
-    lowest_rate: float = 0.1
+    min_lr_ratio: float = 0.1
     weight_decay: float = 0.1
     entropy_coef: float | None = None
     loss_args: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class DemoRecipe:
         def picked(*names: str) -> dict[str, Any]:
             return {name: getattr(self, name) for name in names}
 
-        optimizer = picked("learning_rate", "critic_learning_rate", "warmup_steps", "lowest_rate")
+        optimizer = picked("learning_rate", "critic_learning_rate", "warmup_steps", "min_lr_ratio")
         optimizer |= picked("weight_decay", "entropy_coef") | {"decay_steps": self.max_steps}
         return {
             "model": picked("width", "layers", "heads"),
@@ -93,7 +93,7 @@ class DemoRecipe:
             "evaluation": {"target_accuracy": self.target_accuracy},
             "algorithm_args": dict(self.algorithm_args),
             **picked("groups_per_batch", "rollouts_per_group", "groups_per_step"),
-            **picked("max_staleness", "max_waiting_groups", "max_steps"),
+            **picked("max_staleness", "max_queued_groups", "max_steps"),
         }
 
 
@@ -120,7 +120,7 @@ _RECORDED = DemoRecipe(
     groups_per_batch=64,
     rollouts_per_group=1,
     max_staleness=None,
-    max_waiting_groups=256,
+    max_queued_groups=256,
     max_steps=100,
 )
 _EXPERT = replace(

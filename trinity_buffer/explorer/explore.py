@@ -33,10 +33,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
+from msgspec import Meta
 from typing_extensions import override
 
 from trinity_buffer.errors import (
@@ -49,7 +50,9 @@ from trinity_buffer.errors import (
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
+from trinity_buffer.options import AtLeast0, Count, option_types
 from trinity_buffer.pipeline.background import running, task_group
+from trinity_buffer.pipeline.config import BatchOptions, RolloutOptions
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, one_line, wait_report_s
 from trinity_buffer.pipeline.experiment import Experiment
@@ -177,25 +180,15 @@ class BatchReport:
     left_out: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExploreOptions:
-    """How `explore` goes through its tasks.
+@dataclass(frozen=True, kw_only=True)
+class ExploreOptions(BatchOptions, RolloutOptions):
+    """How `explore` goes through its tasks: what it plans at once, how it rolls out, and these.
 
     Attributes:
-        epochs: passes over the whole list.
-        groups_per_batch: tasks that are planned, and later sealed, at once.
-        rollouts_per_group: attempts at each task; these two default to what the experiment's
-            configuration says, else to 8.
-        concurrency: rollouts at the same time; a kill of the process loses at most this many.
-        timeout_s: seconds that one attempt at a rollout may take; then it is a TimeoutError.
-        attempts: how often a rollout is tried while it fails with an error of ``retry_on``.
         retry_on: errors that another attempt may mend: TimeoutError among them, and that the store
             refuses what the rollout returned. Any other error ends `explore` at once. What a server
             has refused is not tried again (see `RefusedRequestError`).
         retry_delay_s: seconds before the second attempt; doubled before each one after it.
-        on_failure: what becomes of a rollout whose last attempt failed too: ``"raise"`` ends
-            `explore`, and the next one makes what is missing; ``"leave_out"`` seals the batch
-            without it, and warns.
         take_over: finish batches that another actor has begun, once no process of that name is
             there: a second explorer makes what a dead one left.
         max_batches: end after this call has begun so many batches; None: at the end of the list.
@@ -203,55 +196,18 @@ class ExploreOptions:
         report: called with each batch once it is sealed.
     """
 
-    epochs: int = 1
-    groups_per_batch: int = 8
-    rollouts_per_group: int = 8
-    concurrency: int = 32
-    timeout_s: float | None = None
-    attempts: int = 3
-    retry_on: tuple[type[Exception], ...] = (OSError, InvalidExperienceError)
-    retry_delay_s: float = 1.0
-    on_failure: Literal["raise", "leave_out"] = "raise"
+    configured: ClassVar[tuple[str, ...]] = tuple(option_types(BatchOptions))
+
+    retry_on: Annotated[
+        tuple[type[Exception], ...], Meta(description="a tuple of Exception classes")
+    ] = (OSError, InvalidExperienceError)
+    retry_delay_s: AtLeast0 = 1.0
     take_over: bool = False
-    max_batches: int | None = None
+    max_batches: Count | None = None
     acknowledgements: Path | None = None
-    report: Callable[[BatchReport], None] | None = None
-
-    def __post_init__(self) -> None:
-        counts = ("epochs", "groups_per_batch", "rollouts_per_group", "concurrency", "attempts")
-        rules = {name: (_is_count(getattr(self, name)), "a number, 1 or more") for name in counts}
-        most, timeout, delay = self.max_batches, self.timeout_s, self.retry_delay_s
-        rules |= {
-            "max_batches": (most is None or _is_count(most), "a number, 1 or more, or None"),
-            "timeout_s": (
-                timeout is None or (_is_finite(timeout) and timeout > 0),
-                "seconds, more than 0, or None",
-            ),
-            "retry_delay_s": (_is_finite(delay) and delay >= 0, "seconds, 0 or more"),
-            "retry_on": (_are_errors(self.retry_on), "a tuple of Exception classes"),
-            "on_failure": (self.on_failure in ("raise", "leave_out"), "'raise' or 'leave_out'"),
-            "report": (
-                self.report is None or callable(self.report),
-                "a function of a BatchReport, or None",
-            ),
-        }
-        for name, (is_valid, what) in rules.items():
-            if not is_valid:
-                raise InvalidArgumentError(f"{name}={getattr(self, name)!r}: must be {what}")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _are_errors(kinds: object) -> bool:
-    return type(kinds) is tuple and all(
-        isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds
-    )
-
-
-def _is_finite(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    report: Annotated[
+        Callable[[BatchReport], None] | None, Meta(description="a function of a BatchReport")
+    ] = None
 
 
 async def explore(
@@ -286,9 +242,7 @@ async def explore(
         InferenceServerError: a server gave a rollout no answer, at each attempt.
         TrainingError: a rollout was cancelled from within.
     """
-    sizes = ("groups_per_batch", "rollouts_per_group")
-    configured = {name: experiment.config[name] for name in sizes if name in experiment.config}
-    settings = ExploreOptions(**{**configured, **options})
+    settings = ExploreOptions.of(experiment.config, **options)
     await _TaskListExplorer(experiment, actor, tasks, rollout, model, settings).run()
 
 

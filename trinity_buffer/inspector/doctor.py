@@ -158,7 +158,7 @@ class _Look:
                 continue
             remedy = (
                 "plan the batch, seal it, or run its strategy with rollouts_per_group= or "
-                "deadline_s="
+                "group_timeout_s="
             )
             if lack.actor:
                 remedy = (

@@ -11,17 +11,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepDealt
+from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.handle import decoded, fact_at
 from trinity_buffer.store import log
 from trinity_buffer.store.transaction import Transaction
-
-LayoutName = Literal["padded", "packed"]
 
 
 class MicroBatchPlan(NamedTuple):
@@ -155,7 +154,7 @@ def plan_microbatches(
     lengths: Sequence[int],
     groups: Sequence[int],
     *,
-    layout: LayoutName,
+    layout: Layout,
     tokens_per_microbatch: int | None,
     world_size: int = 1,
     pairs: bool = False,
@@ -223,7 +222,7 @@ def _assign_to_ranks(
 def _fill(
     rows: Sequence[int],
     lengths: Sequence[int],
-    layout: LayoutName,
+    layout: Layout,
     budget: int | None,
     size: int = 1,
 ) -> list[list[int]]:

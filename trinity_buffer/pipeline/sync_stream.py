@@ -6,21 +6,21 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from trinity_buffer.errors import UnknownExperimentError
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.commit import Commit, CommitDoor, StepMeasures
-from trinity_buffer.pipeline.train.options import Resume, StreamKeywords, StreamOptions, takes
+from trinity_buffer.pipeline.train.options import Resume, StreamOptions, takes
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.write.planning import Admission
@@ -183,7 +183,7 @@ class SyncTrainStream(StepStream):
 
 @asynccontextmanager
 async def _opened(
-    url: StoreURL, experiment: str, options: StreamKeywords
+    url: StoreURL, *, experiment: str, **options: Any
 ) -> AsyncIterator[tuple[TrainStream, Experiment]]:
     async with open_store(url, create=False) as store:
         try:
@@ -195,12 +195,17 @@ async def _opened(
             yield stream, handle
 
 
-@takes(StreamOptions)
+@dataclass(frozen=True, kw_only=True)
+class _StreamOfExperiment(StreamOptions):
+    """The keywords of `open_train_stream`."""
+
+    experiment: str
+
+
+@takes(_StreamOfExperiment)
 @contextmanager
-def open_train_stream(
-    url: StoreURL, *, experiment: str, **options: Unpack[StreamKeywords]
-) -> Iterator[SyncTrainStream]:
-    """Open the stream of gradient steps of ``experiment`` in a store; see `StreamOptions`.
+def open_train_stream(url: StoreURL, **options: Any) -> Iterator[SyncTrainStream]:
+    """Open the stream of gradient steps of an ``experiment`` in a store; see `StreamOptions`.
 
     Closing it releases the lease. Steps that were delivered but not committed are served again to
     the next process.
@@ -209,7 +214,7 @@ def open_train_stream(
         UnknownStoreError: no store at ``url``; it is not created.
         UnknownExperimentError: it holds no experiment of this name.
     """
-    with in_portal(_opened(url, experiment, options)) as (portal, (stream, handle)):
+    with in_portal(_opened(url, **options)) as (portal, (stream, handle)):
         yield SyncTrainStream(portal, stream, handle)
 
 

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Text, bindparam, func, select
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
+from trinity_buffer.options import renamed
 from trinity_buffer.store import counters, log
 from trinity_buffer.store.rows import (
     EXPERIENCE_COLUMNS,
@@ -54,7 +55,7 @@ DOOR = "door"
 def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] | None:
     """Return (configuration, whether it is finished), or None before the first event."""
     row = tx.execute(_CONFIG, {"of": experiment}).one_or_none()
-    return None if row is None else (dict(row.config), bool(row.finished))
+    return None if row is None else (renamed(row.config, warn=False), bool(row.finished))
 
 
 @one_statement

@@ -160,7 +160,7 @@ class StepReport:
         staleness: see `TrainStep.staleness`; 0 where no version is known.
         seconds: from the arrival of the batch to the end of its commit, if there was one.
         skipped: the loss or the gradient norm was not finite, and the weights are what they were.
-        measures: what each row did, which the commit records; None where `record_facts` is off.
+        measures: what each row did, which the commit records; None without `record_row_metrics`.
     """
 
     step: int

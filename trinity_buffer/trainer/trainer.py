@@ -458,8 +458,9 @@ class Trainer:
         for step in self._stream:
             self._commits.look()
             begin = time.perf_counter()
-            is_measured = self._settings.record_facts and bool(step.microbatches)
-            meter = StepMeter(step, tokens=self._settings.record_tokens) if is_measured else None
+            meter = None
+            if self._settings.record_row_metrics and step.microbatches:
+                meter = StepMeter(step, tokens=self._settings.record_token_metrics)
             with self._bits.asked(step.environment):
                 self._bits.compare(step, self.policy)
                 metrics = self._train(step, meter)

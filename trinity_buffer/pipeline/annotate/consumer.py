@@ -36,6 +36,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import EID, order_of
 from trinity_buffer.limits import sizes
+from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate.deciding import (
     Decision,
     GroupTable,
@@ -44,7 +45,6 @@ from trinity_buffer.pipeline.annotate.deciding import (
 )
 from trinity_buffer.pipeline.annotate.grouping import (
     Deadlines,
-    GroupingRules,
     ReadyUnit,
     UnitReader,
     chunks,
@@ -244,7 +244,7 @@ class StrategyConsumer:
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
         self._lease = StrategyLease(experiment, self.name, alone=not speaks)
-        self._deadlines = Deadlines(experiment, self.name, self.rules.deadline_s)
+        self._deadlines = Deadlines(experiment, self.name, self.rules.group_timeout_s)
         self.has_read_all = False  # up to the head at the last read
         self._calls = 0  # how often the strategy was called, by any process of its name
         self._annotated = 0
@@ -456,7 +456,7 @@ class StrategyConsumer:
         """Return the groups of each unit that the strategy sees; the others are rejected."""
         for unit in units:
             decision.planned.update({"/".join(group.key): group.planned for group in unit})
-        if self.rules.incomplete == "keep":
+        if self.rules.on_incomplete_group == "keep":
             return list(units)
         for group in (group for unit in units for group in unit if group.short):
             decision.reject(group.members, "incomplete_group")
@@ -575,7 +575,7 @@ class StrategyConsumer:
         experiences = await load_experiences(database, self._cache, rows, self._families)
         bad = await self._unreadable(rows, experiences)
         decision.reasons |= bad
-        if self.rules.incomplete == "reject":
+        if self.rules.on_incomplete_group == "reject":
             broken = {row.eid.tid for row in rows if row.address in bad}
             short = [r.address for r in rows if r.eid.tid in broken and r.address not in bad]
             decision.reject(short, "incomplete_group")
@@ -732,7 +732,8 @@ async def run_strategy(
         ConflictingStrategyError: the annotation set exists with another configuration.
         UnknownNameError: no such strategy, or no such scoring.
     """
-    refuse_unknown("run_strategy", grouping, GroupingRules.__slots__)
+    grouping = renamed(grouping)
+    refuse_unknown("run_strategy", grouping, option_types(GroupingRules))
     rules = GroupingRules.of(experiment.config, **grouping)
     if rewards is not None:
         known = await experiment.database.read(writer_queries.scorings, experiment.key)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from trinity_buffer.algorithm.annotating import Unit
-from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
+from trinity_buffer.errors import CodecError, CodecVersionError
 from trinity_buffer.events import (
     BatchPlanned,
     BatchSealed,
@@ -32,6 +32,7 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.identity import Key
 from trinity_buffer.limits import sizes
+from trinity_buffer.options import GroupingRules
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, now_us
 from trinity_buffer.pipeline.load.events import EventCache
@@ -45,55 +46,6 @@ _logger = logging.getLogger(__name__)
 
 GroupKey = tuple[str, str]
 """(batch, task), both as text: ``7`` and ``"7"`` are one key."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupingRules:
-    """How experiences become groups.
-
-    Attributes:
-        rollouts_per_group: runs per group of unplanned batches; plans state their own number. None:
-            such a group waits for a seal, its deadline or ``idle_s``.
-        deadline_s: seconds after which a group is closed as it is. They count from the plan of its
-            batch, which is then sealed; without a plan, or in a set that no trainer reads, from the
-            group's first experience. None: never.
-        idle_s: seconds after its last experience at which a group of unknown size is closed; None:
-            never.
-        incomplete: how to treat a group that is closed before its planned runs are stored, or that
-            lost a run to validation: ``"keep"`` passes the stored rows to the strategy,
-            ``"reject"`` records all of them as rejected (``incomplete_group``).
-    """
-
-    rollouts_per_group: int | None = None
-    deadline_s: float | None = None
-    idle_s: float | None = None
-    incomplete: Literal["keep", "reject"] = "keep"
-
-    def __post_init__(self) -> None:
-        if self.incomplete not in ("keep", "reject"):
-            raise InvalidArgumentError(
-                f"incomplete={self.incomplete!r}: accepted are 'keep' and 'reject'"
-            )
-        runs: object = self.rollouts_per_group
-        if runs is not None and not (type(runs) is int and runs >= 1):
-            raise InvalidArgumentError(f"rollouts_per_group={runs!r}: it must be an int from 1 on")
-        waits: dict[str, object] = {"deadline_s": self.deadline_s, "idle_s": self.idle_s}
-        for name, wait in waits.items():
-            if wait is not None and not (isinstance(wait, (int, float)) and wait > 0):
-                raise InvalidArgumentError(
-                    f"{name}={wait!r}: it must be a positive number of seconds, or None"
-                )
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], **overrides: Any) -> GroupingRules:
-        """Return the rules in the ``config`` of an experiment, replaced by ``overrides``.
-
-        Raises:
-            TypeError: ``overrides`` names an unknown rule.
-            InvalidArgumentError: an impossible rule.
-        """
-        configured = {name: config[name] for name in cls.__slots__ if name in config}
-        return cls(**{**configured, **overrides})
 
 
 class RowRange(NamedTuple):
@@ -276,15 +228,15 @@ class Grouping:
 
     def _ends_of(self, group: Group) -> tuple[float, float]:
         """Return when an open group is overdue and when it is idle; infinite: never."""
-        deadline_s, idle_s = self.rules.deadline_s, self.rules.idle_s
-        overdue = math.inf if deadline_s is None else group.first_seen_us + int(deadline_s * 1e6)
+        timeout_s, idle_s = self.rules.group_timeout_s, self.rules.idle_s
+        overdue = math.inf if timeout_s is None else group.first_seen_us + int(timeout_s * 1e6)
         if idle_s is None or group.rollouts is not None or not group.members:
             return overdue, math.inf
         return overdue, group.last_seen_us + int(idle_s * 1e6)
 
     @property
     def _is_timed(self) -> bool:
-        return self.rules.deadline_s is not None or self.rules.idle_s is not None
+        return self.rules.group_timeout_s is not None or self.rules.idle_s is not None
 
     def next_deadline_us(self) -> float:
         """Return when the next open group must be closed; infinite: never."""
@@ -622,14 +574,16 @@ class Deadlines:
     Args:
         experiment: the experiment.
         name: name of the annotation set.
-        deadline_s: seconds after its plan at which a batch is sealed; None: never.
+        group_timeout_s: seconds after its plan at which a batch is sealed; None: never.
     """
 
-    def __init__(self, experiment: ExperimentHandle, name: str, deadline_s: float | None) -> None:
+    def __init__(
+        self, experiment: ExperimentHandle, name: str, group_timeout_s: float | None
+    ) -> None:
         self._experiment = experiment
         self._name = name
-        self._after_us = math.inf if deadline_s is None else deadline_s * 1e6
-        self._due_us = 0.0 if deadline_s is not None else math.inf
+        self._after_us = math.inf if group_timeout_s is None else group_timeout_s * 1e6
+        self._due_us = 0.0 if group_timeout_s is not None else math.inf
 
     def seconds_left(self) -> float:
         """Return the seconds until a batch may be overdue; infinite: never."""
@@ -648,8 +602,8 @@ class Deadlines:
                 if sealed is not None:
                     message = (
                         f"strategy {self._name!r} has sealed batch {batch!r} with {sealed} "
-                        f"experiences: deadline_s={self._after_us / 1e6:g} has passed since its "
-                        "plan"
+                        f"experiences: group_timeout_s={self._after_us / 1e6:g} has passed since "
+                        "its plan"
                     )
                     _logger.warning("%s", one_line(message))
 

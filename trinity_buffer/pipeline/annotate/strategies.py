@@ -10,7 +10,7 @@ from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.algorithm.add_strategy import AddStrategy, AdvantageAddStrategy
 from trinity_buffer.algorithm.advantage_fn import PipelineAdvantage
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.pipeline.annotate.grouping import GroupingRules
+from trinity_buffer.options import GroupingRules, renamed
 from trinity_buffer.pipeline.handle import as_json
 
 StrategyClass = type[AddStrategy] | type[PipelineAdvantage]
@@ -110,7 +110,8 @@ def config_diff(
 def _flat(classes: Classes, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with all defaults, and one key per value."""
     flat = {k: v for k, v in config.items() if k not in ("strategy", "args", "grouping")}
-    flat |= asdict(GroupingRules()) | config.get("grouping", {})  # an old set lacks newer rules
+    # An old set lacks newer rules, and has those of its time by their older names.
+    flat |= asdict(GroupingRules()) | renamed(config.get("grouping", {}), warn=False)
     for name, cls in classes:
         prefix = f"{name}." if len(classes) > 1 else ""
         defaults = cls.default_args()

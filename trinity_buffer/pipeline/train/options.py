@@ -1,8 +1,4 @@
-"""Options of a train stream, and the commit that it resumes from.
-
-`StreamOptions` defines the meaning and default of each option. `StreamKeywords` repeats their types
-for the signatures of functions; a test keeps the two equal.
-"""
+"""Options of a train stream, and the commit that it resumes from."""
 
 from __future__ import annotations
 
@@ -10,43 +6,34 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict, TypeVar
+from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
+
+from msgspec import Meta
+from typing_extensions import override
 
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.options import Count, Natural, StepOptions, option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
-from trinity_buffer.pipeline.coordination.lease import TTL_S
-from trinity_buffer.pipeline.manifest import LayoutName
-
-CONFIGURED = ("groups_per_step", "tokens_per_microbatch", "layout", "lease_ttl_s")
-"""Options that default to the experiment's configuration."""
+from trinity_buffer.store.url import StoreURL
 
 
-DamagedRows = Literal["refuse", "drop"]
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions(StepOptions):
     """How a train stream forms its steps; recorded steps are served as recorded.
 
     Recorded steps lose only rows that ``damaged_rows``, ``drop`` or ``max_tokens`` removes.
 
-    ``groups_per_step``, ``tokens_per_microbatch``, ``layout`` and ``lease_ttl_s`` default to the
-    experiment's configuration, if it has them.
+    The options of `StepOptions` default to the experiment's configuration, if it has them.
 
     Attributes:
         strategy: the annotation set to train on; None: the experiences as recorded.
         consumer: name of this trainer; its steps, manifests and commits belong to it.
-        groups_per_step: number of groups of one gradient step.
-        tokens_per_microbatch: budget of computed tokens (rows × width padded, tokens packed); None:
-            one micro-batch.
-        layout: ``"padded"`` (right-padded rows) or ``"packed"``.
         device: device of the tensors of a micro-batch.
         max_tokens: an experience with more is rejected (``oversize``), from an uncommitted step
             too; also the default normalizer of the losses.
         follow: wait for more rows; otherwise end, with a smaller last step, after the stored ones.
         prefetch: number of steps that are leased and decoded ahead.
-        lease_ttl_s: after this many seconds without a heartbeat another process may take over.
         wait_for_lease: wait for the holder of the lease, or raise `LeaseHeldError`.
         wait_for_set: with ``follow``, wait, with a warning, for a set that does not exist yet; if
             False, such a set is an error at once, and nothing is registered.
@@ -74,23 +61,22 @@ class StreamOptions:
             with a ``token_level_reward`` does not lack its ``reward``.
     """
 
+    configured: ClassVar[tuple[str, ...]] = tuple(option_types(StepOptions))
+
     strategy: str | None
     consumer: str = "trainer"
-    groups_per_step: int = 1
-    tokens_per_microbatch: int | None = None
-    layout: LayoutName = "padded"
     device: str = "cpu"
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     follow: bool = False
-    prefetch: int = 1
-    lease_ttl_s: float = TTL_S
+    prefetch: Count = 1
     wait_for_lease: bool = True
     wait_for_set: bool = True
-    damaged_rows: DamagedRows = "refuse"
-    drop: Sequence[str] = ()
+    damaged_rows: Literal["refuse", "drop"] = "refuse"
+    # A string is a sequence too: each of its characters would be taken for a uid.
+    drop: Annotated[Sequence[str], Meta(description="a list, drop=[UID]")] = ()
     resume_from: int | None = None
-    rank: int = 0
-    world_size: int = 1
+    rank: Natural = 0
+    world_size: Count = 1
     sample_strategy: str = "default"
     max_staleness: float | None = None
     expert_experiment: str | None = None
@@ -98,22 +84,10 @@ class StreamOptions:
     recompute_old_logprob: bool = False
     needs: tuple[str, ...] = ()
 
+    @override
     def __post_init__(self) -> None:
-        if self.layout not in ("padded", "packed"):
-            raise InvalidArgumentError(
-                f"layout={self.layout!r}: accepted are 'padded' and 'packed'"
-            )
-        if self.damaged_rows not in ("refuse", "drop"):
-            raise InvalidArgumentError(
-                f"damaged_rows={self.damaged_rows!r}: accepted are 'refuse' and 'drop'"
-            )
-        # A string is a sequence too: each of its characters would be taken for a uid.
-        if isinstance(self.drop, str):
-            raise InvalidArgumentError(f"drop={self.drop!r}: write it as a list, drop=[UID]")
-        _require_count("groups_per_step", self.groups_per_step)
-        _require_count("prefetch", self.prefetch)
-        _require_count("tokens_per_microbatch", self.tokens_per_microbatch or 1)
-        if not 0 <= self.rank < self.world_size:
+        super().__post_init__()
+        if self.rank >= self.world_size:
             raise InvalidArgumentError(
                 f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
             )
@@ -129,18 +103,6 @@ class StreamOptions:
         if self.max_staleness is not None and self.sample_strategy != "staleness_control":
             raise InvalidArgumentError("max_staleness= needs sample_strategy='staleness_control'")
         self.sampling()
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], **overrides: Any) -> StreamOptions:
-        """Return the options ``overrides``, and the others from the ``config`` of an experiment.
-
-        Raises:
-            TypeError: ``overrides`` names an unknown option.
-            UnknownNameError, InvalidArgumentError: an impossible option.
-        """
-        # Explicit options win over the experiment's configuration.
-        configured = {name: config[name] for name in CONFIGURED if name in config}
-        return cls(**{**configured, **overrides})
 
     @property
     def annotation_set(self) -> str:
@@ -159,11 +121,6 @@ class StreamOptions:
         # Unset options are left out, so that each strategy keeps its own defaults.
         made: SampleStrategy = kind(**{k: v for k, v in args.items() if v is not None})
         return made
-
-
-def _require_count(name: str, value: object) -> None:
-    if not (type(value) is int and value >= 1):
-        raise InvalidArgumentError(f"{name}={value!r}: it must be an int from 1 on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,52 +146,19 @@ class Resume:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
-F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class GoingOn(TypedDict, total=False):
-    """Options that concern steps recorded before."""
+def takes(
+    options: Callable[P, object],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[StoreURL, P], R]]:
+    """Give a function of a store and ``**options`` the keywords of ``options``, for all to see."""
 
-    damaged_rows: DamagedRows
-    drop: Sequence[str]
-    resume_from: int | None
-
-
-class StreamKeywords(GoingOn, total=False):
-    """The keywords of `StreamOptions`."""
-
-    strategy: Required[str | None]
-    consumer: str
-    groups_per_step: int
-    tokens_per_microbatch: int | None
-    layout: LayoutName
-    device: str
-    max_tokens: int | None
-    follow: bool
-    prefetch: int
-    lease_ttl_s: float
-    wait_for_lease: bool
-    wait_for_set: bool
-    rank: int
-    world_size: int
-    sample_strategy: str
-    max_staleness: float | None
-    expert_experiment: str | None
-    expert_data_ratio: float | None
-    recompute_old_logprob: bool
-    needs: tuple[str, ...]
-
-
-def takes(options: Callable[..., object]) -> Callable[[F], F]:
-    """Show the keywords of ``options`` in the signature of a function with ``**options``."""
-
-    def show(function: F) -> F:
-        own = inspect.signature(function)
+    def show(function: Callable[..., R]) -> Callable[Concatenate[StoreURL, P], R]:
+        own, passed_on = inspect.signature(function), inspect.signature(options)
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        passed_on = [
-            p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(options).parameters.values()
-        ]
-        shown = own.replace(parameters=[*named, *passed_on])
+        shown = own.replace(parameters=[*named, *passed_on.parameters.values()])
         function.__signature__ = shown  # type: ignore[attr-defined]  # read by inspect.signature
         return function
 

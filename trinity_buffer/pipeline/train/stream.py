@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.coordination.lease import hold_lease
 from trinity_buffer.pipeline.handle import ExperimentHandle
@@ -152,7 +153,7 @@ async def open_async_train_stream(
         LeaseHeldError: another process holds the lease, and ``wait_for_lease`` is False.
         CheckpointError: the last commit's checkpoint is missing or has changed.
     """
-    refuse_unknown("a train stream", options, StreamOptions.__slots__)
+    refuse_unknown("a train stream", options, option_types(StreamOptions))
     # Under torchrun without ranks, every process would train on its own.
     if not {"rank", "world_size"} & options.keys():
         require_one_process()
@@ -161,10 +162,7 @@ async def open_async_train_stream(
             "a train stream needs strategy=: the name of an annotation set, or None to train on "
             "what was recorded"
         )
-    try:
-        chosen = StreamOptions.of(experiment.config, **options)
-    except TypeError as error:
-        raise InvalidArgumentError(f"train stream: {error}") from error
+    chosen = StreamOptions.of(experiment.config, **options)
     # Without `follow`, a stream ends with the stored rows and waits for no explorer.
     if chosen.follow:
         _require_explorers_get_on(experiment, chosen)

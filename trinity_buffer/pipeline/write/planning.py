@@ -18,6 +18,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, problem_of_key
+from trinity_buffer.options import AdmissionOptions
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.presence import Presence, describe_process
 from trinity_buffer.pipeline.coordination.waiting import (
@@ -38,47 +39,25 @@ from trinity_buffer.store.transaction import Transaction, lock_experiment
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(AdmissionOptions):
     """When an explorer may plan its next batch.
 
     It waits while the groups not yet delivered to the trainer number at least
-    ``max(max_waiting_groups, groups_per_step)``, or while
+    ``max(max_queued_groups, groups_per_step)``, or while
     ``floor(uncommitted groups / groups_per_step) + (published - own version) > max_staleness``,
     where an own version above the published one, as after a rewind, counts as the published one.
     Rejected groups do not count, until all groups of several steps were rejected as faulty; nor do
     groups that lack runs of an actor that is gone. Writes to a planned batch never wait.
-
-    Attributes:
-        trainer: name of the trainer to wait for.
-        max_waiting_groups: None: no bound.
-        max_staleness: in policy versions (= gradient steps); None: no bound.
-        groups_per_step: of that trainer.
     """
-
-    trainer: str = "trainer"
-    max_waiting_groups: int | None = None
-    max_staleness: int | None = None
-    groups_per_step: int = 1
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> Admission:
-        """Return the rules that an experiment's configuration states."""
-        return cls(
-            trainer=config.get("trainer", "trainer"),
-            max_waiting_groups=config.get("max_waiting_groups"),
-            max_staleness=config.get("max_staleness"),
-            groups_per_step=config.get("groups_per_step", 1),
-        )
 
     @property
     def most_waiting(self) -> int:
         """Number of undelivered groups at which the next plan waits."""
-        return max(self.max_waiting_groups or 0, self.groups_per_step)
+        return max(self.max_queued_groups or 0, self.groups_per_step)
 
     def admits(self, backlog: trainer_queries.Backlog, policy_version: int | None) -> bool:
         """Return whether one more batch may be planned now."""
-        if self.max_waiting_groups is not None and backlog.undelivered >= self.most_waiting:
+        if self.max_queued_groups is not None and backlog.undelivered >= self.most_waiting:
             return False
         if self.max_staleness is None:
             return True
@@ -94,7 +73,7 @@ class Admission:
             InvalidArgumentError: explorers and trainer would wait for each other.
         """
         bounds = {
-            "max_waiting_groups": None if self.max_waiting_groups is None else self.most_waiting,
+            "max_queued_groups": None if self.max_queued_groups is None else self.most_waiting,
             "max_staleness": None if self.max_staleness is None else self.groups_per_step,
         }
         for name, most in bounds.items():
@@ -174,10 +153,10 @@ class AdmissionCheck:
                 "every row of the last steps was rejected for a fault (`trinity-buffer stats` "
                 "names the reason), and one step more is on its way"
             )
-        if rules.max_waiting_groups is not None and backlog.undelivered >= rules.most_waiting:
+        if rules.max_queued_groups is not None and backlog.undelivered >= rules.most_waiting:
             return (
                 f"{diagnosis.counted(backlog.undelivered, 'planned group')} not delivered to "
-                f"trainer {rules.trainer!r} (at most {rules.most_waiting}, max_waiting_groups)"
+                f"trainer {rules.trainer!r} (at most {rules.most_waiting}, max_queued_groups)"
             )
         own = "" if policy_version is None else f", own weights of version {policy_version}"
         return (

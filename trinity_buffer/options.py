@@ -1,0 +1,266 @@
+"""Options: each is declared once, with its type, its bounds, its default and its meaning.
+
+A class that reads options of a run, such as `GroupingRules`, is a base of the run's configuration
+(`trinity_buffer.pipeline.config`), or is made of such a base, as `StreamOptions` is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+from trinity_buffer.errors import InvalidArgumentError
+
+LARGEST = 3.4028234663852886e38
+"""The largest 32-bit float: policies are computed in that type, and NaN is within no bounds."""
+
+Natural = Annotated[int, Meta(ge=0, description="an integer, at least 0")]
+Count = Annotated[int, Meta(ge=1, description="an integer, at least 1")]
+Runs = Annotated[int, Meta(ge=1, le=1 << 20, description="an integer, from 1 to 1048576")]
+Number = Annotated[
+    float,
+    Meta(ge=-LARGEST, le=LARGEST, description="a number below 3.4e+38"),
+]
+Above0 = Annotated[float, Meta(gt=0, le=LARGEST, description="a number above 0")]
+AtLeast0 = Annotated[float, Meta(ge=0, le=LARGEST, description="a number, at least 0")]
+Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
+Rate = Annotated[float, Meta(gt=0, le=1e20, description="a number above 0, at most 1e+20")]
+Beta = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")]
+Seconds = Annotated[
+    # Thirty years: practically for ever, yet it can be added to a clock without overflow.
+    float, Meta(gt=0, le=1e9, description="a number of seconds above 0, at most 1e+09")
+]
+Device = Annotated[
+    str,
+    Meta(
+        pattern=r"^(cpu(:0)?|cuda(:[0-9]+)?)\Z",
+        description="cpu, cuda, or one GPU of this machine, such as cuda:1",
+    ),
+]
+Layout = Literal["padded", "packed"]
+
+_WORDS: dict[Any, str] = {
+    NoneType: "None",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+}
+
+
+RENAMED: Mapping[str, str] = {
+    "deadline_s": "group_timeout_s",
+    "dialect": "server_type",
+    "exploring": "explorer",
+    "incomplete": "on_incomplete_group",
+    "lowest_rate": "min_lr_ratio",
+    "max_waiting_groups": "max_queued_groups",
+    "problems": "num_eval_samples",
+    "record_facts": "record_row_metrics",
+    "record_tokens": "record_token_metrics",
+}
+"""Name of an option in older versions -> its name. Files and stores may have either."""
+
+_WITH_RENAMED = frozenset({"explorer", "exploring", "evaluation", "optimizer"})
+"""Sections that are read by these names too; others hold what is the user's."""
+
+
+def renamed(values: Mapping[str, Any], *, warn: bool = True) -> dict[str, Any]:
+    """Return ``values`` with each option under its name of today; warn of older ones.
+
+    Raises:
+        InvalidArgumentError: an option is there under both names.
+    """
+    result: dict[str, Any] = {}
+    for given, value in values.items():
+        name = RENAMED.get(given, given)
+        if name != given and name in values:
+            raise InvalidArgumentError(f"{given} is called {name} now: leave {given} out")
+        if name != given and warn:
+            message = f"{given} is called {name} now, and will be refused some day"
+            warnings.warn(message, FutureWarning, stacklevel=3)
+        is_section = name in _WITH_RENAMED and isinstance(value, Mapping)
+        result[name] = renamed(value, warn=warn) if is_section else value
+    return result
+
+
+def renamed_key(key: str) -> str:
+    """Return a key such as ``optimizer.betas`` under its name of today; warn of an older one."""
+    first, dot, rest = key.partition(".")
+    ((name, inner),) = renamed({first: {rest: None} if dot else None}).items()
+    return f"{name}.{next(iter(inner))}" if inner else name
+
+
+class Options:
+    """Options that are checked when they are made, by the types of their fields."""
+
+    configured: ClassVar[tuple[str, ...]] = ()
+    """Those that `of` reads from a configuration; none: all."""
+
+    def __post_init__(self) -> None:
+        if problems := problems_of(type(self), vars(self)):
+            raise InvalidArgumentError("; ".join(problems))
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
+        """Return the options in the ``config`` of an experiment, replaced by ``overrides``.
+
+        Raises:
+            TypeError: ``overrides`` names an unknown option.
+            InvalidArgumentError: an impossible value.
+        """
+        names = cls.configured or tuple(option_types(cls))
+        configured = {name: config[name] for name in names if config.get(name) is not None}
+        return cls(**{**configured, **overrides})
+
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+def takes_old_names(kind: type[O]) -> type[O]:
+    """Let the constructor of a class take options by the names that they had, and warn."""
+    init = kind.__init__
+
+    @wraps(init)
+    def init_renamed(self: O, **options: Any) -> None:
+        init(self, **renamed(options))
+
+    kind.__init__ = init_renamed  # type: ignore[method-assign, assignment]  # with the same keywords
+    return kind
+
+
+_TYPES: dict[type[Options], dict[str, Any]] = {}
+
+
+def option_types(kind: type[Options]) -> dict[str, Any]:
+    """Return the type of each option of a class, bounds included."""
+    if kind not in _TYPES:  # resolving type hints takes longer than checking the values
+        hints = get_type_hints(kind, include_extras=True)
+        del hints["configured"]
+        _TYPES[kind] = hints
+    return _TYPES[kind]
+
+
+def problems_of(kind: type[Options], values: Mapping[str, Any]) -> list[str]:
+    """Describe each of ``values`` that is not what the option of this name must be."""
+    problems = []
+    for name, value in values.items():
+        try:
+            value_of(kind, name, value)
+        except InvalidArgumentError as error:
+            problems.append(str(error))
+    return problems
+
+
+def value_of(kind: type[Options], name: str, value: Any, *, strict: bool = True) -> Any:
+    """Return ``value`` as the type of the option: a list as a tuple, an integer as a float.
+
+    Not ``strict``: a number may be written as a text, as YAML reads ``3e-4``.
+
+    Raises:
+        InvalidArgumentError: it is not what the option must be.
+    """
+    wanted = option_types(kind)[name]
+    try:
+        return msgspec.convert(value, wanted, strict=strict)
+    except msgspec.ValidationError as error:
+        what = f"{name}={excerpt(value)}: it must be {accepted(wanted)}"
+        raise InvalidArgumentError(what) from error
+
+
+def accepted(kind: Any) -> str:
+    """Describe the values of a type."""
+    members = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return str(members[1].description)
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, members))
+    if get_origin(kind) in (Union, UnionType):
+        return ", or ".join(map(accepted, members))
+    if get_origin(kind) is tuple and ... not in members:
+        return f"{len(members)} values, each {accepted(members[0])}"
+    if section_of(kind) is not None or get_origin(kind) is dict:
+        return "a table"
+    return _WORDS.get(kind, f"a {kind}")
+
+
+def excerpt(value: Any) -> str:
+    """Return a value as messages show it."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python refuses to print such a number
+        return "a number of thousands of digits"
+
+
+def section_of(kind: Any) -> type[Options] | None:
+    """Return the options that a key holds, or may hold; None if it only holds plain values."""
+    kinds = get_args(kind) or (kind,)
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Options)), None)
+
+
+@takes_old_names
+@dataclass(frozen=True, kw_only=True)
+class GroupingRules(Options):
+    """How experiences become groups."""
+
+    rollouts_per_group: Runs | None = None
+    """runs per group of unplanned batches; plans state their own number. Without it, such a group
+    waits for a seal, its deadline or `idle_s`"""
+    group_timeout_s: Seconds | None = None
+    """closes a group as it is this long after the plan of its batch, which is then sealed; without
+    a plan, or in a set that no trainer reads, after the group's first experience. null: never"""
+    idle_s: Seconds | None = None
+    """closes a group whose number of runs is not known this long after its last one; null: never"""
+    on_incomplete_group: Literal["keep", "reject"] = "keep"
+    """what to do with a group that lacks planned rollouts when it closes, or refused ones: pass the
+    stored rows to the strategy, or record all of them as rejected (`incomplete_group`)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionOptions(Options):
+    """Bounds within which explorers may plan; without them they plan ahead for ever."""
+
+    trainer: Annotated[str, Meta(min_length=1, description="a text")] = "trainer"
+    """name of the trainer consumer, which explorers wait for"""
+    max_queued_groups: Count | None = None
+    """explorers wait while so many await the trainer; null: none"""
+    max_staleness: Natural | None = None
+    """explorers wait for new weights beyond this, in policy versions, which are gradient steps;
+    null: no bound"""
+    groups_per_step: Count = 1
+    """groups per gradient step"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(Options):
+    """How a train stream forms its steps, where the configuration of the experiment may say so."""
+
+    groups_per_step: Count = 1
+    """groups per gradient step"""
+    tokens_per_microbatch: Count | None = None
+    """budget of computed tokens of a micro-batch (rows × width padded, tokens packed); null: a step
+    is one micro-batch"""
+    layout: Layout = "padded"
+    """layout of a micro-batch: right-padded rows, or rows end to end"""
+    lease_ttl_s: Seconds = 30.0
+    """a trainer or strategy silent for this long may be replaced"""
