@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
-from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.arguments import did_you_mean
-from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN
-from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
-from trinity_buffer.algorithm.registry import Registry
+from trinity_buffer.algorithm.building import REGISTRY_OF
 from trinity_buffer.errors import UnknownNameError
 
-REGISTRIES: dict[str, Registry[Any]] = {
-    registry.kind: registry
-    for registry in (ADD_STRATEGY, ADVANTAGE_FN, POLICY_LOSS_FN, KL_FN, ENTROPY_LOSS_FN)
-}
+REGISTRIES = {registry.kind: registry for registry in REGISTRY_OF.values()}
 
 
 def reference_kwargs(kind: str, name: str) -> dict[str, Any]:
@@ -25,8 +17,7 @@ def reference_kwargs(kind: str, name: str) -> dict[str, Any]:
     Empty where the defaults already do. They live on the classes, as ``reference_args``.
 
     Args:
-        kind: ``add_strategy``, ``advantage_fn``, ``policy_loss_fn``, ``kl_fn`` or
-            ``entropy_loss_fn``.
+        kind: of a registry, such as ``add_strategy``, ``advantage_fn`` or ``policy_loss_fn``.
         name: the registered name.
 
     Raises:

@@ -8,6 +8,7 @@ mask then reaches neither the value nor the gradient.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
+
+Metrics = dict[str, Tensor]
+"""What to log: detached tensors of shape ``[]``, by name."""
 
 EPSILON = 1e-8
 """Keeps a mean over nothing at 0; the reference's value."""
@@ -102,6 +106,32 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     mean, variance = masked_mean(values, mask), masked_var(values, mask)
     whitened = (wide(values) - mean) * torch.rsqrt(variance + EPSILON)
     return whitened if shift_mean else whitened + mean
+
+
+class Tokens(NamedTuple):
+    """The inputs of a per-token loss, widened, and 0 where the mask is.
+
+    Attributes:
+        logprob: of the policy; the gradient flows through it alone.
+        old_logprob: of the policy that sampled.
+        advantages: of each token.
+        mask: what counts.
+        layout: boundaries and denominators of the step; None: the batch is all there is.
+        unmasked_advantages: as they came.
+    """
+
+    logprob: Tensor
+    old_logprob: Tensor
+    advantages: Tensor
+    mask: Tensor
+    layout: BatchLayout | None
+    unmasked_advantages: Tensor
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of ``values`` over the mask: of a bool, the share that is True."""
+        return masked_mean(
+            values.to(self.logprob) if values.dtype == torch.bool else values, self.mask
+        )
 
 
 # ------------------------------------------------------------------------------ rows

@@ -26,6 +26,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.arguments import default_arguments, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
+    Metrics,
     keep,
     log_ratio,
     masked_mean,
@@ -35,8 +36,6 @@ from trinity_buffer.algorithm.functional import (
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
-
-Metrics = dict[str, Tensor]
 
 
 class ImportanceCorrection(ABC):

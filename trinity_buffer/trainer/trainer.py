@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
-from trinity_buffer.algorithm.functional import aggregate_loss, keep
+from trinity_buffer.algorithm.functional import Metrics, aggregate_loss, keep
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.faultpoints import reached
@@ -251,9 +251,6 @@ def _mark_broken(terms: Tensor, column: object, rows: Tensor, *, of_tokens: Sequ
         terms.scatter_reduce_(0, rows, broken.flatten(), "amax")
     elif column.shape == terms.shape:
         terms.copy_(torch.maximum(terms, broken))
-
-
-Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -40,7 +39,7 @@ class _ShiftedMean(AdvantageFn):
 class ASYMREGroupAdvantage(_ShiftedMean, RewardAdvantage):
     """``reward - (mean + baseline_shift)`` on every action token of a group."""
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
+    reference_args = {"over": "rows"}
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -29,8 +29,8 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
         kwargs: the options of `GRPOAdvantageFn`.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("entropy",)
-    reads_old_logprob: ClassVar[bool] = True
+    tensors = ("entropy",)
+    reads_old_logprob = True
 
     def __init__(self, epsilon: float = 1e-6, mu: float = 2.5, **kwargs: Any) -> None:
         super().__init__(epsilon, **kwargs)

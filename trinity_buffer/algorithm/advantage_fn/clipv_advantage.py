@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +34,9 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
         kwargs: the options of `GRPOAdvantageFn`.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("entropy", "necs")
-    reads_old_logprob: ClassVar[bool] = True
-    tuned: ClassVar[Mapping[str, Any]] = {"mu": 8.5}
+    tensors = ("entropy", "necs")
+    reads_old_logprob = True
+    tuned = {"mu": 8.5}
 
     def __init__(
         self, epsilon: float = 1e-6, mu: float = 2.0, max_frac: float = 1e-4, **kwargs: Any

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from typing_extensions import override
@@ -51,7 +51,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         std_floor: deviations below this share of the largest value are 0.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {
+    reference_args = {
         "on_unknown": "ignore",
         "std_floor": 0.0,
         "missing_reward": "zero",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -54,7 +54,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         kwargs: the options of `DeviationOptions` and `GroupAdvantage`.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {
+    reference_args = {
         "rank_scores": "raw",
         "std_floor": 0.0,
         "over": "rows",
@@ -186,7 +186,7 @@ class GRPOAdvantageFn(group_scores.DeviationOptions, GroupScoredAdvantage):
         kwargs: the options of `DeviationOptions` and `GroupScoredAdvantage`.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0, "over": "rows"}
+    reference_args = {"std_floor": 0.0, "over": "rows"}
 
     def __init__(self, epsilon: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(epsilon=epsilon, **kwargs)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,10 +78,10 @@ class JSDAdvantage(TrainerAdvantage):
             wrong sign.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("teacher_logprob",)
-    reads_old_logprob: ClassVar[bool] = True
-    reads_rewards: ClassVar[bool] = False
-    reference_args: ClassVar[Mapping[str, Any]] = {"estimator": "log_ratio"}
+    tensors = ("teacher_logprob",)
+    reads_old_logprob = True
+    reads_rewards = False
+    reference_args = {"estimator": "log_ratio"}
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -40,7 +40,7 @@ class StepWiseGRPOAdvantageFn(group_scores.DeviationOptions, PipelineAdvantage):
         kwargs: the options of `DeviationOptions`.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
+    reference_args = {"on_unknown": "ignore", "std_floor": 0.0}
 
     def __init__(
         self,

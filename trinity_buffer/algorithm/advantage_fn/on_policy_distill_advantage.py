@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -21,9 +21,9 @@ class OnPolicyDistillAdvantage(TrainerAdvantage):
         kl_coef: scale.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("teacher_logprob",)
-    reads_old_logprob: ClassVar[bool] = True
-    reads_rewards: ClassVar[bool] = False
+    tensors = ("teacher_logprob",)
+    reads_old_logprob = True
+    reads_rewards = False
 
     def __init__(self, kl_coef: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -31,7 +30,7 @@ class OPMDGroupAdvantage(RewardAdvantage):
         tau: temperature of the second.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
+    reference_args = {"over": "rows"}
 
     def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -58,7 +57,7 @@ class OPMDAdvantageFn(GroupScoredAdvantage):
         kwargs: of `GroupScoredAdvantage`.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"check_early": False, "over": "rows"}
+    reference_args = {"check_early": False, "over": "rows"}
 
     def __init__(
         self,

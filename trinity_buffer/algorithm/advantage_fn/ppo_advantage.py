@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -26,7 +25,7 @@ class WhitenedAdvantage(TrainerAdvantage):
             rows are one (``run_index``), or each of their ``"rows"``, as in the reference.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False, "over": "rows"}
+    reference_args = {"mask_aware": False, "over": "rows"}
 
     def __init__(
         self, gamma: float = 1.0, *, mask_aware: bool = True, over: Over = "runs", **kwargs: Any
@@ -51,7 +50,7 @@ class PPOAdvantageFn(WhitenedAdvantage):
         kwargs: the options of `WhitenedAdvantage`.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("values",)
+    tensors = ("values",)
 
     def __init__(self, gamma: float = 1.0, lam: float = 1.0, **kwargs: Any) -> None:
         super().__init__(gamma, **kwargs)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ class RECGroupedAdvantage(GroupAdvantage):
         seed: of the choice of answers that are dropped; None draws from the global generator.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"std_floor": 0.0, "over": "rows"}
+    reference_args = {"std_floor": 0.0, "over": "rows"}
 
     def __init__(
         self,

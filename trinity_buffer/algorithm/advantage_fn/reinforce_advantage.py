@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, RewardAdvantage
@@ -15,7 +12,7 @@ from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means
 class REINFORCEGroupAdvantage(RewardAdvantage):
     """The reward on every action token."""
 
-    reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "over": "rows"}
+    reference_args = {"on_unknown": "ignore", "over": "rows"}
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:

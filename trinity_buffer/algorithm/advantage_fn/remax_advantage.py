@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -22,8 +21,8 @@ class REMAXAdvantageFn(TrainerAdvantage):
             masked tokens, as the reference does.
     """
 
-    tensors: ClassVar[tuple[str, ...]] = ("reward_baselines",)
-    reference_args: ClassVar[Mapping[str, Any]] = {"mask_aware": False}
+    tensors = ("reward_baselines",)
+    reference_args = {"mask_aware": False}
 
     def __init__(self, *, mask_aware: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)

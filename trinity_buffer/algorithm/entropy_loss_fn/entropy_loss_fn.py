@@ -11,12 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments
-from trinity_buffer.algorithm.functional import aggregate_loss, mask_of_rows
+from trinity_buffer.algorithm.functional import Metrics, aggregate_loss, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
-
-Metrics = dict[str, Tensor]
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from trinity_buffer.algorithm.advantage_fn.rows import as_mapping
 from trinity_buffer.algorithm.arguments import default_arguments, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
+    Metrics,
     aggregate_loss,
     bounded_exp,
     keep,
@@ -28,7 +29,6 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
-Metrics = dict[str, Tensor]
 Batch = TypeVar("Batch")
 """A mutable mapping, or a ``DataProto``."""
 

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import clipped_objective, log_ratio, masked_mean
+from trinity_buffer.algorithm.functional import (
+    Metrics,
+    Tokens,
+    clipped_objective,
+    log_ratio,
+    masked_mean,
+)
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
     ClippedLossFn,
-    Metrics,
     TokenLossFn,
-    Tokens,
 )
 
 

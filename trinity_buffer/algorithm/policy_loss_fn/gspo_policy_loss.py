@@ -9,18 +9,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import (
+    Metrics,
+    Tokens,
     aggregation_mode,
     bounded_exp,
     clipped_objective,
     row_means,
     spread,
 )
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    ClippedLossFn,
-    Metrics,
-    Tokens,
-)
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, ClippedLossFn
 
 
 @POLICY_LOSS_FN.register_module("gspo")

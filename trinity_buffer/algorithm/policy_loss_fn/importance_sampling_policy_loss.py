@@ -5,13 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import log_ratio
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    Metrics,
-    TokenLossFn,
-    Tokens,
-)
+from trinity_buffer.algorithm.functional import Metrics, Tokens, log_ratio
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
 
 @POLICY_LOSS_FN.register_module("importance_sampling")

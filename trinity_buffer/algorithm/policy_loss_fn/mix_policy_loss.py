@@ -8,13 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import require
-from trinity_buffer.algorithm.functional import aggregation_mode, mask_of_rows
+from trinity_buffer.algorithm.functional import Metrics, aggregation_mode, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
     LikelihoodLossFn,
     LossAndMetrics,
-    Metrics,
     PolicyLossFn,
     detached,
 )

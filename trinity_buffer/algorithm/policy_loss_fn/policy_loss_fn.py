@@ -8,25 +8,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import default_arguments, did_you_mean
 from trinity_buffer.algorithm.functional import (
+    Metrics,
+    Tokens,
     aggregate_loss,
     aggregation_mode,
     clip_limits,
     keep,
-    masked_mean,
 )
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import UnknownNameError
 
-Metrics = dict[str, Tensor]
 LossAndMetrics = tuple[Tensor, Metrics]
 """The loss, shape ``[]``, and what to log about it: detached tensors of shape ``[]``."""
 
@@ -192,32 +191,6 @@ def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., Lo
         return call(self, *args, **by_our_name)
 
     return translated
-
-
-class Tokens(NamedTuple):
-    """The inputs of a per-token loss, widened, and 0 where the mask is.
-
-    Attributes:
-        logprob: of the policy; the gradient flows through it alone.
-        old_logprob: of the policy that sampled.
-        advantages: of each token.
-        mask: what counts.
-        layout: boundaries and denominators of the step; None: the batch is all there is.
-        unmasked_advantages: as they came.
-    """
-
-    logprob: Tensor
-    old_logprob: Tensor
-    advantages: Tensor
-    mask: Tensor
-    layout: BatchLayout | None
-    unmasked_advantages: Tensor
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of ``values`` over the mask: of a bool, the share that is True."""
-        return masked_mean(
-            values.to(self.logprob) if values.dtype == torch.bool else values, self.mask
-        )
 
 
 @dataclass(eq=False)

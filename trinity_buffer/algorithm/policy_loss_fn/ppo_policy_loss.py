@@ -9,14 +9,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import require
-from trinity_buffer.algorithm.functional import clipped_objective, log_ratio, row_sums, spread
-from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    ClippedLossFn,
+from trinity_buffer.algorithm.functional import (
     Metrics,
     Tokens,
+    clipped_objective,
+    log_ratio,
+    row_sums,
+    spread,
 )
+from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, ClippedLossFn
 
 
 @POLICY_LOSS_FN.register_module("ppo")

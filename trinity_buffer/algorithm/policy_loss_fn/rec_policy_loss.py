@@ -10,18 +10,15 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import one_of, require
 from trinity_buffer.algorithm.functional import (
+    Metrics,
+    Tokens,
     aggregation_mode,
     bounded_exp,
     inside,
     row_means,
     spread,
 )
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    Metrics,
-    TokenLossFn,
-    Tokens,
-)
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
 CLIP_MODES = ("none", "one-side", "gspo-one-side", "two-side", "ring")
 WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")

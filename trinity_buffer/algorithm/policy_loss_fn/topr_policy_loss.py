@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import bounded_exp
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    Metrics,
-    TokenLossFn,
-    Tokens,
-)
+from trinity_buffer.algorithm.functional import Metrics, Tokens, bounded_exp
+from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
 
 @POLICY_LOSS_FN.register_module("topr")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
+from trinity_buffer.algorithm.annotating import reward_of
 from trinity_buffer.algorithm.arguments import (
     declared_arguments,
     default_arguments,
@@ -94,11 +95,11 @@ class SampleStrategy(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the reader is."""
-        return dict(_required(self.reader, "reader").state_dict())
+        return dict(_required(self.reader).state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        _required(self.reader, "reader").load_state_dict(state)
+        _required(self.reader).load_state_dict(state)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class DefaultSampleStrategy(SampleStrategy):
     async def sample(self, step: int) -> Sampled:
         """Return what the reader has next."""
         plan = self.plan(step, self.batch_size)
-        reader = _required(self.reader, "reader")
+        reader = _required(self.reader)
         taken = await reader.read(plan.usual, min_policy_version=plan.min_policy_version)
         return taken, version_metrics(taken), representative_samples(taken)
 
@@ -185,19 +186,13 @@ def representative_samples(experiences: Sequence[Experience]) -> list[dict[str, 
     rewarded = [e for e in experiences if e.reward is not None]
     if len(rewarded) < len(experiences):
         return [{"prompt": experiences[0].prompt_text, "response": experiences[0].response_text}]
-    chosen = [min(rewarded, key=_reward), max(rewarded, key=_reward)]
+    chosen = [min(rewarded, key=reward_of), max(rewarded, key=reward_of)]
     return [
         {"prompt": e.prompt_text, "response": e.response_text, "reward": e.reward} for e in chosen
     ]
 
 
-def _reward(experience: Experience) -> float:
-    return float(experience.reward or 0.0)
-
-
-def _required(reader: SampleReader | None, name: str) -> SampleReader:
+def _required(reader: SampleReader | None) -> SampleReader:
     if reader is None:
-        raise InvalidArgumentError(
-            f"this sample strategy was made without {name}=, it can only plan"
-        )
+        raise InvalidArgumentError("a sample strategy made without reader= can only plan: give one")
     return reader
