@@ -5,7 +5,6 @@ Tool calls are read in the forms that the chat templates of common models teach.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -122,17 +122,9 @@ def _call(value: Any, begin: int, end: int) -> Iterator[_Span]:
         yield _Span(begin, end, value["name"], arguments, own if isinstance(own, str) else None)
 
 
-def _named(
-    name: str, arguments: Any, begin: int, end: int, call_id: str | None = None
-) -> Iterator[_Span]:
-    """Yield the call of a name that stands before its arguments."""
-    if isinstance(arguments, dict):
-        yield _Span(begin, end, name, arguments, call_id)
-
-
 def _id(text: str) -> str:
     # Made of the text: the same turn, read again, has the same ids.
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:_ID_LETTERS]
+    return sha256(text.encode(errors="replace")).hexdigest()[:_ID_LETTERS]
 
 
 def _tagged(text: str, _: Tools) -> Iterator[_Span]:
@@ -200,7 +192,8 @@ def _listed(text: str, _: Tools) -> Iterator[_Span]:
     for opening in re.finditer(r"\[TOOL_CALLS\]\s*", text):
         if head := _NAME.match(text, opening.end()):
             value, end = _json_at(text, head.end())
-            yield from _named(head[1], value, opening.start(), end, head[2])
+            if isinstance(value, dict):
+                yield _Span(opening.start(), end, head[1], value, head[2])
             continue
         values, end = _json_at(text, opening.end())
         calls = values if isinstance(values, list) else [values]
@@ -219,7 +212,8 @@ def _in_channels(text: str, _: Tools) -> Iterator[_Span]:
         recipient = re.search(r"to=functions\.([\w.-]+)", header)
         if recipient:
             value = _json_at(body.strip(), 0)[0]
-            yield from _named(recipient[1], value, begin, end.end())
+            if isinstance(value, dict):
+                yield _Span(begin, end.end(), recipient[1], value)
         elif marker and "to=" not in header:
             yield _Span(begin, end.start() - len(body))
         begin = end.end()

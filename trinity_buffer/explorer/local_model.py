@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ import anyio.to_thread
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer.chat_format import ChatFormat, decoded
@@ -245,10 +247,6 @@ def _ends_of(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
     """Return token ids ``[B, T]`` and which of them are no padding, as 0 and 1."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros(len(prompts), width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    return ids.to(device), mask.to(device)
+    rows = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    return pad(rows).to(device), pad([torch.ones_like(row) for row in rows]).to(device)

@@ -123,11 +123,10 @@ class OpenAIModel:
             InferenceServerError: no answer, or one without ids and log-probs.
         """
         if self._dialect == "sglang":
+            ids: Any = prompt
             if isinstance(prompt, str):
-                return await self.complete(
-                    self._require_tokenizer().encode(prompt), max_tokens=max_tokens
-                )
-            return await self._generate(list(prompt), max_tokens)
+                ids = self._require_tokenizer().encode(prompt)
+            return await self._generate(list(ids), max_tokens)
         text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
         before = await self._weights.now()
         answer = await self._asked(
@@ -156,9 +155,8 @@ class OpenAIModel:
 
     async def _generate(self, prompt: list[int], max_tokens: int | None) -> Completion:
         sampling = {**self._sampling}
-        most = sampling.pop("max_tokens", None) if max_tokens is None else max_tokens
-        sampling.pop("max_tokens", None)
-        if most is not None:
+        usual = sampling.pop("max_tokens", None)
+        if (most := usual if max_tokens is None else max_tokens) is not None:
             sampling["max_new_tokens"] = most
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         answer = await self.server.post("/generate", body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
@@ -237,6 +237,7 @@ async def sync_weights(
         await changes.changed(state, LOOKED_AT_EVERY_S)
 
 
+@dataclass(slots=True)
 class _Pusher:
     """Pushes weights to servers, and knows which of them were away.
 
@@ -244,19 +245,11 @@ class _Pusher:
         waits: a server that is away is pushed to later; otherwise that is an error.
     """
 
-    def __init__(
-        self,
-        dialect: Dialect,
-        mode: PauseMode,
-        report: Callable[[PushReport], None],
-        *,
-        waits: bool,
-    ) -> None:
-        self._dialect = dialect
-        self._mode = mode
-        self._report = report
-        self._waits = waits
-        self._away: set[Server] = set()
+    dialect: Dialect
+    mode: PauseMode
+    report: Callable[[PushReport], None]
+    waits: bool
+    away: set[Server] = field(default_factory=set)
 
     async def push(self, servers: Sequence[Server], policy: PublishedPolicy) -> None:
         """Push ``policy`` to ``servers``, one after the other: the rest go on sampling."""
@@ -266,29 +259,29 @@ class _Pusher:
     async def _push(self, server: Server, policy: PublishedPolicy) -> None:
         """Push ``policy`` to ``server``, or note that it is away."""
         try:
-            pushed = await push_weights(server, policy, dialect=self._dialect, mode=self._mode)
+            pushed = await push_weights(server, policy, dialect=self.dialect, mode=self.mode)
         except InferenceServerError as error:
-            if not self._waits or not await self._is_away(server):
+            if not self.waits or not await self._is_away(server):
                 raise
-            if server not in self._away:
+            if server not in self.away:
                 _logger.warning("%s; it is given the newest weights when it is there again", error)
-            self._away.add(server)
+            self.away.add(server)
         else:
-            self._away.discard(server)
-            self._report(pushed)
+            self.away.discard(server)
+            self.report(pushed)
 
     async def holds_others(self, server: Server, pushed: PublishedPolicy) -> bool:
         """Return whether a server is to be pushed to again: it was away, or names other weights."""
         try:
-            held = await server.weight_version(self._dialect)
+            held = await server.weight_version(self.dialect)
         except InferenceServerError:
-            return server in self._away and not await self._is_away(server)
-        return server in self._away or held not in (None, str(pushed.version))
+            return server in self.away and not await self._is_away(server)
+        return server in self.away or held not in (None, str(pushed.version))
 
     async def _is_away(self, server: Server) -> bool:
         """Return whether a server answers nothing, or is not ready; a refusal is an answer."""
         try:
-            await server.weight_version(self._dialect)
+            await server.weight_version(self.dialect)
         except RefusedRequestError:
             return False
         except InferenceServerError:

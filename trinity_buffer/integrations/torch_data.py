@@ -9,7 +9,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from threading import Lock, Thread
 from time import monotonic
-from typing import Any, cast
+from typing import Any
 
 import torch.multiprocessing as mp
 from torch.utils.data import IterableDataset, get_worker_info
@@ -109,30 +109,21 @@ class StepDataset(IterableDataset[TrainStep]):
         # Of this process, which trains; the worker's are others.
         environment = environment_of_run(self._options.get("device", "cpu"))
         self._asking.send((request, step.step, (checkpoint, policy, environment)))
+        end, failure = monotonic() + COMMIT_S, None
         try:
-            failure = self._answer(request)
-        except TimeoutError:
-            raise StoreError(
-                f"commit of step {step.step}: no worker answered within {COMMIT_S:g} s; commit "
-                "while the loader is being read, and the same step again if it is"
-            ) from None
+            while self._asking.poll(max(end - monotonic(), 0.0)):
+                answered, failure = self._asking.recv()
+                if answered == request:  # else it is the answer to an earlier one
+                    break
+            else:
+                raise StoreError(
+                    f"commit of step {step.step}: no worker answered within {COMMIT_S:g} s; commit "
+                    "while the loader is being read, and the same step again if it is"
+                )
         finally:
             self._waited_for.value = NOBODY
         if failure is not None:
             raise StoreError(f"commit of step {step.step}: {failure}")
-
-    def _answer(self, request: int) -> str | None:
-        """Return why ``request`` failed; answers to earlier requests are skipped.
-
-        Raises:
-            TimeoutError: there is none.
-        """
-        end = monotonic() + COMMIT_S
-        while self._asking.poll(max(end - monotonic(), 0.0)):
-            answered, failure = self._asking.recv()
-            if answered == request:
-                return cast("str | None", failure)
-        raise TimeoutError
 
     def state_dict(self) -> dict[str, int | None]:
         """Return the last committed step: ``{"step": 12}``, None before the first."""

@@ -7,6 +7,7 @@ documentation names for advantages of one's own. Loss, optimizer, logging and ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -174,12 +175,11 @@ def trl_batch(microbatches: Sequence[MicroBatch], *, pad: int) -> dict[str, Tens
             for name, values in answers.items():
                 values.append(batch[name][row, cut:length])
     # TRL pads prompts on the left and completions on the right.
-    flipped = pad_sequence([ids.flip(0) for ids in prompts], batch_first=True, padding_value=pad)
-    there = pad_sequence([torch.ones_like(ids).flip(0) for ids in prompts], batch_first=True)
+    before = partial(pad_sequence, batch_first=True, padding_side="left")
     ids = answers.pop("input_ids")
     padded = {
-        "prompt_ids": flipped.flip(1),
-        "prompt_mask": there.flip(1),
+        "prompt_ids": before(prompts, padding_value=pad),
+        "prompt_mask": before([torch.ones_like(ids) for ids in prompts]),
         "completion_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
         "completion_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
     }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from trinity_buffer.algorithm.functional import spread
 from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import TrainStep
@@ -148,10 +149,6 @@ def _difference(microbatch: MicroBatch, name: str, logprob: Tensor) -> Tensor:
 
 def rows_of_tokens(microbatch: MicroBatch) -> Tensor:
     """Return of each token, padding included, the row of the micro-batch that it belongs to."""
-    ids: Tensor = microbatch["input_ids"]
-    if "cu_seqlens" in microbatch:
-        sizes: Tensor = microbatch["cu_seqlens"].diff().long()
-        rows = torch.arange(len(sizes), device=ids.device)
-        return torch.repeat_interleave(rows, sizes, output_size=ids.numel())
-    rows = torch.arange(len(ids), device=ids.device)
-    return rows.unsqueeze(-1).expand_as(ids).reshape(-1)
+    ids, rows = microbatch["input_ids"], len(microbatch["sample_index"])
+    numbers = torch.arange(rows, device=ids.device)
+    return spread(numbers, ids, microbatch.layout).reshape(-1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity_buffer.algorithm import Algorithm
-from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.layout import BatchLayout, tokens_per_row
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import Reduce, TrainStep
@@ -264,7 +264,8 @@ def blame_rows(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[
             words = ("out of memory", "not enough memory", "can't allocate memory")
             lacked = isinstance(error, MemoryError) or any(text in str(error) for text in words)
             if places and lacked:
-                lengths = _lengths(microbatch)
+                there, limits = microbatch["attention_mask"], microbatch.get("cu_seqlens")
+                lengths = tokens_per_row(there, limits).tolist()
                 longest = max(range(len(places)), key=lengths.__getitem__)
                 uid = uids(step, [places[longest]])[0]
                 error.add_note(
@@ -278,13 +279,6 @@ def blame_rows(step: TrainStep, uids: Uids, microbatch: MicroBatch) -> Iterator[
 def without(uid: str) -> str:
     """Return how to go on without a row."""
     return f"Go on without the row: `trinity-buffer train --drop {uid}`, or drop=[{uid!r}]"
-
-
-def _lengths(microbatch: MicroBatch) -> list[int]:
-    """Return how many tokens each row of a micro-batch has."""
-    if "cu_seqlens" in microbatch:
-        return [int(size) for size in microbatch["cu_seqlens"].diff()]
-    return [int(size) for size in microbatch["attention_mask"].sum(dim=1)]
 
 
 def settle_sampling(step: TrainStep, algorithm: Algorithm, *, recomputed: bool) -> None:

@@ -54,16 +54,9 @@ def token_scores(
         InvalidArgumentError: the logits of the model are not those of a linear output head.
         TrainingError: the step has recorded log-probabilities that no model's can be compared with.
     """
-    ids = microbatch["input_ids"]
-    if not ids.numel():
-        scores = token_scores(model, stand_in(microbatch), chunk_logits=chunk_logits)
-        return TokenScores(
-            *(part.flatten()[:0].view(ids.shape) for part in (scores.logprob, scores.entropy))
-        )
-    hidden, head, places, heat = _predictions(model, microbatch)
-    targets = ids.flatten()[places].long()
+    hidden, head, targets, places, heat = _predictions(model, microbatch)
     values = head_scores(hidden, head, targets, chunk_logits, temperature=heat)
-    return TokenScores(*(_placed(scores, places, ids) for scores in values))
+    return TokenScores(*(_placed(scores, places, microbatch["input_ids"]) for scores in values))
 
 
 @torch.no_grad()
@@ -74,33 +67,33 @@ def entropy_changes(
 
     Aligned as `token_scores`, whose arguments it takes; it has no gradient.
     """
-    ids = microbatch["input_ids"]
-    if not ids.numel():
-        changes = entropy_changes(model, stand_in(microbatch), chunk_logits=chunk_logits)
-        return changes.flatten()[:0].view(ids.shape)
-    hidden, head, places, heat = _predictions(model, microbatch)
+    hidden, head, _, places, heat = _predictions(model, microbatch)
     changes = head_entropy_changes(hidden, head, chunk_logits, temperature=heat)
-    return _placed(changes, places, ids)
+    return _placed(changes, places, microbatch["input_ids"])
 
 
 def _predictions(
     model: Any, microbatch: Mapping[str, Any]
-) -> tuple[Tensor, OutputHead, Tensor, Tensor | None]:
-    """Return the hidden state ``[T, D]`` before each predicted token, the head, their places.
+) -> tuple[Tensor, OutputHead, Tensor, Tensor, Tensor | None]:
+    """Return the hidden state ``[T, D]`` before each predicted token, the head, tokens, places.
 
-    Last, ``[T]``, what the logits are divided by; None: by nothing.
+    Last, ``[T]``, what the logits are divided by; None: by nothing. Of a micro-batch without rows
+    they are those of a stand-in.
     """
-    if isinstance(microbatch, MicroBatch):
-        microbatch.require_scorable()
-    hidden, head = last_hidden(model, microbatch)
-    places = predicted(microbatch).flatten().nonzero().squeeze(-1)
-    heat = microbatch.get("temperature")
+    read = microbatch if microbatch["input_ids"].numel() else stand_in(microbatch)
+    if isinstance(read, MicroBatch):
+        read.require_scorable()
+    hidden, head = last_hidden(model, read)
+    places = predicted(read).flatten().nonzero().squeeze(-1)
+    targets, heat = read["input_ids"].flatten()[places].long(), read.get("temperature")
     heat = None if heat is None else heat.flatten()[places]
-    return hidden.flatten(0, -2)[places - 1], head, places, heat
+    return hidden.flatten(0, -2)[places - 1], head, targets, places, heat
 
 
 def _placed(values: Tensor, places: Tensor, ids: Tensor) -> Tensor:
     """Return the shape of ``ids`` with ``values`` at ``places``, and 0 elsewhere."""
+    if not ids.numel():  # nothing is kept of what stood in, but the way back through the model
+        return values[:0].view(ids.shape)
     return values.new_zeros(ids.numel()).index_copy(0, places, values).view(ids.shape)
 
 
