@@ -52,9 +52,9 @@ def owner(start: str | None = None) -> str:
     return f"{this_host()}:{OTHER}:{start_of(OTHER) if start is None else start}:abcd"
 
 
-async def held_by(experiment: Experiment, who: str, before: str | None = None) -> None:
-    """Let ``who`` hold the lease of the strategy, which ``before`` held."""
-    take = partial(store_leases.acquire, owner=who, now_us=now_us(), ttl_us=60_000_000, dead=before)
+async def held_by(experiment: Experiment, who: str) -> None:
+    """Let ``who`` hold the lease of the strategy, whoever held it."""
+    take = partial(store_leases.acquire, owner=who, now_us=now_us(), ttl_us=60_000_000)
     await experiment.database.write(take, experiment.key, NAME)
 
 
@@ -287,7 +287,7 @@ async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url:
     async with opened(store_url, lease_ttl_s=ttl_s) as experiment:
         lease = StrategyLease(experiment, NAME)
         assert await lease.ask()
-        await held_by(experiment, owner(), before=await holder(experiment))
+        await held_by(experiment, owner())
         with pytest.raises(LeaseLostError, match=f"pid {OTHER} on host .* took over"):
             await experiment.database.write(lease.require)
         lease.doubt(LeaseLostError())
@@ -313,7 +313,7 @@ async def test_who_loses_the_lease_and_who_takes_it_over_says_so(
             @override
             async def add(self, experiences: list[Experience], step: int) -> Any:
                 if not self.seen:
-                    await held_by(experiment, owner(), before=await holder(experiment))
+                    await held_by(experiment, owner())
                 return await super().add(experiences, step)
 
         async def decide() -> None:
@@ -329,7 +329,7 @@ async def test_who_loses_the_lease_and_who_takes_it_over_says_so(
                 if ends == "gives":
                     await let_go(experiment, owner())
                 elif ends == "dies":
-                    await held_by(experiment, owner(start="1"), before=owner())
+                    await held_by(experiment, owner(start="1"))
                 await decided.wait()
         (lost,) = [each for each in caplog.messages if "took over" in each]
         assert "computed again. We lost the lease because" in lost
@@ -356,7 +356,7 @@ async def test_a_lease_is_renewed_until_another_has_taken_it(store_url: str) -> 
 
         async with lease.kept():
             await until(experiment, is_renewed)
-            await held_by(experiment, owner(), before=await holder(experiment))
+            await held_by(experiment, owner())
             await until(experiment, is_lost)
         assert await holder(experiment) == owner()
 

@@ -134,9 +134,7 @@ class Superseded(GRPOAddStrategy):
 
 
 def _taken_and_let_go(tx: Transaction, key: int) -> None:
-    held = leases.holder(tx, key, "grpo")
-    assert held is not None
-    leases.acquire(tx, key, "grpo", owner="another", now_us=now_us(), ttl_us=1, dead=held[0])
+    leases.acquire(tx, key, "grpo", owner="another", now_us=now_us(), ttl_us=1)
     leases.release(tx, key, "grpo", owner="another")
 
 

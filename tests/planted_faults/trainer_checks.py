@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -135,15 +136,8 @@ async def _held(experiment: Experiment) -> tuple[str, int]:
 
 async def take_over(experiment: Experiment) -> None:
     """Take the lease of a trainer that lives, as its successor does once it is silent."""
-    owner, _ = await _held(experiment)
     await experiment.database.write(
-        leases.acquire,
-        experiment.key,
-        "trainer",
-        owner="another",
-        now_us=now_us(),
-        ttl_us=1,
-        dead=owner,
+        leases.acquire, experiment.key, "trainer", owner="another", now_us=now_us(), ttl_us=1
     )
 
 
@@ -158,9 +152,10 @@ async def a_newer_token_fences(url: str, folder: Path) -> None:
 
 async def an_expired_lease_that_nobody_took_commits(url: str, folder: Path) -> None:
     async with _leased(url) as (experiment, stream, step):
-        owner, _ = await _held(experiment)
+        owner, token = await _held(experiment)
+        mine: dict[str, Any] = {"owner": owner, "token": token, "expires_at_us": 1}
         await experiment.database.write(
-            leases.renew, experiment.key, "trainer", owner=owner, expires_at_us=1
+            lambda tx: leases.put(tx, experiment.key, "trainer", **mine)
         )
         await stream.commit(step)
         nothing_is_wrong(await verify(experiment))

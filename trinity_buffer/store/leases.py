@@ -1,7 +1,7 @@
 """Leases, which may all be lost at any time without harm to what is recorded.
 
 A lease is a renewable claim on a consumer name, of a trainer or of a process that runs a strategy.
-It can be acquired when one of three holds: nobody has it, it has expired, or its owner is asking.
+Who acquires it has judged that nobody who lives has it (`pipeline.coordination.lease`).
 Acquiring always yields a token above every token that the log or the lease knows. Only a newer
 owner fences, a trainer by its token: an expired lease that nobody took can still be renewed and
 committed.
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import bindparam, delete, select, update
+from sqlalchemy import bindparam, delete, select
 
-from trinity_buffer.errors import LeaseHeldError, LeaseLostError
+from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.store import log
 from trinity_buffer.store.log import Place
 from trinity_buffer.store.tables import consumer, event, lease
@@ -74,25 +74,10 @@ def acquire(
     owner: str,
     now_us: int,
     ttl_us: int,
-    dead: str | None = None,
 ) -> int:
-    """Take the lease and return its fencing token.
-
-    Args:
-        dead: an owner that the caller knows to be dead (a process of this machine that is gone);
-            its lease is free.
-
-    Raises:
-        LeaseHeldError: another owner holds it and it has not expired.
-    """
+    """Take the lease, whoever has it, and return its fencing token."""
     lock_experiment(tx, experiment)
     held = holder(tx, experiment, name)
-    if held is not None and held[0] not in (owner, dead) and held[2] > now_us:
-        raise LeaseHeldError(
-            f"trainer {name!r} is at work in {describe_owner(held[0])}, whose lease ends in "
-            f"{(held[2] - now_us) / 1e6:.0f} s: wait for "
-            "it, stop that process, or choose another consumer name"
-        )
     recorded = int(_RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
     token = max(recorded, held[1] if held else 0) + 1
     put(tx, experiment, name, owner=owner, token=token, expires_at_us=now_us + ttl_us)
@@ -106,12 +91,6 @@ def put(
     row = {"owner": owner, "token": token, "expires_at": expires_at_us}
     statement = upsert(tx, lease).values({"experiment": experiment, "consumer": name, **row})
     tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "consumer"], set_=row))
-
-
-def renew(tx: Transaction, experiment: int, name: str, *, owner: str, expires_at_us: int) -> bool:
-    """Extend the lease; return False if ``owner`` does not hold it any more."""
-    mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.owner == owner)
-    return tx.execute(update(lease).where(*mine).values(expires_at=expires_at_us)).rowcount > 0
 
 
 class Standing(NamedTuple):

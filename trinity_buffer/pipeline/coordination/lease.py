@@ -11,7 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import cache
 from typing import TypeAlias
 
@@ -135,55 +135,74 @@ class Lease:
     Args:
         database: of the store.
         experiment: key of the experiment.
-        name: of the strategy or trainer.
+        consumer: name of the strategy or trainer.
         ttl_s: after how long without a heartbeat another process may take it.
+        owner: who holds it.
 
     Attributes:
         token: fences those who held it before.
     """
 
-    def __init__(self, database: Database, experiment: int, name: str, ttl_s: float) -> None:
+    def __init__(
+        self, database: Database, experiment: int, consumer: str, ttl_s: float, owner: str
+    ) -> None:
         self._database = database
         self._experiment = experiment
-        self._name = name
         self._ttl_s = ttl_s
+        self._watch = LeaseWatch(ttl_s)
+        self.consumer = consumer
+        self.owner = owner
         self.token = 0
-
-    @property
-    def owner(self) -> str:
-        """Who holds it: by default the whole process."""
-        return owner_of_process()
 
     async def holder(self) -> Held:
         """Return who holds it, by the store as it is now."""
-        return await self._database.read(leases.holder, self._experiment, self._name)
+        return await self._database.read(leases.holder, self._experiment, self.consumer)
+
+    def is_free(self, held: Held) -> bool:
+        """Return whether nobody who lives has it, as far as we have seen.
+
+        Silence is judged by our own monotonic clock: a lease that we have not seen renewed for our
+        ``ttl_s``. Clocks of other machines, or one that was moved, take no lease from anybody who
+        lives.
+        """
+        return held is None or is_dead(held[0]) or self._watch.is_silent(held)
 
     def take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, or ours; return whether it was."""
         lock_experiment(tx, self._experiment)
-        held = leases.holder(tx, self._experiment, self._name)
+        held = leases.holder(tx, self._experiment, self.consumer)
         if held != seen and (held is None or held[0] != self.owner):
             return False
-        self.token = leases.acquire(
-            tx,
-            self._experiment,
-            self._name,
-            owner=self.owner,
-            now_us=now_us(),
-            ttl_us=int(self._ttl_s * 1e6),
-            dead=None if held is None else held[0],
-        )
+        ttl_us = int(self._ttl_s * 1e6)
+        key, name = self._experiment, self.consumer
+        self.token = leases.acquire(tx, key, name, owner=self.owner, now_us=now_us(), ttl_us=ttl_us)
         return True
 
-    def renew(self, tx: Transaction) -> bool:
-        """Extend it; return whether it is still ours."""
+    def renew(self, tx: Transaction) -> None:
+        """Extend it, if it is still ours.
+
+        Put and not extended: who took it while we were paused may have left again, and a lease that
+        is nobody's would be taken from a trainer that lives.
+        """
+        self.standing(tx)
         expires = now_us() + int(self._ttl_s * 1e6)  # as it is once the transaction has begun
-        key, name = self._experiment, self._name
-        return leases.renew(tx, key, name, owner=self.owner, expires_at_us=expires)
+        key, name = self._experiment, self.consumer
+        leases.put(tx, key, name, owner=self.owner, token=self.token, expires_at_us=expires)
+
+    def standing(self, tx: Transaction) -> leases.Standing:
+        """Return the last committed step and the end of the log, if the lease is still held.
+
+        It goes on being held until the transaction ends: nobody can take it meanwhile.
+
+        Raises:
+            LeaseLostError: another took it.
+        """
+        return leases.require(tx, self._experiment, self.consumer, token=self.token)
 
     def give_back(self, tx: Transaction) -> None:
         """Let another process take it at once."""
-        leases.release(tx, self._experiment, self._name, owner=self.owner)
+        leases.release(tx, self._experiment, self.consumer, owner=self.owner)
+        tx.announce()
 
 
 class StrategyLease(Lease):
@@ -205,10 +224,9 @@ class StrategyLease(Lease):
 
     def __init__(self, experiment: ExperimentHandle, name: str, *, alone: bool = False) -> None:
         ttl_s = float(experiment.config.get("lease_ttl_s", TTL_S))
-        super().__init__(experiment.database, experiment.key, name, ttl_s)
+        super().__init__(experiment.database, experiment.key, name, ttl_s, owner_of_process())
         self._alone = self.is_held = alone
         self._patience_s = ttl_s
-        self._watch = LeaseWatch(self._patience_s)
         self._took = False
         self.held_by: str | None = None
 
@@ -216,13 +234,15 @@ class StrategyLease(Lease):
         """Return whether this process decides; take the lease if nobody has it who lives."""
         while not self.is_held:
             held = await self.holder()
-            if held is None or is_dead(held[0]) or self._watch.is_silent(held):
+            if self.is_free(held):
                 self._took = True  # also if we are cancelled while it is being taken
                 self.is_held = await self._database.write(self.take, held)
                 if self.is_held and self.held_by is not None:
                     self._say_that_we_decide(self.held_by, held)
-            elif held[0] == self.owner:
-                self.is_held = True
+                continue
+            assert held is not None  # else it is free
+            if held[0] == self.owner:
+                self.is_held, self.token = True, held[1]
             else:
                 self.held_by = held[0]
                 self._grow_patient()
@@ -251,24 +271,25 @@ class StrategyLease(Lease):
         else:
             why = f"was not heard of for {self._patience_s:g} s"
         who = describe_owner(before if held is None else held[0])
-        _logger.warning("%s", one_line(f"strategy {self._name!r} decides now: {who} {why}"))
+        _logger.warning("%s", one_line(f"strategy {self.consumer!r} decides now: {who} {why}"))
+
+    @override
+    def standing(self, tx: Transaction) -> leases.Standing:
+        # By its owner: its token is in no event, so that who had it since may have left no trace.
+        return leases.require(tx, self._experiment, self.consumer, owner=self.owner)
 
     def require(self, tx: Transaction) -> Place | None:
         """Return where the log ends, if that was asked, and this process holds the lease.
 
-        It goes on holding it until the transaction ends: nobody can take it meanwhile.
-
         Raises:
             LeaseLostError: another took it, whoever holds it now.
         """
-        if self._alone:
-            return None
-        return leases.require(tx, self._experiment, self._name, owner=self.owner).end
+        return None if self._alone else self.standing(tx).end
 
     def told(self) -> str:
         """Return who decides in our place."""
         who = "another process" if self.held_by is None else describe_owner(self.held_by)
-        return f"strategy {self._name!r} stands by: {who} decides"
+        return f"strategy {self.consumer!r} stands by: {who} decides"
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -279,7 +300,7 @@ class StrategyLease(Lease):
         finally:
             if self._took:
                 with anyio.CancelScope(shield=True):
-                    await self._database.try_to_write(self._release)
+                    await self._database.try_to_write(self.give_back)
 
     def _grow_patient(self) -> None:
         """Wait for others twice as long as before, if we have lost the lease to one.
@@ -297,12 +318,12 @@ class StrategyLease(Lease):
         while not self._alone:
             await anyio.sleep(self._ttl_s / HEARTBEATS_PER_TTL)
             if self.is_held:
-                with suppress(StoreError):
-                    self.is_held = await self._database.write(self.renew)
-
-    def _release(self, tx: Transaction) -> None:
-        self.give_back(tx)
-        tx.announce()
+                try:
+                    await self._database.write(self.renew)
+                except LeaseLostError:
+                    self.is_held = False
+                except StoreError:
+                    continue
 
 
 class TrainerLease(Lease):
@@ -322,35 +343,21 @@ class TrainerLease(Lease):
         ttl_s: float,
         owner: str | None = None,
     ) -> None:
-        super().__init__(database, experiment, consumer, ttl_s)
-        self.consumer = consumer
-        self._owner = owner or owner_name()
+        super().__init__(database, experiment, consumer, ttl_s, owner or owner_name())
         self.presence = Presence(database, experiment, "trainer", consumer)
         self.lost: LeaseLostError | None = None
-
-    @property
-    @override
-    def owner(self) -> str:
-        """Who holds it: this stream, as a process may open several."""
-        return self._owner
 
     async def acquire(self, *, wait: bool) -> None:
         """Take the lease; with ``wait``, as soon as its holder lets go, dies or falls silent.
 
-        Who waits judges silence by its own monotonic clock: a lease that it has not seen renewed
-        for its own ``ttl_s``. Clocks of other machines, or one that was moved, take no lease from
-        anybody who lives.
-
         Raises:
             LeaseHeldError: somebody holds it, and ``wait`` is False.
         """
-        watch = LeaseWatch(self._ttl_s)
 
         async def tell() -> str:
-            where = "another process" if held is None else describe_owner(held[0])
             return (
-                f"trainer {self.consumer!r} is held by {where}, renewed {watch.renewed_s:.0f} s "
-                "ago: stop that process, or choose another consumer name"
+                f"trainer {self.consumer!r} is held by {who}, renewed {self._watch.renewed_s:.0f} "
+                "s ago: stop that process, or choose another consumer name"
             )
 
         stall = Stall(self._database, self._experiment)
@@ -358,12 +365,16 @@ class TrainerLease(Lease):
         while True:
             state = await self._database.changes.state()
             held = await self.holder()
-            silent = watch.is_silent(held)
-            free = held is None or is_dead(held[0]) or (silent if wait else held[2] <= now_us())
+            who = "another process" if held is None else describe_owner(held[0])
+            has_expired = held is not None and held[2] <= now_us()
+            free = self.is_free(held) or (has_expired and not wait)
             if free and await self._database.write(self.take, held):
                 return
             if not wait:
-                raise LeaseHeldError(self._held_by(held))
+                raise LeaseHeldError(
+                    f"trainer {self.consumer!r} is at work in {who}: wait for it, stop that "
+                    "process, or choose another consumer name"
+                )
             await wait_for_it.changed(state, timeout_s=min(1.0, self._ttl_s / 4))
 
     def append(
@@ -386,7 +397,7 @@ class TrainerLease(Lease):
         of = self._experiment if experiment is None else experiment
         for key in sorted({of, self._experiment}):  # locks, always in one order
             lock_experiment(tx, key)
-        last, end = self._require(tx)
+        last, end = self.standing(tx)
         if committed not in (None, last):  # by a call that was cancelled, and went on all the same
             raise StoreError(
                 f"trainer {self.consumer!r}: step {last} is the last committed one, where this "
@@ -400,13 +411,6 @@ class TrainerLease(Lease):
         held = await self.holder()
         return held is not None and held[1] == self.token
 
-    def _held_by(self, held: Held) -> str:
-        who = "another process" if held is None else describe_owner(held[0])
-        return (
-            f"trainer {self.consumer!r} is at work in {who}: wait for it, stop that process, or "
-            "choose another consumer name"
-        )
-
     async def keep(self) -> None:
         """Renew until cancelled, or until a newer token is seen.
 
@@ -416,23 +420,16 @@ class TrainerLease(Lease):
         while self.lost is None:
             await anyio.sleep(self._ttl_s / HEARTBEATS_PER_TTL)
             try:
-                await self._database.write(self._heartbeat)
+                await self._database.write(self.renew)
             except LeaseLostError as error:
                 self.lost = error
             except (StoreUnavailableError, StoreBusyError) as error:
                 _logger.warning("trainer %r cannot renew its lease: %s", self.consumer, error)
 
-    def _heartbeat(self, tx: Transaction) -> None:
-        self._require(tx)
-        # Put and not extended: who took it while we were paused may have left again, and a lease
-        # that is nobody's would be taken from a trainer that lives.
-        expires = now_us() + int(self._ttl_s * 1e6)
-        key, name = self._experiment, self.consumer
-        leases.put(tx, key, name, owner=self.owner, token=self.token, expires_at_us=expires)
+    @override
+    def renew(self, tx: Transaction) -> None:
+        super().renew(tx)
         self.presence.note(tx)
-
-    def _require(self, tx: Transaction) -> leases.Standing:
-        return leases.require(tx, self._experiment, self.consumer, token=self.token)
 
     async def release(self) -> None:
         """Give the lease back; its holder is not there any more."""
