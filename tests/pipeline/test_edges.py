@@ -25,7 +25,7 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.load.blocks import Block, Field
+from trinity_buffer.pipeline.load.columns import Block, Field
 from trinity_buffer.pipeline.manifest import manifest_digest, plan_microbatches, repartitioned
 from trinity_buffer.pipeline.verify.log_audit import EventChain, LogAudit
 from trinity_buffer.pipeline.verify.report import Problem

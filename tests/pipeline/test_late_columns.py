@@ -154,7 +154,7 @@ async def test_what_the_trainer_computes_itself_is_not_made_to_be_dropped(
 ) -> None:
     await written(sqlite_url)
     resize(bytes_made_ahead=0)
-    monkeypatch.setattr(LazyColumns, "column", refuse)
+    monkeypatch.setattr(LazyColumns, "part", refuse)
     with open_train_stream(
         sqlite_url, experiment="e", strategy="grpo", groups_per_step=5, recompute_old_logprob=True
     ) as stream:

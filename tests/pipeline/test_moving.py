@@ -22,10 +22,9 @@ from tests.pipeline.test_late_columns import require_equal
 from tests.pipeline.test_rows_to_batches import written
 from trinity_buffer import open_train_stream
 from trinity_buffer.options import Layout
-from trinity_buffer.pipeline.load.blocks import Array
-from trinity_buffer.pipeline.train import moving
-from trinity_buffer.pipeline.train.microbatch import LazyTensors, MicroBatch
-from trinity_buffer.pipeline.train.moving import Event, Mover
+from trinity_buffer.pipeline.load.columns import Array
+from trinity_buffer.pipeline.train import microbatch
+from trinity_buffer.pipeline.train.microbatch import Event, LazyTensors, MicroBatch, Mover
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +89,7 @@ class SlowDevice:
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowDevice:
     """Let every device but the CPU be a slow one, such as that without numbers."""
     found = SlowDevice()
-    monkeypatch.setattr(moving, "transfers_of", lambda _: found)
+    monkeypatch.setattr(microbatch, "transfers_of", lambda _: found)
     return found
 
 
@@ -300,6 +299,6 @@ async def test_columns_that_no_step_looked_at_are_not_moved(
 def test_a_gpu_copies_beside_its_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
-    assert isinstance(moving.transfers_of(torch.device("cuda:1")), moving.CudaTransfers)
+    assert isinstance(microbatch.transfers_of(torch.device("cuda:1")), microbatch.CudaTransfers)
     assert made == [torch.device("cuda:1")]
-    assert moving.transfers_of(torch.device("mps")) is None
+    assert microbatch.transfers_of(torch.device("mps")) is None

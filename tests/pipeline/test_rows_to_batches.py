@@ -18,10 +18,9 @@ from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load import columns, segments
-from trinity_buffer.pipeline.load.blocks import Array
-from trinity_buffer.pipeline.train.collate import LazyColumn, Part
-from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.moving import StepMemory
+from trinity_buffer.pipeline.load.columns import Array
+from trinity_buffer.pipeline.train.collate import LazyColumns, Part
+from trinity_buffer.pipeline.train.microbatch import MicroBatch, StepMemory
 
 TASKS, RUNS = 16, 4
 LAYOUTS = [("padded", None), ("padded", 4096), ("packed", None), ("packed", 4096)]
@@ -173,14 +172,14 @@ def check_pixels(inputs: dict[str, torch.Tensor], wrote: Experience) -> None:
 async def test_what_few_losses_read_is_made_when_somebody_looks_at_it(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, layout: Layout, budget: int | None
 ) -> None:
-    made: Counter[LazyColumn] = Counter()
+    made: Counter[tuple[LazyColumns, str]] = Counter()
 
-    def counted(self: LazyColumn, of: Part) -> Array:
-        made[self] += 1
-        return part(self, of)
+    def counted(self: LazyColumns, name: str, of: Part) -> Array:
+        made[self, name] += 1
+        return part(self, name, of)
 
-    part = LazyColumn.part
-    monkeypatch.setattr(LazyColumn, "part", counted)
+    part = LazyColumns.part
+    monkeypatch.setattr(LazyColumns, "part", counted)
     await written(sqlite_url)
     with open_train_stream(
         sqlite_url,

@@ -25,7 +25,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.pipeline.train.commit import Commit, StepMeasures
-from trinity_buffer.pipeline.train.moving import Mover
+from trinity_buffer.pipeline.train.microbatch import Mover
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.resume import leased_step, plan_again
 from trinity_buffer.pipeline.train.step import TrainStep, collated

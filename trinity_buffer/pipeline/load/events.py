@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import decoded
-from trinity_buffer.pipeline.load.blocks import contiguous_ranges
 from trinity_buffer.store import log
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import position_of, slot_of
@@ -79,6 +82,14 @@ def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> F
         facts.runs.extend(columns.run[chosen])
         facts.steps.extend(columns.step[chosen])
     return facts
+
+
+def contiguous_ranges(numbers: npt.NDArray[Any] | Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of the ranges in which each number is one more than the last."""
+    if not len(numbers):
+        return []
+    breaks = np.flatnonzero(np.diff(np.asarray(numbers)) != 1) + 1
+    return list(pairwise([0, *breaks.tolist(), len(numbers)]))
 
 
 class EventCache:

@@ -28,11 +28,15 @@ from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, Tra
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs
-from trinity_buffer.pipeline.load.blocks import Array, Block, Field, field_of_values
-from trinity_buffer.pipeline.load.columns import LoadedRows
+from trinity_buffer.pipeline.load.columns import Array, Block, Field, LoadedRows, field_of_values
 from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
-from trinity_buffer.pipeline.train.microbatch import LazyTensors, MicroBatch
-from trinity_buffer.pipeline.train.moving import Column, Mover, StepMemory
+from trinity_buffer.pipeline.train.microbatch import (
+    Column,
+    LazyTensors,
+    MicroBatch,
+    Mover,
+    StepMemory,
+)
 
 REWARDS = "token_level_rewards"
 WITH_IDS = ("input_ids", "rollout_logprob")
@@ -48,6 +52,9 @@ RESPONSES = {
 
 OPTIONAL = {"teacher_logprob": "teacher_logprobs"}
 """Those that a step has only if all of its rows have them."""
+
+LazyColumn: TypeAlias = "Callable[[Part], Array]"
+"""Makes a column when it is first called, and returns a view of one micro-batch."""
 
 Weights: TypeAlias = Callable[[], "Array | None"]
 """Returns the factors of scaled values: the action mask, with its weights if it has any.
@@ -120,10 +127,10 @@ def _tensors(
     """Return the tensors of a micro-batch by name, made or lazy."""
     columns: dict[str, Column] = {}
     for name, column in flat.items():
-        if isinstance(column, LazyColumn):
-            columns[name] = partial(column.part, part)
+        if isinstance(column, np.ndarray):
+            columns[name] = _part(column, part)
         else:
-            columns[name] = column[part.elements].reshape(part.shape)
+            columns[name] = partial(column, part)
     if places.padded:
         columns["position_ids"] = mover.positions(part.shape)
     tensors = mover.columns(columns | {name: of[part.rows] for name, of in per_row.items()})
@@ -612,8 +619,8 @@ class LazyColumns:
         self._made: dict[str, Array] = {}
         self._lock = Lock()  # threads of a trainer may read at the same time
 
-    def column(self, name: str) -> Array:
-        """Return a column.
+    def part(self, name: str, part: Part) -> Array:
+        """Return a view of one micro-batch of a column, which the caller may change.
 
         Raises:
             TrainingError: an earlier attempt was interrupted, and the inputs are gone.
@@ -622,7 +629,12 @@ class LazyColumns:
             inputs, self._inputs = self._inputs, None
             if inputs is not None:
                 sources, places, weights = inputs
-                made = {name: _allocated(places.size, of.dtype) for name, of in sources.items()}
+                made = {}
+                for own, source in sources.items():
+                    size = places.size * np.dtype(source.dtype).itemsize
+                    large = size > sizes().bytes_read_at_once
+                    memory = mapped(size) if large else bytearray(size)
+                    made[own] = np.frombuffer(memory, source.dtype)
                 _fill(made, sources, places, weights)
                 self._made = made
         if not self._made:  # not a KeyError, which a mapping turns into "no such column"
@@ -630,24 +642,11 @@ class LazyColumns:
                 f"{name} of a step cannot be made: an error or Ctrl-C ended that half-way before; "
                 "open the stream again, which serves the uncommitted steps as they were"
             )
-        return self._made[name]
+        return _part(self._made[name], part)
 
 
-def _allocated(number: int, dtype: type[np.generic]) -> Array:
-    size = number * np.dtype(dtype).itemsize
-    large = size > sizes().bytes_read_at_once
-    return np.frombuffer(mapped(size) if large else bytearray(size), dtype)
-
-
-class LazyColumn(NamedTuple):
-    """A column that is made when a part of it is first read."""
-
-    of: LazyColumns
-    name: str
-
-    def part(self, part: Part) -> Array:
-        """Return a view of one micro-batch, which the caller may change."""
-        return self.of.column(self.name)[part.elements].reshape(part.shape)
+def _part(column: Array, part: Part) -> Array:
+    return column[part.elements].reshape(part.shape)
 
 
 def _columns_of_step(
@@ -660,7 +659,7 @@ def _columns_of_step(
         # The weights hold the blocks of the mask, which other columns do not need.
         scaled = any(block.scaled for source in of.values() for block in source.blocks)
         made = LazyColumns(of, places, weights if scaled else _no_weights)
-        return {name: LazyColumn(made, name) for name in of}
+        return {name: partial(made.part, name) for name in of}
 
     width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
     if places.size * width > sizes().bytes_made_ahead:

@@ -17,7 +17,12 @@ from trinity_buffer.events import PolicyPublished, StepsCommitted, TrainerRewoun
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer, recorder
 from trinity_buffer.pipeline.background import running, task_group
-from trinity_buffer.pipeline.coordination.diagnosis import counted, is_being_decided
+from trinity_buffer.pipeline.coordination.diagnosis import (
+    counted,
+    is_being_decided,
+    left_of,
+    outcome_of,
+)
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.presence import Presence, Work
 from trinity_buffer.pipeline.coordination.waiting import (
@@ -364,9 +369,10 @@ class LeadingRank(Rank):
 
     async def _report_untrained(self, served: int) -> None:
         """Report untrained rows, and why they are left, at the end of a stream."""
-        left = await self._database.read(self._sampler.left)
+        options, key, read = self._options, self._experiment.key, self._database.read
+        left = await read(left_of, key, options.annotation_set)
         if not (left or served):
-            left = await self._database.read(self._sampler.outcome)
+            left = await read(outcome_of, key, options.consumer)
         if left:
             steps = f"after {counted(served, 'step')}" if served else "without a step"
             _logger.warning(

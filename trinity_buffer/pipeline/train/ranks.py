@@ -144,8 +144,10 @@ class RankSession:
             LeaseLostError: another process took over, or a rank started again, or its process is
                 certainly gone.
         """
+        if self._world == 1:
+            return [[rows] for rows in own]
         others = range(1, self._world)
-        while self._world > 1:
+        while True:
             state = await self._database.changes.state()
             await self._read()
             self._check()

@@ -28,9 +28,8 @@ from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
-from trinity_buffer.pipeline.load.blocks import contiguous_ranges
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.load.events import EventCache, facts_of
+from trinity_buffer.pipeline.load.events import EventCache, contiguous_ranges, facts_of
 from trinity_buffer.pipeline.manifest import plan_microbatches, repartitioned
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import StreamOptions
@@ -88,11 +87,16 @@ class ReadyGroups:
         reader: name of the trainer.
         rows: loader of the rows of the experiment that is read.
         source: number of that experiment in the manifests.
+
+    Attributes:
+        reader: the trainer, as `trainer_queries` know it.
+        experiment: key of the experiment that is read.
     """
 
     def __init__(self, annotation_set: str, reader: Reader, rows: EventCache, source: int) -> None:
+        self.reader = reader
+        self.experiment = rows.experiment
         self._set = annotation_set
-        self._reader = reader
         self._rows = rows
         self._source = source
         self._groups: deque[ReadyGroup] = deque()
@@ -102,7 +106,7 @@ class ReadyGroups:
 
     def start(self, tx: Transaction) -> None:
         """Continue after everything that was leased before."""
-        self._start = trainer_queries.first_undelivered(tx, self._reader)
+        self._start = trainer_queries.first_undelivered(tx, self.reader)
 
     @property
     def is_through(self) -> bool:
@@ -177,7 +181,7 @@ class ReadyGroups:
         """Return the positions of the next events, and which of their rows are spent."""
         positions = trainer_queries.annotated_positions(
             tx,
-            self._rows.experiment,
+            self.experiment,
             annotation_set=self._set,
             start=self._start,
             limit=sizes().rows_per_page,
@@ -186,8 +190,8 @@ class ReadyGroups:
             return positions, set()
         spent = trainer_queries.spent_rows(
             tx,
-            self._rows.experiment,
-            trainer=self._reader,
+            self.experiment,
+            trainer=self.reader,
             start=self._start,
             end=first_address(positions[-1] + 1),
         )
@@ -226,29 +230,26 @@ class StepSampler:
         self._sampling = options.sampling()
         self._num_ready: list[int] = []
         self._dropped: list[Collection[int]] = []
-        self._experiments = [experiment]
-        self._readers = [Reader(experiment.key, options.consumer, "", options.consumer)]
-        self._ready = [ReadyGroups(self._set, self._readers[0], loader.events, 0)]
+        self._experiment = experiment.key
+        reader = Reader(experiment.key, options.consumer, "", options.consumer)
+        self._ready = [ReadyGroups(self._set, reader, loader.events, 0)]
         if expert is not None:
             # A trainer of another experiment may have the same name, so the expert's log gets a
             # qualified one.
             guest = guest_name(experiment.name, options.consumer)
             reader = Reader(experiment.key, options.consumer, expert.name, guest)
-            self._experiments.append(expert)
-            self._readers.append(reader)
-            self._ready.append(
-                ReadyGroups(RECORDED, reader, EventCache(expert.key, expert.name), 1)
-            )
+            rows = EventCache(expert.key, expert.name)
+            self._ready.append(ReadyGroups(RECORDED, reader, rows, 1))
 
     def start(self, tx: Transaction, dropped: Dropped | None = None) -> None:
         """Continue after everything that was leased before; reject the dropped rows."""
-        self._dropped = [(dropped or {}).get(reader.source, ()) for reader in self._readers]
+        self._dropped = [(dropped or {}).get(ready.reader.source, ()) for ready in self._ready]
         for ready in self._ready:
             ready.start(tx)
 
     def waiting_for(self, tx: Transaction) -> str:
         """Explain what the next step lacks, and which process would bring it."""
-        options, key = self._options, self._experiments[0].key
+        options, key = self._options, self._experiment
         plan = self._sampling.plan(1, options.groups_per_step)
         if self.lacks_expert and self._num_ready[0] >= plan.usual:
             return (
@@ -263,14 +264,6 @@ class StepSampler:
             f"({ready} ready): "
             f"{diagnosis.of_trainer(tx, key, self._set)}"
         )
-
-    def left(self, tx: Transaction) -> str:
-        """Describe the undecided rows of the set, and why they are; "" if there are none."""
-        return diagnosis.left_of(tx, self._experiments[0].key, self._set)
-
-    def outcome(self, tx: Transaction) -> str:
-        """Describe what happened to the rows of the set when none is left."""
-        return diagnosis.outcome_of(tx, self._experiments[0].key, self._options.consumer)
 
     @property
     def lacks_expert(self) -> bool:
@@ -363,7 +356,7 @@ class StepSampler:
 
     def _report_rejected(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
         """Report fully rejected groups to the rejection watch."""
-        key = self._experiments[gone[0].source].key
+        key = self._ready[gone[0].source].experiment
 
         def uid() -> str:
             (row,) = s.read(writer_queries.experience_rows, key, [gone[0].experiences[0]])
@@ -455,22 +448,20 @@ class StepSampler:
             left: the parts of the same groups that are still trained.
         """
         trained = {group.key for group in left}
-        for source, reader in enumerate(self._readers):
+        for source, ready in enumerate(self._ready):
             groups = [group for group in gone if group.source == source]
             rows = list(chain.from_iterable(group.annotations for group in groups))
             if not rows:
                 continue
             whole = [group for group in groups if group.planned and group.key not in trained]
             rejected = ExperiencesRejected(
-                consumer=reader.rejecting,
+                consumer=ready.reader.rejecting,
                 by="trainer",
                 experiences=rows,
                 reasons=[reason] * len(rows),
                 planned_groups=len(whole) if source == 0 else 0,
             )
-            event = new_event(rejected)
-            key = self._experiments[source].key
-            s.write(self._lease.append, [event], experiment=key)
+            s.write(self._lease.append, [new_event(rejected)], experiment=ready.experiment)
 
     def _unplanned(self, step: int, taken: Sequence[ReadyGroup]) -> BatchLeased:
         """Return the manifest of a step of the groups ``taken``, still without micro-batches."""

@@ -24,8 +24,7 @@ from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, rows_by_rank
 from trinity_buffer.pipeline.train.collate import collate_step, mean_reward
-from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.moving import Mover, StepMemory
+from trinity_buffer.pipeline.train.microbatch import MicroBatch, Mover, StepMemory
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.pipeline.train.resume import leased_step, load_leased
 from trinity_buffer.store.rows import StepRow
