@@ -159,21 +159,6 @@ _U32 = np.dtype("<u4")
 _MAX_BYTES = (1 << 32) - 1
 
 
-class _Body:
-    """The parts of a body under construction, each at a multiple of 64 bytes."""
-
-    def __init__(self) -> None:
-        self.parts: list[Buffer] = []
-        self.size = 0
-
-    def add(self, parts: Sequence[Buffer], size: int) -> tuple[int, int]:
-        """Append ``parts`` of ``size`` bytes together; return where they begin and their size."""
-        pad = -self.size % ALIGNMENT
-        self.parts += [bytes(pad), *parts]
-        begin, self.size = self.size + pad, self.size + pad + size
-        return begin, size
-
-
 def encode_segment(
     columns: Sequence[Column],
     objects: Mapping[str, Sequence[Any]],
@@ -206,38 +191,35 @@ def segment_blob(
     aliases: Mapping[str, str] | None = None,
 ) -> Blob:
     """Return the same as `encode_segment`, in pieces; data of large columns is not copied."""
-    body = _Body()
-    header = {
-        "v": SEGMENT_VERSION,
-        "rows": rows,
-        "columns": [_column_entry(column, rows, body) for column in columns],
-        "objects": [
-            [name, *_add_objects(name, pieces, rows, body)] for name, pieces in packed.items()
-        ],
-        "aliases": dict(aliases or {}),
-    }
-    return _assembled(pack_plain(header), body)
-
-
-def _assembled(header: bytes, body: _Body) -> Blob:
+    columns_and_objects = [
+        *(("columns", *_column_parts(column, rows)) for column in columns),
+        *(("objects", *_object_parts(name, pieces, rows)) for name, pieces in packed.items()),
+    ]
+    lists: dict[str, list[list[Any]]] = {"columns": [], "objects": []}
+    parts, size = list[Buffer](), 0
+    for kind, entry, buffers in columns_and_objects:
+        padding, length = -size % ALIGNMENT, sum(map(len, buffers))
+        lists[kind].append([*entry, size + padding, length])
+        parts += [bytes(padding), *buffers]
+        size += padding + length
+    fields = {"v": SEGMENT_VERSION, "rows": rows, **lists, "aliases": dict(aliases or {})}
+    header = pack_plain(fields)
     # The body begins at a multiple, so that views of its columns are aligned for every dtype.
     filler = -(_HEAD + len(header) + 2 * _BIN_HEAD) % ALIGNMENT
-    if max(len(header), body.size) > _MAX_BYTES:
+    if max(len(header), size) > _MAX_BYTES:
         raise InvalidArgumentError(
-            f"a segment of {body.size} bytes: the limit is 4 GiB, write fewer experiences at once"
+            f"a segment of {size} bytes: the limit is 4 GiB, write fewer experiences at once"
         )
     # All lengths have a fixed width, so that the place of the body is known before it is packed.
+    lengths = [length.to_bytes(4, "big") for length in (len(header), filler, size)]
     head = b"\x94\xce%b%b\xc6%b%b\xc6%b" % (
-        len(header).to_bytes(4, "big"),
-        header,
-        filler.to_bytes(4, "big"),
-        bytes(filler),
-        body.size.to_bytes(4, "big"),
+        *(lengths[0], header, lengths[1], bytes(filler), lengths[2]),
     )
-    return Blob(list(few_pieces([head, *body.parts])))
+    return Blob(list(few_pieces([head, *parts])))
 
 
-def _column_entry(column: Column, rows: int, body: _Body) -> list[Any]:
+def _column_parts(column: Column, rows: int) -> tuple[list[Any], Sequence[Buffer]]:
+    """Return the entry of a column in the header, without its place, and its bytes."""
     count = rows if column.rows is None else len(column.rows)
     width = DTYPES[column.dtype].itemsize if column.dtype in DTYPES else 0
     if len(column.shapes) != count or int(column.sizes.sum()) * width != column.data.nbytes:
@@ -250,22 +232,24 @@ def _column_entry(column: Column, rows: int, body: _Body) -> list[Any]:
         raise InvalidArgumentError(f"column {column.field}: a tensor of {ndim} dimensions or 2^32")
     present = None if column.rows is None else column.rows.astype(_U32).tobytes()
     shapes = column.shapes.astype(_U32).tobytes()
-    place = body.add([column.data.data], column.data.nbytes)
-    return [column.field, column.dtype, column.encoding, present, ndim, shapes, *place]
+    entry = [column.field, column.dtype, column.encoding, present, ndim, shapes]
+    return entry, [column.data.data]
 
 
-def _add_objects(name: str, pieces: Sequence[bytes], rows: int, body: _Body) -> tuple[int, int]:
+def _object_parts(
+    name: str, pieces: Sequence[bytes], rows: int
+) -> tuple[list[Any], Sequence[Buffer]]:
+    """Return the entry of objects in the header, without its place, and its bytes."""
     if len(pieces) != rows:
         raise InvalidArgumentError(f"objects {name}: {len(pieces)} values for {rows} rows")
-    offsets = np.zeros(rows + 1, np.int64)
     sizes = list(map(len, pieces))
+    offsets = np.zeros(rows + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     if offsets[-1] > _MAX_BYTES:
         raise InvalidArgumentError(f"objects {name}: {offsets[-1]} bytes, the limit is 4 GiB")
-    ends = offsets.astype(_U32).tobytes()
     # Short ones are joined: each piece costs its writer a call.
     parts = [b"".join(pieces)] if max(sizes, default=0) < JOINED_BYTES else pieces
-    return body.add([ends, *parts], len(ends) + int(offsets[-1]))
+    return [name], [offsets.astype(_U32).tobytes(), *parts]
 
 
 def decode_segment(blob: Buffer) -> Segment:

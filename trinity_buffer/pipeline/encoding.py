@@ -106,8 +106,6 @@ class RecordBatch:
         self.meta: dict[str, list[Any]] = {}
         self.sampling: dict[int, list[Any]] | None = None
         self._tensors: dict[str, PresentTensors] = {}
-        self._packer = ObjectPacker(raw_tensor)
-        self._packed: dict[str, tuple[list[bytes], list[bytes]]] = {}
 
     def tensors(self, name: str) -> PresentTensors:
         """Return the tensors of a field that holds only tensors and None."""
@@ -152,23 +150,25 @@ class RecordBatch:
             columns["multi_modal_inputs"] = _modal_columns(self.values["multi_modal_inputs"])
         return columns
 
-    def packed(self, field: str) -> tuple[list[bytes], list[bytes]]:
-        """Return a field of `OBJECTS` in bytes: as given, and with sorted keys, of equal order.
+    @cached_property
+    def objects(self) -> dict[str, tuple[list[bytes], list[bytes]]]:
+        """Field of `OBJECTS` -> each row in bytes: as it is, and with sorted keys; if any has one.
 
-        Both lists are empty if no row has one. Stored is what was given, but digests are of sorted
-        keys: equal content must have equal digests.
+        Stored is what was given, but digests are of sorted keys: equal content must have equal
+        digests.
 
         Raises:
-            InvalidArgumentError: a value that cannot be stored; the message names its place.
+            InvalidArgumentError: a value that cannot be stored; the message begins with the field.
         """
-        if field not in self._packed:
-            stored = _stored(field, self.values[field]) if self.kinds[field] != _NONE else ()
-            self._packed[field] = (
-                ([], [])
-                if _NONE.issuperset(map(type, stored))
-                else self._packer.pack_twice(stored, field)
-            )
-        return self._packed[field]
+        packer = ObjectPacker(raw_tensor)
+        objects = {}
+        for field in OBJECTS:
+            if self.kinds[field] <= _NONE:
+                continue
+            stored = _stored(field, self.values[field])
+            if not _NONE.issuperset(map(type, stored)):
+                objects[field] = packer.pack_twice(stored, field)
+        return objects
 
     def encode(self) -> Self:
         """Make the segments, one per family, and the metadata for the event's body.
@@ -182,11 +182,9 @@ class RecordBatch:
         contents = Contents(values["experience_type"], values["prompt_length"], values["reward"])
         for family, names in FAMILIES.items():
             packed: dict[str, list[bytes]] = {}
-            for field in filter(OBJECTS.__contains__, names):
-                pieces, in_order = self.packed(field)
-                if pieces:
-                    packed[field] = pieces
-                    contents.add_objects(field, in_order)
+            for field in filter(self.objects.__contains__, names):
+                packed[field], in_order = self.objects[field]
+                contents.add_objects(field, in_order)
             columns = [column for field in names for column in self.columns.get(field, ())]
             for column in columns:
                 contents.add_column(column)

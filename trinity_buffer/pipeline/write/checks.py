@@ -221,11 +221,10 @@ def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
 
 
 def _objects(batch: RecordBatch, _schema: str) -> Problem | None:
-    for field in (*TEXTS, *LISTS, "info", "metrics"):
-        try:
-            batch.packed(field)
-        except InvalidArgumentError as error:
-            return field, str(error)
+    try:
+        batch.objects  # noqa: B018 - they are packed when they are first asked for
+    except InvalidArgumentError as error:
+        return next(field for field in OBJECTS if str(error).startswith(field)), str(error)
     return None
 
 
@@ -348,7 +347,7 @@ def _experts(batch: RecordBatch, _schema: str) -> Problem | None:
 
 def _size(batch: RecordBatch, _schema: str) -> Problem | None:
     columns = list(chain.from_iterable(batch.columns.values()))
-    packed = [batch.packed(field)[0] for field in OBJECTS]
+    packed = [pieces for pieces, _ in batch.objects.values()]
     if sum(column.data.nbytes for column in columns) + sum(map(len, chain(*packed))) <= MAX_BYTES:
         return None
     sizes = np.zeros(len(batch.experiences), np.int64)
@@ -356,7 +355,7 @@ def _size(batch: RecordBatch, _schema: str) -> Problem | None:
         rows = slice(None) if column.rows is None else column.rows
         sizes[rows] += column.sizes * column.elements.itemsize
     for pieces in packed:
-        sizes += list(map(len, pieces)) or 0
+        sizes += list(map(len, pieces))
     if sizes.max() > MAX_BYTES:
         return "size", f"size is {sizes.max()} bytes, the limit is {MAX_BYTES}"
     return None
