@@ -72,6 +72,14 @@ def test_the_table_says_what_the_command_says_of_itself(name: str) -> None:
     assert COMMANDS[name].does == (getdoc(callback) or "").splitlines()[0]
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_does_and_the_help_shows_no_docstring(name: str) -> None:
+    group: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
+    command = group.commands[name]
+    assert [param.name for param in command.params if not getattr(param, "help", None)] == []
+    assert "Args:" not in (command.help or "")
+
+
 def test_the_help_shows_every_command(cli: Cli) -> None:
     told = " ".join(cli("--help").out.split())
     assert all(f"{name} {command.does}" in told for name, command in COMMANDS.items())

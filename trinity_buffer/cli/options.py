@@ -271,9 +271,9 @@ def interruptible(message: str | None = None) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def run(main: Callable[[], Awaitable[Any]]) -> Any:
-    """Run a command to its end; Ctrl-C ends it without a traceback."""
-    with interruptible():
+def run(main: Callable[[], Awaitable[Any]], message: str | None = None) -> Any:
+    """Run a command to its end; Ctrl-C ends it with ``message`` instead of a traceback."""
+    with interruptible(message):
         return anyio.run(main)
 
 

@@ -119,8 +119,7 @@ def explore(
             say=roles.plain,
         )
 
-    with options.interruptible(options.RESUMABLE):
-        anyio.run(main)
+    options.run(main, options.RESUMABLE)
 
 
 def annotate(
@@ -164,8 +163,7 @@ def annotate(
                 f"{report.waiting} waiting in {report.waiting_groups} incomplete groups"
             )
 
-    with options.interruptible(options.RESUMABLE):
-        anyio.run(main)
+    options.run(main, options.RESUMABLE)
 
 
 def train(

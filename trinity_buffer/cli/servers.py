@@ -156,8 +156,7 @@ def sync_weights(
             ):
                 plain("no policy is published yet: nothing was pushed")
 
-    with options.interruptible(options.RESUMABLE):
-        anyio.run(main)
+    options.run(main, options.RESUMABLE)
 
 
 def record(

@@ -137,18 +137,28 @@ class RunNumbers:
         """Annotation rows that the trainer has neither leased nor rejected."""
         return max(0, self.annotated.total - self.leased_rows - self.rejected_rows)
 
+    def figures(self) -> dict[str, str]:
+        """Return the numbers as texts, by what they are."""
+        now = time.time()
+        return {
+            "step": str(self.step),
+            "accuracy": "-" if self.accuracy is None else f"{self.accuracy:.3f}",
+            "reward": f"{self.recent_reward:.3f}" if self.rewards else "-",
+            "rollouts/s": f"{self.rollouts.per_second(now):.0f}",
+            "steps/s": f"{self.steps.per_second(now):.1f}",
+            "ready": str(self.ready),
+            "staleness": f"{self.staleness:.1f}",
+        }
+
     def line(self) -> str:
         """Return one plain line."""
         if not self.rollouts.total:
             return STARTING
-        now = time.time()
-        accuracy = "-" if self.accuracy is None else f"{self.accuracy:.3f}"
-        reward = f"{self.recent_reward:.3f}" if self.rewards else "-"
+        it = self.figures()
         return (
-            f"step {self.step:4d}  accuracy {accuracy}  reward {reward}  "
-            f"{self.rollouts.per_second(now):6.0f} rollouts/s  "
-            f"{self.steps.per_second(now):4.1f} steps/s  "
-            f"ready {self.ready}  staleness {self.staleness:.1f}"
+            f"step {it['step']:>4}  accuracy {it['accuracy']}  reward {it['reward']}  "
+            f"{it['rollouts/s']:>6} rollouts/s  {it['steps/s']:>4} steps/s  "
+            f"ready {it['ready']}  staleness {it['staleness']}"
         )
 
 
@@ -171,21 +181,10 @@ def sparkline(values: Sequence[float], width: int = 60, low: float = 0.0, high: 
 
 def drawn(title: str, numbers: RunNumbers, children: Sequence[Child], kills: int) -> Panel:
     """Return the live view: the run above, one line per process below."""
-    now = time.time()
-    top = Table.grid(padding=(0, 3))
-    accuracy = "-" if numbers.accuracy is None else f"{numbers.accuracy:.3f}"
-    top.add_row(
-        "step", "accuracy", "reward", "rollouts/s", "steps/s", "ready", "staleness", style="dim"
-    )
-    top.add_row(
-        str(numbers.step),
-        Text(accuracy, style="bold green"),
-        f"{numbers.recent_reward:.3f}",
-        f"{numbers.rollouts.per_second(now):.0f}",
-        f"{numbers.steps.per_second(now):.1f}",
-        str(numbers.ready),
-        f"{numbers.staleness:.1f}",
-    )
+    top, figures = Table.grid(padding=(0, 3)), numbers.figures()
+    top.add_row(*figures, style="dim")
+    figures["accuracy"] = f"[bold green]{figures['accuracy']}"
+    top.add_row(*figures.values())
     bottom = Table.grid(padding=(0, 2))
     for child in children:
         state = Text("●", style="green" if child.alive else "red")
