@@ -160,8 +160,8 @@ FAULTS = [
     Fault(
         "run 0 of a task is never missing",
         "pipeline/write/planning.py",
-        "for run in range(planned.rollouts_per_group)]",
-        "for run in range(1, planned.rollouts_per_group)]",
+        "for run in range(runs)]",
+        "for run in range(1, runs)]",
         "tests/contract/test_planning.py::test_what_is_missing_of_a_plan_shrinks_as_runs_are_stored",
     ),
     Fault(

@@ -15,7 +15,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.pipeline.verify.verify import verify as verify_experiment
-from trinity_buffer.pipeline.write.planning import seal_as_it_is
+from trinity_buffer.pipeline.write import planning
 from trinity_buffer.store.url import named
 
 PROBLEMS_SHOWN = 50
@@ -206,7 +206,7 @@ async def seal(experiment: Experiment, batch: str) -> output.Answer:
         batch: Its id, as `trinity-buffer doctor` names it.
     """
     write = experiment.database.write
-    experiences = await write(seal_as_it_is, experiment.key, batch, actor="user")
+    experiences = await write(planning.seal, experiment.key, batch, actor="user")
     line = f"sealed batch {batch} with {experiences} experiences"
     if experiences is None:
         line = f"batch {batch} was sealed before"

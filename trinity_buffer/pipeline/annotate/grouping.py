@@ -36,7 +36,7 @@ from trinity_buffer.options import GroupingRules
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, now_us
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.write.planning import seal_as_it_is
+from trinity_buffer.pipeline.write import planning
 from trinity_buffer.store import counts, log, writer_queries
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, first_address, position_of
@@ -598,7 +598,7 @@ class Deadlines:
             # Sealing removes batches from the page, so reading it again yields the next ones.
             full_page = len(overdue) == counts.BATCHES_LOOKED_AT
             for batch in overdue:
-                sealed = await database.write(seal_as_it_is, key, batch, actor=self._name)
+                sealed = await database.write(planning.seal, key, batch, actor=self._name)
                 if sealed is not None:
                     message = (
                         f"strategy {self._name!r} has sealed batch {batch!r} with {sealed} "

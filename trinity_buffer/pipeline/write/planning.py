@@ -390,7 +390,7 @@ def _require_own(existing: store_rows.BatchRow, actor: str) -> None:
 
 
 def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
-    _check_batch(batch)
+    check_batch(batch)
     for task in tasks:
         problem = problem_of_key(task)
         if problem is not None:
@@ -406,7 +406,12 @@ def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
         )
 
 
-def _check_batch(batch: object) -> None:
+def check_batch(batch: object) -> None:
+    """Raise unless ``batch`` can be the id of one.
+
+    Raises:
+        InvalidArgumentError: it cannot.
+    """
     problem = problem_of_key(batch)
     # A slash separates batch and task in uids.
     if problem is None and ("/" in str(batch) or batch == ""):
@@ -415,25 +420,28 @@ def _check_batch(batch: object) -> None:
         raise InvalidArgumentError(f"batch {batch!r}: a batch id {problem}")
 
 
-async def missing(database: Database, experiment: int, batch: Key) -> list[tuple[Key, int]]:
-    """Return the planned (task, run) pairs that are not stored, in the order of the plan."""
+def planned(tx: Transaction, experiment: int, batch: Key) -> tuple[tuple[Key, ...], int]:
+    """Return the tasks of a planned batch and the planned number of rollouts of each.
 
-    def load(tx: Transaction) -> tuple[store_rows.BatchRow | None, set[tuple[str, int]]]:
-        planned = writer_queries.batch_row(tx, experiment, batch)
-        return planned, writer_queries.runs_of(tx, experiment, batch)
-
-    planned, stored = await database.read(load)
-    if planned is None or planned.rollouts_per_group is None:
+    Raises:
+        InvalidArgumentError: the batch was never planned.
+    """
+    row = writer_queries.batch_row(tx, experiment, batch)
+    if row is None or row.rollouts_per_group is None:
         raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
-    pairs = [(task, run) for task in planned.tasks for run in range(planned.rollouts_per_group)]
+    return row.tasks, row.rollouts_per_group
+
+
+def missing(tx: Transaction, experiment: int, batch: Key) -> list[tuple[Key, int]]:
+    """Return the planned (task, run) pairs that are not stored, in the order of the plan.
+
+    Raises:
+        InvalidArgumentError: the batch was never planned.
+    """
+    tasks, runs = planned(tx, experiment, batch)
+    stored = writer_queries.runs_of(tx, experiment, batch)
+    pairs = [(task, run) for task in tasks for run in range(runs)]
     return [(task, run) for task, run in pairs if (str(task), run) not in stored]
-
-
-async def seal(database: Database, experiment: int, actor: str, batch: Key, expected: int) -> None:
-    """Seal ``batch``; see `SQLWriter.seal`."""
-    _check_batch(batch)
-    event = new_event(BatchSealed(batch=batch, expected=expected))
-    await database.write(_seal, experiment, actor, batch, expected, event)
 
 
 def take_over(
@@ -513,46 +521,47 @@ LOOK_FOR_HEIRS_S = 2.0
 """Polling interval: a killed process leaves no event that would wake the wait."""
 
 
-def seal_as_it_is(tx: Transaction, experiment: int, batch: str, *, actor: str) -> int | None:
-    """Seal a batch with its stored rows; return their number, None if it was sealed before.
+def seal(
+    tx: Transaction, experiment: int, batch: Key, expected: int | None = None, *, actor: str
+) -> int | None:
+    """Seal a batch; return the number of its rows, None if it was sealed before.
+
+    Args:
+        expected: how many rows it has to hold; None: as many as are stored.
 
     Raises:
-        UnknownNameError: no plan and no rows under this id.
+        ConflictingSealError: the batch holds, or was sealed with, another number.
+        UnknownNameError: no plan and no rows under this id, and nothing is expected.
     """
     lock_experiment(tx, experiment)
     row = writer_queries.batch_row(tx, experiment, batch)
     if row is not None and row.sealed_at is not None:
+        if expected not in (None, row.expected):
+            raise ConflictingSealError(
+                f"batch {batch!r} was sealed with {row.expected} experiences, "
+                f"this seal says {expected}"
+            )
         return None
     held = writer_queries.count_in_batch(tx, experiment, batch)
-    if row is None and not held:
-        name = log.experiment_name(tx, experiment)
-        raise UnknownNameError(
-            f"experiment {name!r} has no batch {batch!r}: `trinity-buffer doctor` names those that "
-            "lack runs"
-        )
-    key = writer_queries.key_of_batch(tx, experiment, batch) if row is None else row.batch
-    event = new_event(BatchSealed(batch=key, expected=held))
-    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
-    return held
-
-
-def _seal(
-    tx: Transaction, experiment: int, actor: str, batch: Key, expected: int, event: log.NewEvent
-) -> None:
-    lock_experiment(tx, experiment)
-    existing = writer_queries.batch_row(tx, experiment, batch)
-    if existing is not None and existing.sealed_at is not None:
-        if existing.expected == expected:
-            return
-        raise ConflictingSealError(
-            f"batch {batch!r} was sealed with {existing.expected} experiences, "
-            f"this seal says {expected}"
-        )
-    held = writer_queries.count_in_batch(tx, experiment, batch)
-    if held != expected:
+    if expected is None:
+        batch = _stored_key(tx, experiment, batch) if row is None else row.batch
+    elif held != expected:
         raise ConflictingSealError(
             f"batch {batch!r} holds {held} experiences, this seal says {expected}; "
             "nothing was sealed. "
             "missing(batch) names the planned runs that are not stored"
         )
+    event = new_event(BatchSealed(batch=batch, expected=held))
     log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+    return held
+
+
+def _stored_key(tx: Transaction, experiment: int, batch: Key) -> Key:
+    """Return the id of a batch that has no plan, as its rows have it."""
+    if not writer_queries.count_in_batch(tx, experiment, batch):
+        name = log.experiment_name(tx, experiment)
+        raise UnknownNameError(
+            f"experiment {name!r} has no batch {batch!r}: `trinity-buffer doctor` names those that "
+            "lack runs"
+        )
+    return writer_queries.key_of_batch(tx, experiment, str(batch))

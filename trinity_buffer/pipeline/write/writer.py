@@ -153,7 +153,7 @@ class SQLWriter(BufferWriter):
         Raises:
             InvalidArgumentError: the batch was never planned.
         """
-        return await planning.missing(self._database, self._experiment, batch)
+        return await self._database.read(planning.missing, self._experiment, batch)
 
     async def unsealed(self) -> tuple[int, list[str]]:
         """Return the number of batches this actor planned, and the unsealed ones, oldest first.
@@ -204,10 +204,7 @@ class SQLWriter(BufferWriter):
         Raises:
             InvalidArgumentError: the batch was never planned.
         """
-        row = await self._database.read(writer_queries.batch_row, self._experiment, batch)
-        if row is None or row.rollouts_per_group is None:
-            raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
-        return row.tasks, row.rollouts_per_group
+        return await self._database.read(planning.planned, self._experiment, batch)
 
     async def stored(self, batch: Key) -> int:
         """Return the number of stored experiences of ``batch``, which `seal` takes."""
@@ -220,7 +217,10 @@ class SQLWriter(BufferWriter):
         Raises:
             ConflictingSealError: the batch holds, or was sealed with, another number.
         """
-        await planning.seal(self._database, self._experiment, self.actor, batch, expected)
+        planning.check_batch(batch)
+        await self._database.write(
+            planning.seal, self._experiment, batch, expected, actor=self.actor
+        )
 
     async def begin_exploring(self) -> None:
         """Register this explorer and warn if another process uses the same actor name.
