@@ -13,7 +13,7 @@ FAULTS = [
     Fault(
         "verify drops the spans that are full",
         "pipeline/verify/projections.py",
-        "                closed.append(piece)\n",
+        "                suspected.append(piece)\n",
         "                pass\n",
         "tests/pipeline/test_sizes.py::test_a_changed_row_of_an_early_span_is_found",
     ),
@@ -638,8 +638,8 @@ FAULTS = [
     Fault(
         "verify takes two rows of one key for the same",
         "store/refold.py",
-        "    return all(map(_same, live, folded))",
-        "    return True",
+        "        if here.get(key) != there.get(key)\n",
+        "        if (key in here) != (key in there)\n",
         "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
     ),
     Fault(

@@ -86,10 +86,10 @@ ASKED_FOR_EACH_BATCH: dict[str, Callable[[Transaction], Any]] = {
     "a lease": lambda tx: fold_all(tx, 1, [PlacedFact(9, "t", LEASED)]),
     "a commit": lambda tx: fold_all(tx, 1, [PlacedFact(10, "t", COMMITTED)]),
     "a span of deliveries": lambda tx: refold.rows_of(
-        tx, 1, refold.Span("delivery", "t", 1 << 20, 2 << 20, "")
+        tx, 1, refold.Span("delivery", ("t", ""), 1 << 20, 2 << 20)
     ),
     "a span of rejections": lambda tx: refold.rows_of(
-        tx, 1, refold.Span("rejection", "s", 1 << 20, 2 << 20)
+        tx, 1, refold.Span("rejection", ("s",), 1 << 20, 2 << 20)
     ),
     "an actor's batches": lambda tx: writer_queries.batches_of_actor(tx, 1, "e0"),
     "open batches": lambda tx: counts.open_batches(tx, 1),

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import (
     Boolean,
-    Column,
     FromClause,
+    Integer,
     MetaData,
     Table,
     and_,
@@ -39,16 +40,8 @@ from trinity_buffer.store.connection import SQLiteTransaction, StoreFiles
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.tables import (
     PROJECTIONS,
-    annotation,
     archived,
-    assigned_reward,
-    delivery,
-    experience,
     plan,
-    policy,
-    rejection,
-    step,
-    waiting,
 )
 from trinity_buffer.store.transaction import Transaction
 
@@ -56,41 +49,43 @@ Row = tuple[Any, ...]
 
 _TABLES: Mapping[str, Table] = {table.name: table for table in PROJECTIONS}
 
-# Table -> the number by which its rows are read in spans; the others are small and read as a whole.
-_ORDER: Mapping[str, str] = {
-    plan.name: "ordinal",
-    experience.name: "address",
-    policy.name: "position",
-    waiting.name: "address",
-    annotation.name: "address",
-    rejection.name: "address",
-    delivery.name: "address",
-    step.name: "step",
-    assigned_reward.name: "address",
-    archived.name: "position",
-}
-# Table -> by whom its rows are apart before they are in the order of that number.
-_OWNER: Mapping[str, str] = {
-    **dict.fromkeys((t.name for t in (waiting, annotation, rejection, delivery, step)), "consumer"),
-    assigned_reward.name: "scoring",
-}
+# Tables that are read in spans by another number than the last one of their key.
+_NUMBER_OF = {plan.name: "ordinal", archived.name: "position"}
 _STATEFUL = frozenset({"configuration", "batch", "consumer", "counter", "waiting", "step"})
+
+
+@cache
+def _order_of(name: str) -> tuple[tuple[str, ...], str]:
+    """Return by which columns the rows of a table are apart, and by which number then in order.
+
+    An empty name: the table is small, or has no such number, and is read as a whole.
+    """
+    if name in _NUMBER_OF:
+        return (), _NUMBER_OF[name]
+    _, *keys = _TABLES[name].primary_key
+    if not keys or not isinstance(keys[-1].type, Integer):
+        return (), ""
+    return tuple(column.name for column in keys[:-1]), keys[-1].name
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """A range of one projection: ``after`` < number <= ``up_to``, of one owner if it has any.
 
-    None is no limit; tables without a number are one span. A delivery's owner is a trainer and a
-    ``source``, which comes before the number in its key: a span over several sources would scan
-    all deliveries of the trainer each time.
+    None is no limit; tables without a number are one span. The owner is all of the key before the
+    number, such as a trainer and a source: a span over several sources would scan all deliveries
+    of the trainer each time.
     """
 
     table: str
-    owner: str | None = None
+    owner: tuple[str, ...] = ()
     after: int | None = None
     up_to: int | None = None
-    source: str | None = None
+
+    @property
+    def whole(self) -> Span:
+        """The same without limits."""
+        return replace(self, after=None, up_to=None)
 
     @property
     def is_stateful(self) -> bool:
@@ -123,7 +118,7 @@ class Difference:
         changed = "; ".join(
             f"{name} is {_shown(value)}, the log says {_shown(self.folded[name])}"
             for name, value in self.live.items()
-            if not _same(value, self.folded[name])
+            if value != self.folded[name]
         )
         return f"{self.table}({key}): {changed}"
 
@@ -132,33 +127,24 @@ def _shown(value: Any) -> str:
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 
-def _same(live: Any, folded: Any) -> bool:
-    # SQLite stores NaN as NULL, PostgreSQL as it is.
-    return bool(live == folded) or (_is_nothing(live) and _is_nothing(folded))
-
-
-def _is_nothing(value: Any) -> bool:
-    return value is None or value != value  # noqa: PLR0124 - NaN is the one value that differs from itself
-
-
 def spans(tx: Transaction, experiment: int) -> list[Span]:
     """Return the unlimited spans that together cover all projections."""
     whole = []
     for name, table in _TABLES.items():
-        if name not in _OWNER:
+        columns = [table.c[column] for column in _order_of(name)[0]]
+        if not columns:
             whole.append(Span(name))
             continue
-        columns = [table.c[key] for key in (_OWNER[name], "source") if key in table.c]
         query = select(*columns).where(table.c.experiment == experiment).distinct()
-        owners = sorted((tuple(row) for row in tx.execute(query).all()), key=repr)
-        whole += [Span(name, owner, source=(*source, None)[0]) for owner, *source in owners]
+        owners = (tuple(row) for row in tx.execute(query).all())
+        whole += [Span(name, owner) for owner in sorted(owners, key=repr)]
     return whole
 
 
 def next_limit(folded: Transaction, experiment: int, span: Span) -> int | None:
     """Return where to cut ``span`` so that `rows_per_span` folded rows lie before; None: no cut."""
-    number = _ORDER.get(span.table)
-    if number is None:
+    _, number = _order_of(span.table)
+    if not number:
         return None
     query = _where(select(_TABLES[span.table].c[number]), experiment, span)
     query = query.order_by(_TABLES[span.table].c[number]).offset(sizes().rows_per_span - 1).limit(1)
@@ -168,32 +154,32 @@ def next_limit(folded: Transaction, experiment: int, span: Span) -> int | None:
 
 def _where(statement: Any, experiment: int, span: Span, of: FromClause | None = None) -> Any:
     table = _TABLES[span.table] if of is None else of
-    statement = statement.where(table.c.experiment == experiment)
-    if span.owner is not None:
-        statement = statement.where(table.c[_OWNER[span.table]] == span.owner)
-    if span.source is not None:
-        statement = statement.where(table.c.source == span.source)
+    columns, number = _order_of(span.table)
+    statement = statement.where(
+        table.c.experiment == experiment,
+        *(table.c[column] == value for column, value in zip(columns, span.owner, strict=True)),
+    )
     if span.after is not None:
-        statement = statement.where(table.c[_ORDER[span.table]] > span.after)
+        statement = statement.where(table.c[number] > span.after)
     if span.up_to is not None:
-        statement = statement.where(table.c[_ORDER[span.table]] <= span.up_to)
+        statement = statement.where(table.c[number] <= span.up_to)
     return statement
 
 
 def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
     """Return the rows of ``span`` in one order on every backend, as the driver gives them."""
     table = _TABLES[span.table]
-    number = _ORDER.get(span.table)
+    _, number = _order_of(span.table)
     # As the driver gives them: SQLAlchemy's types would hide how a damaged value is stored.
     raw = (type_coerce(column, NULLTYPE) for column in table.c)
     query = _where(select(*raw), experiment, span)
-    if number is not None:
+    if number:
         query = query.order_by(table.c[number])
     rows = [tuple(row) for row in tx.execute(query).all()]
     # Texts are sorted here: a PostgreSQL may have a collation of its own. By what they look like: a
     # damaged key may be of another type.
     key_of = _key_getter(table)
-    return rows if number is not None else sorted(rows, key=lambda row: repr(key_of(row)))
+    return rows if number else sorted(rows, key=lambda row: repr(key_of(row)))
 
 
 def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int, bool]:
@@ -230,27 +216,22 @@ def differences(span: Span, live: Sequence[Row], folded: Sequence[Row]) -> list[
     if live == folded:
         return []
     table = _TABLES[span.table]
-    key_of = _key_getter(table)
-    here, there = ({key_of(row): row for row in rows} for rows in (live, folded))
+    key_of, names = _key_getter(table), [column.name for column in table.c]
+    keys = [column.name for column in table.primary_key][1:]
+    here, there = ({key_of(row): _named(names, row) for row in rows} for rows in (live, folded))
     return [
-        _difference(table, here.get(key), there.get(key))
-        for key in dict.fromkeys((*there, *here))
-        if not _same_row(here.get(key), there.get(key))
+        Difference(table.name, {name: row[name] for name in keys}, here.get(key), there.get(key))
+        for key, row in (there | here).items()
+        if here.get(key) != there.get(key)
     ]
 
 
-def _same_row(live: Row | None, folded: Row | None) -> bool:
-    if live is None or folded is None:
-        return live is folded
-    return all(map(_same, live, folded))
-
-
-def _difference(table: Table, *rows: Row | None) -> Difference:
-    names = [column.name for column in table.c]
-    live, folded = (None if row is None else dict(zip(names, row, strict=True)) for row in rows)
-    row = live or folded or {}
-    key = {c.name: row[c.name] for c in table.primary_key if c.name != "experiment"}
-    return Difference(table.name, key, live, folded)
+def _named(names: Sequence[str], row: Row) -> dict[str, Any]:
+    """Return column -> value; SQLite stores NaN as NULL, and PostgreSQL as it is."""
+    return {
+        name: None if value != value else value  # noqa: PLR0124 - NaN alone differs from itself
+        for name, value in zip(names, row, strict=True)
+    }
 
 
 def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
@@ -271,15 +252,12 @@ def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
             )
         if (folded := difference.folded) is not None:
             # The scratch is SQLite's, which knows no booleans.
-            row = (bool(folded[c.name]) if _is_boolean(c) else folded[c.name] for c in table.c)
+            booleans = {column.name for column in table.c if isinstance(column.type, Boolean)}
+            row = (bool(v) if name in booleans else v for name, v in folded.items())
             # Inserted when all wrong rows are gone: a changed key may be that of another row.
             missing.setdefault(table.name, []).append(tuple(row))
     for name, rows in missing.items():
         tx.insert_many(_TABLES[name], rows)
-
-
-def _is_boolean(column: Column[Any]) -> bool:
-    return isinstance(column.type, Boolean)
 
 
 def counts(tx: Transaction, experiment: int) -> dict[str, int]:
@@ -305,13 +283,20 @@ _PRAGMAS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Unfoldable:
-    """The event that the fold could not apply, and why."""
+class UnfoldableError(StoreError):
+    """An event that contradicts those before it: the fold could not apply it.
 
-    position: int
-    kind: str
-    cause: str
+    Attributes:
+        position, kind: of the event.
+        cause: why.
+    """
+
+    def __init__(self, position: int, kind: str, cause: str) -> None:
+        super().__init__(
+            f"event {position} ({kind}) cannot be folded: {cause}; run `trinity-buffer verify` and "
+            "restore the store from a backup"
+        )
+        self.position, self.kind, self.cause = position, kind, cause
 
 
 class Scratch:
@@ -336,14 +321,15 @@ class Scratch:
         # A transaction of its own: an attached store must not be held in one state for long.
         return self._tx.run(f, args, kwargs, writes=False)
 
-    def fold(self, events: Sequence[PlacedFact]) -> Unfoldable | None:
-        """Apply ``events``, which follow `position`; return the first that cannot be applied.
+    def fold(self, events: Sequence[PlacedFact]) -> None:
+        """Apply ``events``, which follow `position`. Not on an event loop.
 
-        The scratch cannot be used after it. Not on an event loop.
+        Raises:
+            UnfoldableError: one cannot be applied; the scratch cannot be used after it.
         """
-        return self.ask(self._fold, events)
+        self.ask(self._fold, events)
 
-    def _fold(self, tx: Transaction, events: Sequence[PlacedFact]) -> Unfoldable | None:
+    def _fold(self, tx: Transaction, events: Sequence[PlacedFact]) -> None:
         stored = 0
         for new in events:
             try:
@@ -351,11 +337,10 @@ class Scratch:
             except _DISK_ERRORS:
                 raise  # of the scratch, and not of the log
             except _CANNOT_FOLD as error:
-                return Unfoldable(new.position, new.kind, _cause(error))
+                raise UnfoldableError(new.position, new.kind, _cause(error)) from error
             self.position = new.position
         # No fold reads a counter, so a page needs but one statement for all of them.
         fold.fold_counters(tx, self.experiment, events, stored)
-        return None
 
 
 # What a body of the wrong form makes of a fold, and what contradicts the events before it.

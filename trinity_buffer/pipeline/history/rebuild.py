@@ -15,12 +15,10 @@ from trinity_buffer.pipeline.verify.projections import (
     diff_projections,
     no_progress,
     scratch_for,
-    unfoldable_error,
 )
 from trinity_buffer.store import log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.refold import Unfoldable
 
 __all__ = ["RebuildReport", "diff_projections", "rebuild"]
 
@@ -62,7 +60,5 @@ async def rebuild(
 
     with scratch_for(database, experiment) as scratch:
         mended = await compare(database, scratch, progress, decode, mends=True)
-        if isinstance(mended, Unfoldable):
-            raise unfoldable_error(database.name, mended)
         tables = Counter(difference.table for difference in mended)
         return RebuildReport(scratch.position, dict(sorted(tables.items())))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import anyio.to_thread
 
 from trinity_buffer.codec.objects import decode_fact
-from trinity_buffer.errors import CodecError, StoreError
+from trinity_buffer.errors import CodecError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import log
@@ -20,7 +20,6 @@ from trinity_buffer.store.refold import (
     Difference,
     Scratch,
     Span,
-    Unfoldable,
     agrees_with_live,
     counts,
     differences,
@@ -91,42 +90,23 @@ async def catch_up(
     scratch: Scratch,
     progress: Progress = no_progress,
     decode: Decode = decoded_events,
-) -> Unfoldable | None:
-    """Fold what is in the log, and go on while many more come; return what cannot be folded.
+) -> None:
+    """Fold what is in the log, and go on while many more come.
 
     Raises:
+        UnfoldableError: an event contradicts those before it.
         CodecError: a body is damaged.
     """
     while True:
         head = await database.read(log.head, scratch.experiment)
         async for page in pages(database, scratch.experiment, after=scratch.position, up_to=head):
             events = await anyio.to_thread.run_sync(decode, page)
-            if (wrong := await anyio.to_thread.run_sync(scratch.fold, events)) is not None:
-                return wrong
+            await anyio.to_thread.run_sync(scratch.fold, events)
             progress("fold", page[-1].position, head)
         # Others write meanwhile: only a short tail may be folded inside of a transaction.
         behind = await database.read(log.head, scratch.experiment) - head
         if behind <= sizes().tail_events:
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class Suspects:
-    """Where live and folded rows may differ.
-
-    Attributes:
-        closed: spans that differ at first sight.
-        open: the last span of each table and owner, which events to come add rows to.
-    """
-
-    closed: tuple[Span, ...]
-    open: tuple[Span, ...]
-
-    def to_confirm(self, tx: Transaction, scratch: Scratch) -> list[Span]:
-        """Return the spans to look at again, those of owners that came meanwhile included."""
-        known = {replace(span, after=None) for span in self.open}
-        new = [span for span in whole_spans(tx, scratch) if span not in known]
-        return [*self.closed, *self.open, *new]
+            return
 
 
 def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
@@ -137,13 +117,13 @@ def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
 
 async def suspects(
     database: Database, scratch: Scratch, progress: Progress = no_progress
-) -> Suspects:
-    """Compare live and folded rows span by span; no transaction is long.
+) -> list[Span]:
+    """Return the spans where live and folded rows may differ, looking at each for itself.
 
-    Others go on appending meanwhile, so a difference may be news: `_confirmed` tells.
+    They are those that differ at first sight, and the last one of each table and owner, which
+    events to come add rows to. Others go on appending meanwhile, so a difference may be news.
     """
-    closed: list[Span] = []
-    last: list[Span] = []
+    suspected: list[Span] = []
     experiment, done = scratch.experiment, 0
     total = sum((await database.read(counts, experiment)).values())
     for whole in await database.read(whole_spans, scratch):
@@ -151,17 +131,17 @@ async def suspects(
         while True:
             limit = await anyio.to_thread.run_sync(scratch.ask, next_limit, experiment, span)
             if limit is None:
-                last.append(span)
+                suspected.append(span)
                 break
             piece = replace(span, up_to=limit)
             number, differs = await _differs(database, scratch, piece)
             if differs:
-                closed.append(piece)
+                suspected.append(piece)
             done += number
             progress("compare", min(done, total), total)
             span = replace(span, after=limit)
     progress("compare", total, total)
-    return Suspects(tuple(closed), tuple(last))
+    return suspected
 
 
 async def _differs(database: Database, scratch: Scratch, span: Span) -> tuple[int, bool]:
@@ -175,24 +155,6 @@ async def _differs(database: Database, scratch: Scratch, span: Span) -> tuple[in
     return len(live), bool(differences(span, live, folded))
 
 
-def _confirmed(tx: Transaction, scratch: Scratch, spans: Sequence[Span]) -> list[Difference]:
-    """Return the rows of ``spans`` that differ, ``tx`` and the scratch being at one position."""
-    confirmed: list[Difference] = []
-    for span in spans:
-        live = rows_of(tx, scratch.experiment, span)
-        folded = scratch.ask(rows_of, scratch.experiment, span)
-        confirmed += differences(span, live, folded)
-    return confirmed
-
-
-def unfoldable_error(name: str, wrong: Unfoldable) -> StoreError:
-    """Return the error for a log that contradicts itself."""
-    return StoreError(
-        f"{name}: event {wrong.position} ({wrong.kind}) cannot be folded: {wrong.cause}; run "
-        "`trinity-buffer verify` and restore the store from a backup"
-    )
-
-
 async def compare(
     database: Database,
     scratch: Scratch,
@@ -200,7 +162,7 @@ async def compare(
     decode: Decode = decoded_events,
     *,
     mends: bool = False,
-) -> list[Difference] | Unfoldable:
+) -> list[Difference]:
     """Fold the rest of the log into ``scratch``; return every live row that is not what it says.
 
     Args:
@@ -211,27 +173,30 @@ async def compare(
         mends: also make these rows what the log says, in the transaction that confirms them.
 
     Raises:
+        UnfoldableError: an event contradicts those before it.
         CodecError: a body is damaged.
     """
-    if (wrong := await catch_up(database, scratch, progress, decode)) is not None:
-        return wrong
+    await catch_up(database, scratch, progress, decode)
     suspected = await suspects(database, scratch, progress)
-    wrong = await catch_up(database, scratch, progress, decode)
+    await catch_up(database, scratch, progress, decode)
 
-    def settle(tx: Transaction) -> list[Difference] | Unfoldable:
+    def settle(tx: Transaction) -> list[Difference]:
+        experiment = scratch.experiment
         if mends:
-            lock_experiment(tx, scratch.experiment)
+            lock_experiment(tx, experiment)
         # What came since `catch_up`: some events, so that the transaction is short.
-        tail = log.read_after(tx, scratch.experiment, scratch.position, limit=1 << 31)
-        if (contradiction := wrong or scratch.fold(decode(tail))) is not None:
-            return contradiction
-        again = suspected.to_confirm(tx, scratch)
+        scratch.fold(decode(log.read_after(tx, experiment, scratch.position, limit=1 << 31)))
+        known, whole = {span.whole for span in suspected}, whole_spans(tx, scratch)
+        again = [*suspected, *(span for span in whole if span not in known)]
         if mends:
             # Events that came meanwhile were folded on the live side with whatever is wrong there,
             # so what they may have spoilt is looked at again beside what is suspected.
             again = [span for span in again if not span.is_stateful]
-            again += [span for span in whole_spans(tx, scratch) if span.is_stateful]
-        confirmed = _confirmed(tx, scratch, again)
+            again += [span for span in whole if span.is_stateful]
+        confirmed: list[Difference] = []
+        for span in again:
+            live = rows_of(tx, experiment, span)
+            confirmed += differences(span, live, scratch.ask(rows_of, experiment, span))
         if mends:
             mend(tx, confirmed)
             tx.announce()
@@ -246,11 +211,8 @@ async def diff_projections(
     """Return every row of the projections that is not what the log says.
 
     Raises:
-        StoreError: an event that cannot be folded.
+        UnfoldableError: an event contradicts those before it.
         CodecError: a body is damaged.
     """
     with scratch_for(database, experiment) as scratch:
-        compared = await compare(database, scratch, progress)
-    if isinstance(compared, Unfoldable):
-        raise unfoldable_error(database.name, compared)
-    return compared
+        return await compare(database, scratch, progress)

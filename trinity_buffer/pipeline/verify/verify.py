@@ -46,7 +46,7 @@ from trinity_buffer.pipeline.verify.segments import (
 )
 from trinity_buffer.store import counters, counts, log, refold, writer_queries
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.refold import Scratch, Unfoldable
+from trinity_buffer.store.refold import Difference, Scratch, UnfoldableError
 from trinity_buffer.store.rows import address_of, written_as
 from trinity_buffer.store.transaction import Transaction
 
@@ -144,7 +144,7 @@ class _Verification:
         self._progress = progress
         chain = EventChain(experiment.name, evidence.heads)
         self._audit = LogAudit(chain, contents=evidence.has_contents)
-        self._unfoldable: Unfoldable | None = None
+        self._unfoldable: UnfoldableError | None = None
         self._problems: list[Problem] = []
         self._segments = 0
         self._in_segments: list[tuple[bytes, Problem]] = []
@@ -191,7 +191,10 @@ class _Verification:
 
     async def _fold(self, scratch: Scratch, events: Sequence[PlacedFact]) -> None:
         if self._unfoldable is None:
-            self._unfoldable = await anyio.to_thread.run_sync(scratch.fold, events)
+            try:
+                await anyio.to_thread.run_sync(scratch.fold, events)
+            except UnfoldableError as error:
+                self._unfoldable = error
 
     async def _leases_of_dealt(self, page: Sequence[StoredEvent]) -> dict[int, BatchLeased]:
         """Read once more the leases of the steps that this page deals anew: they are few."""
@@ -205,16 +208,17 @@ class _Verification:
 
     async def _compare_projections(self, scratch: Scratch | None) -> None:
         """Compare the projections with those of another fold, and with what the audit counted."""
-        miscounted = self._miscounted()
-        if scratch is None:
-            self._problems += miscounted
-            return
-        differences = self._unfoldable or await compare(
-            self._database, scratch, self._progress, readable_events
-        )
-        if isinstance(differences, Unfoldable):
-            what = f"{differences.kind} contradicts the events before it: {differences.cause}"
-            self._problems.append(Problem("fold", f"position {differences.position}", what))
+        miscounted, differences = self._miscounted(), list[Difference]()
+        if scratch is not None and self._unfoldable is None:
+            try:
+                compared = compare(self._database, scratch, self._progress, readable_events)
+                differences = await compared
+            except UnfoldableError as error:
+                self._unfoldable = error
+        if (wrong := self._unfoldable) is not None:
+            what = f"{wrong.kind} contradicts the events before it: {wrong.cause}"
+            self._problems.append(Problem("fold", f"position {wrong.position}", what))
+        if scratch is None or wrong is not None:
             self._problems += miscounted
         elif miscounted and not differences and not self._problems:
             # The fold agrees with itself, so only the audit, which shares no code with it, can
