@@ -336,7 +336,7 @@ class Scratch:
                 stored += fold.fold_rows(tx, self.experiment, new)
             except _DISK_ERRORS:
                 raise  # of the scratch, and not of the log
-            except _CANNOT_FOLD as error:
+            except CANNOT_FOLD as error:
                 raise UnfoldableError(new.position, new.kind, _cause(error)) from error
             self.position = new.position
         # No fold reads a counter, so a page needs but one statement for all of them.
@@ -344,7 +344,7 @@ class Scratch:
 
 
 # What a body of the wrong form makes of a fold, and what contradicts the events before it.
-_CANNOT_FOLD = (
+CANNOT_FOLD = (
     SQLAlchemyError,
     dbapi2.Error,
     StoreError,
@@ -359,23 +359,6 @@ _DISK_ERRORS = (OperationalError, dbapi2.OperationalError)
 
 def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(getattr(error, 'orig', error)).split())}"
-
-
-def fold_page(tx: Transaction, experiment: int, events: Sequence[PlacedFact]) -> None:
-    """Apply ``events``, of the page of a log.
-
-    Raises:
-        StoreError: one of them cannot be applied; the message names the page.
-    """
-    try:
-        fold.fold_all(tx, experiment, events)
-    except _DISK_ERRORS:
-        raise
-    except _CANNOT_FOLD as error:
-        raise StoreError(
-            f"one of the events {events[0].position} to {events[-1].position} cannot be folded "
-            f"({_cause(error)}): `trinity-buffer verify` names it, restore the store from a backup"
-        ) from error
 
 
 @contextmanager

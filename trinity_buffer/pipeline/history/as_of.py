@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 
 import anyio.to_thread
 
+from trinity_buffer.errors import StoreBusyError, StoreError, StoreUnavailableError
 from trinity_buffer.pipeline.verify.projections import Progress, decoded_events, no_progress, pages
-from trinity_buffer.store import refold
+from trinity_buffer.store import fold, refold
 from trinity_buffer.store.database import Database, DedicatedConnection
 
 
@@ -29,6 +30,14 @@ async def open_as_of(
         await connection.change(refold.make_temporary_tables)
         async for page in pages(database, experiment, after=0, up_to=position):
             facts = await anyio.to_thread.run_sync(decoded_events, page)
-            await connection.change(refold.fold_page, experiment, facts)
+            try:
+                await connection.change(fold.fold_all, experiment, facts)
+            except (StoreBusyError, StoreUnavailableError):
+                raise  # of the database, and not of the log
+            except refold.CANNOT_FOLD as error:
+                raise StoreError(
+                    f"{database.name}: one of the events {page[0].position} to {page[-1].position} "
+                    f"cannot be folded ({error}): `trinity-buffer verify` names it"
+                ) from error
             progress("fold", page[-1].position, position)
         yield connection
