@@ -237,7 +237,15 @@ class GroupingRules(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdmissionOptions(Options):
+class StepSize(Options):
+    """What a gradient step takes."""
+
+    groups_per_step: Count = 1
+    """groups per gradient step"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionOptions(StepSize):
     """Bounds within which explorers may plan; without them they plan ahead for ever."""
 
     trainer: Annotated[str, Meta(min_length=1, description="a text")] = "trainer"
@@ -247,16 +255,12 @@ class AdmissionOptions(Options):
     max_staleness: Natural | None = None
     """explorers wait for new weights beyond this, in policy versions, which are gradient steps;
     null: no bound"""
-    groups_per_step: Count = 1
-    """groups per gradient step"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(Options):
+class StepOptions(StepSize):
     """How a train stream forms its steps, where the configuration of the experiment may say so."""
 
-    groups_per_step: Count = 1
-    """groups per gradient step"""
     tokens_per_microbatch: Count | None = None
     """budget of computed tokens of a micro-batch (rows × width padded, tokens packed); null: a step
     is one micro-batch"""

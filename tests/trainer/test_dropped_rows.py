@@ -125,7 +125,7 @@ async def test_what_is_left_needs_no_more_memory_than_the_other_pieces_did(sqlit
 @pytest.mark.parametrize(
     ("drop", "what"),
     [
-        ("b0/0/1/0/", r"drop='b0/0/1/0/': write it as a list, drop=\[UID\]"),
+        ("b0/0/1/0/", r"drop='b0/0/1/0/': it must be a list, drop=\[UID\]"),
         (["b0/0"], "'b0/0' is not a uid"),
         (["b0/0/1/0/", "b0/9/1/0/"], "drop: no row b0/9/1/0/ is stored in experiment 'run'"),
     ],

@@ -37,6 +37,7 @@ from trinity_buffer.options import (
     problems_of,
     section_of,
 )
+from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, STALLED_AFTER_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +242,9 @@ class RunConfig(TrainingOptions, StepOptions, AdmissionOptions, GroupingRules, B
     device: Device = "cpu"
     """where the trainer computes: `cpu`, `cuda`, `cuda:1`; of several ranks on a machine, `cuda`
     is a GPU for each"""
-    max_rejected_steps: Count = 6
+    max_rejected_steps: Count = MAX_REJECTED_STEPS
     """rejected in a row as invalid or damaged before the process ends"""
-    stalled_after_s: Seconds | None = 1800.0
+    stalled_after_s: Seconds | None = STALLED_AFTER_S
     """all end, with exit code 3, once nothing has moved for this long; null: never"""
     max_tokens: Count | None = None
     """longer experiences are rejected; null: none"""

@@ -25,6 +25,7 @@ from trinity_buffer.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from trinity_buffer.options import StepOptions
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.coordination.presence import (
     Presence,
@@ -41,7 +42,7 @@ from trinity_buffer.store.leases import describe_owner
 from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
-TTL_S = 30.0
+TTL_S = StepOptions.lease_ttl_s
 HEARTBEATS_PER_TTL = 4
 LOOKED_EVERY_S = 2.0
 """Who waits for a lease looks at it oftener."""

@@ -29,8 +29,6 @@ from trinity_buffer.pipeline.load.events import (
     EventCache,
     Facts,
     contiguous_ranges,
-    facts_of,
-    no_facts,
 )
 from trinity_buffer.pipeline.load.experiences import load_experiences
 from trinity_buffer.pipeline.load.segments import blobs_of, read_segments, unreadable_among
@@ -303,7 +301,7 @@ class RowLoader:
         """
         number = len(lease.groups)
         if not number:
-            return LoadedRows(no_facts(), np.zeros(0, np.bool_), {}, [])
+            return LoadedRows(Facts(), np.zeros(0, np.bool_), {}, [])
         located = self._located(s, lease)
         events = [row_range.event for row_range in (*located.own, *located.computed)]
         wanted = _families_of(events, (*FAMILIES, *ANNOTATION))
@@ -381,7 +379,7 @@ class RowLoader:
 
     def _located(self, s: ReadSession, lease: BatchLeased) -> _Located:
         """Read the events of the rows of a manifest."""
-        facts, order = no_facts(), list[int]()
+        facts, order = Facts(), list[int]()
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
         for cache, places in self._sources(s, lease):
             in_step, addresses = np.array(places), (lease.experiences, lease.annotations)
@@ -391,7 +389,7 @@ class RowLoader:
                 for rows, position, slots in of:
                     row_ranges.append(SlotRange(in_step[rows], events[position], slots))
             experiences = [lease.experiences[place] for place in places]
-            facts.append(facts_of(experiences, events), 0, len(places))
+            facts.add(experiences, events)
             order += places
         if any(lease.source):
             facts = facts.reordered(np.argsort(order).tolist())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -29,14 +29,14 @@ from trinity_buffer.store.transaction import ReadSession
 class Facts:
     """The columns that events hold of experiences, one entry per row."""
 
-    rewards: list[float | None]
-    policy_versions: list[int | None]
-    prompt_lengths: list[int]
-    lengths: list[int]
-    trained_tokens: list[int]
-    sampling: list[Sequence[Sequence[Any]] | None]
-    runs: list[int]
-    steps: list[int]
+    rewards: list[float | None] = field(default_factory=list)
+    policy_versions: list[int | None] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    trained_tokens: list[int] = field(default_factory=list)
+    sampling: list[Sequence[Sequence[Any]] | None] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -46,42 +46,24 @@ class Facts:
         columns = (getattr(self, column.name) for column in fields(self))
         return Facts(*([column[row] for row in order] for column in columns))
 
-    def append(self, other: Facts, first: int, stop: int) -> None:
-        """Append the rows ``first`` to ``stop`` of ``other``."""
-        self.rewards.extend(other.rewards[first:stop])
-        self.policy_versions.extend(other.policy_versions[first:stop])
-        self.prompt_lengths.extend(other.prompt_lengths[first:stop])
-        self.lengths.extend(other.lengths[first:stop])
-        self.trained_tokens.extend(other.trained_tokens[first:stop])
-        self.sampling.extend(other.sampling[first:stop])
-        self.runs.extend(other.runs[first:stop])
-        self.steps.extend(other.steps[first:stop])
-
-
-def no_facts() -> Facts:
-    """Return empty columns to append to."""
-    return Facts([], [], [], [], [], [], [], [])
-
-
-def facts_of(experiences: Sequence[int], events: Mapping[int, WithSegment]) -> Facts:
-    """Return the columns of the experiences at these addresses, in their order."""
-    facts = no_facts()
-    for a, z in contiguous_ranges(experiences):
-        first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
-        assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
-        chosen, columns = slice(first, first + z - a), event.columns
-        facts.rewards.extend(columns.reward[chosen])
-        facts.policy_versions.extend(columns.policy_version[chosen])
-        facts.prompt_lengths.extend(columns.prompt_length[chosen])
-        facts.lengths.extend(columns.length[chosen])
-        facts.trained_tokens.extend(columns.trained_tokens[chosen])
-        spans = event.sampling
-        facts.sampling.extend(
-            map(spans.get, range(first, first + z - a)) if spans else [None] * (z - a)
-        )
-        facts.runs.extend(columns.run[chosen])
-        facts.steps.extend(columns.step[chosen])
-    return facts
+    def add(self, experiences: Sequence[int], events: Mapping[int, WithSegment]) -> Facts:
+        """Append the experiences at these addresses, in their order; return the columns."""
+        for a, z in contiguous_ranges(experiences):
+            first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
+            assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
+            chosen, columns = slice(first, first + z - a), event.columns
+            self.rewards.extend(columns.reward[chosen])
+            self.policy_versions.extend(columns.policy_version[chosen])
+            self.prompt_lengths.extend(columns.prompt_length[chosen])
+            self.lengths.extend(columns.length[chosen])
+            self.trained_tokens.extend(columns.trained_tokens[chosen])
+            spans = event.sampling
+            self.sampling.extend(
+                map(spans.get, range(first, first + z - a)) if spans else [None] * (z - a)
+            )
+            self.runs.extend(columns.run[chosen])
+            self.steps.extend(columns.step[chosen])
+        return self
 
 
 def contiguous_ranges(numbers: npt.NDArray[Any] | Sequence[int]) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.load.events import EventCache, contiguous_ranges, facts_of
+from trinity_buffer.pipeline.load.events import EventCache, Facts, contiguous_ranges
 from trinity_buffer.pipeline.manifest import plan_microbatches, repartitioned
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import StreamOptions
@@ -147,7 +147,7 @@ class ReadyGroups:
         recorded = self._rows.events(
             s, {position_of(experiences[a]) for a, _ in contiguous_ranges(experiences)}
         )
-        facts = facts_of(experiences, recorded)
+        facts = Facts().add(experiences, recorded)
         num_before = 0
         for position, event in zip(positions, annotated, strict=True):
             first, of_event = first_address(position), slice(num_before, num_before + event.rows)
