@@ -19,7 +19,6 @@ from trinity_buffer.algorithm.group_scores import (
     Runs,
     ScoredGroups,
     as_rewards,
-    asked,
     likelihood_ranks,
     numbered,
     over_runs,
@@ -166,8 +165,8 @@ def scored_group(
         over: what counts once.
     """
     runs = runs_of(exps, over)
-    by_row = over_runs(score, over)
-    return asked(by_row, rewards[np.newaxis], None if runs is None else runs[np.newaxis])
+    of_rows = over_runs(score, over)
+    return of_rows(rewards[np.newaxis], None if runs is None else runs[np.newaxis])
 
 
 def annotate_group(

@@ -387,20 +387,13 @@ class RewardScorer(Protocol):
         """Return it; ``runs`` ``[k, G]`` tells the run of each row, None: each row is one."""
 
 
-def asked(
-    score: Callable[..., ScoredGroups], rewards: Rewards, runs: Runs | None = None
-) -> ScoredGroups:
-    """Return what ``score`` makes of ``rewards``, if it can be that.
-
-    Args:
-        score: a `RewardScorer`, or a ``score_groups``, which is given no ``runs``.
-        rewards: ``[k, G]``.
-        runs: of each row, None: each row is one.
+def _asked(score: Callable[..., ScoredGroups], rewards: Rewards) -> ScoredGroups:
+    """Return what a ``score_groups`` makes of ``rewards`` ``[k, G]``, if it can be that.
 
     Raises:
         InvalidArgumentError: it is not a `ScoredGroups` of their shape.
     """
-    answer: object = score(rewards) if runs is None else score(rewards, runs)
+    answer: object = score(rewards)
     if not isinstance(answer, ScoredGroups):
         raise InvalidArgumentError(
             f"`score_groups` returned {type(answer).__name__}, it must return `ScoredGroups`, as "
@@ -452,7 +445,7 @@ def over_runs(score: Callable[..., ScoredGroups], over: Over = "runs") -> Reward
 
     def scored(rewards: Rewards, runs: Runs | None = None, /) -> ScoredGroups:
         if runs is None or over == "rows":
-            return asked(score, rewards)
+            return _asked(score, rewards)
         parts = list(_scored_by_run(score, rewards, runs))
         return parts[0][1] if len(parts) == 1 else _merged(parts, rewards.shape)
 
@@ -483,7 +476,7 @@ def scored_by_size(
     for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
         which = np.flatnonzero(sizes == size)
         rows = starts[which, np.newaxis] + np.arange(size)
-        scored = asked(score, rewards[rows], None if runs is None else _numbered_groups(runs[rows]))
+        scored = score(rewards[rows], None if runs is None else _numbered_groups(runs[rows]))
         if scored.scores is not None:
             scores = np.zeros(len(rewards)) if scores is None else scores
             scores[rows] = scored.scores
@@ -518,7 +511,7 @@ def _scored_by_run(
                 continue
             if have_own and weighs:
                 weights = 1.0 / rows_of_run[flat[at]]
-                yield at, asked(partial(score, weights=weights), rewards[at])
+                yield at, _asked(partial(score, weights=weights), rewards[at])
                 continue
             if have_own:
                 sums = np.bincount(flat.ravel(), rewards.ravel(), minlength=groups * size)
@@ -526,7 +519,7 @@ def _scored_by_run(
             else:
                 of_runs = first
             places = (at * size)[:, np.newaxis] + np.arange(number)
-            yield at, _of_rows(asked(score, of_runs[places]), runs[at], number)
+            yield at, _of_rows(_asked(score, of_runs[places]), runs[at], number)
 
 
 def _of_rows(of_runs: ScoredGroups, runs: Runs, number: int) -> ScoredGroups:
@@ -597,7 +590,7 @@ def as_added(score: RewardScorer, reason: str) -> RewardScorer:
     """
 
     def added(rewards: Rewards, runs: Runs | None = None, /) -> ScoredGroups:
-        scored, named = asked(score, rewards, runs), {}
+        scored, named = score(rewards, runs), {}
         for name, values in scored.metrics.items():
             named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
             named[f"group_advantages/{name}/max"] = values

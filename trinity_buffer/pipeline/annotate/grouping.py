@@ -154,7 +154,7 @@ class Grouping:
     def group(self, key: GroupKey) -> Group:
         """Return the group of this key, which may be new."""
         if key not in self.groups:
-            batch = self._batch(key[0])
+            batch = self.batches.get(key[0]) or self._batch(key[0])
             # `apply_plan` marks the tasks that the plan names; any other task is unplanned. One
             # that appears in a batch decided as a whole is late.
             made = Group(key, planned=False, rollouts=batch.rollouts, decided=batch.decided)

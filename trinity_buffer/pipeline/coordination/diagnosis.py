@@ -136,11 +136,17 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
 
 
 def _describe(around: Surroundings, lacks: Sequence[Lack]) -> str:
+    """Describe the missing runs, and which explorer would bring them."""
     text = "; ".join(lack.describe() for lack in lacks[:BATCHES_NAMED])
     more = len(lacks) - BATCHES_NAMED
     if more > 0:
         text += f"; and groups of {more} more"
-    return f"{text}; {explorers_of(around, lacks)}"
+    # Only the explorer that planned a batch writes its missing runs.
+    actor = next((lack.actor for lack in lacks if lack.actor), None)
+    explorer = around.who("explorer", actor)
+    if explorer is not None:
+        return f"{text}; explorer {explorer.name!r} is there ({describe_process(explorer)})"
+    return f"{text}; no process explores" + ("" if actor is None else f" as {actor!r}")
 
 
 def left_of(tx: Transaction, experiment: int, annotation_set: str) -> str:
@@ -184,16 +190,6 @@ def outcome_of(tx: Transaction, experiment: int, trainer: str) -> str:
     if rejected:
         text += f", and {rejected} were rejected ({', '.join(terms.rejected)})"
     return text + (f", and {terms.ready} are ready" if terms.ready else "")
-
-
-def explorers_of(around: Surroundings, lacks: Sequence[Lack]) -> str:
-    """Return which explorer would bring the missing runs."""
-    # Only the explorer that planned a batch writes its missing runs.
-    actor = next((lack.actor for lack in lacks if lack.actor), None)
-    explorer = around.who("explorer", actor)
-    if explorer is not None:
-        return f"explorer {explorer.name!r} is there ({describe_process(explorer)})"
-    return "no process explores" + ("" if actor is None else f" as {actor!r}")
 
 
 def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:

@@ -246,7 +246,13 @@ class StrategyLease(Lease):
                 self.is_held, self.token = True, held[1]
             else:
                 self.held_by = held[0]
-                self._grow_patient()
+                if self._took:
+                    # We have lost it. A strategy that computes for longer than the lease, and lets
+                    # nothing else run meanwhile, would lose it in every process in turn, and decide
+                    # nothing: so we wait twice as long as before.
+                    self._took = False
+                    self._patience_s *= 2
+                    self._watch = LeaseWatch(self._patience_s)
                 return False
         self.held_by = None
         return True
@@ -265,12 +271,9 @@ class StrategyLease(Lease):
 
     def _say_that_we_decide(self, before: str, held: Held) -> None:
         """Say why, after ``before`` decided in our place; ``held`` is the lease that we took."""
-        if held is None:
-            why = "has ended"
-        elif is_dead(held[0]):
-            why = "is gone"
-        else:
-            why = f"was not heard of for {self._patience_s:g} s"
+        why = f"was not heard of for {self._patience_s:g} s"
+        if held is None or is_dead(held[0]):
+            why = "has ended" if held is None else "is gone"
         who = describe_owner(before if held is None else held[0])
         _logger.warning("%s", one_line(f"strategy {self.consumer!r} decides now: {who} {why}"))
 
@@ -302,17 +305,6 @@ class StrategyLease(Lease):
             if self._took:
                 with anyio.CancelScope(shield=True):
                     await self._database.try_to_write(self.give_back)
-
-    def _grow_patient(self) -> None:
-        """Wait for others twice as long as before, if we have lost the lease to one.
-
-        A strategy that computes for longer than the lease, and lets nothing else run meanwhile,
-        would else lose it in every process in turn, and decide nothing.
-        """
-        if self._took:
-            self._took = False
-            self._patience_s *= 2
-            self._watch = LeaseWatch(self._patience_s)
 
     async def _keep(self) -> None:
         """Renew until cancelled; where the store cannot be reached, whoever decides hears of it."""
