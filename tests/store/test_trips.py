@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 from msgspec import structs
-from sqlalchemy import bindparam, make_url, update
+from sqlalchemy import make_url
 
 from tests.contract.making import group, opened, rows
 from tests.postgres import PostgresServer
@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.train.resume import register
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.tables import consumer, policy
-from trinity_buffer.store.transaction import Prepared, TakenKeyError, Transaction, one_statement
+from trinity_buffer.store.transaction import Statement, TakenKeyError, Transaction, one_statement
 
 SOCKET = ".s.PGSQL.5432"
 READY, GIVE_ROWS, REFUSAL = b"Z", b"G", b"E"
@@ -170,8 +170,7 @@ async def test_no_type_of_an_argument_is_looked_up_in_the_catalogue(wire: tuple[
 
 
 async def test_changes_of_one_row_are_made_in_order(store_url: str) -> None:
-    mine = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
-    more = Prepared(update(consumer).where(*mine).values(calls=consumer.c.calls + 1))
+    more = Statement("UPDATE consumer SET calls = calls + 1 WHERE experiment = :of AND name = :by")
     async with opened(store_url) as experiment:
         await register(experiment, "t", "grpo")
 

@@ -42,6 +42,7 @@ from trinity_buffer.store.sqlite import dbapi2, open_blob
 from trinity_buffer.store.transaction import (
     TakenKeyError,
     Transaction,
+    Values,
     engine_without_connections,
 )
 from trinity_buffer.store.write_queue import WriterQueue
@@ -290,13 +291,13 @@ class SQLiteTransaction(Transaction):
         self._queue = queue
 
     @override
-    def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def fetch_all(self, sql: str, values: Values) -> list[tuple[Any, ...]]:
         """Execute SQL of the driver's own style, and return all rows."""
         rows: list[tuple[Any, ...]] = self._driver.execute(sql, values).fetchall()
         return rows
 
     @override
-    def execute_later(self, sql: str, values: Sequence[Any]) -> None:
+    def execute_later(self, sql: str, values: Values) -> None:
         """Execute a statement that returns nothing."""
         self._driver.execute(sql, values)
 

@@ -10,19 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Any
 
 from sqlalchemy import (
-    BigInteger,
-    ColumnElement,
-    Integer,
-    ScalarSelect,
-    Text,
-    bindparam,
-    case,
-    func,
     select,
-    update,
 )
 
 from trinity_buffer.events import (
@@ -33,17 +23,12 @@ from trinity_buffer.events import (
     ExperiencesRejected,
     PlacedFact,
 )
-from trinity_buffer.store.tables import batch, counter, experience, plan
+from trinity_buffer.store.tables import counter
 from trinity_buffer.store.transaction import (
-    Prepared,
+    Statement,
     Transaction,
     bind_list,
     bind_rows,
-    by_dialect,
-    dialect_module,
-    has_row,
-    in_bound_list,
-    values_table,
 )
 
 Numbers = dict[tuple[str, str], int]
@@ -133,24 +118,20 @@ def add(tx: Transaction, experiment: int, numbers: Numbers) -> None:
     """Add to the counters of an experiment."""
     if numbers:
         rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
-        _add(tx.dialect.name).execute_later(tx, of=experiment, **bind_rows(tx, rows))
+        _ADD.execute_later(tx, of=experiment, **bind_rows(tx, rows))
 
 
-@by_dialect
-def _add(dialect: str) -> Prepared:
-    columns = [column.name for column in counter.c]
-    each = values_table(dialect, (Text(), Text(), Text(), BigInteger()))
-    # A condition, or SQLite reads ON CONFLICT as that of a join.
-    added = select(bindparam("of", type_=Integer()), *each).where(each[-1].is_not(None))
-    made: Any = dialect_module(dialect).insert(counter).from_select(columns, added)
-    number, more = counter.c.number, made.excluded.number
-    new: ColumnElement[int] = case(
-        (counter.c.state == LOWEST_VERSION, case((more < number, more), else_=number)),
-        (counter.c.state == HIGHEST_VERSION, case((more > number, more), else_=number)),
-        else_=number + more,
-    )
-    keys = [column.name for column in counter.primary_key]
-    return Prepared(made.on_conflict_do_update(index_elements=keys, set_={"number": new}))
+# A condition, or SQLite reads ON CONFLICT as that of a join.
+_ADD = Statement(
+    "INSERT INTO counter (experiment, consumer, key, state, number) "
+    "SELECT :of, c0, c1, c2, c3 FROM ROWS(text, text, text, bigint) WHERE c3 IS NOT NULL "
+    "ON CONFLICT (experiment, consumer, key) DO UPDATE SET number = CASE counter.state "
+    f"WHEN '{LOWEST_VERSION}' THEN CASE WHEN excluded.number < counter.number "
+    "THEN excluded.number ELSE counter.number END "
+    f"WHEN '{HIGHEST_VERSION}' THEN CASE WHEN excluded.number > counter.number "
+    "THEN excluded.number ELSE counter.number END "
+    "ELSE counter.number + excluded.number END"
+)
 
 
 def numbers_of(tx: Transaction, experiment: int) -> Numbers:
@@ -160,11 +141,7 @@ def numbers_of(tx: Transaction, experiment: int) -> Numbers:
     }
 
 
-_NUMBERS = Prepared(
-    select(counter.c.consumer, counter.c.state, counter.c.number).where(
-        counter.c.experiment == bindparam("of")
-    )
-)
+_NUMBERS = Statement("SELECT consumer, state, number FROM counter WHERE experiment = :of")
 
 
 def counted_of(tx: Transaction, experiment: int, consumer: str) -> Numbers:
@@ -173,11 +150,7 @@ def counted_of(tx: Transaction, experiment: int, consumer: str) -> Numbers:
     return {(consumer, state): int(number) for state, number in rows}
 
 
-_OF_ONE = Prepared(
-    select(counter.c.state, counter.c.number).where(
-        counter.c.experiment == bindparam("of"), counter.c.consumer == bindparam("by")
-    )
-)
+_OF_ONE = Statement("SELECT state, number FROM counter WHERE experiment = :of AND consumer = :by")
 
 
 def planned_batches(tx: Transaction, experiment: int, actor: str) -> int:
@@ -185,12 +158,8 @@ def planned_batches(tx: Transaction, experiment: int, actor: str) -> int:
     return int(_ONE.value(tx, of=experiment, by="", key=key_of(planned_by(actor))) or 0)
 
 
-_ONE = Prepared(
-    select(counter.c.number).where(
-        counter.c.experiment == bindparam("of"),
-        counter.c.consumer == bindparam("by"),
-        counter.c.key == bindparam("key"),
-    )
+_ONE = Statement(
+    "SELECT number FROM counter WHERE experiment = :of AND consumer = :by AND key = :key"
 )
 
 
@@ -205,14 +174,7 @@ def all_numbers(tx: Transaction) -> dict[int, Numbers]:
 
 def count_stored(tx: Transaction, experiment: int, key: str) -> int:
     """Count the planned rollouts of a batch, which was sealed just now; return their number."""
-    return int(_count_stored(tx.dialect.name).value(tx, of=experiment, sealed=key))
-
-
-@by_dialect
-def _count_stored(_dialect: str) -> Prepared:
-    of = (batch.c.experiment == bindparam("of"), batch.c.batch == bindparam("sealed"))
-    counted = update(batch).where(*of).values(stored_rollouts=stored_rollouts())
-    return Prepared(counted.returning(batch.c.stored_rollouts))
+    return int(_COUNT_STORED.value(tx, of=experiment, sealed=key))
 
 
 def count_late(
@@ -233,51 +195,33 @@ def count_late(
     if not late_runs:
         return 0
     named = bind_list(tx, sorted({key for key, _, _ in late_runs}))
-    stored = partial(_stored_of(tx.dialect.name).value, tx, of=experiment, keys=named)
-    before, late = stored(), _late(tx.dialect.name)
-    late.execute_later(tx, of=experiment, first=first, keys=named, **bind_rows(tx, late_runs))
+    stored = partial(_STORED_OF.value, tx, of=experiment, keys=named)
+    before = stored()
+    _LATE.execute_later(tx, of=experiment, first=first, keys=named, **bind_rows(tx, late_runs))
     return int(stored() or 0) - int(before or 0)
 
 
-@by_dialect
-def _stored_of(dialect: str) -> Prepared:
-    wanted = in_bound_list(dialect, batch.c.batch, "keys")
-    total = func.sum(batch.c.stored_rollouts, type_=Integer)
-    return Prepared(select(total).where(batch.c.experiment == bindparam("of"), wanted))
-
-
-@by_dialect
-def _late(dialect: str) -> Prepared:
-    key, task, run = values_table(dialect, (Text(), Text(), BigInteger()))
-    of = bindparam("of", type_=Integer())
-    planned = has_row(plan.c.experiment == of, plan.c.batch == key, plan.c.task == task)
-    before = has_row(
-        experience.c.experiment == of,
-        experience.c.batch == key,
-        experience.c.task == task,
-        experience.c.run == run,
-        experience.c.address < bindparam("first", type_=BigInteger()),
-    )
-    new = select(func.count()).where(
-        key == batch.c.batch, run < batch.c.rollouts_per_group, planned, ~before
-    )
-    more = new.correlate(batch).scalar_subquery()
-    wanted = in_bound_list(dialect, batch.c.batch, "keys")
-    late = update(batch).where(batch.c.experiment == of, batch.c.sealed_at.is_not(None), wanted)
-    return Prepared(late.values(stored_rollouts=batch.c.stored_rollouts + more))
-
-
-def stored_rollouts() -> ScalarSelect[int]:
-    """Return the number of stored planned rollouts of a row of `batch`, as a subquery beside it."""
-    # A look at an index for each group: joined, every experience would be looked up again.
-    runs = select(func.count(experience.c.run.distinct())).where(
-        experience.c.experiment == plan.c.experiment,
-        experience.c.batch == plan.c.batch,
-        experience.c.task == plan.c.task,
-        experience.c.run < batch.c.rollouts_per_group,
-    )
-    of_group = runs.correlate(plan, batch).scalar_subquery()
-    of_batch = select(func.coalesce(func.sum(of_group, type_=Integer), 0)).where(
-        plan.c.experiment == batch.c.experiment, plan.c.batch == batch.c.batch
-    )
-    return of_batch.correlate(batch).scalar_subquery()
+# Planned rollouts of a row of `batch` that are stored. A look at an index for each group: joined,
+# every experience would be looked up again.
+STORED = (
+    "(SELECT coalesce(sum((SELECT count(DISTINCT e.run) FROM experience e "
+    "WHERE e.experiment = p.experiment AND e.batch = p.batch AND e.task = p.task "
+    "AND e.run < batch.rollouts_per_group)), 0) FROM plan p "
+    "WHERE p.experiment = batch.experiment AND p.batch = batch.batch)"
+)
+_COUNT_STORED = Statement(
+    f"UPDATE batch SET stored_rollouts = {STORED} "
+    "WHERE experiment = :of AND batch = :sealed RETURNING stored_rollouts"
+)
+_STORED_OF = Statement(
+    "SELECT sum(stored_rollouts) FROM batch WHERE experiment = :of AND batch IN TEXTS(:keys)"
+)
+_LATE = Statement(
+    "UPDATE batch SET stored_rollouts = stored_rollouts + "
+    "(SELECT count(*) FROM ROWS(text, text, bigint) "
+    "WHERE c0 = batch.batch AND c2 < batch.rollouts_per_group AND EXISTS (SELECT 1 FROM plan p "
+    "WHERE p.experiment = :of AND p.batch = c0 AND p.task = c1 OFFSET 0) "
+    "AND NOT EXISTS (SELECT 1 FROM experience e WHERE e.experiment = :of AND e.batch = c0 "
+    "AND e.task = c1 AND e.run = c2 AND e.address < :first OFFSET 0)) "
+    "WHERE experiment = :of AND sealed_at IS NOT NULL AND batch IN TEXTS(:keys)"
+)

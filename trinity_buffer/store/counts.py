@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import Integer, and_, bindparam, case, func, or_, select
+from sqlalchemy import and_, case, func, select
 
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import counters, log
@@ -23,14 +23,12 @@ from trinity_buffer.store.tables import (
     annotation,
     batch,
     delivery,
-    event,
     experience,
-    plan,
     rejection,
     step,
     waiting,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction, has_row, in_list
+from trinity_buffer.store.transaction import Statement, Transaction, has_row, in_list
 from trinity_buffer.store.writer_queries import is_open, waiting_addresses
 
 
@@ -112,12 +110,9 @@ def log_ends(tx: Transaction, experiment: int, up_to: int | None = None) -> LogE
     return head, times.get(1), times.get(head)
 
 
-# Prepared: of a store with a thousand experiments, `stats` asks this a thousand times.
-_ENDS = Prepared(
-    select(event.c.position, event.c.recorded_at).where(
-        event.c.experiment == bindparam("of"),
-        or_(event.c.position == 1, event.c.position == bindparam("last")),
-    )
+_ENDS = Statement(
+    "SELECT position, recorded_at FROM event "
+    "WHERE experiment = :of AND (position = 1 OR position = :last)"
 )
 
 
@@ -128,10 +123,9 @@ def of_plans(tx: Transaction, experiment: int, numbers: Numbers) -> PlanCounts:
     return PlanCounts(numbers.get(("", counters.PLANNED_ROLLOUTS), 0), stored)
 
 
-_STORED_OF_OPEN = Prepared(
-    select(func.sum(counters.stored_rollouts(), type_=Integer)).where(
-        batch.c.experiment == bindparam("of"), *is_open()
-    )
+_STORED_OF_OPEN = Statement(
+    f"SELECT sum({counters.STORED}) FROM batch "
+    "WHERE experiment = :of AND planned_at > 0 AND sealed_at IS NULL"
 )
 
 
@@ -162,12 +156,9 @@ def of_strategy(
     )
 
 
-_UNSEEN = Prepared(
-    select(func.count()).where(
-        experience.c.experiment == bindparam("of"),
-        experience.c.address >= bindparam("start"),
-        experience.c.refused.is_(None),
-    )
+_UNSEEN = Statement(
+    "SELECT count(*) FROM experience "
+    "WHERE experiment = :of AND address >= :start AND refused IS NULL"
 )
 
 
@@ -198,38 +189,22 @@ def of_trainer(
     return terms, int(groups_delivered), int(groups_committed)
 
 
-_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
-_LAST_HANDED = Prepared(
-    select(func.max(delivery.c.address)).where(
-        delivery.c.experiment == bindparam("of"),
-        delivery.c.consumer == bindparam("by"),
-        delivery.c.source == "",
-    )
+_LAST_HANDED = Statement(
+    "SELECT max(address) FROM delivery WHERE experiment = :of AND consumer = :by AND source = ''"
 )
-_SO_FAR = Prepared(
-    select(step.c.step, step.c.planned_groups_so_far, step.c.own_rows_so_far).where(
-        *_STEP, (step.c.step == bindparam("leased")) | (step.c.step == bindparam("committed"))
-    )
+_SO_FAR = Statement(
+    "SELECT step, planned_groups_so_far, own_rows_so_far FROM step "
+    "WHERE experiment = :of AND consumer = :by AND (step = :leased OR step = :committed)"
 )
-_ROWS_FROM = Prepared(
-    select(func.count()).where(
-        annotation.c.experiment == bindparam("of"),
-        annotation.c.consumer == bindparam("by"),
-        annotation.c.address >= bindparam("start"),
-    )
+_ROWS_FROM = Statement(
+    "SELECT count(*) FROM annotation "
+    "WHERE experiment = :of AND consumer = :by AND address >= :start"
 )
 # Rows of the set that a trainer rejected before their turn.
-_LEFT_OUT = Prepared(
-    select(func.count()).where(
-        rejection.c.experiment == bindparam("of"),
-        rejection.c.consumer == bindparam("by"),
-        rejection.c.address >= bindparam("start"),
-        has_row(
-            annotation.c.experiment == rejection.c.experiment,
-            annotation.c.consumer == bindparam("set"),
-            annotation.c.address == rejection.c.address,
-        ),
-    )
+_LEFT_OUT = Statement(
+    "SELECT count(*) FROM rejection r WHERE r.experiment = :of AND r.consumer = :by "
+    "AND r.address >= :start AND EXISTS (SELECT 1 FROM annotation a "
+    "WHERE a.experiment = r.experiment AND a.consumer = :set AND a.address = r.address OFFSET 0)"
 )
 
 
@@ -286,16 +261,10 @@ def recount_plans(tx: Transaction, experiment: int) -> PlanCounts:
     return PlanCounts(int(planned or 0), int(stored or 0))
 
 
-_GROUPS = select(func.count()).where(
-    plan.c.experiment == batch.c.experiment, plan.c.batch == batch.c.batch
-)
-_PLANS = Prepared(
-    select(
-        func.sum(
-            batch.c.rollouts_per_group * _GROUPS.correlate(batch).scalar_subquery(), type_=Integer
-        ),
-        func.sum(counters.stored_rollouts(), type_=Integer),
-    ).where(batch.c.experiment == bindparam("of"))
+_PLANS = Statement(
+    "SELECT sum(rollouts_per_group * (SELECT count(*) FROM plan p "
+    "WHERE p.experiment = batch.experiment AND p.batch = batch.batch)), "
+    f"sum({counters.STORED}) FROM batch WHERE experiment = :of"
 )
 
 

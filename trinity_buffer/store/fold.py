@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, assert_never
+from typing import assert_never
 
-from sqlalchemy import ColumnElement, Text, bindparam, case, delete, func, insert, select, update
+from sqlalchemy import bindparam, delete, insert, update
 
 from trinity_buffer.errors import CursorConflictError
 from trinity_buffer.events import (
@@ -58,71 +58,40 @@ from trinity_buffer.store.tables import (
     policy,
     rejection,
     step,
-    waiting,
 )
 from trinity_buffer.store.transaction import (
-    Prepared,
+    Statement,
     Transaction,
     bind_list,
-    by_dialect,
-    dialect_module,
-    in_bound_list,
     upsert,
 )
 
-OF_CONSUMER = (consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by"))
-_OF_STEP = (step.c.experiment == bindparam("of"), step.c.consumer == bindparam("by"))
-_BEFORE = (*_OF_STEP, step.c.step == bindparam("before"))
-
-
-def _so_far(column: ColumnElement[int], more: str) -> ColumnElement[int]:
-    return func.coalesce(select(column).where(*_BEFORE).scalar_subquery(), 0) + bindparam(more)
-
-
-STEP = Prepared(
-    insert(step).values(
-        experiment=bindparam("of"),
-        consumer=bindparam("by"),
-        step=bindparam("number"),
-        leased_at=bindparam("position"),
-        rows=bindparam("rows"),
-        groups=bindparam("groups"),
-        planned_groups_so_far=_so_far(step.c.planned_groups_so_far, "planned"),
-        manifest_digest=bindparam("digest"),
-        own_rows_so_far=_so_far(step.c.own_rows_so_far, "own"),
-    )
+_STEP = Statement(
+    'INSERT INTO step (experiment, consumer, step, leased_at, "rows", "groups", '
+    "planned_groups_so_far, manifest_digest, own_rows_so_far) "
+    "VALUES (:of, :by, :number, :position, :rows, :groups, :planned + coalesce("
+    "(SELECT planned_groups_so_far FROM step "
+    "WHERE experiment = :of AND consumer = :by AND step = :before), 0), :digest, :own + coalesce("
+    "(SELECT own_rows_so_far FROM step "
+    "WHERE experiment = :of AND consumer = :by AND step = :before), 0))"
 )
-HANDED_OUT = Prepared(
-    update(consumer)
-    .where(*OF_CONSUMER)
-    .values(leased_step=bindparam("number"), token=bindparam("fence"))
+_HANDED_OUT = Statement(
+    "UPDATE consumer SET leased_step = :number, token = :fence "
+    "WHERE experiment = :of AND name = :by"
 )
-
-
-def _done() -> Prepared:
-    """Return the update that commits all open steps up to the last, which gets the checkpoint."""
-    live = select(consumer.c.committed_step).where(*OF_CONSUMER).scalar_subquery()
-    columns: dict[str, Any] = {
-        name: case((step.c.step == bindparam("last"), bindparam(name, type_=column.type)))
-        for name, column in (
-            ("checkpoint", step.c.checkpoint),
-            ("checkpoint_digest", step.c.checkpoint_digest),
-            ("chain", step.c.chain),
-        )
-    }
-    text_of_rows = bindparam("rows_by_rank", type_=Text())
-    columns["rows_by_rank"] = case((step.c.step == bindparam("last"), text_of_rows))
-    open_steps = (*_OF_STEP, step.c.step > live, step.c.step <= bindparam("last"))
-    return Prepared(
-        update(step).where(*open_steps).values(committed_at=bindparam("position"), **columns)
-    )
-
-
-DONE = _done()
-COMMITTED = Prepared(
-    update(consumer)
-    .where(*OF_CONSUMER)
-    .values(committed_step=bindparam("last"), token=bindparam("fence"))
+# All open steps up to the last, which gets the checkpoint.
+_DONE = Statement(
+    "UPDATE step SET committed_at = :position, "
+    "checkpoint = CASE WHEN step = :last THEN :checkpoint ELSE checkpoint END, "
+    "checkpoint_digest = CASE WHEN step = :last THEN :digest ELSE checkpoint_digest END, "
+    "chain = CASE WHEN step = :last THEN :chain ELSE chain END, "
+    "rows_by_rank = CASE WHEN step = :last THEN :rows_by_rank ELSE rows_by_rank END "
+    "WHERE experiment = :of AND consumer = :by AND step <= :last AND step > "
+    "(SELECT committed_step FROM consumer WHERE experiment = :of AND name = :by)"
+)
+_COMMITTED = Statement(
+    "UPDATE consumer SET committed_step = :last, token = :fence "
+    "WHERE experiment = :of AND name = :by"
 )
 
 
@@ -226,14 +195,12 @@ def _planned(
     tx.insert_many(plan, rows.plan_rows(experiment, fact, first))
 
 
-_LAST_ORDINAL = Prepared(
-    select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == bindparam("of"))
-)
+_LAST_ORDINAL = Statement("SELECT coalesce(max(ordinal), 0) FROM plan WHERE experiment = :of")
 
 
 def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> int:
     key = str(fact.batch)
-    _seal(tx.dialect.name).execute_later(
+    _SEAL.execute_later(
         tx,
         of=experiment,
         key=key,
@@ -245,20 +212,12 @@ def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, 
     return counters.count_stored(tx, experiment, key)
 
 
-@by_dialect
-def _seal(dialect: str) -> Prepared:
-    made: Any = dialect_module(dialect).insert(batch)
-    made = made.values(
-        experiment=bindparam("of"),
-        batch=bindparam("key"),
-        batch_is_int=bindparam("is_int"),
-        actor=bindparam("by"),
-        sealed_at=bindparam("position"),
-        expected=bindparam("number"),
-    )
-    # A planned batch keeps the actor of its plan, even if another one seals it.
-    sealed = {name: made.excluded[name] for name in ("sealed_at", "expected")}
-    return Prepared(made.on_conflict_do_update(index_elements=["experiment", "batch"], set_=sealed))
+# A planned batch keeps the actor of its plan, even if another one seals it.
+_SEAL = Statement(
+    "INSERT INTO batch (experiment, batch, batch_is_int, actor, sealed_at, expected) "
+    "VALUES (:of, :key, :is_int, :by, :position, :number) ON CONFLICT (experiment, batch) "
+    "DO UPDATE SET sealed_at = excluded.sealed_at, expected = excluded.expected"
+)
 
 
 def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> int:
@@ -296,34 +255,27 @@ def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
     if seen > cursor:
         # Inside the database: a cursor may move over many thousands of rows.
         end = first_address(seen + 1)
-        _UNSEEN.fetch_all(tx, **mine, start=first_address(cursor + 1), end=end)
+        _UNSEEN.execute_later(tx, **mine, start=first_address(cursor + 1), end=end)
     _SEE.execute_later(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
 
 
-_CURSOR = Prepared(select(consumer.c.cursor, consumer.c.calls).where(*OF_CONSUMER))
-_SEE = Prepared(
-    update(consumer).where(*OF_CONSUMER).values(cursor=bindparam("to"), calls=bindparam("called"))
+_CURSOR = Statement("SELECT cursor, calls FROM consumer WHERE experiment = :of AND name = :by")
+_SEE = Statement(
+    "UPDATE consumer SET cursor = :to, calls = :called WHERE experiment = :of AND name = :by"
 )
-_MORE = consumer.c.rejected_groups + bindparam("more")
-_LEFT_OUT = Prepared(update(consumer).where(*OF_CONSUMER).values(rejected_groups=_MORE))
-_UNSEEN = Prepared(
-    insert(waiting).from_select(
-        ["experiment", "consumer", "address"],
-        select(experience.c.experiment, bindparam("by", type_=Text()), experience.c.address).where(
-            experience.c.experiment == bindparam("of"),
-            experience.c.address >= bindparam("start"),
-            experience.c.address < bindparam("end"),
-            experience.c.refused.is_(None),
-        ),
-    )
+_LEFT_OUT = Statement(
+    "UPDATE consumer SET rejected_groups = rejected_groups + :more "
+    "WHERE experiment = :of AND name = :by"
 )
-
-
-@by_dialect
-def _taken(dialect: str) -> Prepared:
-    mine = (waiting.c.experiment == bindparam("of"), waiting.c.consumer == bindparam("by"))
-    taken = in_bound_list(dialect, waiting.c.address, "addresses")
-    return Prepared(delete(waiting).where(*mine, taken).returning(waiting.c.address))
+_UNSEEN = Statement(
+    "INSERT INTO waiting (experiment, consumer, address) SELECT experiment, :by, address "
+    "FROM experience WHERE experiment = :of AND address >= :start AND address < :end "
+    "AND refused IS NULL"
+)
+_TAKEN = Statement(
+    "DELETE FROM waiting WHERE experiment = :of AND consumer = :by "
+    "AND address IN INTS(:addresses) RETURNING address"
+)
 
 
 def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]) -> None:
@@ -332,7 +284,7 @@ def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]
         return
     mine = {"of": experiment, "by": name}
     # One DELETE that returns its rows: of two processes, only one can get a row.
-    gone = _taken(tx.dialect.name).fetch_all(tx, **mine, addresses=bind_list(tx, addresses))
+    gone = _TAKEN.fetch_all(tx, **mine, addresses=bind_list(tx, addresses))
     if len(gone) != len(addresses):
         raise CursorConflictError(
             f"strategy {name!r}: {len(addresses) - len(gone)} of {len(addresses)} experiences "
@@ -358,7 +310,7 @@ def _rejected(tx: Transaction, experiment: int, position: int, fact: Experiences
 def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
     name, number = fact.consumer, fact.step
     tx.insert_many(delivery, rows.delivery_rows(experiment, fact))
-    STEP.execute_later(
+    _STEP.execute_later(
         tx,
         of=experiment,
         by=name,
@@ -371,7 +323,7 @@ def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) 
         own=rows.own_rows(fact),
         digest=fact.digest,
     )
-    HANDED_OUT.execute_later(tx, of=experiment, by=name, number=number, fence=fact.token)
+    _HANDED_OUT.execute_later(tx, of=experiment, by=name, number=number, fence=fact.token)
 
 
 def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> None:
@@ -392,11 +344,17 @@ _DROP = delete(delivery).where(*(column == bindparam(f"{column.name}_") for colu
 
 
 def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:
-    last, columns = fact.steps[-1], rows.commit_columns(fact)
-    columns["rows_by_rank"] = canonical(columns["rows_by_rank"])
-    mine = {"of": experiment, "by": fact.consumer, "last": last}
-    DONE.execute_later(tx, **mine, position=position, **columns)
-    COMMITTED.execute_later(tx, **mine, fence=fact.token)
+    mine = {"of": experiment, "by": fact.consumer, "last": fact.steps[-1]}
+    _DONE.execute_later(
+        tx,
+        **mine,
+        position=position,
+        checkpoint=fact.checkpoint,
+        digest=fact.checkpoint_digest,
+        chain=fact.chain,
+        rows_by_rank=canonical(list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None),
+    )
+    _COMMITTED.execute_later(tx, **mine, fence=fact.token)
 
 
 def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from sqlalchemy import bindparam, delete, select
+from sqlalchemy import delete, select
 
 from trinity_buffer.store.tables import presence
-from trinity_buffer.store.transaction import Prepared, Transaction, by_dialect, dialect_module
+from trinity_buffer.store.transaction import Statement, Transaction
 
 FORGOTTEN_AFTER_US = 3_600_000_000
 """A process without a heartbeat for an hour is removed by the next process of that name."""
@@ -37,23 +36,20 @@ def record(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     """Record that a process is alive, and what it waits for."""
     before = row.last_seen - FORGOTTEN_AFTER_US
     _FORGET.execute_later(tx, of=experiment, role=row.role, by=row.name, before=before)
-    _noted(tx.dialect.name).execute_later(tx, experiment=experiment, **asdict(row))
+    _NOTE.execute_later(tx, experiment=experiment, **asdict(row))
 
 
-_NAMED = (
-    presence.c.experiment == bindparam("of"),
-    presence.c.role == bindparam("role"),
-    presence.c.name == bindparam("by"),
+_FORGET = Statement(
+    "DELETE FROM presence "
+    "WHERE experiment = :of AND role = :role AND name = :by AND last_seen < :before"
 )
-_FORGET = Prepared(delete(presence).where(*_NAMED, presence.c.last_seen < bindparam("before")))
-
-
-@by_dialect
-def _noted(dialect: str) -> Prepared:
-    made: Any = dialect_module(dialect).insert(presence)
-    renewed = {"last_seen": made.excluded.last_seen, "waiting_for": made.excluded.waiting_for}
-    keys = ["experiment", "role", "name", "host", "pid"]
-    return Prepared(made.on_conflict_do_update(index_elements=keys, set_=renewed))
+_NOTE = Statement(
+    "INSERT INTO presence "
+    "(experiment, role, name, host, pid, started_at, last_seen, waiting_for) VALUES "
+    "(:experiment, :role, :name, :host, :pid, :started_at, :last_seen, :waiting_for) "
+    "ON CONFLICT (experiment, role, name, host, pid) "
+    "DO UPDATE SET last_seen = excluded.last_seen, waiting_for = excluded.waiting_for"
+)
 
 
 def remove(tx: Transaction, experiment: int, row: PresenceRow) -> None:

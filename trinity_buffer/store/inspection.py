@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, bindparam, func, or_, select, text
+from sqlalchemy import ColumnElement, Select, func, or_, select, text
 
 from trinity_buffer.identity import EID
 from trinity_buffer.limits import sizes
@@ -23,7 +23,7 @@ from trinity_buffer.store.tables import (
     waiting,
 )
 from trinity_buffer.store.trainer_queries import guest_name
-from trinity_buffer.store.transaction import Prepared, Transaction, has_row, in_list
+from trinity_buffer.store.transaction import Statement, Transaction, bind_list, has_row, in_list
 
 
 def position_before(
@@ -118,11 +118,15 @@ def members(
         tasks_of.setdefault(batch_key, []).append(task)
     rows: list[ExperienceRow] = []
     for batch_key, tasks in tasks_of.items():
-        in_batch = writer_queries.of_batch(tx.dialect.name, in_list(tx, experience.c.task, tasks))
-        query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(*in_batch)
-        records = tx.execute(query, {"of": experiment, "batch": batch_key}).all()
-        rows += [experience_row(row) for row in records]
+        wanted = bind_list(tx, tasks)
+        records = _MEMBERS.fetch_all(tx, of=experiment, batch=batch_key, tasks=wanted)
+        rows += map(experience_row, records)
     return sorted(rows, key=lambda row: row.address)
+
+
+_MEMBERS = writer_queries.in_batch(
+    ", ".join(column.name for column in EXPERIENCE_COLUMNS), writer_queries.IN_TASKS
+)
 
 
 def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
@@ -313,10 +317,8 @@ def who_rejected(tx: Transaction, experiment: int) -> list[str]:
     return names
 
 
-_NEXT = Prepared(
-    select(func.min(rejection.c.consumer)).where(
-        rejection.c.experiment == bindparam("of"), rejection.c.consumer > bindparam("after")
-    )
+_NEXT = Statement(
+    "SELECT min(consumer) FROM rejection WHERE experiment = :of AND consumer > :after"
 )
 
 

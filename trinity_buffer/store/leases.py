@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import bindparam, delete, select
+from sqlalchemy import delete
 
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.store import log
 from trinity_buffer.store.log import Place
-from trinity_buffer.store.tables import consumer, event, lease
+from trinity_buffer.store.tables import lease
 from trinity_buffer.store.transaction import (
-    Prepared,
+    Statement,
     Transaction,
     lock_experiment,
     one_statement,
@@ -44,25 +44,17 @@ def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] 
     return None if not rows else (rows[0][0], int(rows[0][1]), int(rows[0][2]))
 
 
-_HOLDER = Prepared(
-    select(lease.c.owner, lease.c.token, lease.c.expires_at).where(
-        lease.c.experiment == bindparam("of"), lease.c.consumer == bindparam("by")
-    )
+_HOLDER = Statement(
+    "SELECT owner, token, expires_at FROM lease WHERE experiment = :of AND consumer = :by"
 )
-_RECORDED = select(consumer.c.token).where(
-    consumer.c.experiment == bindparam("of"), consumer.c.name == bindparam("by")
-)
-_RECORDED_TOKEN = Prepared(_RECORDED)
-_HELD = (lease.c.experiment == bindparam("of"), lease.c.consumer == bindparam("by"))
-_NEWEST = Prepared(
-    select(
-        select(lease.c.owner).where(*_HELD).scalar_subquery(),
-        select(lease.c.token).where(*_HELD).scalar_subquery(),
-        _RECORDED.scalar_subquery(),
-        _RECORDED.with_only_columns(consumer.c.committed_step).scalar_subquery(),
-        log.LAST.with_only_columns(event.c.position).scalar_subquery(),
-        log.LAST.with_only_columns(event.c.head).scalar_subquery(),
-    )
+_RECORDED_TOKEN = Statement("SELECT token FROM consumer WHERE experiment = :of AND name = :by")
+_NEWEST = Statement(
+    "SELECT (SELECT owner FROM lease WHERE experiment = :of AND consumer = :by), "
+    "(SELECT token FROM lease WHERE experiment = :of AND consumer = :by), "
+    "(SELECT token FROM consumer WHERE experiment = :of AND name = :by), "
+    "(SELECT committed_step FROM consumer WHERE experiment = :of AND name = :by), "
+    "(SELECT position FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1), "
+    "(SELECT head FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1)"
 )
 
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from sqlalchemy import bindparam, exists, false, func, or_, select, text, union_all
+from sqlalchemy import select
 
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
 from trinity_buffer.identity import require_name
 from trinity_buffer.store import fold
-from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, batch, event, experiment
+from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event, experiment
 from trinity_buffer.store.transaction import (
-    Prepared,
+    Statement,
     Transaction,
     bind_list,
-    by_dialect,
-    in_bound_list,
     in_list,
     lock_experiment,
     one_statement,
@@ -140,8 +139,7 @@ def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bo
 
 def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
     """Return `end`, or None if one of ``batches`` is sealed, in one statement."""
-    query = _end_if_open(tx.dialect.name)
-    rows = query.fetch_all(tx, of=experiment_id, batches=bind_list(tx, batches))
+    rows = _END_IF_OPEN.fetch_all(tx, of=experiment_id, batches=bind_list(tx, batches))
     if not rows:
         return _beginning(tx, experiment_id)
     ((position, known, is_sealed),) = rows
@@ -167,25 +165,14 @@ def place(position: int, known: bytes | None) -> Place:
     return Place(position, known)
 
 
-LAST = (
-    select(event.c.position, event.c.head)
-    .where(event.c.experiment == bindparam("of"))
-    .order_by(event.c.position.desc())
-    .limit(1)
+_END = Statement(
+    "SELECT position, head FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1"
 )
-"""The last event of the experiment that ``of`` is bound to."""
-
-_END = Prepared(LAST)
-
-
-@by_dialect
-def _end_if_open(dialect: str) -> Prepared:
-    sealed = exists().where(
-        batch.c.experiment == bindparam("of"),
-        in_bound_list(dialect, batch.c.batch, "batches"),
-        batch.c.sealed_at.is_not(None),
-    )
-    return Prepared(LAST.add_columns(sealed))
+_END_IF_OPEN = Statement(
+    "SELECT position, head, EXISTS (SELECT 1 FROM batch "
+    "WHERE experiment = :of AND batch IN TEXTS(:batches) AND sealed_at IS NOT NULL) "
+    "FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1"
+)
 
 
 def head(tx: Transaction, experiment_id: int) -> int:
@@ -227,9 +214,10 @@ def read_after(
     up_to: int | None = None,
 ) -> list[StoredEvent]:
     """Return up to ``limit`` events above ``after`` (and at most at ``up_to``), in order."""
-    wanted = None if kinds is None else tuple(kinds)
-    query = _after(tx.dialect.name, wanted, up_to is not None)
-    rows = query.fetch_all(tx, of=experiment_id, after=after, most=limit, last=up_to)
+    is_rare = kinds is not None and 0 < len(kinds) <= FEW_KINDS and FREQUENT.isdisjoint(kinds)
+    query = _after(None if kinds is None else len(kinds), is_rare, up_to is not None)
+    named = {f"kind{number}": kind for number, kind in enumerate(kinds or ())}
+    rows = query.fetch_all(tx, of=experiment_id, after=after, most=limit, last=up_to, **named)
     return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
@@ -240,33 +228,35 @@ def _seen(tx: Transaction, experiment_id: int, events: list[StoredEvent]) -> lis
     return events
 
 
-_STORED = select(*(column for column in event.c if column is not event.c.experiment))
-_STORED = _STORED.where(event.c.experiment == bindparam("of"))
+_STORED = "SELECT position, kind, actor, recorded_at, body, head FROM event WHERE experiment = :of"
 
 
-@by_dialect
-def _after(dialect: str, kinds: tuple[str, ...] | None, bounded: bool) -> Prepared:  # noqa: FBT001 - looked up by it
-    """Return the statement; rare kinds are looked up one by one, however long the log is."""
-    span = [event.c.position > bindparam("after")]
-    if bounded:
-        span.append(event.c.position <= bindparam("last"))
-    page = _STORED.where(*span).order_by(event.c.position).limit(bindparam("most"))
-    if kinds is None:
-        return Prepared(page)
-    if not 0 < len(kinds) <= FEW_KINDS or not FREQUENT.isdisjoint(kinds):
-        return Prepared(page.where(or_(false(), *(event.c.kind == kind for kind in kinds))))
-    rare = select(event.c.position).where(event.c.experiment == bindparam("of"), *span)
-    rare = rare.where(text(NOT_FREQUENT)).order_by(event.c.position).limit(bindparam("most"))
-    each = [select(rare.where(event.c.kind == kind).subquery()) for kind in kinds]
-    positions = union_all(*each).subquery()
-    first = select(positions.c.position).order_by(positions.c.position).limit(bindparam("most"))
-    # Of a subquery PostgreSQL may make a join with every event; of an array it looks up each.
-    each_of_them = (
-        event.c.position.in_(first)
-        if dialect == "sqlite"
-        else event.c.position == func.any(func.array(first.scalar_subquery()))
+@cache
+def _after(kinds: int | None, is_rare: bool, bounded: bool) -> Statement:  # noqa: FBT001 - looked up by it
+    """Return the statement; rare kinds are looked up one by one, however long the log is.
+
+    Args:
+        kinds: how many of them are wanted; None: all.
+    """
+    span = "position > :after AND position <= :last" if bounded else "position > :after"
+    named = [f":kind{number}" for number in range(kinds or 0)]
+    if not is_rare:
+        wanted = f" AND kind IN ({', '.join(named)})" if named else " AND false"
+        wanted = "" if kinds is None else wanted
+        return Statement(f"{_STORED} AND {span}{wanted} ORDER BY position LIMIT :most")
+    each = (
+        f"SELECT position FROM (SELECT position FROM event WHERE experiment = :of AND {span} "
+        f"AND {NOT_FREQUENT} AND kind = {kind} ORDER BY position LIMIT :most) AS of{kind[1:]}"
+        for kind in named
     )
-    return Prepared(_STORED.where(each_of_them).order_by(event.c.position))
+    first = (
+        f"SELECT position FROM ({' UNION ALL '.join(each)}) AS rare ORDER BY position LIMIT :most"
+    )
+    # Of a subquery PostgreSQL may make a join with every event; of an array it looks up each.
+    return Statement(
+        f"{_STORED} AND position IN ({first}) ORDER BY position",
+        f"{_STORED} AND position = ANY(ARRAY({first})) ORDER BY position",
+    )
 
 
 FEW_KINDS = 6
@@ -276,15 +266,11 @@ FEW_KINDS = 6
 @one_statement
 def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
-    query = _at(tx.dialect.name)
-    rows = query.fetch_all(tx, of=experiment_id, positions=bind_list(tx, positions))
+    rows = _AT.fetch_all(tx, of=experiment_id, positions=bind_list(tx, positions))
     return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
-@by_dialect
-def _at(dialect: str) -> Prepared:
-    events = _STORED.where(in_bound_list(dialect, event.c.position, "positions"))
-    return Prepared(events.order_by(event.c.position))
+_AT = Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")
 
 
 def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> dict[int, int]:

@@ -43,6 +43,7 @@ from trinity_buffer.store.connection import POOLED, foreign_errors
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import (
     Transaction,
+    Values,
     engine_without_connections,
     is_of_one_statement,
     lock_experiment,
@@ -254,7 +255,7 @@ class PostgresTransaction(Transaction):
         self.driver = driver
         self.asked_at: float | None = None
         self.in_doubt = False
-        self._later: list[tuple[str, Sequence[Any]]] = []
+        self._later: list[tuple[str, Values]] = []
         self._locked: set[int] = set()
         self._statements_left: int | None = None
         self._announces = False
@@ -294,7 +295,7 @@ class PostgresTransaction(Transaction):
         return super().connection
 
     @override
-    def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def fetch_all(self, sql: str, values: Values) -> list[tuple[Any, ...]]:
         """Execute SQL of the driver's own style, and return all rows."""
         self._count_statement()
         self._later.append((sql, values))
@@ -302,7 +303,7 @@ class PostgresTransaction(Transaction):
         return cursor.fetchall() if cursor.description else []
 
     @override
-    def execute_later(self, sql: str, values: Sequence[Any]) -> None:
+    def execute_later(self, sql: str, values: Values) -> None:
         """Queue a statement, to be sent together with others."""
         self._later.append((sql, values))
 
@@ -390,7 +391,7 @@ _SPACE = 7
 """Of the locks of experiments, among the advisory locks of a database."""
 
 _NEWER = (
-    f"SELECT 1 FROM alembic_version HAVING max(version_num) IS DISTINCT FROM '{SCHEMA_REVISION}'"  # noqa: S608 - ours
+    f"SELECT 1 FROM alembic_version HAVING max(version_num) IS DISTINCT FROM '{SCHEMA_REVISION}'"
 )
 # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock must see
 # what its holder committed, whatever the database's default is.
@@ -401,7 +402,7 @@ _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 @cache
 def _insert(table: Table) -> str:
     places = ", ".join(f"${number}" for number in range(1, len(table.columns) + 1))
-    return f"INSERT INTO {table.name} VALUES ({places})"  # noqa: S608 - a name of ours
+    return f"INSERT INTO {table.name} VALUES ({places})"
 
 
 @cache

@@ -8,17 +8,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import BigInteger, ColumnElement, bindparam, case, func, literal, select
 
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
-from trinity_buffer.store.tables import annotation, experience, rejection, waiting
 from trinity_buffer.store.transaction import (
-    Prepared,
+    Statement,
     Transaction,
     bind_list,
-    by_dialect,
-    in_bound_list,
 )
 
 Integers = npt.NDArray[np.int64]
@@ -49,7 +45,6 @@ NUMBERS = np.dtype(
     ]
 )
 """What is counted of an experience; see `NO_VERSION`, and a reward that is not there is NaN."""
-_WHOLE = ("address", "length", "trained_tokens", "run", "step")
 NO_VERSION = int(np.iinfo(np.int64).min)
 
 
@@ -62,7 +57,7 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
     size, numbers = sizes().rows_per_page, [np.zeros(0, NUMBERS)]
     for start in range(0, len(wanted), size):  # more objects at once, and Python sweeps all it has
         page_wanted = bind_list(tx, wanted[start : start + size])
-        rows = _numbers(tx.dialect.name).fetch_all(tx, of=experiment, wanted=page_wanted)
+        rows = _NUMBERS.fetch_all(tx, of=experiment, wanted=page_wanted, none=NO_VERSION)
         page = np.zeros(len(rows), NUMBERS)
         for name, values in zip(NUMBERS.names or (), zip(*rows, strict=True), strict=False):
             page[name] = values
@@ -70,16 +65,11 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
     return np.concatenate(numbers)
 
 
-@by_dialect
-def _numbers(dialect: str) -> Prepared:
-    # The sentinel instead of NULL, so that the column stays an array of integers.
-    columns = [experience.c[name] for name in _WHOLE]
-    version = func.coalesce(experience.c.policy_version, literal(NO_VERSION, BigInteger))
-    query = select(*columns, version, experience.c.reward).where(
-        experience.c.experiment == bindparam("of"),
-        in_bound_list(dialect, experience.c.address, "wanted"),
-    )
-    return Prepared(query.order_by(experience.c.address))
+# A number instead of NULL, so that the column stays an array of integers.
+_NUMBERS = Statement(
+    "SELECT address, length, trained_tokens, run, step, coalesce(policy_version, :none), reward "
+    "FROM experience WHERE experiment = :of AND address IN INTS(:wanted) ORDER BY address"
+)
 
 
 def addresses(tx: Transaction, experiment: int, *, after: int, limit: int) -> Integers:
@@ -88,15 +78,9 @@ def addresses(tx: Transaction, experiment: int, *, after: int, limit: int) -> In
     return np.array([address for (address,) in rows], np.int64)
 
 
-_ADDRESSES = Prepared(
-    select(experience.c.address)
-    .where(
-        experience.c.experiment == bindparam("of"),
-        experience.c.address > bindparam("after"),
-        experience.c.refused.is_(None),
-    )
-    .order_by(experience.c.address)
-    .limit(bindparam("most"))
+_ADDRESSES = Statement(
+    "SELECT address FROM experience WHERE experiment = :of AND address > :after "
+    "AND refused IS NULL ORDER BY address LIMIT :most"
 )
 
 
@@ -138,32 +122,17 @@ def _put(into: npt.NDArray[Any], wanted: Integers, rows: Sequence[tuple[Any, ...
     into[places[there]] = np.array(values, into.dtype).T.reshape(-1, *into.shape[1:])[there]
 
 
-def _within(address: ColumnElement[Any]) -> ColumnElement[bool]:
-    return address.between(bindparam("first"), bindparam("last"))
-
-
-def _note_of(name: str) -> ColumnElement[int]:
-    """Return the first annotation of a set, or 0."""
-    mine = case((annotation.c.consumer == bindparam(name), annotation.c.address))
-    return func.coalesce(func.min(mine), 0)
-
-
-_WAITING = Prepared(
-    select(waiting.c.address).where(
-        waiting.c.experiment == bindparam("of"),
-        waiting.c.consumer == bindparam("name"),
-        _within(waiting.c.address),
-    )
+_WAITING = Statement(
+    "SELECT address FROM waiting "
+    "WHERE experiment = :of AND consumer = :name AND address BETWEEN :first AND :last"
 )
-_REJECTED = Prepared(
-    select(rejection.c.address, rejection.c.reason).where(
-        rejection.c.experiment == bindparam("of"),
-        rejection.c.consumer == bindparam("name"),
-        _within(rejection.c.address),
-    )
+_REJECTED = Statement(
+    "SELECT address, reason FROM rejection "
+    "WHERE experiment = :of AND consumer = :name AND address BETWEEN :first AND :last"
 )
-_NOTES = Prepared(
-    select(annotation.c.experience, _note_of("name"), _note_of("other"))
-    .where(annotation.c.experiment == bindparam("of"), _within(annotation.c.experience))
-    .group_by(annotation.c.experience)
+# The first annotation of each set, or 0.
+_NOTES = Statement(
+    "SELECT experience, coalesce(min(CASE WHEN consumer = :name THEN address END), 0), "
+    "coalesce(min(CASE WHEN consumer = :other THEN address END), 0) FROM annotation "
+    "WHERE experiment = :of AND experience BETWEEN :first AND :last GROUP BY experience"
 )

@@ -19,7 +19,6 @@ from trinity_buffer.events import (
     ExperiencesRecorded,
     ExperiencesRejected,
     StepDealt,
-    StepsCommitted,
 )
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.store.tables import experience
@@ -261,16 +260,6 @@ def dropped_rows(experiment: int, fact: StepDealt) -> list[Row]:
     sources = fact.dropped_from or ("",) * len(fact.dropped)
     pairs = zip(sources, fact.dropped, strict=True)
     return [(experiment, name, source, address, number) for source, address in pairs]
-
-
-def commit_columns(fact: StepsCommitted) -> dict[str, Any]:
-    """Return the columns of `step` that a commit sets for its last step."""
-    return {
-        "checkpoint": fact.checkpoint,
-        "checkpoint_digest": fact.checkpoint_digest,
-        "chain": fact.chain,
-        "rows_by_rank": list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None,
-    }
 
 
 NOT_COMMITTED: Mapping[str, None] = dict.fromkeys(

@@ -7,22 +7,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
-from sqlalchemy import ColumnElement, bindparam, case, func, literal_column, select, text
 from sqlalchemy import delete as sql_delete
+from sqlalchemy import func, select, text
 from typing_extensions import override
 
 from trinity_buffer.codec.blob import Blob, Buffer
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.counters import all_numbers
-from trinity_buffer.store.tables import archived, segment
+from trinity_buffer.store.tables import segment
 from trinity_buffer.store.transaction import (
-    Prepared,
     ReadSession,
     SegmentParts,
+    Statement,
     Transaction,
     one_statement,
 )
@@ -142,33 +142,30 @@ def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> Se
     values |= {f"family{number}": family for number, family in enumerate(families)}
     parts: SegmentParts = {}
     values["long"] = sizes().bytes_read_at_once
-    rows = _parts_of(tx.dialect.name, len(keys), len(families)).fetch_all(tx, **values)
+    rows = _parts_of(len(keys), len(families)).fetch_all(tx, **values)
     for key, family, part, recorded, data in tx.with_blobs(segment, rows):
         parts.setdefault((key, family), []).append((part, recorded, data))
     return parts
 
 
 @lru_cache(maxsize=128)
-def _parts_of(dialect: str, keys: int, families: int) -> Prepared:
+def _parts_of(keys: int, families: int) -> Statement:
     """Return the statement for so many keys and families.
 
     On SQLite a long blob is NULL in it. A flipped bit can make a number, a text or NULL of a blob
     there, which is then an empty one: its checksum does not hold.
     """
-    columns: list[ColumnElement[Any]] = list(segment.c)
-    if dialect == "sqlite":
-        data = segment.c.data
-        is_blob, size = func.typeof(data) == literal_column("'blob'"), func.length(data)
-        columns[-1:] = [
-            case((~is_blob, literal_column("x''")), (size <= bindparam("long"), data)),
-            literal_column("rowid"),
-            size,
-        ]
-    query = select(*columns).where(
-        segment.c.key.in_([bindparam(f"key{number}") for number in range(keys)]),
-        segment.c.family.in_([bindparam(f"family{number}") for number in range(families)]),
+    wanted = f"key IN ({_places('key', keys)}) AND family IN ({_places('family', families)})"
+    ordered = f"FROM segment WHERE {wanted} ORDER BY key, family, part"
+    data = "CASE WHEN typeof(data) <> 'blob' THEN x'' WHEN length(data) <= :long THEN data END"
+    return Statement(
+        f"SELECT key, family, part, checksum, {data}, rowid, length(data) {ordered}",
+        f"SELECT key, family, part, checksum, data {ordered}",
     )
-    return Prepared(query.order_by(segment.c.key, segment.c.family, segment.c.part))
+
+
+def _places(name: str, number: int) -> str:
+    return ", ".join(f":{name}{place}" for place in range(number))
 
 
 @one_statement
@@ -183,11 +180,11 @@ def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int
 
 
 @cache
-def _archived_of(keys: int) -> Prepared:
+def _archived_of(keys: int) -> Statement:
     """Return the statement for so many keys."""
-    query = select(archived.c.segment, archived.c.position, archived.c.uri)
-    wanted = archived.c.segment.in_([bindparam(f"key{number}") for number in range(keys)])
-    return Prepared(query.where(wanted))
+    return Statement(
+        f"SELECT segment, position, uri FROM archived WHERE segment IN ({_places('key', keys)})"
+    )
 
 
 def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, Buffer]]) -> Buffer:

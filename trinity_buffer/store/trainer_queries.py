@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import ColumnElement, bindparam, func, literal, or_, select, text
+from sqlalchemy import ColumnElement, func, or_, select, text
 
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, StepRow
 from trinity_buffer.store.tables import (
@@ -14,16 +14,15 @@ from trinity_buffer.store.tables import (
     delivery,
     event,
     plan,
-    policy,
     rejection,
     step,
 )
-from trinity_buffer.store.transaction import Prepared, Transaction
+from trinity_buffer.store.transaction import Statement, Transaction
 from trinity_buffer.store.writer_queries import (
+    OF_NO_OTHER_TRAINER,
     consumer_row,
     consumers,
     newest_policy,
-    of_no_other_trainer,
 )
 
 
@@ -85,36 +84,19 @@ def spent_rows(
     return {address for (address,) in rows}
 
 
-def _positions() -> Prepared:
-    following = select((annotation.c.address // MAX_ROWS_PER_EVENT).label("position")).where(
-        annotation.c.experiment == bindparam("of"),
-        annotation.c.consumer == bindparam("by"),
-        annotation.c.address >= bindparam("start"),
-    )
-    # The limit comes before the DISTINCT, which would read all rows that follow.
-    page = following.order_by(annotation.c.address).limit(bindparam("most")).subquery()
-    return Prepared(select(page.c.position).distinct().order_by(page.c.position))
-
-
-def _spent() -> Prepared:
-    held = select(delivery.c.address).where(
-        delivery.c.experiment == bindparam("holder"),
-        delivery.c.consumer == bindparam("trainer"),
-        delivery.c.source == bindparam("source"),
-        delivery.c.address >= bindparam("start"),
-        delivery.c.address < bindparam("end"),
-    )
-    left_out = select(rejection.c.address).where(
-        rejection.c.experiment == bindparam("of"),
-        rejection.c.consumer == bindparam("rejecting"),
-        rejection.c.address >= bindparam("start"),
-        rejection.c.address < bindparam("end"),
-    )
-    # Two ranges of two primary keys; a join of the tables would visit each row of both.
-    return Prepared(held.union_all(left_out))
-
-
-_POSITIONS, _SPENT = _positions(), _spent()
+# The limit comes before the DISTINCT, which would read all rows that follow.
+_POSITIONS = Statement(
+    "SELECT DISTINCT position FROM (SELECT address >> 20 AS position FROM annotation "
+    "WHERE experiment = :of AND consumer = :by AND address >= :start "
+    "ORDER BY address LIMIT :most) AS page ORDER BY position"
+)
+# Two ranges of two primary keys; a join of the tables would visit each row of both.
+_SPENT = Statement(
+    "SELECT address FROM delivery WHERE experiment = :holder AND consumer = :trainer "
+    "AND source = :source AND address >= :start AND address < :end UNION ALL "
+    "SELECT address FROM rejection WHERE experiment = :of AND consumer = :rejecting "
+    "AND address >= :start AND address < :end"
+)
 
 
 def steps(
@@ -330,14 +312,15 @@ def weights_after(
     The first one since its commit: mostly that of the same transaction. Else the last before. Those
     of other trainers are passed over. None: none was.
     """
-    committed = leased.committed_at or leased.leased_at
-    of_step = (
-        policy.c.experiment == experiment,
-        policy.c.version == leased.step,
-        of_no_other_trainer(literal(trainer)),
-    )
-    query = select(policy.c.digest, policy.c.uri).where(*of_step)
-    since = query.where(policy.c.position > committed).order_by(policy.c.position)
-    before = query.where(policy.c.position < committed).order_by(policy.c.position.desc())
-    row = tx.execute(since.limit(1)).first() or tx.execute(before.limit(1)).first()
-    return None if row is None else (row.digest, row.uri)
+    values = {"of": experiment, "by": trainer, "version": leased.step}
+    values["committed"] = leased.committed_at or leased.leased_at
+    rows = _SINCE.fetch_all(tx, **values) or _BEFORE.fetch_all(tx, **values)
+    return rows[0] if rows else None
+
+
+_OF_STEP = (
+    "SELECT digest, uri FROM policy "
+    f"WHERE experiment = :of AND version = :version AND {OF_NO_OTHER_TRAINER}"
+)
+_SINCE = Statement(f"{_OF_STEP} AND position > :committed ORDER BY position LIMIT 1")
+_BEFORE = Statement(f"{_OF_STEP} AND position < :committed ORDER BY position DESC LIMIT 1")

@@ -7,11 +7,12 @@ awaits it. SQL that differs between SQLite and PostgreSQL is built here.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from sqlalchemy import (
     ARRAY,
@@ -22,9 +23,7 @@ from sqlalchemy import (
     Executable,
     Table,
     Text,
-    bindparam,
     cast,
-    column,
     create_engine,
     func,
     literal,
@@ -32,7 +31,7 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.engine import Dialect, Engine
+from sqlalchemy.engine import Engine
 from sqlalchemy.pool import NullPool
 from sqlalchemy.types import TypeEngine
 
@@ -42,7 +41,9 @@ from trinity_buffer.store.tables import SCHEMA_REVISION
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Given = TypeVarTuple("Given")
+
+Values: TypeAlias = Sequence[Any] | Mapping[str, Any]
+"""Of the places of a statement: in their order, or, on SQLite, by name."""
 
 SegmentParts: TypeAlias = dict[tuple[bytes, str], list[tuple[int, int, Buffer]]]
 """(key, family) -> its parts as (part, checksum, data), unchecked: `segments.blob_of` checks."""
@@ -110,11 +111,11 @@ class Transaction(ABC):
         return self.connection.execute(statement, parameters)
 
     @abstractmethod
-    def fetch_all(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def fetch_all(self, sql: str, values: Values) -> list[tuple[Any, ...]]:
         """Execute SQL of the driver's own style, and return all rows."""
 
     @abstractmethod
-    def execute_later(self, sql: str, values: Sequence[Any]) -> None:
+    def execute_later(self, sql: str, values: Values) -> None:
         """Execute a statement whose rows nobody asks for, at the latest before the next one.
 
         Its errors are raised then.
@@ -196,65 +197,76 @@ class Session(ReadSession, Protocol):
         """Return ``f(tx, ...)`` of a writing transaction, which has committed."""
 
 
-class Prepared:
-    """A statement that is compiled once: it runs with plain values and gives plain tuples.
+class Statement:
+    """SQL of both databases: it runs with plain values, each named ``:so``, and gives plain tuples.
 
     SQLAlchemy takes some 100 µs to build, look up and execute a statement of which SQLite itself
-    needs five. What runs in every transaction of a writer or a trainer is therefore compiled once
-    for each dialect, and on SQLite goes past SQLAlchemy to the driver. Values are bound by name.
+    needs five. So what runs in every transaction of a writer or a trainer is text.
 
-    Its columns must be of types that need no processing: numbers, texts, bytes. Booleans come back
-    from SQLite as 0 and 1.
+    What the databases write differently:
+
+    - ``IN INTS(:x)`` and ``IN TEXTS(:x)``: in a list, bound to what `bind_list` returns;
+    - ``ROWS(text, bigint)``: a table of rows with the columns c0, c1 and so on, from `bind_rows`;
+    - ``OFFSET 0`` at the end of an EXISTS, which is then asked for each row. Of a plain one
+      PostgreSQL makes a join: without statistics, one that compares every row with every other.
+
+    Booleans come back from SQLite as 0 and 1.
+
+    Args:
+        sql: the statement.
+        postgresql: the same for PostgreSQL, where it needs other words.
     """
 
-    def __init__(self, statement: Executable) -> None:
-        self._statement: Any = statement
-        self._compiled: dict[str, tuple[str, list[str], dict[str, Any]]] = {}
+    def __init__(self, sql: str, postgresql: str = "") -> None:
+        self._sqlite = _LIST.sub(r"IN (SELECT value FROM json_each(:\2))", sql)
+        self._sqlite = _ROWS.sub(_rows_of_json, self._sqlite).replace(" OFFSET 0", "")
+        numbered = _LIST.sub(_in_array, postgresql or sql)
+        numbered = _ROWS.sub(_rows_of_arrays, numbered)
+        # Numbered once for each name, which has one type then.
+        self._names = list(dict.fromkeys(_PLACE.findall(numbered)))
+        self._postgresql = _PLACE.sub(lambda m: f"${self._names.index(m[1]) + 1}", numbered)
 
     def fetch_all(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
         """Execute it, and return all rows."""
-        sql, names, known = self._of(tx.dialect)
-        return tx.fetch_all(sql, tuple(self._bound(names, known, values)))
+        return tx.fetch_all(*self._bound(tx, values))
 
     def execute_later(self, tx: Transaction, **values: object) -> None:
         """Execute it, as `Transaction.execute_later` does."""
-        sql, names, known = self._of(tx.dialect)
-        tx.execute_later(sql, tuple(self._bound(names, known, values)))
+        tx.execute_later(*self._bound(tx, values))
 
     def value(self, tx: Transaction, **values: object) -> Any:
         """Execute it, and return the first column of its first row; None without rows."""
         rows = self.fetch_all(tx, **values)
         return rows[0][0] if rows else None
 
-    @staticmethod
-    def _bound(
-        names: list[str], known: Mapping[str, object], values: Mapping[str, object]
-    ) -> list[object]:
-        return [values[name] if name in values else known[name] for name in names]
-
-    def _of(self, dialect: Dialect) -> tuple[str, list[str], dict[str, Any]]:
-        """Return the text, the names of its places in order, and the values it came with."""
-        if dialect.name not in self._compiled:
-            made = self._statement.compile(dialect=dialect)
-            names = list(made.positiontup or ())
-            self._compiled[dialect.name] = (str(made), names, dict(made.params))
-        return self._compiled[dialect.name]
+    def _bound(self, tx: Transaction, values: Mapping[str, object]) -> tuple[str, Values]:
+        if (
+            tx.dialect.name == "sqlite"
+        ):  # which binds by name, and passes over what it has no use for
+            return self._sqlite, values
+        return self._postgresql, [values[name] for name in self._names]
 
 
-def by_dialect(make: Callable[[str, *Given], Prepared]) -> Callable[[str, *Given], Prepared]:
-    """Cache the statement that ``make(dialect, ...)`` returns for each database.
+_PLACE = re.compile(r"(?<!:):(\w+)")
+_LIST = re.compile(r"IN (INTS|TEXTS)\(:(\w+)\)")
+_ROWS = re.compile(r"ROWS\(([\w, ]+)\)")
 
-    The arguments are hashable.
-    """
-    statements: dict[tuple[Any, ...], Prepared] = {}
 
-    def made(dialect: str, *args: *Given) -> Prepared:
-        statement = statements.get((dialect, *args))
-        if statement is None:
-            statement = statements[dialect, *args] = make(dialect, *args)
-        return statement
+def _in_array(match: re.Match[str]) -> str:
+    # Numbers go as texts too: of a list of numbers the driver would look at each for its type.
+    return f"= ANY(:{match[2]}::text[]{'::bigint[]' if match[1] == 'INTS' else ''})"
 
-    return made
+
+def _rows_of_json(match: re.Match[str]) -> str:
+    columns = range(len(match[1].split(",")))
+    each = ", ".join(f"json_extract(value, '$[{n}]') AS c{n}" for n in columns)
+    return f"(SELECT {each} FROM json_each(:rows))"
+
+
+def _rows_of_arrays(match: re.Match[str]) -> str:
+    kinds = match[1].split(", ")
+    arrays = ", ".join(f":column{n}::text[]::{kind}[]" for n, kind in enumerate(kinds))
+    return f"unnest({arrays}) AS given({', '.join(f'c{n}' for n in range(len(kinds)))})"
 
 
 def in_list(
@@ -264,60 +276,30 @@ def in_list(
     listed = bind_list(tx, values)
     if tx.dialect.name == "sqlite":
         return column.in_(select(func.json_each(listed).table_valued("value").c.value))
-    return column == func.any(_array(literal(listed, _TEXTS), column.type))
-
-
-def in_bound_list(dialect: str, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-    """Return `in_list` for a prepared statement; bind ``name`` to what `bind_list` returns."""
-    if dialect == "sqlite":
-        each = func.json_each(bindparam(name, type_=Text())).table_valued("value")
-        return column.in_(select(each.c.value))
-    return column == func.any(_array(bindparam(name, type_=_TEXTS), column.type))
+    kind: TypeEngine[Any] = _TEXTS if isinstance(column.type, Text) else ARRAY(BigInteger())
+    return column == func.any(cast(literal(listed, _TEXTS), kind))
 
 
 def bind_list(tx: Transaction, values: Iterable[int | str]) -> Any:
-    """Return ``values`` as a statement with `in_bound_list` takes them."""
+    """Return ``values`` as a statement with ``IN INTS`` or ``IN TEXTS`` takes them."""
     return json.dumps(list(values)) if tx.dialect.name == "sqlite" else list(map(str, values))
 
 
-def values_table(dialect: str, kinds: Sequence[TypeEngine[Any]]) -> tuple[ColumnElement[Any], ...]:
-    """Return the columns of a table of rows that a statement gets from `bind_rows`.
-
-    Args:
-        dialect: of the statement.
-        kinds: type of each column.
-    """
-    if dialect == "sqlite":
-        each = func.json_each(bindparam("rows", type_=Text())).table_valued("value").c.value
-        return tuple(func.json_extract(each, f"$[{n}]", type_=kind) for n, kind in enumerate(kinds))
-    arrays = [_array(bindparam(f"column{n}", type_=_TEXTS), kind) for n, kind in enumerate(kinds)]
-    names = (column(f"column{n}", kind) for n, kind in enumerate(kinds))
-    rows = func.unnest(*arrays).table_valued(*names).render_derived()
-    return tuple(rows.c)
-
-
 def bind_rows(tx: Transaction, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return ``rows``, at least one, as a statement with `values_table` takes them."""
+    """Return ``rows``, at least one, as a statement with ``ROWS`` takes them."""
     if tx.dialect.name == "sqlite":
         return {"rows": json.dumps(rows)}
     columns = zip(*rows, strict=True)
     return {f"column{number}": bind_list(tx, values) for number, values in enumerate(columns)}
 
 
-# Numbers go as texts too: of a list of numbers the driver would look at each to choose its type.
 _TEXTS = ARRAY(Text())
-
-
-def _array(texts: ColumnElement[Any], kind: TypeEngine[Any]) -> ColumnElement[Any]:
-    """Return ``texts``, an array of texts for PostgreSQL, as one of texts or of numbers."""
-    return cast(texts, _TEXTS if isinstance(kind, Text) else ARRAY(BigInteger()))
 
 
 def has_row(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
     """Return the condition that a row exists, which is looked up by its key for each row that asks.
 
-    Of a plain EXISTS PostgreSQL makes a join: of tables without statistics, until their first
-    ANALYZE, one that compares every row with every other. Of one with an OFFSET it makes none.
+    For that is its OFFSET; see `Statement`.
     """
     return select(literal_column("1")).where(*conditions).offset(literal_column("0")).exists()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Text, bindparam, func, select
+from sqlalchemy import ColumnElement, bindparam, func, select
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
@@ -29,20 +29,15 @@ from trinity_buffer.store.tables import (
     batch,
     configuration,
     consumer,
-    event,
     experience,
-    plan,
-    policy,
     rejection,
     waiting,
 )
 from trinity_buffer.store.transaction import (
-    Prepared,
+    Statement,
     Transaction,
     bind_list,
-    by_dialect,
     has_row,
-    in_bound_list,
     in_list,
     lock_experiment,
     one_statement,
@@ -64,18 +59,18 @@ def is_finished(tx: Transaction, experiment: int) -> bool:
     return bool(_FINISHED.value(tx, of=experiment))
 
 
-_OF_CONFIG = configuration.c.experiment == bindparam("of")
-_CONFIG = select(configuration.c.config, configuration.c.finished).where(_OF_CONFIG)
-_FINISHED = Prepared(select(configuration.c.finished).where(_OF_CONFIG))
+_CONFIG = select(configuration.c.config, configuration.c.finished).where(
+    configuration.c.experiment == bindparam("of")
+)
+_FINISHED = Statement("SELECT finished FROM configuration WHERE experiment = :of")
 
 
 def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[EID, tuple[int, bytes]]:
     """Return (address, content digest) of those of ``eids`` that are stored."""
     wanted = {(str(e.batch), str(e.task), e.run, e.step, e.suffix): e for e in eids}
     rows_by_eid: dict[EID, tuple[int, bytes]] = {}
-    statement = _of_tasks(tx.dialect.name, "stored")
     for batch_key, tasks in _by_batch(key[:2] for key in wanted):
-        rows = statement.fetch_all(tx, of=experiment, batch=batch_key, tasks=bind_list(tx, tasks))
+        rows = _OF_TASKS.fetch_all(tx, of=experiment, batch=batch_key, tasks=bind_list(tx, tasks))
         for address, digest, *key in rows:
             eid = wanted.get((batch_key, *key))
             if eid is not None:
@@ -91,68 +86,48 @@ def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str
     return [(batch_key, list(names)) for batch_key, names in tasks.items()]
 
 
-@by_dialect
-def _of_tasks(dialect: str, what: Literal["stored", "decided", "refused"]) -> Prepared:
-    """Return the query of one kind on experiences of some tasks of a batch.
+def in_batch(columns: str, named: str, more: str = "") -> Statement:
+    """Return a query of the experiences of one batch.
 
-    One batch at a time: of several, SQLite, which has no statistics, looks at every experience of
-    the run.
-    """
-    columns = {
-        "stored": (experience.c.address, experience.c.digest, *_WITHIN_BATCH),
-        "decided": (experience.c.task,),
-        "refused": (experience.c.task, experience.c.run),
-    }
-    wanted = in_bound_list(dialect, experience.c.task, "tasks")
-    query = select(*columns[what]).where(*of_batch(dialect, wanted))
-    if what == "stored":
-        return Prepared(query)
-    query = query.where(experience.c.address < bindparam("end"))
-    if what == "refused":
-        return Prepared(query.where(experience.c.refused.is_not(None)))
-    still = has_row(
-        waiting.c.experiment == bindparam("of"),
-        waiting.c.consumer == bindparam("by"),
-        waiting.c.address == experience.c.address,
-    )
-    return Prepared(query.where(experience.c.refused.is_(None), ~still))
-
-
-_WITHIN_BATCH = (experience.c.task, experience.c.run, experience.c.step, experience.c.suffix)
-
-
-def of_batch(dialect: str, *more: ColumnElement[bool]) -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions of the experiences of the batch that ``batch`` is bound to.
+    One at a time: of several, SQLite, which has no statistics, looks at every experience of the
+    run.
 
     Args:
-        dialect: of the statement.
-        more: conditions of other columns of the index of EIDs.
+        columns: of `experience`, which is called e.
+        named: further conditions, of columns of the index of EIDs.
+        more: conditions of other columns.
     """
-    mine = experience.c.experiment == bindparam("of")
-    named = (experience.c.batch == bindparam("batch"), *more)
-    if dialect == "sqlite":
-        # In two: in one, it takes the primary key and looks at every experience of the run.
-        addresses = select(experience.c.address).where(mine, *named)
-        return mine, experience.c.address.in_(addresses)
+    batch = f"experiment = :of AND batch = :batch{named}"
+    asked = f"SELECT {columns} FROM experience e WHERE"
+    # In two: in one, SQLite takes the primary key and looks at every experience of the run.
+    addresses = f"SELECT address FROM experience WHERE {batch}"
+    in_two = f"{asked} experiment = :of AND address IN ({addresses}){more}"
     # In one: of two, PostgreSQL compares each row with each, as long as it has no statistics.
-    return mine, *named
+    return Statement(in_two, f"{asked} {batch}{more}")
+
+
+IN_TASKS = " AND task IN TEXTS(:tasks)"
+_OF_TASKS = in_batch("address, digest, task, run, step, suffix", IN_TASKS)
+_REFUSED = in_batch("task, run", IN_TASKS, " AND address < :end AND refused IS NOT NULL")
+_DECIDED = in_batch(
+    "task",
+    IN_TASKS,
+    " AND address < :end AND refused IS NULL AND NOT EXISTS (SELECT 1 FROM waiting w "
+    "WHERE w.experiment = :of AND w.consumer = :by AND w.address = e.address OFFSET 0)",
+)
+_IN_BATCH = in_batch("count(address)", "", " AND refused IS DISTINCT FROM 'late'")
 
 
 def sealed_among(tx: Transaction, experiment: int, batches: Sequence[str]) -> set[str]:
     """Return which of ``batches`` are sealed."""
-    query = _sealed_among(tx.dialect.name)
-    return {key for (key,) in query.fetch_all(tx, of=experiment, batches=bind_list(tx, batches))}
+    named = bind_list(tx, batches)
+    return {key for (key,) in _SEALED_AMONG.fetch_all(tx, of=experiment, batches=named)}
 
 
-@by_dialect
-def _sealed_among(dialect: str) -> Prepared:
-    return Prepared(
-        select(batch.c.batch).where(
-            batch.c.experiment == bindparam("of"),
-            in_bound_list(dialect, batch.c.batch, "batches"),
-            batch.c.sealed_at.is_not(None),
-        )
-    )
+_SEALED_AMONG = Statement(
+    "SELECT batch FROM batch "
+    "WHERE experiment = :of AND batch IN TEXTS(:batches) AND sealed_at IS NOT NULL"
+)
 
 
 def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
@@ -163,12 +138,12 @@ def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
 
 def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
     """Return those of the batches ``keys`` that were planned or sealed."""
-    wanted, dialect = bind_list(tx, keys), tx.dialect.name
-    rows = _batches(dialect).fetch_all(tx, of=experiment, batches=wanted)
+    wanted = bind_list(tx, keys)
+    rows = _BATCHES.fetch_all(tx, of=experiment, batches=wanted)
     tasks: dict[str, list[Key]] = {}
     if rows:
         # Sorted here: asked to, SQLite walks through all plans of the run in their order.
-        plans = _tasks(dialect).fetch_all(tx, of=experiment, batches=wanted)
+        plans = _TASKS.fetch_all(tx, of=experiment, batches=wanted)
         for _, key, task, is_int in sorted(plans):
             tasks.setdefault(key, []).append(typed(task, is_int=is_int))
     return {
@@ -185,29 +160,14 @@ def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, 
     }
 
 
-@by_dialect
-def _batches(dialect: str) -> Prepared:
-    wanted = in_bound_list(dialect, batch.c.batch, "batches")
-    columns = (batch.c[name] for name in _BATCH_COLUMNS)
-    return Prepared(select(*columns).where(batch.c.experiment == bindparam("of"), wanted))
-
-
-_BATCH_COLUMNS = (
-    "batch",
-    "batch_is_int",
-    "actor",
-    "rollouts_per_group",
-    "planned_at",
-    "sealed_at",
-    "expected",
+_BATCHES = Statement(
+    "SELECT batch, batch_is_int, actor, rollouts_per_group, planned_at, sealed_at, expected "
+    "FROM batch WHERE experiment = :of AND batch IN TEXTS(:batches)"
 )
-
-
-@by_dialect
-def _tasks(dialect: str) -> Prepared:
-    wanted = in_bound_list(dialect, plan.c.batch, "batches")
-    query = select(plan.c.ordinal, plan.c.batch, plan.c.task, plan.c.task_is_int)
-    return Prepared(query.where(plan.c.experiment == bindparam("of"), wanted))
+_TASKS = Statement(
+    "SELECT ordinal, batch, task, task_is_int FROM plan "
+    "WHERE experiment = :of AND batch IN TEXTS(:batches)"
+)
 
 
 def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
@@ -244,13 +204,7 @@ def key_of_batch(tx: Transaction, experiment: int, batch: str) -> Key:
 
 def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
     """Return how many experiences of a batch are stored and not refused as late."""
-    return int(_in_batch(tx.dialect.name).value(tx, of=experiment, batch=str(key)))
-
-
-@by_dialect
-def _in_batch(dialect: str) -> Prepared:
-    stays = experience.c.refused.is_distinct_from("late")
-    return Prepared(select(func.count(experience.c.address)).where(*of_batch(dialect), stays))
+    return int(_IN_BATCH.value(tx, of=experiment, batch=str(key)))
 
 
 def consumers(tx: Transaction, experiment: int) -> dict[str, ConsumerRow]:
@@ -308,16 +262,9 @@ def waiting_addresses(
     return [address for (address,) in rows]
 
 
-_WAITING = Prepared(
-    select(waiting.c.address)
-    .where(
-        waiting.c.experiment == bindparam("of"),
-        waiting.c.consumer == bindparam("by"),
-        waiting.c.address > bindparam("after"),
-        waiting.c.address < bindparam("end"),
-    )
-    .order_by(waiting.c.address)
-    .limit(bindparam("most"))
+_WAITING = Statement(
+    "SELECT address FROM waiting WHERE experiment = :of AND consumer = :by "
+    "AND address > :after AND address < :end ORDER BY address LIMIT :most"
 )
 
 
@@ -355,11 +302,11 @@ def decided_groups(
     tx: Transaction, experiment: int, name: str, groups: Sequence[tuple[str, str]], *, cursor: int
 ) -> set[tuple[str, str]]:
     """Return which groups have experiences up to ``cursor`` that the strategy has decided."""
-    statement, end = _of_tasks(tx.dialect.name, "decided"), first_address(cursor + 1)
+    end = first_address(cursor + 1)
     decided: set[tuple[str, str]] = set()
     for key, tasks in _by_batch(groups):
         wanted = bind_list(tx, tasks)
-        rows = statement.fetch_all(tx, of=experiment, by=name, batch=key, tasks=wanted, end=end)
+        rows = _DECIDED.fetch_all(tx, of=experiment, by=name, batch=key, tasks=wanted, end=end)
         decided.update((key, task) for (task,) in rows)
     return decided
 
@@ -378,38 +325,20 @@ def newest_policy(
     return None
 
 
-def of_no_other_trainer(trainer: ColumnElement[str]) -> ColumnElement[bool]:
-    """Return whether a policy was published by ``trainer``, or by no trainer."""
-    is_others = select(event.c.position).where(
-        event.c.experiment == policy.c.experiment,
-        event.c.position == policy.c.position,
-        event.c.actor != trainer,
-        consumer.c.experiment == policy.c.experiment,
-        consumer.c.name == event.c.actor,
-        consumer.c.kind == "trainer",
-    )
-    return ~is_others.exists()
-
-
-_NEWEST = (
-    select(policy.c.version, policy.c.uri, policy.c.digest, policy.c.position)
-    .where(policy.c.experiment == bindparam("of"))
-    .order_by(policy.c.position.desc())
-    .limit(1)
+OF_NO_OTHER_TRAINER = (
+    "NOT EXISTS (SELECT 1 FROM event, consumer "
+    "WHERE event.experiment = policy.experiment AND event.position = policy.position "
+    "AND event.actor <> :by AND consumer.experiment = policy.experiment "
+    "AND consumer.name = event.actor AND consumer.kind = 'trainer')"
 )
-_NEWEST_OF_ALL = Prepared(_NEWEST)
-_BY = bindparam("by", type_=Text)
-_NEWEST_POLICY = Prepared(
-    _NEWEST.where(
-        select(consumer.c.name)
-        .where(
-            consumer.c.experiment == policy.c.experiment,
-            consumer.c.name == _BY,
-            consumer.c.kind == "trainer",
-        )
-        .exists(),
-        of_no_other_trainer(_BY),
-    )
+"""Of a row of `policy`: it was published by the trainer ``by``, or by no trainer."""
+
+_NEWEST = "SELECT version, uri, digest, position FROM policy WHERE experiment = :of"
+_NEWEST_OF_ALL = Statement(f"{_NEWEST} ORDER BY position DESC LIMIT 1")
+_NEWEST_POLICY = Statement(
+    f"{_NEWEST} AND EXISTS (SELECT 1 FROM consumer WHERE consumer.experiment = policy.experiment "
+    f"AND name = :by AND kind = 'trainer') AND {OF_NO_OTHER_TRAINER} "
+    "ORDER BY position DESC LIMIT 1"
 )
 
 
@@ -417,12 +346,10 @@ def refused_runs(
     tx: Transaction, experiment: int, groups: Sequence[tuple[str, str]], *, cursor: int
 ) -> set[tuple[tuple[str, str], int]]:
     """Return (group, run) of the experiences up to ``cursor`` that were refused at the door."""
-    statement, end = _of_tasks(tx.dialect.name, "refused"), first_address(cursor + 1)
+    end = first_address(cursor + 1)
     runs: set[tuple[tuple[str, str], int]] = set()
     for key, tasks in _by_batch(groups):
-        rows = statement.fetch_all(
-            tx, of=experiment, batch=key, tasks=bind_list(tx, tasks), end=end
-        )
+        rows = _REFUSED.fetch_all(tx, of=experiment, batch=key, tasks=bind_list(tx, tasks), end=end)
         runs.update(((key, task), int(run)) for task, run in rows)
     return runs
 
