@@ -24,7 +24,7 @@ from trinity_buffer.errors import CheckpointError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer import checkpoint
-from trinity_buffer.trainer.checkpoint import PendingCheckpoint, Saved
+from trinity_buffer.trainer.checkpoint import PendingCheckpoint
 from trinity_buffer.trainer.sharded import write_share
 
 
@@ -107,7 +107,7 @@ def test_the_next_step_is_trained_while_the_disk_is_slow(
         PendingCheckpoint.finish,
     )
 
-    def slow(what: PendingCheckpoint) -> Saved:
+    def slow(what: PendingCheckpoint) -> dict[Path, str]:
         begun.append(what.folder.name)
         assert may.wait(60)
         return finish(what)

@@ -20,7 +20,7 @@ from tests.trainer.data import prepared
 from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
 from trinity_buffer.trainer import sharded, trainer
-from trinity_buffer.trainer.checkpoint import PendingCheckpoint, Saved
+from trinity_buffer.trainer.checkpoint import PendingCheckpoint
 from trinity_buffer.trainer.sharded import Gpus, HostCopies
 from trinity_buffer.trainer.trainer import is_beside
 
@@ -262,7 +262,7 @@ def test_what_is_computed_after_a_commit_waits_for_the_copies(
             super().hold()
             gpus[-1].compute.synchronize()  # what is computed here is computed at once
 
-    def late(pending: PendingCheckpoint) -> Saved:
+    def late(pending: PendingCheckpoint) -> dict[Path, str]:
         assert may.wait(60)
         return finish(pending)
 

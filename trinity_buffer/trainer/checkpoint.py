@@ -403,18 +403,6 @@ def _place_of(folder: Path) -> tuple[int, int]:
 _FAILURES = (CheckpointError, NonFiniteError, OSError, SafetensorError)
 
 
-class Saved(NamedTuple):
-    """A checkpoint that was written.
-
-    Attributes:
-        folder: where it is.
-        digests: file -> what `written` returned, of those that are on the disk already.
-    """
-
-    folder: Path
-    digests: Mapping[Path, str]
-
-
 def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """Write the checkpoint of ``state`` into a fresh folder under ``root`` and return it.
 
@@ -425,9 +413,11 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
     """
     copies = HostCopies(copied=False)
     try:
-        return begin(root, state, Processes(), copies).finish().folder
+        pending = begin(root, state, Processes(), copies)
+        pending.finish()
     finally:
         copies.close()
+    return pending.folder
 
 
 def begin(
@@ -537,8 +527,8 @@ class PendingCheckpoint:
     saves: Sequence[Callable[[], object]]
     wait: Callable[[], None]
 
-    def finish(self) -> Saved:
-        """Return the checkpoint when every rank has written its files; every rank calls it.
+    def finish(self) -> dict[Path, str]:
+        """Return the files that every rank has written, and their digests; every rank calls it.
 
         Raises:
             CheckpointError, OSError: a rank could not write; no folder is left.
@@ -551,7 +541,7 @@ class PendingCheckpoint:
             if not digests and self.processes.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
         pairs = (pair for text in digests for pair in json.loads(text).items())
-        return Saved(self.folder, {Path(file): digest for file, digest in pairs})
+        return {Path(file): digest for file, digest in pairs}
 
     def _write(self) -> str:
         """Write what this rank has to write; return as JSON what `written` returned of it."""

@@ -173,19 +173,17 @@ class Commits:
     def _write(
         self, pending: PendingCheckpoint, step: TrainStep, beside: Mapping[str, Any]
     ) -> None:
-        saved = pending.finish()
+        digests, folder = pending.finish(), pending.folder
         reached("after-checkpoint")
         if self._processes.rank:
             self._stream.commit(step)
             return
-        policy = saved.folder / self._file_name
-        self._stream.commit(
-            step, checkpoint=saved.folder, policy=policy, digests=saved.digests, **beside
-        )
+        policy = folder / self._file_name
+        self._stream.commit(step, checkpoint=folder, policy=policy, digests=digests, **beside)
         keep = self._settings.keep_checkpoints
         # A trainer that took over may have gone back, to a checkpoint that would be removed here.
         if keep is not None and self._stream.leads():
-            remove_old(self._settings.checkpoints, keep=keep, committed=saved.folder)
+            remove_old(self._settings.checkpoints, keep=keep, committed=folder)
 
 
 LARGEST_ROWS = 4
