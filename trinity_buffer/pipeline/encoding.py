@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -35,7 +35,7 @@ _NAMES = (
     *("eid", "experience_type", "prompt_length", "reward"),
     *(field for fields in FAMILIES.values() for field in fields),
 )
-_every = attrgetter(*_NAMES)
+_every, _every_item = attrgetter(*_NAMES), itemgetter(*_NAMES)
 _address = attrgetter("batch", "task", "run", "step", "suffix")
 
 _KEY, _COUNT, _TEXT = frozenset({int, str}), frozenset({int}), frozenset({str})
@@ -98,8 +98,12 @@ class RecordBatch:
 
     def __init__(self, experiences: Sequence[Experience]) -> None:
         self.experiences = experiences
-        # One attrgetter call per experience reads all attributes: it is the hot loop of a write.
-        columns = zip(*map(_every, experiences), strict=True) if experiences else [()] * len(_NAMES)
+        # One call per experience reads all attributes: it is the hot loop of a write.
+        try:
+            rows = list(map(_every_item, map(vars, experiences)))
+        except KeyError:  # a field that was not loaded, of which the attribute says why
+            rows = list(map(_every, experiences))
+        columns = zip(*rows, strict=True) if rows else [()] * len(_NAMES)
         self.values: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
         self.kinds = {name: frozenset(map(type, values)) for name, values in self.values.items()}
         self.families: dict[str, Blob] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -30,7 +30,6 @@ _JOINED = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64, torch.bf
 
 _Kind: TypeAlias = "tuple[torch.dtype, int, torch.device, torch.layout]"
 _kind_of: Callable[[Tensor], _Kind] = attrgetter("dtype", "ndim", "device", "layout")
-_size_of: Callable[[Tensor], int] = methodcaller("numel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class PresentTensors:
         rows = None
         if len(present) < len(tensors):
             rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
-        return cls(present, rows, list(map(_kind_of, present)), list(map(_size_of, present)))
+        return cls(present, rows, list(map(_kind_of, present)), list(map(Tensor.numel, present)))
 
     def only(self, kind: _Kind) -> PresentTensors:
         """Return the tensors of one kind."""
