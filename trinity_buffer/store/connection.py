@@ -104,7 +104,8 @@ class Owner:
         Raises:
             StoreUseError: it is closed, or was opened by another process or event loop.
         """
-        self.require_open()
+        if self._closed or os.getpid() != self._pid:
+            self.require_open()
         if _running_loop(self._name) is not self._loop:
             raise StoreUseError(
                 f"{self._name} was opened in another event loop: open it in each loop that uses it"
@@ -142,11 +143,11 @@ class StoreFiles:
         self._paths = [str(path.absolute())]
         if with_log:
             self._paths += [f"{beside}-wal", f"{beside}-shm"]
-        self._known: list[tuple[str, _Identity]] = []
+        self._known: list[_Identity] = []
 
     def note(self) -> None:
         """Record the files that are there as the ones that were opened."""
-        self._known = [(path, _identity(path)) for path in self._paths]
+        self._known = self._look()
 
     def check(self) -> None:
         """Raise unless the paths still name the same files.
@@ -154,8 +155,10 @@ class StoreFiles:
         Raises:
             StoreReplacedError: one was removed or replaced.
         """
-        for path, known in self._known:
-            identity = _identity(path)
+        there = self._look()
+        if there == self._known or not self._known:
+            return
+        for path, known, identity in zip(self._paths, self._known, there, strict=True):
             if known is None and identity is not None:
                 raise StoreReplacedError(
                     f"another process writes to the store ({path} appeared), which was opened as a "
@@ -169,13 +172,16 @@ class StoreFiles:
                     "uses the store, put the file back, and write again"
                 )
 
-
-def _identity(path: str) -> _Identity:
-    try:
-        status = os.stat(path)  # noqa: PTH116 - after every commit: a third of the time
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    def _look(self) -> list[_Identity]:
+        identities: list[_Identity] = []
+        for path in self._paths:
+            try:
+                status = os.stat(path)  # noqa: PTH116 - after every commit: a third of the time
+            except OSError:
+                identities.append(None)
+            else:
+                identities.append((status.st_dev, status.st_ino))
+        return identities
 
 
 POOLED = (

@@ -114,10 +114,13 @@ def of_events(events: Sequence[PlacedFact]) -> Numbers:
     return numbers
 
 
-def add(tx: Transaction, experiment: int, numbers: Numbers) -> None:
-    """Add to the counters of an experiment."""
-    if numbers:
-        rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
+def add(tx: Transaction, experiment: int, events: Sequence[PlacedFact], stored: int) -> None:
+    """Add to the counters what ``events`` and the ``stored`` rollouts of sealed batches add."""
+    numbers = of_events(events)
+    if stored:
+        numbers["", STORED_ROLLOUTS] = stored
+    rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
+    if rows:
         _ADD.execute_later(tx, of=experiment, **bind_rows(tx, rows))
 
 

@@ -13,23 +13,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import and_, case, func, select
-
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import counters, log
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
-from trinity_buffer.store.tables import (
-    annotation,
-    batch,
-    delivery,
-    experience,
-    rejection,
-    step,
-    waiting,
-)
-from trinity_buffer.store.transaction import Statement, Transaction, has_row, in_list
-from trinity_buffer.store.writer_queries import is_open, waiting_addresses
+from trinity_buffer.store.trainer_queries import SO_FAR
+from trinity_buffer.store.transaction import Statement, Transaction, bind_list
+from trinity_buffer.store.writer_queries import IS_OPEN, waiting_addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +114,7 @@ def of_plans(tx: Transaction, experiment: int, numbers: Numbers) -> PlanCounts:
 
 
 _STORED_OF_OPEN = Statement(
-    f"SELECT sum({counters.STORED}) FROM batch "
-    "WHERE experiment = :of AND planned_at > 0 AND sealed_at IS NULL"
+    f"SELECT sum({counters.STORED}) FROM batch WHERE experiment = :of AND {IS_OPEN}"
 )
 
 
@@ -157,7 +146,7 @@ def of_strategy(
 
 
 _UNSEEN = Statement(
-    "SELECT count(*) FROM experience "
+    "SELECT count(*), min(address) FROM experience "
     "WHERE experiment = :of AND address >= :start AND refused IS NULL"
 )
 
@@ -170,7 +159,7 @@ def of_trainer(
     Rows above the last one that was handed out are ready.
     """
     of, mine = str(row.config.get("strategy", "")), {"of": experiment, "by": row.name}
-    so_far = _SO_FAR.fetch_all(tx, **mine, leased=row.leased_step, committed=row.committed_step)
+    so_far = SO_FAR.fetch_all(tx, **mine, leased=row.leased_step, committed=row.committed_step)
     handed = {number: (groups, own) for number, groups, own in so_far}
     groups_delivered, delivered = handed.get(row.leased_step, (0, 0))
     groups_committed, committed = handed.get(row.committed_step, (0, 0))
@@ -192,10 +181,6 @@ def of_trainer(
 _LAST_HANDED = Statement(
     "SELECT max(address) FROM delivery WHERE experiment = :of AND consumer = :by AND source = ''"
 )
-_SO_FAR = Statement(
-    "SELECT step, planned_groups_so_far, own_rows_so_far FROM step "
-    "WHERE experiment = :of AND consumer = :by AND (step = :leased OR step = :committed)"
-)
 _ROWS_FROM = Statement(
     "SELECT count(*) FROM annotation "
     "WHERE experiment = :of AND consumer = :by AND address >= :start"
@@ -210,49 +195,53 @@ _LEFT_OUT = Statement(
 
 def recount_strategy(tx: Transaction, experiment: int, row: ConsumerRow) -> StrategyCounts:
     """Count the rows of one annotation set."""
-    # What was refused no strategy ever sees.
-    is_unseen = (
-        experience.c.address >= first_address(row.cursor + 1),
-        experience.c.refused.is_(None),
-    )
-    stored = select(func.count(), func.count(case((and_(*is_unseen), 1))))
-    recorded, unseen = tx.execute(stored.where(experience.c.experiment == experiment)).one()
-    still = select(func.count()).where(
-        waiting.c.experiment == experiment, waiting.c.consumer == row.name
-    )
-    noted = select(func.count(), func.count(annotation.c.experience.distinct())).where(
-        annotation.c.experiment == experiment, annotation.c.consumer == row.name
-    )
-    rows, annotated = tx.execute(noted).one()
-    waits = int(tx.execute(still).scalar_one())
+    mine = {"of": experiment, "by": row.name}
+    behind = first_address(row.cursor + 1)
+    ((recorded, unseen),) = _RECOUNT_SEEN.fetch_all(tx, of=experiment, start=behind)
+    ((rows, annotated),) = _RECOUNT_SET.fetch_all(tx, **mine)
+    waits = int(_RECOUNT_WAITING.value(tx, **mine))
     rejected = Counter(reasons(tx, experiment, row.name)) + Counter(refused(tx, experiment))
     parts = (int(recorded), int(unseen), waits, int(annotated))
     return StrategyCounts(row.name, *parts, dict(sorted(rejected.items())), int(rows))
 
 
+# What was refused no strategy ever sees.
+_RECOUNT_SEEN = Statement(
+    "SELECT count(*), count(CASE WHEN address >= :start AND refused IS NULL THEN 1 END) "
+    "FROM experience WHERE experiment = :of"
+)
+_RECOUNT_WAITING = Statement(
+    "SELECT count(*) FROM waiting WHERE experiment = :of AND consumer = :by"
+)
+_RECOUNT_SET = Statement(
+    "SELECT count(*), count(DISTINCT experience) FROM annotation "
+    "WHERE experiment = :of AND consumer = :by"
+)
+
+
 def recount_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCounts:
     """Count the rows of one trainer."""
     name, of = row.name, str(row.config.get("strategy", ""))
-    own = (
-        delivery.c.experiment == experiment,
-        delivery.c.consumer == name,
-        delivery.c.source == "",  # an expert's rows are not of this set
-    )
-    is_held = has_row(*own, delivery.c.address == annotation.c.address)
-    is_left_out = has_row(
-        rejection.c.experiment == experiment,
-        rejection.c.consumer == name,
-        rejection.c.address == annotation.c.address,
-    )
-    in_set = select(func.count(), func.count(case((and_(~is_held, ~is_left_out), 1)))).where(
-        annotation.c.experiment == experiment, annotation.c.consumer == of
-    )
-    is_committed = case((delivery.c.step <= row.committed_step, 1))
-    handed_out = select(func.count(), func.count(is_committed)).where(*own)
-    rows, ready = map(int, tx.execute(in_set).one())
-    delivered, committed = map(int, tx.execute(handed_out).one())
+    mine = {"of": experiment, "by": name}
+    ((rows, ready),) = _RECOUNT_READY.fetch_all(tx, **mine, set=of)
+    ((delivered, committed),) = _RECOUNT_HANDED.fetch_all(tx, **mine, last=row.committed_step)
     rejected = reasons(tx, experiment, name)
-    return TrainerCounts(name, of, rows, ready, delivered - committed, committed, rejected)
+    leased = int(delivered) - int(committed)
+    return TrainerCounts(name, of, int(rows), int(ready), leased, int(committed), rejected)
+
+
+# An expert's rows are not of this set.
+_RECOUNT_HANDED = Statement(
+    "SELECT count(*), count(CASE WHEN step <= :last THEN 1 END) FROM delivery "
+    "WHERE experiment = :of AND consumer = :by AND source = ''"
+)
+_RECOUNT_READY = Statement(
+    "SELECT count(*), count(CASE WHEN NOT EXISTS (SELECT 1 FROM delivery d "
+    "WHERE d.experiment = :of AND d.consumer = :by AND d.source = '' "
+    "AND d.address = a.address OFFSET 0) AND NOT EXISTS (SELECT 1 FROM rejection r "
+    "WHERE r.experiment = :of AND r.consumer = :by AND r.address = a.address OFFSET 0) "
+    "THEN 1 END) FROM annotation a WHERE a.experiment = :of AND a.consumer = :set"
+)
 
 
 def recount_plans(tx: Transaction, experiment: int) -> PlanCounts:
@@ -270,20 +259,23 @@ _PLANS = Statement(
 
 def reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:
     """Return reason -> how many experiences (of a trainer: rows) a consumer rejected for it."""
-    query = select(rejection.c.reason, func.count()).where(
-        rejection.c.experiment == experiment, rejection.c.consumer == name
-    )
-    query = query.group_by(rejection.c.reason).order_by(rejection.c.reason)
-    return {reason: int(count) for reason, count in tx.execute(query).all()}
+    rows = _REASONS.fetch_all(tx, of=experiment, by=name)
+    return {reason: int(count) for reason, count in sorted(rows)}
+
+
+_REASONS = Statement(
+    "SELECT reason, count(*) FROM rejection WHERE experiment = :of AND consumer = :by "
+    "GROUP BY reason"
+)
+_REFUSED = Statement(
+    "SELECT refused, count(*) FROM experience WHERE experiment = :of AND refused IS NOT NULL "
+    "GROUP BY refused"
+)
 
 
 def refused(tx: Transaction, experiment: int) -> dict[str, int]:
     """Return reason -> how many experiences were refused at the door for it."""
-    query = select(experience.c.refused, func.count()).where(
-        experience.c.experiment == experiment, experience.c.refused.is_not(None)
-    )
-    query = query.group_by(experience.c.refused)
-    return {reason: int(count) for reason, count in tx.execute(query).all()}
+    return {reason: int(count) for reason, count in _REFUSED.fetch_all(tx, of=experiment)}
 
 
 BATCHES_LOOKED_AT = 64
@@ -299,31 +291,23 @@ def unseen(tx: Transaction, experiment: int, strategy: ConsumerRow | None) -> tu
         strategy: None for one that never ran, which has seen none.
     """
     behind = first_address(1 if strategy is None else strategy.cursor + 1)
-    query = select(func.count(), func.min(experience.c.address)).where(
-        experience.c.experiment == experiment,
-        experience.c.address >= behind,
-        experience.c.refused.is_(None),
-    )
-    count, first = tx.execute(query).one()
+    ((count, first),) = _UNSEEN.fetch_all(tx, of=experiment, start=behind)
     return int(count), position_of(int(first or 0))
 
 
 def unrewarded(tx: Transaction, turns: int, experiment: int) -> tuple[int, int]:
     """Return how many rollouts of ``turns`` are not in ``experiment``, and the first's position."""
-    rollout = (experience.c.batch, experience.c.task, experience.c.run)
-    closed = experience.alias()
-    is_closed = has_row(
-        closed.c.experiment == experiment, *(closed.c[column.name] == column for column in rollout)
-    )
-    # All columns lie in the index of EIDs; else SQLite walks the whole experiment for each row.
-    each = (
-        select(func.min(experience.c.address).label("first"))
-        .where(experience.c.experiment == turns, ~is_closed)
-        .group_by(*rollout)
-        .subquery()
-    )
-    count, first = tx.execute(select(func.count(), func.min(each.c.first))).one()
+    ((count, first),) = _UNREWARDED.fetch_all(tx, turns=turns, of=experiment)
     return int(count), position_of(int(first or 0))
+
+
+# All columns lie in the index of EIDs; else SQLite walks the whole experiment for each row.
+_UNREWARDED = Statement(
+    "SELECT count(*), min(first) FROM (SELECT min(e.address) AS first FROM experience e "
+    "WHERE e.experiment = :turns AND NOT EXISTS (SELECT 1 FROM experience closed "
+    "WHERE closed.experiment = :of AND closed.batch = e.batch AND closed.task = e.task "
+    "AND closed.run = e.run OFFSET 0) GROUP BY e.batch, e.task, e.run) AS each_rollout"
+)
 
 
 def open_groups(
@@ -338,18 +322,22 @@ def open_groups(
     seen = waiting_addresses(
         tx, experiment, strategy.name, after=-1, up_to=strategy.cursor, limit=most
     )
-    behind = experience.c.address >= first_address(strategy.cursor + 1)
+    mine, behind = {"of": experiment, "most": most}, first_address(strategy.cursor + 1)
+    rows = _ROLLOUTS_AT.fetch_all(tx, **mine, addresses=bind_list(tx, seen))
     runs_of: dict[str, dict[str, set[int]]] = {}
-    for condition in (
-        (in_list(tx, experience.c.address, seen),),
-        (behind, experience.c.refused.is_(None)),
-    ):
-        query = select(experience.c.batch, experience.c.task, experience.c.run)
-        query = query.where(experience.c.experiment == experiment, *condition)
-        rows = tx.execute(query.order_by(experience.c.address).limit(most))
-        for key, task, run in rows.all():
-            runs_of.setdefault(key, {}).setdefault(task, set()).add(int(run))
+    for key, task, run in rows + _ROLLOUTS_BEHIND.fetch_all(tx, **mine, start=behind):
+        runs_of.setdefault(key, {}).setdefault(task, set()).add(int(run))
     return {key: {task: len(runs) for task, runs in own.items()} for key, own in runs_of.items()}
+
+
+_ROLLOUTS_AT = Statement(
+    "SELECT batch, task, run FROM experience "
+    "WHERE experiment = :of AND address IN INTS(:addresses) ORDER BY address LIMIT :most"
+)
+_ROLLOUTS_BEHIND = Statement(
+    "SELECT batch, task, run FROM experience WHERE experiment = :of AND address >= :start "
+    "AND refused IS NULL ORDER BY address LIMIT :most"
+)
 
 
 class OpenBatch(NamedTuple):
@@ -362,30 +350,35 @@ class OpenBatch(NamedTuple):
 
 def open_batches(tx: Transaction, experiment: int) -> list[OpenBatch]:
     """Return the oldest batches that are planned and not sealed."""
-    query = select(batch.c.batch, batch.c.actor, batch.c.planned_at).where(
-        batch.c.experiment == experiment, *is_open()
-    )
-    rows = tx.execute(query.order_by(batch.c.planned_at).limit(BATCHES_LOOKED_AT)).all()
+    rows = _OPEN_BATCHES.fetch_all(tx, of=experiment, most=BATCHES_LOOKED_AT)
     return [OpenBatch(key, actor, int(planned_at)) for key, actor, planned_at in rows]
+
+
+_OPEN_BATCHES = Statement(
+    f"SELECT batch, actor, planned_at FROM batch WHERE experiment = :of AND {IS_OPEN} "
+    "ORDER BY planned_at LIMIT :most"
+)
 
 
 def first_uncommitted(tx: Transaction, experiment: int, trainer: ConsumerRow) -> int | None:
     """Return the position where the first uncommitted step of a trainer was leased, or None."""
-    query = select(func.min(step.c.leased_at)).where(
-        step.c.experiment == experiment,
-        step.c.consumer == trainer.name,
-        step.c.step > trainer.committed_step,
-    )
-    position = tx.execute(query).scalar()
+    done = trainer.committed_step
+    position = _FIRST_UNCOMMITTED.value(tx, of=experiment, by=trainer.name, after=done)
     return None if position is None else int(position)
+
+
+_FIRST_UNCOMMITTED = Statement(
+    "SELECT min(leased_at) FROM step WHERE experiment = :of AND consumer = :by AND step > :after"
+)
 
 
 def first_row(tx: Transaction, experiment: int, annotation_set: str, start: int) -> int | None:
     """Return the position of the first annotation of a set from the address ``start`` on."""
-    query = select(func.min(annotation.c.address)).where(
-        annotation.c.experiment == experiment,
-        annotation.c.consumer == annotation_set,
-        annotation.c.address >= start,
-    )
-    address = tx.execute(query).scalar()
+    address = _FIRST_ROW.value(tx, of=experiment, by=annotation_set, start=start)
     return None if address is None else position_of(int(address))
+
+
+_FIRST_ROW = Statement(
+    "SELECT min(address) FROM annotation "
+    "WHERE experiment = :of AND consumer = :by AND address >= :start"
+)

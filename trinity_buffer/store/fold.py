@@ -8,10 +8,8 @@ opens no segment.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import assert_never
-
-from sqlalchemy import bindparam, delete, insert, update
 
 from trinity_buffer.errors import CursorConflictError
 from trinity_buffer.events import (
@@ -47,23 +45,19 @@ from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import (
     annotation,
     archived,
-    assigned_reward,
     batch,
     canonical,
-    configuration,
     consumer,
     delivery,
     experience,
     plan,
     policy,
     rejection,
-    step,
 )
 from trinity_buffer.store.transaction import (
     Statement,
     Transaction,
     bind_list,
-    upsert,
 )
 
 _STEP = Statement(
@@ -110,17 +104,7 @@ def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> N
             stored += _recorded(tx, experiment, list(group))
             continue
         stored += sum(fold_rows(tx, experiment, placed) for placed in group)
-    fold_counters(tx, experiment, facts, stored)
-
-
-def fold_counters(
-    tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored: int
-) -> None:
-    """Add to the counters what ``facts`` and the ``stored`` rollouts of sealed batches add."""
-    numbers = counters.of_events(facts)
-    if stored:
-        numbers["", counters.STORED_ROLLOUTS] = stored
-    counters.add(tx, experiment, numbers)
+    counters.add(tx, experiment, facts, stored)
 
 
 def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # noqa: C901, PLR0912, PLR0915 - one case per kind
@@ -131,7 +115,7 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
         case ExperimentCreated() | ConfigurationChanged():
             _configured(tx, experiment, at, fact.config)
         case ExperimentFinished():
-            _finished(tx, experiment)
+            _FINISH.execute_later(tx, of=experiment)
         case BatchPlanned():
             _planned(tx, experiment, at, fact, placed.actor)
         case BatchSealed():
@@ -174,15 +158,15 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
 
 
 def _configured(tx: Transaction, experiment: int, position: int, config: Config) -> None:
-    values = {"position": position, "config": config, "finished": False}
-    statement = upsert(tx, configuration).values(experiment=experiment, **values)
-    tx.execute(statement.on_conflict_do_update(index_elements=["experiment"], set_=values))
+    _CONFIGURE.execute_later(tx, of=experiment, position=position, config=canonical(config))
 
 
-def _finished(tx: Transaction, experiment: int) -> None:
-    tx.execute(
-        update(configuration).where(configuration.c.experiment == experiment).values(finished=True)
-    )
+_CONFIGURE = Statement(
+    "INSERT INTO configuration (experiment, position, config, finished) "
+    "VALUES (:of, :position, :config, false) ON CONFLICT (experiment) DO UPDATE "
+    "SET position = excluded.position, config = excluded.config, finished = excluded.finished"
+)
+_FINISH = Statement("UPDATE configuration SET finished = true WHERE experiment = :of")
 
 
 def _planned(
@@ -228,6 +212,8 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
     tx.insert_many(experience, made)
     stored = 0
     for event, fact in zip(placed, facts, strict=True):
+        if not fact.refused:
+            continue
         columns = fact.columns
         late = [(str(columns.batch[n]), str(columns.task[n]), columns.run[n]) for n in fact.refused]
         stored += counters.count_late(tx, experiment, late, first_address(event.position))
@@ -235,9 +221,8 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
 
 
 def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:
-    named = {"name": fact.consumer, "kind": fact.kind, "config": fact.config}
-    numbers = ("cursor", "calls", "rejected_groups", "token", "leased_step", "committed_step")
-    tx.execute(insert(consumer), {"experiment": experiment, **named, **dict.fromkeys(numbers, 0)})
+    config = canonical(fact.config)
+    tx.insert_many(consumer, [(experiment, fact.consumer, fact.kind, config, *repeat(0, 6))])
 
 
 def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
@@ -327,20 +312,30 @@ def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) 
 
 
 def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> None:
-    mine = (step.c.experiment == experiment, step.c.consumer == fact.consumer)
-    served = rows.dealt_columns(position, fact)
-    tx.execute(update(step).where(*mine, step.c.step == fact.step).values(served))
+    mine: dict[str, object] = {"of": experiment, "by": fact.consumer, "number": fact.step}
+    _SERVE.execute_later(tx, **mine, position=position, digest=fact.digest)
+    if fact.dropped:
+        _SHRINK.execute_later(tx, **mine, rows=len(fact.order), groups=fact.num_groups)
     if gone := rows.dropped_rows(experiment, fact):
-        names = [f"{column.name}_" for column in delivery.c]
-        tx.execute(_DROP, [dict(zip(names, row, strict=True)) for row in gone])
-        less = step.c.own_rows_so_far - sum(not source for _, _, source, _, _ in gone)
-        later = update(step).where(*mine, step.c.step >= fact.step)
-        tx.execute(later.values(own_rows_so_far=less))
-    live = (consumer.c.experiment == experiment, consumer.c.name == fact.consumer)
-    tx.execute(update(consumer).where(*live).values(token=fact.token))
+        for _, _, source, address, _ in gone:
+            _DROP.execute_later(tx, **mine, source=source, address=address)
+        less = sum(not source for _, _, source, _, _ in gone)
+        _LESS.execute_later(tx, **mine, less=less)
+    _FENCE.execute_later(tx, of=experiment, by=fact.consumer, fence=fact.token)
 
 
-_DROP = delete(delivery).where(*(column == bindparam(f"{column.name}_") for column in delivery.c))
+_OF_STEP = "WHERE experiment = :of AND consumer = :by AND step"
+_SERVE = Statement(
+    f"UPDATE step SET leased_at = :position, manifest_digest = :digest {_OF_STEP} = :number"
+)
+_SHRINK = Statement(f'UPDATE step SET "rows" = :rows, "groups" = :groups {_OF_STEP} = :number')
+_LESS = Statement(
+    f"UPDATE step SET own_rows_so_far = own_rows_so_far - :less {_OF_STEP} >= :number"
+)
+_DROP = Statement(
+    f"DELETE FROM delivery {_OF_STEP} = :number AND source = :source AND address = :address"
+)
+_FENCE = Statement("UPDATE consumer SET token = :fence WHERE experiment = :of AND name = :by")
 
 
 def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:
@@ -358,11 +353,18 @@ def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommi
 
 
 def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
-    name, last = fact.consumer, fact.step
-    mine = (step.c.experiment == experiment, step.c.consumer == name, step.c.step > last)
-    tx.execute(update(step).where(*mine).values(rows.NOT_COMMITTED))
-    live = (consumer.c.experiment == experiment, consumer.c.name == name)
-    tx.execute(update(consumer).where(*live).values(committed_step=last))
+    mine = {"of": experiment, "by": fact.consumer, "last": fact.step}
+    _UNCOMMIT.execute_later(tx, **mine)
+    _REWIND.execute_later(tx, **mine)
+
+
+_UNCOMMIT = Statement(
+    "UPDATE step SET committed_at = NULL, checkpoint = NULL, checkpoint_digest = NULL, "
+    f"chain = NULL, rows_by_rank = NULL {_OF_STEP} > :last"
+)
+_REWIND = Statement(
+    "UPDATE consumer SET committed_step = :last WHERE experiment = :of AND name = :by"
+)
 
 
 def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPublished) -> None:
@@ -371,16 +373,17 @@ def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPubl
 
 def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
     """A later event of the same scoring replaces what an earlier one said of an experience."""
-    made = [
-        {"experiment": experiment, "scoring": fact.scoring, "address": address, "reward": reward}
-        for address, reward in zip(fact.experiences, fact.rewards, strict=True)
-    ]
-    if not made:
-        return
-    statement = upsert(tx, assigned_reward)
-    keys = ["experiment", "scoring", "address"]
-    replace = {"reward": statement.excluded.reward}
-    tx.execute(statement.on_conflict_do_update(index_elements=keys, set_=replace), made)
+    for address, reward in zip(fact.experiences, fact.rewards, strict=True):
+        _SCORE.execute_later(
+            tx, of=experiment, scoring=fact.scoring, address=address, reward=reward
+        )
+
+
+_SCORE = Statement(
+    "INSERT INTO assigned_reward (experiment, scoring, address, reward) "
+    "VALUES (:of, :scoring, :address, :reward) "
+    "ON CONFLICT (experiment, scoring, address) DO UPDATE SET reward = excluded.reward"
+)
 
 
 def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArchived) -> None:
@@ -388,5 +391,8 @@ def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArc
 
 
 def _restored(tx: Transaction, experiment: int, fact: SegmentsRestored) -> None:
-    mine = (archived.c.experiment == experiment, archived.c.segment.in_(fact.segments))
-    tx.execute(delete(archived).where(*mine))
+    for key in fact.segments:
+        _RESTORE.execute_later(tx, of=experiment, key=key)
+
+
+_RESTORE = Statement("DELETE FROM archived WHERE experiment = :of AND segment = :key")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import delete, select
-
-from trinity_buffer.store.tables import presence
 from trinity_buffer.store.transaction import Statement, Transaction
 
 FORGOTTEN_AFTER_US = 3_600_000_000
@@ -54,19 +51,21 @@ _NOTE = Statement(
 
 def remove(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     """Take back what `record` wrote."""
-    tx.execute(
-        delete(presence).where(
-            presence.c.experiment == experiment,
-            presence.c.role == row.role,
-            presence.c.name == row.name,
-            presence.c.host == row.host,
-            presence.c.pid == row.pid,
-        )
-    )
+    _REMOVE.execute_later(tx, of=experiment, role=row.role, by=row.name, host=row.host, pid=row.pid)
+
+
+_REMOVE = Statement(
+    "DELETE FROM presence WHERE experiment = :of AND role = :role AND name = :by "
+    "AND host = :host AND pid = :pid"
+)
 
 
 def processes(tx: Transaction, experiment: int) -> list[PresenceRow]:
     """Return the processes that sent a heartbeat, the latest first."""
-    query = select(presence).where(presence.c.experiment == experiment)
-    rows = tx.execute(query.order_by(presence.c.last_seen.desc())).all()
-    return [PresenceRow(*row[1:]) for row in rows]
+    return [PresenceRow(*row) for row in _PROCESSES.fetch_all(tx, of=experiment)]
+
+
+_PROCESSES = Statement(
+    "SELECT role, name, host, pid, started_at, last_seen, waiting_for FROM presence "
+    "WHERE experiment = :of ORDER BY last_seen DESC"
+)

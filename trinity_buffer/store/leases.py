@@ -11,18 +11,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import delete
-
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.store import log
 from trinity_buffer.store.log import Place
-from trinity_buffer.store.tables import lease
 from trinity_buffer.store.transaction import (
     Statement,
     Transaction,
     lock_experiment,
     one_statement,
-    upsert,
 )
 
 
@@ -48,6 +44,14 @@ _HOLDER = Statement(
     "SELECT owner, token, expires_at FROM lease WHERE experiment = :of AND consumer = :by"
 )
 _RECORDED_TOKEN = Statement("SELECT token FROM consumer WHERE experiment = :of AND name = :by")
+_PUT = Statement(
+    "INSERT INTO lease (experiment, consumer, owner, token, expires_at) "
+    "VALUES (:of, :by, :owner, :token, :expires) ON CONFLICT (experiment, consumer) DO UPDATE "
+    "SET owner = excluded.owner, token = excluded.token, expires_at = excluded.expires_at"
+)
+_RELEASE = Statement(
+    "DELETE FROM lease WHERE experiment = :of AND consumer = :by AND owner = :owner"
+)
 _NEWEST = Statement(
     "SELECT (SELECT owner FROM lease WHERE experiment = :of AND consumer = :by), "
     "(SELECT token FROM lease WHERE experiment = :of AND consumer = :by), "
@@ -80,9 +84,8 @@ def put(
     tx: Transaction, experiment: int, name: str, *, owner: str, token: int, expires_at_us: int
 ) -> None:
     """Note who holds the lease, whatever stood there before."""
-    row = {"owner": owner, "token": token, "expires_at": expires_at_us}
-    statement = upsert(tx, lease).values({"experiment": experiment, "consumer": name, **row})
-    tx.execute(statement.on_conflict_do_update(index_elements=["experiment", "consumer"], set_=row))
+    row = {"owner": owner, "token": token, "expires": expires_at_us}
+    _PUT.execute_later(tx, of=experiment, by=name, **row)
 
 
 class Standing(NamedTuple):
@@ -131,8 +134,7 @@ def require(
 
 def release(tx: Transaction, experiment: int, name: str, *, owner: str) -> None:
     """Give the lease back, if ``owner`` still holds it."""
-    mine = (lease.c.experiment == experiment, lease.c.consumer == name, lease.c.owner == owner)
-    tx.execute(delete(lease).where(*mine))
+    _RELEASE.execute_later(tx, of=experiment, by=name, owner=owner)
 
 
 def _end(

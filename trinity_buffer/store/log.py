@@ -13,21 +13,17 @@ from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from sqlalchemy import select
-
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
 from trinity_buffer.identity import require_name
 from trinity_buffer.store import fold
-from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event, experiment
+from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event
 from trinity_buffer.store.transaction import (
     Statement,
     Transaction,
     bind_list,
-    in_list,
     lock_experiment,
     one_statement,
-    upsert,
 )
 
 
@@ -275,34 +271,42 @@ _AT = Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")
 
 def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> dict[int, int]:
     """Return position -> when its event was recorded, in microseconds since 1970."""
-    query = select(event.c.position, event.c.recorded_at).where(
-        event.c.experiment == experiment_id, in_list(tx, event.c.position, positions)
-    )
-    return {int(position): int(at) for position, at in tx.execute(query).all()}
+    rows = _RECORDED_AT.fetch_all(tx, of=experiment_id, positions=bind_list(tx, positions))
+    return {int(position): int(at) for position, at in rows}
+
+
+_RECORDED_AT = Statement(
+    "SELECT position, recorded_at FROM event "
+    "WHERE experiment = :of AND position IN INTS(:positions)"
+)
 
 
 def find_experiment(tx: Transaction, name: str) -> int | None:
     """Return the id of the experiment, or None."""
-    key = tx.execute(select(experiment.c.id).where(experiment.c.name == name)).scalar_one_or_none()
+    key = _FIND.value(tx, name=name)
     return None if key is None else int(key)
 
 
 def experiment_name(tx: Transaction, experiment_id: int) -> str:
     """Return the name of the experiment with this id."""
-    query = select(experiment.c.name).where(experiment.c.id == experiment_id)
-    return str(tx.execute(query).scalar_one())
+    return str(_NAME.value(tx, of=experiment_id))
 
 
 def create_experiment(tx: Transaction, name: str) -> int:
     """Return the id of the experiment, new or not."""
-    tx.execute(upsert(tx, experiment).values(name=name).on_conflict_do_nothing())
-    return int(tx.execute(select(experiment.c.id).where(experiment.c.name == name)).scalar_one())
+    _CREATE.execute_later(tx, name=name)
+    return int(_FIND.value(tx, name=name))
 
 
 def experiment_names(tx: Transaction) -> dict[str, int]:
     """Return all experiments of the store: name to id, in order of creation."""
-    rows = tx.execute(select(experiment.c.name, experiment.c.id).order_by(experiment.c.id))
-    return {name: int(key) for name, key in rows.all()}
+    return {name: int(key) for name, key in _NAMES.fetch_all(tx)}
+
+
+_FIND = Statement("SELECT id FROM experiment WHERE name = :name")
+_NAME = Statement("SELECT name FROM experiment WHERE id = :of")
+_CREATE = Statement("INSERT INTO experiment (name) VALUES (:name) ON CONFLICT DO NOTHING")
+_NAMES = Statement("SELECT name, id FROM experiment ORDER BY id")
 
 
 _ORIGIN = b"trinity-buffer log\0"

@@ -35,7 +35,7 @@ from typing_extensions import override
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import fold, sqlite, tables
+from trinity_buffer.store import counters, fold, sqlite, tables
 from trinity_buffer.store.connection import SQLiteTransaction, StoreFiles
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.tables import (
@@ -340,7 +340,7 @@ class Scratch:
                 raise UnfoldableError(new.position, new.kind, _cause(error)) from error
             self.position = new.position
         # No fold reads a counter, so a page needs but one statement for all of them.
-        fold.fold_counters(tx, self.experiment, events, stored)
+        counters.add(tx, self.experiment, events, stored)
 
 
 # What a body of the wrong form makes of a fold, and what contradicts the events before it.

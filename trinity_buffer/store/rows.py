@@ -7,7 +7,7 @@ address sorts by position, then by slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from trinity_buffer.events import (
     StepDealt,
 )
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.store.tables import experience
+from trinity_buffer.store.tables import consumer, experience, step
 
 SLOT_BITS = 20
 MAX_ROWS_PER_EVENT = 1 << SLOT_BITS
@@ -104,14 +104,34 @@ class StepRow:
     leased_at: int
     rows: int
     groups: int
-    planned_groups_so_far: int
     manifest_digest: bytes
     committed_at: int | None
     checkpoint: str | None
     checkpoint_digest: str | None
     chain: bytes | None
     rows_by_rank: list[int] | None
-    own_rows_so_far: int
+
+
+STEP_COLUMNS = (
+    'step, leased_at, "rows", "groups", manifest_digest, committed_at, checkpoint, '
+    "checkpoint_digest, chain, rows_by_rank"
+)
+
+
+def read_step(row: Sequence[Any]) -> StepRow:
+    """Return the value object of a row of `STEP_COLUMNS`."""
+    *others, ranks = row
+    return StepRow(*[*others, _RANKS.process_result_value(ranks, None)])
+
+
+def read_consumer(row: Sequence[Any]) -> ConsumerRow:
+    """Return the value object of a row of `consumer` from its name on."""
+    name, kind, config, *numbers = row
+    return ConsumerRow(name, kind, _CONFIG.process_result_value(config, None), *numbers)
+
+
+_RANKS: Any = step.c.rows_by_rank.type
+_CONFIG: Any = consumer.c.config.type
 
 
 def typed(text_key: str, *, is_int: bool) -> Key:
@@ -248,21 +268,9 @@ def own_rows(fact: BatchLeased) -> int:
     return len(fact.annotations) - sum(map(bool, fact.source or ()))
 
 
-def dealt_columns(position: int, fact: StepDealt) -> dict[str, Any]:
-    """Return the columns of `step` that the event of a redealt step sets."""
-    served: dict[str, Any] = {"leased_at": position, "manifest_digest": fact.digest}
-    return served | {"rows": len(fact.order), "groups": fact.num_groups} if fact.dropped else served
-
-
 def dropped_rows(experiment: int, fact: StepDealt) -> list[Row]:
     """Return the rows of `delivery` that an event takes away."""
     name, number = fact.consumer, fact.step
     sources = fact.dropped_from or ("",) * len(fact.dropped)
     pairs = zip(sources, fact.dropped, strict=True)
     return [(experiment, name, source, address, number) for source, address in pairs]
-
-
-NOT_COMMITTED: Mapping[str, None] = dict.fromkeys(
-    ("committed_at", "checkpoint", "checkpoint_digest", "chain", "rows_by_rank")
-)
-"""Columns of a row of `step`, in order, until it is committed on the live line."""

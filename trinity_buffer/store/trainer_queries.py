@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import ColumnElement, func, or_, select, text
+from sqlalchemy import ColumnElement, func, select
 
-from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, StepRow
+from trinity_buffer.store.rows import STEP_COLUMNS, StepRow, read_step
 from trinity_buffer.store.tables import (
     NOT_FREQUENT,
-    annotation,
     delivery,
-    event,
-    plan,
-    rejection,
-    step,
 )
 from trinity_buffer.store.transaction import Statement, Transaction
 from trinity_buffer.store.writer_queries import (
@@ -103,13 +98,16 @@ def steps(
     tx: Transaction, experiment: int, name: str, *, after: int = 0, limit: int = -1
 ) -> list[StepRow]:
     """Return the steps of a trainer above ``after``, in order."""
-    query = select(step).where(
-        step.c.experiment == experiment, step.c.consumer == name, step.c.step > after
-    )
-    query = query.order_by(step.c.step)
-    if limit >= 0:
-        query = query.limit(limit)
-    return [StepRow(*row[2:]) for row in tx.execute(query).all()]
+    most = limit if limit >= 0 else _ALL
+    rows = _STEPS.fetch_all(tx, of=experiment, by=name, after=after, most=most)
+    return list(map(read_step, rows))
+
+
+_ALL = (1 << 63) - 1
+_OF_TRAINER = "FROM step WHERE experiment = :of AND consumer = :by"
+_STEPS = Statement(
+    f"SELECT {STEP_COLUMNS} {_OF_TRAINER} AND step > :after ORDER BY step LIMIT :most"
+)
 
 
 def step_at(tx: Transaction, experiment: int, name: str, number: int) -> StepRow | None:
@@ -120,15 +118,13 @@ def step_at(tx: Transaction, experiment: int, name: str, number: int) -> StepRow
 
 def steps_without_heads(tx: Transaction, experiment: int, name: str) -> int:
     """Return the last step that a trainer committed before the events had heads, or 0."""
-    first = select(func.min(event.c.position)).where(
-        event.c.experiment == experiment, event.c.kind == "ChainStarted", text(NOT_FREQUENT)
-    )
-    query = select(func.max(step.c.step)).where(
-        step.c.experiment == experiment,
-        step.c.consumer == name,
-        step.c.committed_at < first.scalar_subquery(),
-    )
-    return tx.execute(query).scalar() or 0
+    return int(_WITHOUT_HEADS.value(tx, of=experiment, by=name) or 0)
+
+
+_WITHOUT_HEADS = Statement(
+    f"SELECT max(step) {_OF_TRAINER} AND committed_at < (SELECT min(position) FROM event "
+    f"WHERE experiment = :of AND kind = 'ChainStarted' AND {NOT_FREQUENT})"
+)
 
 
 def step_with_rows(tx: Transaction, experiment: int, name: str, number: int) -> int:
@@ -138,13 +134,15 @@ def step_with_rows(tx: Transaction, experiment: int, name: str, number: int) -> 
     """
     if number < 1:
         return 0
-    of = (step.c.experiment == experiment, step.c.consumer == name)
-    query = select(step.c.step).where(*of, step.c.rows > 0).order_by(step.c.step)
-    stored = tx.execute(query.offset(number - 1).limit(1)).scalar()
-    if stored is not None:
-        return int(stored)
-    empty = select(func.count()).select_from(step).where(*of, step.c.rows == 0)
-    return number + int(tx.execute(empty).scalar_one())
+    mine = {"of": experiment, "by": name}
+    stored = _WITH_ROWS.value(tx, **mine, before=number - 1)
+    return number + int(_EMPTY.value(tx, **mine)) if stored is None else int(stored)
+
+
+_WITH_ROWS = Statement(
+    f'SELECT step {_OF_TRAINER} AND "rows" > 0 ORDER BY step LIMIT 1 OFFSET :before'
+)
+_EMPTY = Statement(f'SELECT count(*) {_OF_TRAINER} AND "rows" = 0')
 
 
 def steps_at_start(tx: Transaction, experiment: int, name: str) -> list[StepRow]:
@@ -160,26 +158,26 @@ def steps_from_link(
     tx: Transaction, experiment: int, name: str, before: int, *, limit: int = -1
 ) -> list[StepRow]:
     """Return the steps from the last one up to ``before`` whose link of the chain is recorded."""
-    known = select(step.c.step).where(
-        step.c.experiment == experiment,
-        step.c.consumer == name,
-        step.c.step <= before,
-        step.c.chain.is_not(None),
-    )
-    last = tx.execute(known.order_by(step.c.step.desc()).limit(1)).scalar()
+    last = _LAST_LINK.value(tx, of=experiment, by=name, before=before)
     return steps(tx, experiment, name, after=int(last or 1) - 1, limit=limit)
+
+
+_LAST_LINK = Statement(
+    f"SELECT step {_OF_TRAINER} AND step <= :before AND chain IS NOT NULL "
+    "ORDER BY step DESC LIMIT 1"
+)
 
 
 def last_checkpoint(tx: Transaction, experiment: int, name: str) -> StepRow | None:
     """Return the last committed step of the live line that names a checkpoint."""
-    query = select(step).where(
-        step.c.experiment == experiment,
-        step.c.consumer == name,
-        step.c.committed_at.is_not(None),
-        step.c.checkpoint.is_not(None),
-    )
-    row = tx.execute(query.order_by(step.c.step.desc()).limit(1)).one_or_none()
-    return None if row is None else StepRow(*row[2:])
+    rows = _LAST_CHECKPOINT.fetch_all(tx, of=experiment, by=name)
+    return read_step(rows[0]) if rows else None
+
+
+_LAST_CHECKPOINT = Statement(
+    f"SELECT {STEP_COLUMNS} {_OF_TRAINER} AND committed_at IS NOT NULL AND checkpoint IS NOT NULL "
+    "ORDER BY step DESC LIMIT 1"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +208,7 @@ class Backlog:
 
 def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     """Return the backlog in front of ``trainer``, at a cost that does not grow with the run."""
-    last = select(func.coalesce(func.max(plan.c.ordinal), 0)).where(plan.c.experiment == experiment)
-    planned = int(tx.execute(last).scalar_one())
+    planned = int(LAST_ORDINAL.value(tx, of=experiment))
     row = consumer_row(tx, experiment, trainer)
     delivered = committed = 0
     if row is None:  # what every set leaves out, none will hand to a trainer to come
@@ -220,13 +217,10 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     else:
         strategy = consumer_row(tx, experiment, str(row.config.get("strategy", "")))
         rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
-        so_far = select(step.c.step, step.c.planned_groups_so_far).where(
-            step.c.experiment == experiment,
-            step.c.consumer == trainer,
-            step.c.step.in_([row.leased_step, row.committed_step]),
-        )
-        totals = {int(number): int(groups) for number, groups in tx.execute(so_far).all()}
-        delivered, committed = totals.get(row.leased_step, 0), totals.get(row.committed_step, 0)
+        leased, done = row.leased_step, row.committed_step
+        so_far = SO_FAR.fetch_all(tx, of=experiment, by=trainer, leased=leased, committed=done)
+        totals = {int(number): int(groups) for number, groups, _ in so_far}
+        delivered, committed = totals.get(leased, 0), totals.get(done, 0)
     newest = newest_policy(tx, experiment, trainer)
     return Backlog(
         planned - rejected - delivered,
@@ -234,6 +228,13 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
         newest[0] if newest else 0,
         row.committed_step if row is not None else 0,
     )
+
+
+LAST_ORDINAL = Statement("SELECT coalesce(max(ordinal), 0) FROM plan WHERE experiment = :of")
+SO_FAR = Statement(
+    f"SELECT step, planned_groups_so_far, own_rows_so_far {_OF_TRAINER} "
+    "AND (step = :leased OR step = :committed)"
+)
 
 
 def rejects_all(
@@ -248,50 +249,28 @@ def rejects_all(
     row = consumer_row(tx, experiment, trainer)
     if row is None:
         return False
-    leased = select(step.c.leased_at).where(
-        step.c.experiment == experiment, step.c.consumer == trainer
-    )
     strategy = str(row.config.get("strategy", ""))
-    annotated = select(annotation.c.address // MAX_ROWS_PER_EVENT).where(
-        annotation.c.experiment == experiment, annotation.c.consumer == strategy
-    )
     last_kept = {
-        trainer: leased.order_by(step.c.step.desc()),
-        strategy: annotated.order_by(annotation.c.address.desc()),
+        trainer: _LAST_LEASED.value(tx, of=experiment, by=trainer),
+        strategy: _LAST_ANNOTATED.value(tx, of=experiment, by=strategy),
     }
-    return any(
-        _faulty(
-            tx,
-            experiment,
-            name,
-            faults=faults,
-            rows=rows,
-            after=int(tx.execute(last.limit(1)).scalar() or 0),
-        )
-        for name, last in last_kept.items()
-    )
+    for name, after in last_kept.items():
+        newest = _LAST_REJECTED.fetch_all(tx, of=experiment, by=name, most=rows)
+        faulty = sum(at > (after or 0) and why.startswith(tuple(faults)) for why, at in newest)
+        if faulty >= rows:
+            return True
+    return False
 
 
-def _faulty(
-    tx: Transaction, experiment: int, name: str, *, faults: Sequence[str], rows: int, after: int
-) -> bool:
-    """Return whether the last ``rows`` rejections of a consumer are faults, all found ``after``."""
-    newest = (
-        select(rejection.c.reason, rejection.c.position)
-        .where(rejection.c.experiment == experiment, rejection.c.consumer == name)
-        .order_by(rejection.c.address.desc())
-        .limit(rows)
-        .subquery()
-    )
-    number = (
-        select(func.count())
-        .select_from(newest)
-        .where(
-            newest.c.position > after,
-            or_(*(newest.c.reason.startswith(reason) for reason in faults)),
-        )
-    )
-    return int(tx.execute(number).scalar_one()) >= rows
+_LAST_LEASED = Statement(f"SELECT leased_at {_OF_TRAINER} ORDER BY step DESC LIMIT 1")
+_LAST_ANNOTATED = Statement(
+    "SELECT address >> 20 FROM annotation WHERE experiment = :of AND consumer = :by "
+    "ORDER BY address DESC LIMIT 1"
+)
+_LAST_REJECTED = Statement(
+    "SELECT reason, position FROM rejection WHERE experiment = :of AND consumer = :by "
+    "ORDER BY address DESC LIMIT :most"
+)
 
 
 def first_undelivered(tx: Transaction, trainer: Reader) -> int:

@@ -11,7 +11,6 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from sqlalchemy import (
@@ -302,16 +301,6 @@ def has_row(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
     For that is its OFFSET; see `Statement`.
     """
     return select(literal_column("1")).where(*conditions).offset(literal_column("0")).exists()
-
-
-def upsert(tx: Transaction, table: Table) -> Any:
-    """Return an ``INSERT`` that has ``on_conflict_do_update`` and ``on_conflict_do_nothing``."""
-    return dialect_module(tx.dialect.name).insert(table)
-
-
-def dialect_module(dialect: str) -> Any:
-    """Return SQLAlchemy's module of a dialect; to load the other one too would take 40 ms."""
-    return import_module(f"sqlalchemy.dialects.{dialect}")
 
 
 def lock_experiment(tx: Transaction, experiment: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, bindparam, func, select
+from sqlalchemy import ColumnElement, bindparam, select
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
@@ -21,12 +21,11 @@ from trinity_buffer.store.rows import (
     experience_row,
     first_address,
     position_of,
+    read_consumer,
     typed,
 )
 from trinity_buffer.store.tables import (
     annotation,
-    assigned_reward,
-    batch,
     configuration,
     consumer,
     experience,
@@ -172,34 +171,36 @@ _TASKS = Statement(
 
 def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
     """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
-    query = select(batch.c.batch).where(
-        batch.c.experiment == experiment, batch.c.actor == actor, *is_open()
-    )
-    unsealed = tx.execute(query.order_by(batch.c.planned_at)).scalars()
-    return counters.planned_batches(tx, experiment, actor), list(unsealed)
+    unsealed = [key for (key,) in _UNSEALED_OF.fetch_all(tx, of=experiment, by=actor)]
+    return counters.planned_batches(tx, experiment, actor), unsealed
 
 
-def is_open() -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions of a planned batch that is not sealed, in the words of its index."""
-    return batch.c.planned_at > 0, batch.c.sealed_at.is_(None)
+IS_OPEN = "planned_at > 0 AND sealed_at IS NULL"
+"""Of a row of `batch` that is planned and not sealed, in the words of its index."""
+
+_UNSEALED_OF = Statement(
+    f"SELECT batch FROM batch WHERE experiment = :of AND actor = :by AND {IS_OPEN} "
+    "ORDER BY planned_at"
+)
 
 
 def runs_of(tx: Transaction, experiment: int, key: Key) -> set[tuple[str, int]]:
     """Return the (task as text, run) pairs of a batch that are stored."""
-    query = (
-        select(experience.c.task, experience.c.run)
-        .where(experience.c.experiment == experiment, experience.c.batch == str(key))
-        .distinct()
-    )
-    return {(task, int(run)) for task, run in tx.execute(query).all()}
+    return {(task, int(run)) for task, run in _RUNS.fetch_all(tx, of=experiment, batch=str(key))}
+
+
+_RUNS = Statement(
+    "SELECT DISTINCT task, run FROM experience WHERE experiment = :of AND batch = :batch"
+)
+_KINDS_OF_KEYS = Statement(
+    "SELECT int_keys FROM experience WHERE experiment = :of AND batch = :batch LIMIT 1"
+)
 
 
 def key_of_batch(tx: Transaction, experiment: int, batch: str) -> Key:
     """Return the id, with its type, of a batch of which something is stored."""
-    query = select(experience.c.int_keys).where(
-        experience.c.experiment == experiment, experience.c.batch == batch
-    )
-    return typed(batch, is_int=bool(tx.execute(query.limit(1)).scalar_one() & 1))
+    kinds = int(_KINDS_OF_KEYS.value(tx, of=experiment, batch=batch))
+    return typed(batch, is_int=bool(kinds & 1))
 
 
 def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
@@ -209,21 +210,23 @@ def count_in_batch(tx: Transaction, experiment: int, key: Key) -> int:
 
 def consumers(tx: Transaction, experiment: int) -> dict[str, ConsumerRow]:
     """Return all consumers of the experiment."""
-    rows = tx.execute(_CONSUMERS, {"of": experiment}).all()
-    return {row.name: ConsumerRow(*row[1:]) for row in rows}
-
-
-_CONSUMERS = (
-    select(consumer).where(consumer.c.experiment == bindparam("of")).order_by(consumer.c.name)
-)
+    rows = map(read_consumer, _CONSUMERS.fetch_all(tx, of=experiment))
+    return {row.name: row for row in rows}
 
 
 @one_statement
 def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | None:
     """Return one consumer, or None."""
-    query = select(consumer).where(consumer.c.experiment == experiment, consumer.c.name == name)
-    row = tx.execute(query).one_or_none()
-    return None if row is None else ConsumerRow(*row[1:])
+    rows = _CONSUMER.fetch_all(tx, of=experiment, by=name)
+    return read_consumer(rows[0]) if rows else None
+
+
+_COLUMNS_OF_CONSUMER = (
+    "SELECT name, kind, config, cursor, calls, rejected_groups, token, leased_step, "
+    "committed_step FROM consumer WHERE experiment = :of"
+)
+_CONSUMERS = Statement(f"{_COLUMNS_OF_CONSUMER} ORDER BY name")
+_CONSUMER = Statement(f"{_COLUMNS_OF_CONSUMER} AND name = :by")
 
 
 def registered(
@@ -270,8 +273,10 @@ _WAITING = Statement(
 
 def last_recorded(tx: Transaction, experiment: int) -> int:
     """Return the position of the last event that recorded experiences, or 0."""
-    query = select(func.max(experience.c.address)).where(experience.c.experiment == experiment)
-    return position_of(int(tx.execute(query).scalar() or 0))
+    return position_of(int(_LAST_RECORDED.value(tx, of=experiment) or 0))
+
+
+_LAST_RECORDED = Statement("SELECT max(address) FROM experience WHERE experiment = :of")
 
 
 def experience_rows(
@@ -387,8 +392,13 @@ def addresses_in_batch(
 
 def newest_version(tx: Transaction, experiment: int) -> int | None:
     """Return the policy version of the experience that was stored last, or None."""
-    query = select(experience.c.policy_version).where(experience.c.experiment == experiment)
-    return tx.execute(query.order_by(experience.c.address.desc()).limit(1)).scalar()
+    version: int | None = _NEWEST_VERSION.value(tx, of=experiment)
+    return version
+
+
+_NEWEST_VERSION = Statement(
+    "SELECT policy_version FROM experience WHERE experiment = :of ORDER BY address DESC LIMIT 1"
+)
 
 
 def experiences(
@@ -450,15 +460,20 @@ def assigned_rewards(
     tx: Transaction, experiment: int, scoring: str, addresses: Sequence[int]
 ) -> dict[int, float]:
     """Return address -> reward of those of ``addresses`` that a scoring has rewarded."""
-    query = select(assigned_reward.c.address, assigned_reward.c.reward).where(
-        assigned_reward.c.experiment == experiment,
-        assigned_reward.c.scoring == scoring,
-        in_list(tx, assigned_reward.c.address, addresses),
-    )
-    return {int(address): float(reward) for address, reward in tx.execute(query).all()}
+    wanted = bind_list(tx, addresses)
+    rows = _ASSIGNED.fetch_all(tx, of=experiment, scoring=scoring, addresses=wanted)
+    return {int(address): float(reward) for address, reward in rows}
+
+
+_ASSIGNED = Statement(
+    "SELECT address, reward FROM assigned_reward "
+    "WHERE experiment = :of AND scoring = :scoring AND address IN INTS(:addresses)"
+)
 
 
 def scorings(tx: Transaction, experiment: int) -> list[str]:
     """Return the names of the scorings of an experiment, sorted."""
-    query = select(assigned_reward.c.scoring).where(assigned_reward.c.experiment == experiment)
-    return sorted(tx.execute(query.distinct()).scalars().all())
+    return sorted(name for (name,) in _SCORINGS.fetch_all(tx, of=experiment))
+
+
+_SCORINGS = Statement("SELECT DISTINCT scoring FROM assigned_reward WHERE experiment = :of")
