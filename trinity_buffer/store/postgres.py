@@ -108,7 +108,7 @@ def connect(url: URL) -> psycopg.Connection[Any]:
         ConnectionError: none is there, or none is what was asked for (``target_session_attrs``).
     """
     library = extra("psycopg", "postgresql")
-    numbers = extra("psycopg.types.numeric", "postgresql")
+    types = extra("psycopg.types", "postgresql")
     query = {key: value for key, value in url.query.items() if key != "reconnect_s"}
     arguments = url.get_dialect()().create_connect_args(url.set(query=query))[1]
     arguments.pop("context", None)
@@ -128,7 +128,9 @@ def connect(url: URL) -> psycopg.Connection[Any]:
             raise StoreError(f"the server refuses the connection: {_line(error)}") from error
         raise ConnectionError(_line(error)) from error
     # One type for all: by the size of a number psycopg would prepare a statement anew.
-    driver.adapters.register_dumper(int, numbers.Int8BinaryDumper)
+    driver.adapters.register_dumper(int, types.numeric.Int8BinaryDumper)
+    # Registered last, it serves COPY: else what DB-API calls Binary does, in Python.
+    driver.adapters.register_dumper(bytes, types.string.BytesBinaryDumper)
     return driver
 
 

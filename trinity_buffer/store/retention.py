@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from sqlalchemy import CTE, Select, func, literal, select
+from sqlalchemy import select
 
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.tables import (
-    annotation,
-    archived,
     consumer,
     delivery,
-    experience,
-    rejection,
 )
 from trinity_buffer.store.tables import experiment as experiments
 from trinity_buffer.store.trainer_queries import Reader, guest_name
-from trinity_buffer.store.transaction import Transaction, has_row
+from trinity_buffer.store.transaction import Statement, Transaction, has_row
 
 EXPERTS_SET = "recorded"
 """The set of an expert's experiment that other experiments mix in."""
@@ -58,63 +54,42 @@ def held_segments(tx: Transaction, experiment: int, *, after: int, limit: int) -
 
     Steps from event to event: the cost grows with the number of writes, not of experiences.
     """
-    heads = _heads(experiment, after)
-    inside = (
-        experience.c.experiment == experiment,
-        experience.c.address >= heads.c.address,
-        experience.c.address < _next_event(heads),
-    )
-    segment = (
-        select(experience.c.segment)
-        .where(experience.c.experiment == experiment, experience.c.address == heads.c.address)
-        .correlate(heads)
-        .scalar_subquery()
-    )
-    last = select(func.max(experience.c.address)).where(*inside).scalar_subquery()
-    # A count and not an EXISTS, of which PostgreSQL makes a join: the heads must stay in order.
-    gone = (
-        select(func.count())
-        .where(archived.c.experiment == experiment, archived.c.segment == segment)
-        .scalar_subquery()
-    )
-    query = (
-        select(heads.c.ordinal, segment, heads.c.address, last)
-        .where(heads.c.address.is_not(None), gone == 0)
-        .limit(limit)
-    )
-    rows = tx.execute(query).all()
+    rows = _HELD.fetch_all(tx, of=experiment, after=after, most=limit)
     return sorted(Held(int(n), bytes(key), int(a), int(z)) for n, key, a, z in rows)
+
+
+# The first address of each event with experiences, in order; then their segments. A count and not
+# an EXISTS, of which PostgreSQL makes a join: the heads must stay in order.
+_NEXT_EVENT = f"(heads.address / {MAX_ROWS_PER_EVENT} + 1) * {MAX_ROWS_PER_EVENT}"
+_SEGMENT = (
+    "(SELECT e.segment FROM experience e WHERE e.experiment = :of AND e.address = heads.address)"
+)
+_HELD = Statement(
+    "WITH RECURSIVE heads(address, ordinal) AS ("
+    "SELECT min(e.address), 1 FROM experience e WHERE e.experiment = :of AND e.address > :after "
+    "UNION ALL SELECT (SELECT min(e.address) FROM experience e WHERE e.experiment = :of "
+    f"AND e.address >= {_NEXT_EVENT}), heads.ordinal + 1 FROM heads "
+    "WHERE heads.address IS NOT NULL) "
+    f"SELECT heads.ordinal, {_SEGMENT}, heads.address, (SELECT max(e.address) FROM experience e "
+    "WHERE e.experiment = :of AND e.address >= heads.address "
+    f"AND e.address < {_NEXT_EVENT}) FROM heads WHERE heads.address IS NOT NULL "
+    "AND (SELECT count(*) FROM archived a WHERE a.experiment = :of "
+    f"AND a.segment = {_SEGMENT}) = 0 LIMIT :most"
+)
 
 
 def archives(tx: Transaction, experiment: int) -> dict[int, list[bytes]]:
     """Return position -> segments that its event archived to a file, in the order of the log."""
-    query = select(archived.c.position, archived.c.segment).where(
-        archived.c.experiment == experiment, archived.c.uri.is_not(None)
-    )
     segments: dict[int, list[bytes]] = {}
-    for position, segment in tx.execute(query.order_by(archived.c.position, archived.c.segment)):
+    for position, segment in _ARCHIVES.fetch_all(tx, of=experiment):
         segments.setdefault(int(position), []).append(bytes(segment))
     return segments
 
 
-def _next_event(heads: CTE) -> Any:
-    return (heads.c.address // MAX_ROWS_PER_EVENT + 1) * MAX_ROWS_PER_EVENT
-
-
-def _heads(experiment: int, after: int) -> CTE:
-    """Return the first address of each event with experiences behind ``after``, in order."""
-    mine = experience.c.experiment == experiment
-    first = select(
-        func.min(experience.c.address).label("address"), literal(1).label("ordinal")
-    ).where(mine, experience.c.address > after)
-    heads = first.cte("heads", recursive=True)
-    following = (
-        select(func.min(experience.c.address))
-        .where(mine, experience.c.address >= _next_event(heads))
-        .scalar_subquery()
-    )
-    more = select(following, heads.c.ordinal + 1).where(heads.c.address.is_not(None))
-    return heads.union_all(more)
+_ARCHIVES = Statement(
+    "SELECT position, segment FROM archived WHERE experiment = :of AND uri IS NOT NULL "
+    "ORDER BY position, segment"
+)
 
 
 def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]:
@@ -157,16 +132,11 @@ def finished(
     Without any trainer all are still needed.
     """
     after, last = held[0].first - 1, held[-1].last
-    query = select(experience.c.address).where(
-        experience.c.experiment == experiment,
-        experience.c.address > after,
-        experience.c.address <= last,
-        experience.c.refused.is_(None),
-    )
-    needed = {int(address) for address in tx.execute(query).scalars()}
+    span = {"of": experiment, "after": after, "last": last}
+    needed = _addresses(tx, _ADDRESSES, span)
     done: set[int] = set()
     for number, need in enumerate(needs):
-        mine = _done_by(tx, experiment, need, after, last)
+        mine = _done_by(tx, need, span)
         done = mine if number == 0 else done & mine
     left = sorted(needed - done)
     return [segment for segment in held if not _any_between(left, segment)] if needs else []
@@ -177,33 +147,41 @@ def _any_between(left: Sequence[int], segment: Held) -> bool:
     return place < len(left) and left[place] <= segment.last
 
 
-def _done_by(tx: Transaction, experiment: int, need: Need, after: int, last: int) -> set[int]:
-    """Return the addresses in (after, last] that a trainer does not need any more."""
+def _done_by(tx: Transaction, need: Need, span: Mapping[str, int]) -> set[int]:
+    """Return the addresses in a span that a trainer does not need any more."""
     reader = need.reader
-    of_set = (
-        annotation.c.experiment == experiment,
-        annotation.c.consumer == need.annotation_set,
-        annotation.c.experience > after,
-        annotation.c.experience <= last,
-    )
-    held = has_row(
-        *reader.held(), delivery.c.address == annotation.c.address, delivery.c.step <= need.horizon
-    )
-    left_out = has_row(
-        rejection.c.experiment == experiment,
-        rejection.c.consumer == reader.rejecting,
-        rejection.c.address == annotation.c.address,
-    )
-    pending = select(annotation.c.experience).where(*of_set, ~held, ~left_out)
-    decided = select(rejection.c.address).where(
-        rejection.c.experiment == experiment,
-        rejection.c.consumer == need.annotation_set,
-        rejection.c.address > after,
-        rejection.c.address <= last,
-    )
-    annotated = _addresses(tx, select(annotation.c.experience).where(*of_set))
-    return (annotated - _addresses(tx, pending)) | _addresses(tx, decided)
+    of_set: dict[str, object] = {**span, "set": need.annotation_set}
+    of_reader = {
+        "holder": reader.experiment,
+        "trainer": reader.name,
+        "source": reader.source,
+        "horizon": need.horizon,
+        "rejecting": reader.rejecting,
+    }
+    pending = _addresses(tx, _PENDING, of_set | of_reader)
+    return (_addresses(tx, _ANNOTATED, of_set) - pending) | _addresses(tx, _DECIDED, of_set)
 
 
-def _addresses(tx: Transaction, query: Select[Any]) -> set[int]:
-    return {int(address) for address in tx.execute(query).scalars()}
+def _addresses(tx: Transaction, query: Statement, values: Mapping[str, object]) -> set[int]:
+    return {int(address) for (address,) in query.fetch_all(tx, **values)}
+
+
+_ADDRESSES = Statement(
+    "SELECT address FROM experience WHERE experiment = :of AND address > :after "
+    "AND address <= :last AND refused IS NULL"
+)
+_IN_SET = (
+    "SELECT a.experience FROM annotation a WHERE a.experiment = :of AND a.consumer = :set "
+    "AND a.experience > :after AND a.experience <= :last"
+)
+_ANNOTATED = Statement(_IN_SET)
+_PENDING = Statement(
+    f"{_IN_SET} AND NOT EXISTS (SELECT 1 FROM delivery d WHERE d.experiment = :holder "
+    "AND d.consumer = :trainer AND d.source = :source AND d.address = a.address "
+    "AND d.step <= :horizon OFFSET 0) AND NOT EXISTS (SELECT 1 FROM rejection r "
+    "WHERE r.experiment = :of AND r.consumer = :rejecting AND r.address = a.address OFFSET 0)"
+)
+_DECIDED = Statement(
+    "SELECT address FROM rejection WHERE experiment = :of AND consumer = :set "
+    "AND address > :after AND address <= :last"
+)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import ColumnElement, func, select
-
 from trinity_buffer.store.rows import STEP_COLUMNS, StepRow, read_step
 from trinity_buffer.store.tables import (
     NOT_FREQUENT,
-    delivery,
 )
 from trinity_buffer.store.transaction import Statement, Transaction
 from trinity_buffer.store.writer_queries import (
@@ -36,14 +33,6 @@ class Reader:
     name: str
     source: str
     rejecting: str
-
-    def held(self) -> tuple[ColumnElement[bool], ...]:
-        """Return the conditions of the deliveries of what is read."""
-        return (
-            delivery.c.experiment == self.experiment,
-            delivery.c.consumer == self.name,
-            delivery.c.source == self.source,
-        )
 
 
 def guest_name(experiment: str, trainer: str) -> str:
@@ -279,8 +268,14 @@ def first_undelivered(tx: Transaction, trainer: Reader) -> int:
     Groups are handed out in the order of their addresses, but one that is too old is rejected
     before its turn: what was rejected says nothing of what lies below it.
     """
-    handed = select(func.max(delivery.c.address)).where(*trainer.held())
-    return int(tx.execute(handed).scalar() or 0) + 1
+    mine = {"of": trainer.experiment, "by": trainer.name, "source": trainer.source}
+    return int(_LAST_HANDED.value(tx, **mine) or 0) + 1
+
+
+_LAST_HANDED = Statement(
+    "SELECT max(address) FROM delivery "
+    "WHERE experiment = :of AND consumer = :by AND source = :source"
+)
 
 
 def weights_after(
