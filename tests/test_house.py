@@ -90,7 +90,6 @@ SEPARATE = {
     f"{PACKAGE}/pipeline/train/lead.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/train/sampler.py": "likewise",
     f"{PACKAGE}/pipeline/verify/evidence.py": "files and acknowledgements, outside of a store",
-    f"{PACKAGE}/pipeline/verify/segments.py": "runs beside the audit of the log",
     f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",
     f"{PACKAGE}/recorder/upstream.py": "the protocol of other people's servers",
     f"{PACKAGE}/store/migrations.py": "imports alembic",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import Resize
 from trinity_buffer.events import StepMeasured
-from trinity_buffer.pipeline.verify.segments import _by_size, _Named
+from trinity_buffer.pipeline.verify.segments import by_size
 
 
-def named(size: int) -> _Named:
-    fact = StepMeasured(
+def named(size: int) -> StepMeasured:
+    return StepMeasured(
         consumer="t",
         step=1,
         segment=bytes(16),
@@ -19,7 +18,6 @@ def named(size: int) -> _Named:
         rows=1,
         metrics={},
     )
-    return _Named(7, fact)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +30,7 @@ def named(size: int) -> _Named:
     ],
 )
 def test_what_is_read_at_once_may_just_fill_its_share(
-    sizes: list[int], together: list[list[int]], resize: Resize
+    sizes: list[int], together: list[list[int]]
 ) -> None:
-    resize(bytes_per_audit=10, segments_per_audit=3)
-    found = _by_size([named(size) for size in sizes])
-    assert [[one.size for one in some] for some in found] == together
+    found = by_size([(7, named(size)) for size in sizes], 10, 3)
+    assert [[sum(fact.families.values()) for _, fact in some] for some in found] == together

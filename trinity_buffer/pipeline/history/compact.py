@@ -30,6 +30,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
+from trinity_buffer.pipeline.verify.segments import by_size
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.retention import Held, Need
@@ -116,7 +117,7 @@ class _Compaction:
         while held := await read(retention.held_segments, key, after=after, limit=limit):
             for unbroken in _unbroken(held):
                 unneeded = await self._unneeded(unbroken, needs)
-                for recorded in _by_size(unneeded):
+                for recorded in by_size(unneeded, sizes().bytes_per_file):
                     await self._remove(recorded)
                     self._progress("compact", recorded[-1][0], head)
                 if not unneeded:
@@ -194,20 +195,6 @@ def _unbroken(held: Sequence[Held]) -> Iterator[list[Held]]:
         run.append(segment)
     if run:
         yield run
-
-
-def _by_size(recorded: Sequence[Recorded]) -> Iterator[list[Recorded]]:
-    """Yield what goes into one file; a segment that is larger than a file goes alone."""
-    group: list[Recorded] = []
-    size = 0
-    for position, fact in recorded:
-        size += sum(fact.families.values())
-        if group and size > sizes().bytes_per_file:
-            yield group
-            group, size = [], sum(fact.families.values())
-        group.append((position, fact))
-    if group:
-        yield group
 
 
 def _write(

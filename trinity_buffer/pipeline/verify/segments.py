@@ -6,11 +6,11 @@ what its tensors hold; archives must be as they were written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio.to_thread
 import numpy as np
@@ -20,6 +20,7 @@ from msgspec import structs
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.objects import unpack_object
 from trinity_buffer.codec.segments import (
+    Column,
     Segment,
     content_digest,
     decode_segment,
@@ -46,6 +47,7 @@ from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import address_of, written_as
 from trinity_buffer.store.transaction import SegmentParts
 
+F = TypeVar("F", bound=WithSegment)
 Integers = npt.NDArray[np.int64]
 _UNKNOWN = -1
 
@@ -71,7 +73,7 @@ def wrong_columns(
         "trained_tokens": np.where(
             pairs,
             np.where((chosen >= 0) & (rejected >= 0), chosen + rejected, _UNKNOWN),
-            _trained(segments, columns),
+            _sizes(segments, "action_mask", columns, _trained),
         ),
     }
     for name, wanted in expected.items():
@@ -82,23 +84,25 @@ def wrong_columns(
     yield from _wrong_sampling(columns, sampling, segments)
 
 
-def _sizes(segments: Sequence[Segment], field: str, columns: ExperienceColumns) -> Integers:
-    """Return how many elements a field has in each row; -1 where it has none."""
+def _sizes(
+    segments: Sequence[Segment],
+    field: str,
+    columns: ExperienceColumns,
+    of: Callable[[Column], Integers] = attrgetter("sizes"),
+) -> Integers:
+    """Return how many elements a field has in each row, or what ``of`` says; -1: it has none."""
     numbers = np.full(len(columns), _UNKNOWN, np.int64)
     for segment in segments:
         for column in segment.columns.get(field, ()):
-            numbers[slice(None) if column.rows is None else column.rows] = column.sizes
+            numbers[slice(None) if column.rows is None else column.rows] = of(column)
     return numbers
 
 
-def _trained(segments: Sequence[Segment], columns: ExperienceColumns) -> Integers:
-    numbers = np.full(len(columns), _UNKNOWN, np.int64)
-    for segment in segments:
-        for column in segment.columns.get("action_mask", ()):
-            nonzero = np.concatenate([[0], np.cumsum(column.elements != 0)])
-            counts = nonzero[column.offsets[1:]] - nonzero[column.offsets[:-1]]
-            numbers[slice(None) if column.rows is None else column.rows] = counts
-    return numbers
+def _trained(mask: Column) -> Integers:
+    """Return how many tokens each row of a mask trains."""
+    nonzero = np.concatenate([[0], np.cumsum(mask.elements != 0)])
+    trained: Integers = nonzero[mask.offsets[1:]] - nonzero[mask.offsets[:-1]]
+    return trained
 
 
 def _wrong_of_info(
@@ -147,71 +151,62 @@ def _of_info(info: bytes, truncated: bytes) -> tuple[int | None, str | None]:
     return None if version is None else int(version), None if reason is None else str(reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """An event that names a segment."""
-
-    position: int
-    fact: WithSegment
-
-    @property
-    def key(self) -> bytes:
-        return self.fact.segment
-
-    @property
-    def size(self) -> int:
-        return sum(self.fact.families.values())
-
-
 async def check_segments(
     database: Database, events: Sequence[PlacedFact]
 ) -> tuple[int, list[tuple[bytes, Problem]]]:
     """Return how many segments ``events`` name, and what is wrong with which of them."""
     named = [
-        _Named(event.position, event.fact)
+        (event.position, event.fact)
         for event in events
         if isinstance(event.fact, WithSegment) and event.fact.segment
     ]
     problems: list[tuple[bytes, Problem]] = []
-    for group in _by_size(named):
-        parts = await _parts_of(database, group)
-        problems += await anyio.to_thread.run_sync(partial(_check_segments, group, parts))
+    for group in by_size(named, sizes().bytes_per_audit, sizes().segments_per_audit):
+        keys = [fact.segment for _, fact in group]
+        families = sorted({family for _, fact in group for family in fact.families})
+        read = partial(database.segments.get, keys=keys, families=families)
+        parts = await database.read_session(read)
+        problems += await anyio.to_thread.run_sync(_check_group, group, parts)
     return len(named), problems
 
 
-async def _parts_of(database: Database, named: Sequence[_Named]) -> SegmentParts:
-    keys = [each.key for each in named]
-    families = sorted({family for each in named for family in each.fact.families})
-    return await database.read_session(lambda s: s.segments(keys, families))
+def by_size(
+    named: Iterable[tuple[int, F]], most_bytes: int, most: int | None = None
+) -> Iterator[list[tuple[int, F]]]:
+    """Yield (position, event that names a segment) in groups of so many bytes, and so many events.
 
-
-def _by_size(named: Sequence[_Named]) -> Iterator[list[_Named]]:
-    group: list[_Named] = []
+    A segment that is larger goes alone.
+    """
+    group: list[tuple[int, F]] = []
     total = 0
-    for segment in named:
-        too_large = total + segment.size > sizes().bytes_per_audit
-        if group and (too_large or len(group) == sizes().segments_per_audit):
+    for position, fact in named:
+        size = sum(fact.families.values())
+        if group and (total + size > most_bytes or len(group) == most):
             yield group
             group, total = [], 0
-        group.append(segment)
-        total += segment.size
+        group.append((position, fact))
+        total += size
     if group:
         yield group
 
 
-def _check_segments(named: Sequence[_Named], parts: SegmentParts) -> list[tuple[bytes, Problem]]:
+def _check_group(
+    named: Sequence[tuple[int, WithSegment]], parts: SegmentParts
+) -> list[tuple[bytes, Problem]]:
     return [
-        (segment.key, problem) for segment in named for problem in _check_segment(segment, parts)
+        (fact.segment, problem)
+        for position, fact in named
+        for problem in _check_segment(position, fact, parts)
     ]
 
 
-def _check_segment(named: _Named, parts: SegmentParts) -> Iterator[Problem]:
-    where = f"segment {named.key.hex()} of position {named.position}"
+def _check_segment(position: int, fact: WithSegment, parts: SegmentParts) -> Iterator[Problem]:
+    key, where = fact.segment, f"segment {fact.segment.hex()} of position {position}"
     decoded: list[Segment] = []
     blobs: list[Buffer] = []
-    for family, size in named.fact.families.items():
+    for family, size in fact.families.items():
         try:
-            blob = segments.blob_of(named.key, family, parts.get((named.key, family), []))
+            blob = segments.blob_of(key, family, parts.get((key, family), []))
             if len(blob) != size:
                 what = f"family {family!r} has {len(blob)} bytes, its event says {size}"
                 yield Problem("segments", where, what)
@@ -221,23 +216,21 @@ def _check_segment(named: _Named, parts: SegmentParts) -> Iterator[Problem]:
         except (DamagedSegmentError, CodecError) as error:
             yield Problem("segments", where, str(error).partition(";")[0])
             continue
-        if segment.rows != named.fact.rows:
-            what = f"family {family!r} has {segment.rows} rows, its event {named.fact.rows}"
+        if segment.rows != fact.rows:
+            what = f"family {family!r} has {segment.rows} rows, its event {fact.rows}"
             yield Problem("segments", where, what)
             continue
         decoded.append(segment)
-    if len(blobs) == len(named.fact.families) and not isinstance(named.fact, ExperiencesRecorded):
-        yield from _check_digest(named, named.fact.digest, blobs)
-    elif len(decoded) == len(named.fact.families) and isinstance(named.fact, ExperiencesRecorded):
-        yield from _check_digests(named.position, named.fact, decoded)
+    if len(blobs) == len(fact.families) and not isinstance(fact, ExperiencesRecorded):
+        yield from _check_digest(where, fact.digest, blobs)
+    elif len(decoded) == len(fact.families) and isinstance(fact, ExperiencesRecorded):
+        yield from _check_digests(position, fact, decoded)
 
 
-def _check_digest(
-    named: _Named, recorded: bytes | None, blobs: Sequence[Buffer]
-) -> Iterator[Problem]:
+def _check_digest(where: str, recorded: bytes | None, blobs: Sequence[Buffer]) -> Iterator[Problem]:
     if recorded is not None and (digest := content_digest(blobs)) != recorded:
         what = f"it has the digest {digest.hex()}, its event says {recorded.hex()}"
-        yield Problem("digests", f"segment {named.key.hex()} of position {named.position}", what)
+        yield Problem("digests", where, what)
 
 
 def _check_digests(
