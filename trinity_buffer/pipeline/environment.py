@@ -45,7 +45,9 @@ def environment_of_run(device: str) -> dict[str, Any]:
         **{name: flag.get() for name, flag in flags(device).items()},
         "transformers": getattr(transformers, "__version__", None),
         "only_warns": torch.is_deterministic_algorithms_warn_only_enabled() or None,
-        **(_of_gpu(device) if _is_cuda(device) else {"processor": _processor()}),
+        **(_of_gpu(device) if device.startswith("cuda") else {}),
+        # The instructions that torch uses, which choose its kernels.
+        "processor": None if device.startswith("cuda") else torch.backends.cpu.get_cpu_capability(),
     }
     return {name: value for name, value in environment.items() if value is not None}
 
@@ -60,7 +62,7 @@ def flags(device: str) -> dict[str, Flag]:
         "matmul_precision": Flag(_matmul_precision, _set_matmul_precision),
         "attention_backends": Flag(_attention_backends, _set_attention_backends),
     }
-    if _is_cuda(device):
+    if device.startswith("cuda"):
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
         settings |= {
             "matmul_bf16_reduction": _attribute(matmul, "allow_bf16_reduced_precision_reduction"),
@@ -96,10 +98,6 @@ def differences(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> dict[st
 def in_words(differing: Mapping[str, list[Any]]) -> str:
     """Return differences as text: ``threads 4 (here 1)``."""
     return ", ".join(f"{name} {then} (here {here})" for name, (then, here) in differing.items())
-
-
-def _is_cuda(device: str) -> bool:
-    return device.startswith("cuda")
 
 
 def _attribute(owner: Any, name: str) -> Flag:
@@ -142,11 +140,6 @@ def _attention_backends() -> str:
 def _set_attention_backends(value: str) -> None:
     for name in _BACKENDS:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(name in value.split("+"))
-
-
-def _processor() -> str:
-    """Return the instructions that torch uses, which choose its kernels."""
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _of_gpu(device: str) -> dict[str, Any]:
