@@ -85,8 +85,8 @@ COLUMN = [
     ),
     (
         "pipeline/train/collate.py",
-        'OPTIONAL = {"teacher_logprobs": "teacher_logprob"}',
-        'OPTIONAL = {"teacher_logprobs": "teacher_logprob", "drafts": "draft"}',
+        'OPTIONAL = {"teacher_logprob": "teacher_logprobs"}',
+        'OPTIONAL = {"teacher_logprob": "teacher_logprobs", "draft": "drafts"}',
     ),
 ]
 USE_OF_COLUMN = """
@@ -199,12 +199,14 @@ def know(path: Path, line: int) -> None:
     assert "assert_never" in lines[line - 1]
     otherwise = line - 2
     indent = lines[otherwise].partition("case")[0]
-    does = "return str(fact.score)" if "return" in lines[otherwise - 1] else "pass"
+    answers = any("return " in line for line in lines[otherwise - 3 : otherwise])
+    does = "return str(fact.score)" if answers else "pass"
     lines[otherwise:otherwise] = [f"{indent}case PolicyScored():", f"{indent}    {does}"]
     text = "\n".join([*lines, ""])
-    assert text.count("from trinity_buffer.events import (\n") == 1
+    future = "from __future__ import annotations\n"
+    assert text.count(future) == 1
     path.write_text(
-        text.replace("buffer.events import (", "buffer.events import (\n    PolicyScored,")
+        text.replace(future, f"{future}\nfrom trinity_buffer.events import PolicyScored\n")
     )
 
 
