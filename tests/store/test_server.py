@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -182,6 +184,20 @@ async def test_no_more_connections_are_opened_than_were_promised(
         assert not await anyio.to_thread.run_sync(one_too_many.wait, 0.3)
         done.set()
     assert one_too_many.is_set()
+
+
+async def test_a_process_with_a_thousand_files_open_goes_on_writing(postgres_url: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        async with opened(postgres_url) as experiment:
+            await experiment.writer("e0").write(group())
+            assert (await experiment.writer("e0").write(group(task=1))).written == 4
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_a_connection_that_ends_while_it_is_made_is_told_as_broken(

@@ -484,7 +484,9 @@ class PostgresConnection:
 
 def _has_news(driver: psycopg.Connection[Any]) -> bool:
     """Return whether an idle connection says something: of all that it could, it says its end."""
-    return bool(select.select([driver.pgconn.socket], [], [], 0)[0])
+    poll = select.poll()  # which takes any number, as select does not: it may be above 1023
+    poll.register(driver.pgconn.socket, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class Server:
