@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+from datetime import date
+from decimal import Decimal
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_buffer import events
-from trinity_buffer.codec.objects import decode_body, encode_body, unpack_object
+from trinity_buffer.codec.objects import (
+    decode_body,
+    decode_fact,
+    encode_body,
+    encode_fact,
+    unpack_object,
+)
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 
@@ -29,6 +38,19 @@ def test_a_body_may_not_use_the_key_of_its_version() -> None:
 def test_a_value_that_cannot_be_stored_is_named_with_its_event() -> None:
     with pytest.raises(InvalidArgumentError, match=r"the body of BatchSealed\['by'\]"):
         encode_body("BatchSealed", {"by": object()})
+
+
+@pytest.mark.parametrize("value", [(1, 2), {"betas": [(0.9, 0.99)]}, {1: 2}, {"a": 2**70}])
+def test_values_of_users_come_back_with_their_types(value: object) -> None:
+    fact = events.ExperimentCreated(config={"extra": value})
+    back = decode_fact("ExperimentCreated", encode_fact(fact))
+    assert repr(back) == repr(fact)
+
+
+@pytest.mark.parametrize("value", [{1}, date(2026, 1, 1), Decimal(1), {1.5: 1}, {None: 1}])
+def test_what_would_come_back_as_something_else_is_refused(value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"ExperimentCreated\['config'\]\['extra'\]"):
+        encode_fact(events.ExperimentCreated(config={"extra": value}))
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch, *, version: int) -> None:

@@ -92,6 +92,9 @@ UNREADABLE: dict[str, Callable[[], Experience]] = {
         multi_modal_inputs={"pixels": nested()}
     ),
     "a tensor is a nested one": lambda: changed(info={"pixels": nested()}),
+    "info.'pixels'.: a tensor is .*sparse": lambda: changed(
+        info={"pixels": torch.eye(3).to_sparse()}
+    ),
     "eid was never given": lambda: changed(eid=EID()),
     "eid.task is 'a.nb': control": lambda: changed(eid=EID("b", "a\nb")),
     "eid.batch is .*: control": lambda: changed(eid=EID("a\x1b]52;c;eA==\x07", "t")),

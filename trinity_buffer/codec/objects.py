@@ -172,7 +172,10 @@ class ObjectPacker:
         if "numpy" in sys.modules and _arrays().is_array(value):  # else none is loaded
             code, packed = _arrays().packed_form(value, _name(place))
             return msgpack.ExtType(code, pack_plain(packed))
-        tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
+        try:
+            tensor = value if isinstance(value, RawTensor) else self._from_tensor(value)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{_name(place)}: {error}") from error
         if tensor is not None:
             if len(tensor.shape) > (most := _arrays().MAX_DIMENSIONS):
                 raise InvalidArgumentError(
@@ -333,6 +336,8 @@ _LONGEST_HEAD = 3 + len(_VERSION_KEY)  # of a map, and its first key
 
 
 _ENCODER = msgspec.msgpack.Encoder()
+_OPEN = ("config", "changes", "environment", "metrics")
+"""Fields of events that hold values of any type."""
 
 
 @cache
@@ -351,9 +356,12 @@ def encode_fact(fact: Recorded) -> bytes:
         InvalidArgumentError: a value that does not come back as it is.
     """
     try:
-        blob = _ENCODER.encode(fact)
+        # msgspec would write a tuple as a list, and a date or a Decimal as a text.
+        is_plain = _plainness([getattr(fact, name, None) for name in _OPEN])[0]
+        blob = _ENCODER.encode(fact) if is_plain else b""
     except (TypeError, OverflowError, UnicodeEncodeError):
-        # NumPy's numbers, ints beyond 64 bits, and texts with lone surrogates.
+        blob = b""  # NumPy's numbers, ints beyond 64 bits, and texts with lone surrogates
+    if not blob:
         return encode_body(kind_of(fact), body_of(fact))
     # The head that msgspec writes has room for all fields; the bytes of events have the shortest.
     is_long = blob[0] == _LONG_MAP and (size := int.from_bytes(blob[1:3], "big")) < 16
