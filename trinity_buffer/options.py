@@ -88,13 +88,18 @@ _WITH_RENAMED = frozenset({"explorer", "exploring", "evaluation", "optimizer"})
 def renamed(values: Mapping[str, Any], *, warn: bool = True) -> dict[str, Any]:
     """Return ``values`` with each option under its name of today; warn of older ones.
 
+    Args:
+        values: options by name.
+        warn: False for what is recorded. It may have both names, where an older version went on
+            with the run: it left the name of today as it was, so its own value is the later one.
+
     Raises:
         InvalidArgumentError: an option is there under both names.
     """
     result: dict[str, Any] = {}
-    for given, value in values.items():
+    for given, value in sorted(values.items(), key=lambda item: item[0] in RENAMED):
         name = RENAMED.get(given, given)
-        if name != given and name in values:
+        if name != given and name in values and warn:
             raise InvalidArgumentError(f"{given} is called {name} now: leave {given} out")
         if name != given and warn:
             message = f"{given} is called {name} now, and will be refused some day"

@@ -13,7 +13,7 @@ from trinity_buffer.cli.roles import settings_of
 from trinity_buffer.cli.run_config import overridden, read_file, resolved
 from trinity_buffer.demo.policy import PolicyConfig
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.events import ExperimentCreated
+from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.explorer.explore import ExploreOptions
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.config import ExplorerConfig, ModelConfig, OptimizerConfig, RunConfig
@@ -99,6 +99,24 @@ async def test_what_was_recorded_under_older_names_is_read(sqlite_url: str) -> N
         again = {"group_timeout_s": 3.0, "on_incomplete_group": "reject"}
         await store.experiment("run", config=again)
         assert [event.kind async for event in experiment.events()] == ["ExperimentCreated"]
+
+
+@pytest.mark.parametrize("later", [7, None])
+async def test_a_run_with_which_an_older_version_went_on_is_opened(
+    sqlite_url: str, later: int | None
+) -> None:
+    """It left the name of today as it was, and recorded its own beside it."""
+    async with open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={"max_queued_groups": 3})
+        both = {**experiment.config, "max_waiting_groups": later}
+        changed = ConfigurationChanged(changes={"max_waiting_groups": [None, later]}, config=both)
+        await store.database.write(
+            log.append, experiment.key, [new_event(changed)], actor="old", now_us=1
+        )
+        experiment = await store.experiment("run")
+        assert experiment.config == {"schema": "experience", "max_queued_groups": later}
+        experiment = await store.experiment("run", config={"max_queued_groups": 5})
+        assert experiment.config == {"schema": "experience", "max_queued_groups": 5}
 
 
 def test_every_setting_of_a_trainer_comes_from_the_configuration() -> None:
