@@ -12,6 +12,10 @@ and adds an entry to `UPCASTERS`. A field with a default is left out of a body w
 nothing, so older stores need no new version. Keys that are not known are passed over.
 
 Columns stay columns: `ExperienceColumns` are lists with one item per experience.
+
+An address names a row by one number: the position of its event and the row's slot there, as
+`store.rows.address_of` joins them. An experience has that of its `ExperiencesRecorded`, an
+annotation that of its `ExperiencesAnnotated`.
 """
 
 from __future__ import annotations
@@ -169,7 +173,8 @@ class ExperiencesAnnotated(EventBody, frozen=True, kw_only=True):
         consumer: the annotation set.
         seen: position up to which it had read the log.
         calls: how often the strategy had been called.
-        after: where its cursor had to be for this to hold; for groups without rows.
+        after: where its cursor had to be for this to hold; None: anywhere. For groups without rows:
+            of those, no row shows that another process has decided them already.
         segment: key of the annotations.
         families: column family -> bytes of its segment.
         digest: of the segment; None in what older versions wrote.

@@ -205,6 +205,12 @@ _SEAL = Statement(
 
 
 def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> int:
+    """Insert experiences; return how many rollouts they add to sealed batches.
+
+    The fold of a seal counts all that came before it, and what comes later is refused as late: so
+    only refused rows can add any. Those refused as invalid are asked about too; in a batch that is
+    still open they add none.
+    """
     facts = [event.fact for event in placed if isinstance(event.fact, ExperiencesRecorded)]
     made = []
     for event, fact in zip(placed, facts, strict=True):
@@ -222,6 +228,7 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
 
 def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:
     config = canonical(fact.config)
+    # The zeros: where a strategy and a trainer begin, each with columns of its own.
     tx.insert_many(consumer, [(experiment, fact.consumer, fact.kind, config, *repeat(0, 6))])
 
 

@@ -111,7 +111,8 @@ def append_of_actors(
         places.append(last)
         rows.append((experiment_id, *event_says, last.head))
         facts.append(PlacedFact(last.position, actor, new.fact))
-    # Where a server does not answer a commit, this place tells later whether it happened.
+    # Where a server does not answer a commit, `PostgresConnection.run` looks for this place before
+    # it writes again.
     tx.appended[experiment_id] = last
     tx.insert_many(event, rows)
     fold.fold_all(tx, experiment_id, facts)

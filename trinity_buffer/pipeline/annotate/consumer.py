@@ -362,6 +362,7 @@ class StrategyConsumer:
         while self._lease.is_held:
             await self._presence.seen()
             state = await database.changes.state()
+            # Seals overdue batches, before the page is read that then closes their groups.
             await self._deadlines.keep()
             try:
                 page = await self._advance(live=follow)
@@ -551,6 +552,8 @@ class StrategyConsumer:
                     continue
                 # Before the call: the strategy may change its list and the fields of experiences.
                 masks.update((e.address or 0, e.__dict__.get("action_mask")) for e in members)
+                # In the event loop, since `add` is a coroutine of the user's: where it blocks that
+                # for long, it can lose the lease, as `StrategyLease.doubt` explains.
                 with blame_strategy(self.name, members[0].eid.uid):
                     decision.metrics.append(
                         metrics_of(await self.strategy.add(members, self._calls))
@@ -611,6 +614,7 @@ class StrategyConsumer:
 
     def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
         """Commit the decision on ``units`` together with the cursor."""
+        # Unplanned groups whose rows were all refused: of them there is nothing to record.
         if not decision.events:
             return
         database, key = self.experiment.database, self.experiment.key
@@ -619,6 +623,7 @@ class StrategyConsumer:
         def commit(tx: Transaction) -> None:
             database.segments.attach(tx, decision.segment_rows)
             # Inside the transaction of the events: a lease that is lost afterwards cannot matter.
+            # The same statement tells where the log ends, so that `append` need not ask.
             last = self._lease.require(tx)
             log.append(tx, key, decision.events, actor=self.name, now_us=now_us(), last=last)
             reached("inside-annotate")

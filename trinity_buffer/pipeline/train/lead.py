@@ -387,6 +387,9 @@ class LeadingRank(Rank):
     ) -> None:
         """Record, in one transaction, that the ``delivered`` steps were trained.
 
+        The published policy and what was measured go into it too. Files are flushed to disk and
+        digested before it, since a transaction has to be short.
+
         Raises:
             LeaseLostError: another process took over; nothing was recorded.
             CheckpointError: no file at the checkpoint or the policy.

@@ -105,7 +105,11 @@ class ReadyGroups:
         self._asked = 0
 
     def start(self, tx: Transaction) -> None:
-        """Continue after everything that was leased before."""
+        """Continue after everything that was leased before.
+
+        Groups are leased in the order of their addresses, so nothing below the last one is left.
+        What is rejected ahead of its turn does not move the start; `_page` finds it spent.
+        """
         self._start = trainer_queries.first_undelivered(tx, self.reader)
 
     @property
@@ -121,7 +125,11 @@ class ReadyGroups:
         return len(self._groups)
 
     def pop(self, number: int) -> list[ReadyGroup]:
-        """Remove and return the first ``number`` buffered groups, or fewer."""
+        """Remove and return the first ``number`` buffered groups, or fewer.
+
+        Nothing puts them back: an error before they are leased ends the stream, and the next one
+        reads them again.
+        """
         return [self._groups.popleft() for _ in range(min(number, len(self._groups)))]
 
     def pop_unwanted(self, unwanted: Callable[[ReadyGroup], bool]) -> list[ReadyGroup]:
@@ -443,6 +451,9 @@ class StepSampler:
         self, s: Session, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]
     ) -> None:
         """Record the rejection of the rows of ``gone``.
+
+        It commits at once, before the step is leased: after a crash in between, these rows stay
+        rejected, and the step is selected anew from all others.
 
         Args:
             left: the parts of the same groups that are still trained.

@@ -88,6 +88,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     def _noted(self, step: TrainStep) -> TrainStep:
         """Note that ``step`` was delivered to the trainer."""
         lease = self._rank.lease
+        # As the last heartbeat knew, to spare the trainer a step in vain; a commit asks the store.
         if lease is not None and lease.lost is not None:
             raise lease.lost
         self._delivered[step.step] = Delivered(step.manifest, step.rows)
@@ -112,6 +113,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
                     f"commit of step {step.step}: step {missing[0]} was not delivered by this "
                     "stream"
                 )
+            # Of rank 0, one transaction; of the others, no more than a report to rank 0.
             await self._rank.commit(step, [self._delivered[number] for number in steps], request)
             # Only after the commit is durable, so that a failed one can be repeated.
             self._rank.committed = step.step

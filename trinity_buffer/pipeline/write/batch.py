@@ -108,6 +108,8 @@ class WriteCall:
     def prepare(self, others: Sequence[WriteCall] = ()) -> list[PreparedWrite]:
         """Return the call and ``others`` of its writer, encoded, their blobs put into the store.
 
+        The blobs are part of it only once the transaction that attaches them has committed.
+
         They are one write if all rows are valid and distinct, otherwise a write each, except for
         calls that are invalid: those get their error. Computes: call it off the event loop.
         """

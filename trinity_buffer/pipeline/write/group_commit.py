@@ -62,11 +62,13 @@ class _Group:
         """Commit all calls in one transaction, prepared now at the latest.
 
         Raises:
-            TakenKeyError: a row is stored already, or a batch is sealed; nothing was written.
+            TakenKeyError: a row is stored already, which the unique index of `experience` tells, or
+                a batch is sealed; nothing was written.
         """
         if not self._is_prepared:
             s.compute(self.prepare)
         s.write(self._append)
+        # That has committed, so a receipt may name the place.
         for write in self.writes:
             for call in write.calls:
                 call.place = write.place
@@ -88,6 +90,7 @@ class _Group:
             for write in writes:
                 write.place = max(next(places) for _ in write.events)
         reached("inside-append")
+        # Heartbeats that are due go along, which saves them a transaction of their own.
         for writer in sorted(
             {(write.calls[0].experiment, write.calls[0].actor) for write in self.writes}
         ):
