@@ -29,6 +29,9 @@ from trinity_buffer.identity import Key
 
 Config: TypeAlias = Mapping[str, Any]
 
+Measured: TypeAlias = Mapping[Any, Any]
+"""What a caller measured, or noted, by its own names: texts nearly always, and ints."""
+
 Number: TypeAlias = float | int | bool
 """A number that is stored as it came: an int stays one, so that its bytes are those that were."""
 
@@ -194,7 +197,7 @@ class ExperiencesAnnotated(EventBody, frozen=True, kw_only=True):
     experiences: Sequence[int]
     groups: Sequence[int]
     planned: Sequence[bool]
-    metrics: Sequence[Mapping[str, Any]]
+    metrics: Sequence[Measured]
 
     @property
     def rows(self) -> int:
@@ -386,8 +389,8 @@ class StepsCommitted(EventBody, frozen=True, kw_only=True):
     chain: bytes
     checkpoint: str | None
     checkpoint_digest: str | None
-    metrics: Mapping[str, Any]
-    environment: Mapping[str, Any]
+    metrics: Measured
+    environment: Measured
     rows_by_rank: Sequence[Sequence[int]] = []
     skipped: str | None = None
     skipped_steps: Sequence[int] = []
@@ -418,7 +421,7 @@ class StepMeasured(EventBody, frozen=True, kw_only=True):
     families: Mapping[str, int]
     digest: bytes
     rows: int
-    metrics: Mapping[str, Any]
+    metrics: Measured
 
 
 class PolicyPublished(EventBody, frozen=True, kw_only=True):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 import torch
 
-from tests.contract.making import opened, rollout
+from tests.contract.making import kinds, opened, rollout
 from tests.contract.test_committing import OPTIONS, annotated
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -36,6 +36,27 @@ async def test_a_commit_of_something_else_than_a_step_is_refused(sqlite_url: str
         step: Any = await anext(stream)
         with pytest.raises(InvalidArgumentError, match=r"takes a step of the stream, not 1$"):
             await stream.commit(step.step)
+
+
+async def test_numbers_of_a_commit_come_back_by_the_names_that_they_had(sqlite_url: str) -> None:
+    metrics: dict[Any, float] = {"loss": 0.5, 1: 2.0}
+    async with annotated(sqlite_url) as experiment:
+        async with experiment.train_stream(**OPTIONS) as stream:
+            await stream.commit(await anext(stream), metrics=metrics, environment=metrics)
+        (event,) = [e async for e in experiment.events(kinds=["StepsCommitted"])]
+    assert event.body["metrics"] == event.body["environment"] == metrics
+
+
+@pytest.mark.parametrize("slip", [5, None, b"enough"])
+async def test_what_could_not_be_read_again_is_not_recorded(sqlite_url: str, slip: Any) -> None:
+    async with opened(sqlite_url) as experiment:
+        with pytest.raises(InvalidArgumentError, match=r"reason=.*, it must be a text$"):
+            await experiment.finish(slip)
+        with pytest.raises(InvalidArgumentError, match=r"contents='x', it must be bytes, or None$"):
+            await experiment.writer("e0").plan("b", [1], 2, contents=cast("Any", "x"))
+        with pytest.raises(InvalidArgumentError, match=r"expected=None, it must be an int$"):
+            await experiment.writer("e0").seal("b", cast("Any", None))
+        assert await kinds(experiment) == ["ExperimentCreated"]
 
 
 async def test_logprobs_above_zero_are_doubted_once(

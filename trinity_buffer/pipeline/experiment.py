@@ -169,7 +169,15 @@ class Experiment(ExperimentHandle):
         return f"the end of experiment {self.name!r} is waited for"
 
     async def finish(self, reason: str, *, actor: str = "user") -> None:
-        """Record that nothing more will be generated or trained; its followers end."""
+        """Record that nothing more will be generated or trained; its followers end.
+
+        Raises:
+            InvalidArgumentError: the reason is no text.
+        """
+        if not isinstance(reason, str):
+            raise InvalidArgumentError(
+                f"experiment {self.name!r}: reason={reason!r:.40}, it must be a text"
+            )
         event = new_event(ExperimentFinished(reason=reason))
         await self.database.write(self._append, event, actor)
 

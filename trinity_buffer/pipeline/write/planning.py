@@ -223,7 +223,7 @@ async def plan(
     ``presence`` and ``watch`` belong to the actor that plans.
     """
     actor, batch = presence.name, wanted.batch
-    _check(batch, wanted.tasks, wanted.rollouts_per_group)
+    _check(wanted)
     database.require_writable()  # fail before waiting, not after
     event = new_event(wanted)
 
@@ -389,7 +389,8 @@ def _require_own(existing: store_rows.BatchRow, actor: str) -> None:
         )
 
 
-def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
+def _check(wanted: BatchPlanned) -> None:
+    batch, tasks, rollouts_per_group = wanted.batch, wanted.tasks, wanted.rollouts_per_group
     check_batch(batch)
     for task in tasks:
         problem = problem_of_key(task)
@@ -403,6 +404,10 @@ def _check(batch: Key, tasks: Sequence[Key], rollouts_per_group: int) -> None:
         raise InvalidArgumentError(
             f"batch {batch!r}: rollouts_per_group={rollouts_per_group!r}, it must be an int from 1 "
             f"to {MAX_ROLLOUTS}"
+        )
+    if not isinstance(wanted.contents, bytes | None):
+        raise InvalidArgumentError(
+            f"batch {batch!r}: contents={wanted.contents!r:.40}, it must be bytes, or None"
         )
 
 

@@ -216,8 +216,11 @@ class SQLWriter(BufferWriter):
 
         Raises:
             ConflictingSealError: the batch holds, or was sealed with, another number.
+            InvalidArgumentError: an impossible batch, or ``expected`` is no int.
         """
         planning.check_batch(batch)
+        if not hasattr(expected, "__index__"):
+            raise InvalidArgumentError(f"batch {batch!r}: expected={expected!r}, it must be an int")
         await self._database.write(
             planning.seal, self._experiment, batch, expected, actor=self.actor
         )
