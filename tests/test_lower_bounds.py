@@ -1,4 +1,4 @@
-"""The oldest releases that `pyproject.toml` allows."""
+"""What `pyproject.toml` requires: its oldest releases, and the locks that repeat it."""
 
 from __future__ import annotations
 
@@ -49,3 +49,22 @@ def test_the_contract_holds_on_the_oldest_releases(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:]
     assert passed, done.stdout
     assert int(passed[1]) > 50, done.stdout
+
+
+# The environment that builds wheels installs them with what they require.
+LOCKS = [
+    lock
+    for lock in sorted(ROOT.glob("tests/outside/*/requirements.lock"))
+    if lock.parent.name != "wheels"
+]
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.parent.name)
+def test_an_environment_of_others_has_all_that_the_package_requires(lock: Path) -> None:
+    """They are installed without dependencies, so that nothing but the lock decides."""
+    locked = {line.partition("==")[0].lower() for line in lock.read_text().splitlines()}
+    required = {re.split(r"[^\w-]", bound)[0].lower() for bound in oldest()}
+    servers = {"psycopg"}  # an extra: the packages of others are tested on SQLite
+    assert {name.replace("_", "-") for name in required - servers} <= {
+        name.replace("_", "-") for name in locked
+    }
