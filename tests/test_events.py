@@ -46,9 +46,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes]]:
     return bodies
 
 
-def test_the_bytes_of_older_revisions_are_those_of_today(
-    stored: list[tuple[str, bytes]],
-) -> None:
+def test_the_bytes_of_older_revisions_are_those_of_today(stored: list[tuple[str, bytes]]) -> None:
     kinds = set()
     for kind, blob in stored:
         fact = decode_fact(kind, blob)

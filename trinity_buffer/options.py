@@ -36,10 +36,7 @@ LARGEST = 3.4028234663852886e38
 Natural = Annotated[int, Meta(ge=0, description="an integer, at least 0")]
 Count = Annotated[int, Meta(ge=1, description="an integer, at least 1")]
 Runs = Annotated[int, Meta(ge=1, le=1 << 20, description="an integer, from 1 to 1048576")]
-Number = Annotated[
-    float,
-    Meta(ge=-LARGEST, le=LARGEST, description="a number below 3.4e+38"),
-]
+Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST, description="a number below 3.4e+38")]
 Above0 = Annotated[float, Meta(gt=0, le=LARGEST, description="a number above 0")]
 AtLeast0 = Annotated[float, Meta(ge=0, le=LARGEST, description="a number, at least 0")]
 Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]

@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_buffer.pipeline.verify import addresses
-from trinity_buffer.pipeline.verify.addresses import (
-    Addresses,
-    lacking,
-    packed,
-    repeated,
-    unpacked,
-)
+from trinity_buffer.pipeline.verify.addresses import Addresses, lacking, packed, repeated, unpacked
 
 ADDRESSES = st.integers(-(2**62), 2**62)
 RUNS = st.builds(

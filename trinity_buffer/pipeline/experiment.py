@@ -24,13 +24,7 @@ from trinity_buffer.identity import problem_of_name
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall
-from trinity_buffer.pipeline.handle import (
-    Event,
-    ExperimentHandle,
-    decoded,
-    new_event,
-    now_us,
-)
+from trinity_buffer.pipeline.handle import Event, ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.pipeline.write.group_commit import GroupCommit

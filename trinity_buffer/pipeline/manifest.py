@@ -220,11 +220,7 @@ def _assign_to_ranks(
 
 
 def _fill(
-    rows: Sequence[int],
-    lengths: Sequence[int],
-    layout: Layout,
-    budget: int | None,
-    size: int = 1,
+    rows: Sequence[int], lengths: Sequence[int], layout: Layout, budget: int | None, size: int = 1
 ) -> list[list[int]]:
     if budget is None:
         return [list(rows)] if rows else []

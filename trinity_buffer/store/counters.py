@@ -11,9 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from hashlib import sha256
 
-from sqlalchemy import (
-    select,
-)
+from sqlalchemy import select
 
 from trinity_buffer.events import (
     BatchPlanned,
@@ -24,12 +22,7 @@ from trinity_buffer.events import (
     PlacedFact,
 )
 from trinity_buffer.store.tables import counter
-from trinity_buffer.store.transaction import (
-    Statement,
-    Transaction,
-    bind_list,
-    bind_rows,
-)
+from trinity_buffer.store.transaction import Statement, Transaction, bind_list, bind_rows
 
 Numbers = dict[tuple[str, str], int]
 """(consumer, state) -> a number; the consumer is ``""`` for the experiment itself."""

@@ -54,11 +54,7 @@ from trinity_buffer.store.tables import (
     policy,
     rejection,
 )
-from trinity_buffer.store.transaction import (
-    Statement,
-    Transaction,
-    bind_list,
-)
+from trinity_buffer.store.transaction import Statement, Transaction, bind_list
 
 _STEP = Statement(
     'INSERT INTO step (experiment, consumer, step, leased_at, "rows", "groups", '

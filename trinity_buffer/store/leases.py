@@ -14,12 +14,7 @@ from typing import NamedTuple
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.store import log
 from trinity_buffer.store.log import Place
-from trinity_buffer.store.transaction import (
-    Statement,
-    Transaction,
-    lock_experiment,
-    one_statement,
-)
+from trinity_buffer.store.transaction import Statement, Transaction, lock_experiment, one_statement
 
 
 def name_of(host: str) -> str:
@@ -63,13 +58,7 @@ _NEWEST = Statement(
 
 
 def acquire(
-    tx: Transaction,
-    experiment: int,
-    name: str,
-    *,
-    owner: str,
-    now_us: int,
-    ttl_us: int,
+    tx: Transaction, experiment: int, name: str, *, owner: str, now_us: int, ttl_us: int
 ) -> int:
     """Take the lease, whoever has it, and return its fencing token."""
     lock_experiment(tx, experiment)

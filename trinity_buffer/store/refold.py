@@ -38,11 +38,7 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.store import counters, fold, sqlite, tables
 from trinity_buffer.store.connection import SQLiteTransaction, StoreFiles
 from trinity_buffer.store.sqlite import dbapi2
-from trinity_buffer.store.tables import (
-    PROJECTIONS,
-    archived,
-    plan,
-)
+from trinity_buffer.store.tables import PROJECTIONS, archived, plan
 from trinity_buffer.store.transaction import Transaction
 
 Row = tuple[Any, ...]

@@ -9,10 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import select
 
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
-from trinity_buffer.store.tables import (
-    consumer,
-    delivery,
-)
+from trinity_buffer.store.tables import consumer, delivery
 from trinity_buffer.store.tables import experiment as experiments
 from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import Statement, Transaction, has_row

@@ -11,11 +11,7 @@ import numpy.typing as npt
 
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
-from trinity_buffer.store.transaction import (
-    Statement,
-    Transaction,
-    bind_list,
-)
+from trinity_buffer.store.transaction import Statement, Transaction, bind_list
 
 Integers = npt.NDArray[np.int64]
 

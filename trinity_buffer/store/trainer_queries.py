@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trinity_buffer.store.rows import STEP_COLUMNS, StepRow, read_step
-from trinity_buffer.store.tables import (
-    NOT_FREQUENT,
-)
+from trinity_buffer.store.tables import NOT_FREQUENT
 from trinity_buffer.store.transaction import Statement, Transaction
 from trinity_buffer.store.writer_queries import (
     OF_NO_OTHER_TRAINER,

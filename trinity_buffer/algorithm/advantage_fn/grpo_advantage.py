@@ -54,11 +54,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         kwargs: the options of `DeviationOptions` and `GroupAdvantage`.
     """
 
-    reference_args = {
-        "rank_scores": "raw",
-        "std_floor": 0.0,
-        "over": "rows",
-    }
+    reference_args = {"rank_scores": "raw", "std_floor": 0.0, "over": "rows"}
 
     def __init__(
         self,

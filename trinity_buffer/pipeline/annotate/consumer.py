@@ -43,12 +43,7 @@ from trinity_buffer.pipeline.annotate.deciding import (
     blame_strategy,
     metrics_of,
 )
-from trinity_buffer.pipeline.annotate.grouping import (
-    Deadlines,
-    ReadyUnit,
-    UnitReader,
-    chunks,
-)
+from trinity_buffer.pipeline.annotate.grouping import Deadlines, ReadyUnit, UnitReader, chunks
 from trinity_buffer.pipeline.annotate.strategies import (
     StrategyLike,
     classes_of,

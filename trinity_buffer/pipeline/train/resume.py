@@ -334,11 +334,7 @@ def load_leased(s: ReadSession, loader: RowLoader, lease: BatchLeased) -> Loaded
 
 
 def _refusal(
-    s: ReadSession,
-    loader: RowLoader,
-    lease: BatchLeased,
-    lost: Mapping[int, str],
-    error: Exception,
+    s: ReadSession, loader: RowLoader, lease: BatchLeased, lost: Mapping[int, str], error: Exception
 ) -> TrinityBufferError:
     """Return the error for a step with unreadable rows.
 

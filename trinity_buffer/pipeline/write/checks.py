@@ -363,10 +363,7 @@ def _size(batch: RecordBatch, _schema: str) -> Problem | None:
 
 ADDRESS: tuple[Rule, ...] = (_eids,)
 """Without an address nothing can be recorded."""
-STORABLE: tuple[Rule, ...] = (
-    *(_tensors, _forms, _pictures),
-    *(_scalars, _infos, _objects),
-)
+STORABLE: tuple[Rule, ...] = (*(_tensors, _forms, _pictures), *(_scalars, _infos, _objects))
 """Without these, a reader could not decode what is recorded."""
 TRAINABLE: tuple[Rule, ...] = (
     *(_kinds, _vectors, _responses, _ids_and_masks),
