@@ -77,7 +77,7 @@ def _commit(connection: psycopg.Connection[Any], transaction: Transaction) -> No
         for row in rows:
             copy.write_row(row)
     cursor.execute(_COUNT, (experiment, ["", ""], ["events", "rows"], [1, len(rows)]))
-    connection.execute("NOTIFY trinity_buffer; COMMIT")
+    connection.execute("NOTIFY trinity_buffer; COMMIT", prepare=False)  # two are never prepared
 
 
 _SEGMENT = "INSERT INTO segment VALUES ($1, $2, $3, $4, $5)"

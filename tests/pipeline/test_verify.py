@@ -130,8 +130,8 @@ async def test_two_manifests_with_one_row_are_a_row_trained_twice(sample: Sample
     leased = (await events_of(sample.url, "BatchLeased"))[1]
     assert isinstance(leased.fact, BatchLeased)
     again = structs.replace(leased.fact, step=4)
-    body = body_of(structs.replace(again, digest=manifest_digest(again)))
-    position = await append_unfolded(sample.url, "BatchLeased", body)
+    again = structs.replace(again, digest=manifest_digest(again))
+    position = await append_unfolded(sample.url, "BatchLeased", body_of(again))
     sample.say_chain([*sample.manifests, again.digest])
     report = await verified(sample)
     assert (report.lost, report.duplicated, report.ok) == (0, 1, False)

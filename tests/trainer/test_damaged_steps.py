@@ -142,7 +142,7 @@ async def test_a_leased_step_that_cannot_be_read_is_refused_with_the_ways_out(
         with pytest.raises(DamagedSegmentError, match=what):
             await left(store_url, 2, **options)
     dealt = [event.fact for event in await events_of(store_url, "StepDealt")]
-    assert [(one.step, one.dropped) for one in dealt if isinstance(one, StepDealt)] == [(1, ())]
+    assert [(one.step, one.dropped) for one in dealt if isinstance(one, StepDealt)] == [(1, [])]
     assert await events_of(store_url, "ExperiencesRejected") == []
 
 

@@ -56,6 +56,15 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("error ignored terminating")
+
+
+# What ends a pipeline or a COPY is raised as an error of ours: psycopg's line about what followed
+# from it would say it twice.
+logging.getLogger("psycopg").addFilter(_is_news)
+
 APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
 """Our name in the server's list of connections."""
 
