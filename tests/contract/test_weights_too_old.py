@@ -35,6 +35,9 @@ async def test_weights_that_can_never_be_admitted_are_refused(
 async def test_weights_that_grow_too_old_while_they_wait_are_refused(store_url: str) -> None:
     async with opened(store_url, max_staleness=0) as experiment, opened(store_url) as other:
         await experiment.writer("e0").plan("b", [0], 1, policy_version=0)
+        with anyio.move_on_after(1) as waited:  # for a commit: these weights are young enough
+            await experiment.writer("e0").plan("c", [0], 1, policy_version=0)
+        assert waited.cancelled_caught
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(other.publish_policy, 1, "weights-1")
             with pytest.raises(InvalidArgumentError, match="load the weights of version 1"):
