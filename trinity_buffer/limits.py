@@ -48,7 +48,7 @@ class Sizes:
         bytes_kept: segments that a stream keeps because rows of theirs were not asked for yet,
             beside those in use.
         bytes_made_ahead: columns of a step that are made before the trainer asks for it; of larger
-            ones each is made when somebody first looks at it, which takes less than half the memory
+            ones each is made when it is first read, which takes less than half the memory
             and some milliseconds of the trainer's time.
         pieces_kept: memory of steps: one in the trainer's hands, one ready, one being filled, one
             to spare.

@@ -95,7 +95,7 @@ class Overview:
 
 
 async def overview(store: Store, experiment: str | None = None) -> Overview:
-    """Return what is in ``store``; of one experiment, or of all.
+    """Return the overview of a store: of one experiment, or of all.
 
     Raises:
         UnknownExperimentError: there is none of this name.

@@ -147,7 +147,7 @@ def to_arrow(
     trainer: str | None = None,
     as_of_position: int | None = None,
 ) -> Any:
-    """Return what is stored as a ``pyarrow.Table``, a row for each experience.
+    """Return the stored experiences as a ``pyarrow.Table``, one row each.
 
     Columns: the address (``uid``, ``batch``, ``task``, ``run``, ``step``, ``suffix``,
     ``position``), ``reward``, ``policy_version``, lengths, ``finish_reason``, ``refused``;

@@ -23,7 +23,7 @@ def name_of(host: str) -> str:
 
 
 def describe_owner(owner: str) -> str:
-    """Return where the owner of a lease, ``host:pid:start:random``, runs, as people say it."""
+    """Return the process that owns a lease (``host:pid:start:random``), worded for a message."""
     host, *rest = owner.rsplit(":", 3)
     return f"pid {rest[0]} on host {name_of(host)}" if len(rest) == 3 else owner
 

@@ -138,7 +138,7 @@ def _by_number(file: Path) -> tuple[int, str]:
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         yield from READERS[path.suffix](path)
-    except ValueError as error:  # not UTF-8, or what pyarrow says of a file that is none of its own
+    except ValueError as error:  # not UTF-8, or no file that pyarrow reads
         if isinstance(error, InvalidArgumentError):
             raise
         raise InvalidArgumentError(f"{path}: it cannot be read ({error})") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -74,7 +75,7 @@ LOOK_AGAIN_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
-class Rank:
+class Rank(ABC):
     """The source of one rank's steps, which also commits them.
 
     Args:
@@ -116,19 +117,19 @@ class Rank:
         self.incomplete_groups = 0
         self.queue = StepQueue(options.prefetch)
 
+    @abstractmethod
     async def prepare(self) -> None:
         """Begin, if the annotation set exists.
 
         Raises:
             UnknownNameError: the set does not exist, and ``wait_for_set`` is False.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     async def commit(
         self, step: TrainStep, delivered: Sequence[Delivered], request: Commit
     ) -> None:
         """Record that the ``delivered`` steps, the last one ``step``, were trained."""
-        raise NotImplementedError
 
     async def run(self) -> None:
         """Put steps into the queue until there are no more; errors are raised to its reader."""
@@ -139,8 +140,9 @@ class Rank:
         finally:
             self.queue.end()
 
+    @abstractmethod
     async def _serve(self) -> None:
-        raise NotImplementedError
+        """Put steps into the queue until there are no more."""
 
     async def _find_last_commit(self, committed: int) -> list[StepRow]:
         """Continue after the steps up to ``committed``; return the steps leased since."""
