@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
+from tests.handles import Experiment, Store
 from trinity_buffer import assign_rewards, open_store, run_strategy
 from trinity_buffer.events import SegmentsArchived
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import log
 
 TASKS = 4

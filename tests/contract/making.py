@@ -13,16 +13,15 @@ import anyio
 import torch
 from sqlalchemy import Table, func, select, text
 
+from tests.handles import Database, Experiment, Transaction
 from trinity_buffer import open_store
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.coordination.presence import this_host
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import heartbeats, tables
-from trinity_buffer.store.database import Database, open_for_migration
+from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.heartbeats import PresenceRow
-from trinity_buffer.store.transaction import Transaction
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ import anyio
 import pytest
 
 from tests.contract.making import group, opened, rows
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import ConflictingExperienceError
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import tables
 
 Call = Callable[[], Awaitable[Any]]

@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from tests.contract.making import group, kinds, opened
+from tests.handles import Experiment, TrainStep, TrainStream
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import (
     CheckpointError,
@@ -20,11 +21,8 @@ from trinity_buffer.errors import (
     LeaseHeldError,
     StoreError,
 )
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import recorded_end
 from trinity_buffer.pipeline.train.checkpoint import digest_of
-from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.store.sqlite import dbapi2
 
 GROUPS = 4

@@ -16,6 +16,7 @@ from sqlalchemy import select, update
 from tests.codec.test_validation import BAD
 from tests.codec.test_validation import rollout as of_five_tokens
 from tests.contract.making import group, kinds, opened, rollout, rows
+from tests.handles import Experiment, Transaction
 from tests.pipeline.planting import unguarded
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import (
@@ -29,10 +30,8 @@ from trinity_buffer.events import ConfigurationChanged, ExperienceColumns, Exper
 from trinity_buffer.experience import EID, CustomField, Experience
 from trinity_buffer.identity import problem_of_name
 from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import log, segments, tables
-from trinity_buffer.store.transaction import Transaction
 
 NAMELESS = [
     "a\nb",

@@ -9,8 +9,8 @@ import pytest
 
 from tests.contract.making import group, opened
 from tests.contract.test_planning import waiting_plan
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
-from trinity_buffer.pipeline.experiment import Experiment
 
 
 async def registered_trainer(experiment: Experiment, **options: Any) -> None:

@@ -13,13 +13,12 @@ from sqlalchemy.exc import DBAPIError
 
 from tests.conftest import Resize
 from tests.contract.making import contents, dawdling, group, kinds, opened, rollout, rows
+from tests.handles import Experiment, Transaction
 from trinity_buffer import open_store
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import StreamEnded
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import log, segments, tables
-from trinity_buffer.store.transaction import Transaction
 
 
 async def note(experiment: Experiment, writer: int, number: int) -> int:

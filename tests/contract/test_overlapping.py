@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import count, group, opened
+from tests.handles import Experiment
 from trinity_buffer.errors import InvalidExperienceError, StoreBusyError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.write.batch import PreparedWrite, WriteCall
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import sqlite, tables

@@ -12,6 +12,7 @@ from sqlalchemy import func, select
 from typing_extensions import override
 
 from tests.contract.making import contents, group, kinds, opened, rollout, rows
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import (
@@ -21,7 +22,6 @@ from trinity_buffer.errors import (
     TrinityBufferError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.store import tables
 from trinity_buffer.store.trainer_queries import Backlog

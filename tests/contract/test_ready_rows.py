@@ -11,21 +11,19 @@ from sqlalchemy import select
 
 from tests.conftest import Resize
 from tests.contract.making import group, opened, rollout, rows
+from tests.handles import Event, Experiment, Store, Transaction
 from tests.pipeline.planting import unguarded
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import Fact
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.handle import Event, decoded
+from trinity_buffer.pipeline.handle import decoded
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.train.sampler import ReadyGroup, ReadyGroups
 from trinity_buffer.store import tables
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.trainer_queries import Reader, annotated_positions, spent_rows
-from trinity_buffer.store.transaction import Transaction
 
 RUNS, CALLS = 3, 3
 

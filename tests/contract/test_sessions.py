@@ -13,14 +13,14 @@ from sqlalchemy import func, select
 
 from tests.conftest import Resize
 from tests.contract.making import contents, kinds, opened
+from tests.handles import Experiment, ReadSession, Session, Transaction
 from trinity_buffer import open_store
 from trinity_buffer.errors import ReadOnlyStoreError
 from trinity_buffer.events import StreamEnded
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import log
 from trinity_buffer.store.tables import waiting
-from trinity_buffer.store.transaction import ReadSession, Session, TakenKeyError, Transaction
+from trinity_buffer.store.transaction import TakenKeyError
 
 
 def noting(experiment: Experiment, step: int) -> Callable[[Transaction], list[log.Place]]:

@@ -14,9 +14,9 @@ import pytest
 from pysqlite3 import dbapi2
 
 from tests.contract.making import group, opened
+from tests.handles import Experiment
 from trinity_buffer import open_store, open_train_stream, run_strategy, verify
 from trinity_buffer.errors import StoreBusyError, StoreReplacedError, StoreUseError
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import sqlite
 
 

@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from tests.contract.making import group, kinds, opened
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import recorded_end
 from trinity_buffer.store import trainer_queries
 

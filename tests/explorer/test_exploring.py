@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 import trinity_buffer as tb
+from tests.handles import Experiment
 from trinity_buffer.errors import ConflictingPlanError, InvalidArgumentError
 from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.experiment import Experiment
 
 TASKS = ("ant", "bee", "cat", "dog", "eel")
 SMALL: dict[str, Any] = {"groups_per_batch": 2, "rollouts_per_group": 2, "retry_delay_s": 0.0}

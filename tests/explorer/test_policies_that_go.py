@@ -11,6 +11,7 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 
+from tests.handles import Experiment
 from trinity_buffer import open_store
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
@@ -20,7 +21,6 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import BatchReport, ExploreOptions, SamplingExplorer
 from trinity_buffer.explorer.weights import Weights
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer.checkpoint import POLICY_FILE, remove_old
 

@@ -13,8 +13,8 @@ from sqlalchemy import delete
 import trinity_buffer as tb
 from tests.contract.making import living, opened
 from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
+from tests.handles import Experiment
 from trinity_buffer.pipeline.coordination.presence import this_host
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import heartbeats
 from trinity_buffer.store.heartbeats import PresenceRow

@@ -13,11 +13,11 @@ import torch
 import torch.distributed
 
 from tests.crash.forking import said_by
+from tests.handles import Experiment
 from tests.trainer.data import VOCABULARY, policy
 from trinity_buffer import open_store, open_train_stream, run_strategy
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 

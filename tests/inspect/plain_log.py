@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from tests.handles import Event, Experiment
 from trinity_buffer.codec.segments import Segment, decode_segment
 from trinity_buffer.events import (
     MEASURED_ROWS,
@@ -24,8 +25,6 @@ from trinity_buffer.events import (
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.pipeline.load.segments import blobs_of, read_segments
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import Resize
+from tests.handles import Transaction
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store
 from trinity_buffer.codec.segments import Column, Segment
@@ -20,7 +21,6 @@ from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, as_of, now
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import position_of, slot_of
-from trinity_buffer.store.transaction import Transaction
 
 
 async def row_by_row(source: Source, first: str, second: str) -> dict[str, Any]:

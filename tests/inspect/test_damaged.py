@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 import trinity_buffer as tb
 from tests.cli.calling import Cli, Ended
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
+from tests.handles import Transaction
 from tests.pipeline.edits import rows_of
 from tests.pipeline.planting import unguarded
 from tests.sample_run import RUNS, record_sample_run
@@ -21,7 +22,6 @@ from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.inspector import search
 from trinity_buffer.inspector.source import now
 from trinity_buffer.store.tables import event, segment
-from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.web.app import inspector
 
 HOW = ["changed", "gone", "event"]

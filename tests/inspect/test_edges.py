@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import rollout
+from tests.handles import Transaction
 from tests.pipeline.planting import unguarded
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer import open_store, run_strategy
@@ -37,7 +38,6 @@ from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import trainer_of
 from trinity_buffer.pipeline.coordination.lease import owner_name
 from trinity_buffer.store.tables import event, experience
-from trinity_buffer.store.transaction import Transaction
 
 
 async def test_two_runs_have_a_deviation_and_one_has_none(sqlite_url: str) -> None:

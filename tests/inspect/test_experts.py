@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from tests.handles import Experiment, Store
 from trinity_buffer import EID, Experience, inspector, open_store, run_strategy
 from trinity_buffer.inspector.source import as_of, now
 from trinity_buffer.inspector.tracking import numbers_of
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store
 
 TASKS = 4
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import trinity_buffer
+from tests.handles import Experiment
 from tests.sample_run import record_sample_run, rollout
 from trinity_buffer import inspector, open_store
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector import now, tokens
 from trinity_buffer.inspector.tracking import track
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.web.pages import token_rows
 
 

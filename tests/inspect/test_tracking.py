@@ -13,6 +13,7 @@ import anyio
 import pytest
 from typing_extensions import override
 
+from tests.handles import Experiment, Store
 from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
@@ -20,8 +21,6 @@ from trinity_buffer.inspector import tracking
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.tracking import Tracker, numbers_of, track
 from trinity_buffer.integrations.trackers import tracker_of
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store
 
 
 class Kept(Tracker):

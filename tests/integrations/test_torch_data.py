@@ -17,11 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import trinity_buffer as tb
+from tests.handles import SyncTrainStream, TrainStep
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.integrations.torch_data import StepDataset
-from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.train.step import TrainStep
 
 GROUPS, RUNS = 6, 2
 

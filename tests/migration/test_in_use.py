@@ -12,6 +12,7 @@ from pysqlite3 import dbapi2
 from sqlalchemy import text
 
 from tests.contract.making import group, opened
+from tests.handles import Transaction
 from tests.migration.test_kept_stores import copied_to_postgresql, laid_down
 from trinity_buffer.errors import SchemaTooNewError, StoreBusyError
 from trinity_buffer.pipeline.coordination.waiting import WAIT_REPORT
@@ -19,7 +20,6 @@ from trinity_buffer.pipeline.history import migrate as module
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import SCHEMA_REVISION
-from trinity_buffer.store.transaction import Transaction
 
 READ = "SELECT count(*) FROM event"
 

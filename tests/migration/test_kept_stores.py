@@ -11,6 +11,7 @@ import pytest
 from pysqlite3 import dbapi2
 from sqlalchemy import Connection, MetaData, insert, update
 
+from tests.handles import Transaction
 from tests.migration.kept import kept
 from tests.pipeline.planting import unguarded
 from tests.sample_run import record_sample_run, rollout
@@ -20,7 +21,6 @@ from trinity_buffer.pipeline.history.rebuild import diff_projections
 from trinity_buffer.store import migrations
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import SCHEMA_REVISION, event
-from trinity_buffer.store.transaction import Transaction
 
 
 def laid_down(revision: str, folder: Path) -> Path:

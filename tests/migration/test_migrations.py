@@ -9,6 +9,7 @@ import pytest
 from pysqlite3 import dbapi2
 from sqlalchemy import text
 
+from tests.handles import Transaction
 from trinity_buffer import open_store
 from trinity_buffer.errors import (
     InvalidArgumentError,
@@ -21,7 +22,6 @@ from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.store import migrations, schema, sqlite, tables
 from trinity_buffer.store.database import open_database, open_for_migration
 from trinity_buffer.store.schema import clauses_of
-from trinity_buffer.store.transaction import Transaction
 
 SQLITE_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
 

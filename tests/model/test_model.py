@@ -23,6 +23,7 @@ from sqlalchemy import update
 from typing_extensions import override
 
 from tests.contract.making import rollout
+from tests.handles import Experiment, Store, SyncTrainStream, TrainStep
 from trinity_buffer import compact, open_store, open_train_stream, run_strategy, verify
 from trinity_buffer.errors import (
     ConflictingExperienceError,
@@ -32,11 +33,7 @@ from trinity_buffer.errors import (
     LeaseLostError,
     UnknownNameError,
 )
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
-from trinity_buffer.pipeline.store import Store
-from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.store import tables
 
 T = TypeVar("T")

@@ -7,11 +7,11 @@ from typing import Any
 
 from sqlalchemy import Table, delete, select, text, update
 
+from tests.handles import Transaction
 from tests.pipeline.planting import first_row
 from trinity_buffer.codec.objects import decode_body, encode_body
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, event, experiment, segment
-from trinity_buffer.store.transaction import Transaction
 
 Edit = Callable[[Transaction], object]
 

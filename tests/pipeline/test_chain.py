@@ -11,6 +11,7 @@ import anyio
 import pytest
 from sqlalchemy import select, text, update
 
+from tests.handles import Transaction, VerifyReport
 from tests.pipeline.planting import chain_anew, events_of, unguarded
 from tests.sample_run import SampleRun, rollout
 from trinity_buffer import open_store, verify
@@ -20,9 +21,7 @@ from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.verify.addresses import Names
 from trinity_buffer.pipeline.verify.evidence import read_acknowledged
-from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.tables import event, experiment, segment
-from trinity_buffer.store.transaction import Transaction
 
 Change = Callable[[Transaction], object]
 

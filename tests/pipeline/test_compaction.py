@@ -17,6 +17,7 @@ from sqlalchemy import update
 from typer.testing import CliRunner
 
 from tests.contract.making import rows
+from tests.handles import Experiment
 from tests.pipeline.planting import events_of, unguarded
 from tests.pipeline.watching import Killed
 from trinity_buffer import compact, open_store, run_strategy, verify
@@ -24,7 +25,6 @@ from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.store.tables import event, segment
 

@@ -11,6 +11,7 @@ from sqlalchemy import update
 from typing_extensions import override
 
 from tests.contract.making import assert_conserved, contents, group, kinds, opened, rollout, rows
+from tests.handles import ConsumerReport
 from tests.pipeline.planting import unguarded
 from tests.pipeline.watching import BatchWatcher, Watcher, reasons, rejected_groups
 from trinity_buffer import StrategyConsumer, run_strategy
@@ -23,7 +24,6 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.annotate.consumer import ConsumerReport
 from trinity_buffer.pipeline.annotate.deciding import Decision
 from trinity_buffer.store import tables
 

@@ -13,10 +13,10 @@ from sqlalchemy import delete
 
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
 from trinity_buffer.pipeline.annotate import grouping
 from trinity_buffer.pipeline.coordination.diagnosis import abandoned_groups
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store.tables import presence
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.contract.making import group, opened
+from tests.handles import Experiment
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint
 from trinity_buffer.pipeline.train.checkpoint import (

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from tests.handles import Transaction, VerifyReport
 from tests.pipeline.edits import EDITS
 from tests.pipeline.planting import chain_anew
 from tests.sample_run import SampleRun
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.pipeline.history.rebuild import rebuild
-from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.schema import guards
-from trinity_buffer.store.transaction import Transaction
 
 PAGE = Path(__file__).parents[2] / "docs" / "proofs" / "reliability.md"
 LOOKS = ("`verify`", "`--acknowledged`", "`--checkpoint`", "`--head`")

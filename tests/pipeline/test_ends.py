@@ -10,11 +10,11 @@ import anyio
 import pytest
 
 from tests.contract.making import group, opened, rows
+from tests.handles import Experiment
 from tests.pipeline.test_waits import NOBODY, spoken, train
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.coordination.presence import UNSEEN_S, this_host
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import heartbeats
 from trinity_buffer.store.heartbeats import PresenceRow

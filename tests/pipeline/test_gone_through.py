@@ -7,11 +7,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from tests.handles import VerifyReport
 from tests.sample_run import SampleRun, record_sample_run
 from trinity_buffer import open_store, verify
 from trinity_buffer.pipeline.manifest import FIRST_LINK, NAMED_MANIFESTS, ManifestChain, chain
 from trinity_buffer.pipeline.train.checkpoint import read_manifest_chain, write_manifest_chain
-from trinity_buffer.pipeline.verify.verify import VerifyReport
 
 
 async def verified(sample: SampleRun, **options: Any) -> VerifyReport:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import Resize
+from tests.handles import MicroBatch
 from tests.pipeline.test_rows_to_batches import LAYOUTS, written
 from trinity_buffer import open_train_stream
 from trinity_buffer.codec.segments import decode_segment
@@ -24,7 +25,7 @@ from trinity_buffer.errors import TrainingError
 from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load import columns
 from trinity_buffer.pipeline.train.collate import LazyColumns
-from trinity_buffer.pipeline.train.microbatch import Lazy, LazyTensors, MicroBatch
+from trinity_buffer.pipeline.train.microbatch import Lazy, LazyTensors
 
 Change = Callable[[list[MicroBatch]], list[MicroBatch]]
 COPIES: dict[str, Change] = {

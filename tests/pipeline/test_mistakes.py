@@ -17,9 +17,9 @@ import torch
 
 import trinity_buffer as tb
 from tests.contract.making import group, living, opened, rollout
+from tests.handles import Experiment
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import TrinityBufferError
-from trinity_buffer.pipeline.experiment import Experiment
 
 SPEAKS_WITHIN_S = 6.0
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from tests.conftest import Resize
+from tests.handles import MicroBatch
 from tests.pipeline.test_late_columns import require_equal
 from tests.pipeline.test_rows_to_batches import written
 from trinity_buffer import open_train_stream
 from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load.columns import Array
 from trinity_buffer.pipeline.train import microbatch
-from trinity_buffer.pipeline.train.microbatch import Event, LazyTensors, MicroBatch, Mover
+from trinity_buffer.pipeline.train.microbatch import Event, LazyTensors, Mover
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 from tests.contract.making import group, opened
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy, RewardStrategy
 from trinity_buffer.algorithm.annotating import annotate
@@ -21,7 +22,6 @@ from trinity_buffer.algorithm.copies import copy_experience
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.writer import StagedWriter
 
 

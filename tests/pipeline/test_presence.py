@@ -16,6 +16,7 @@ from sqlalchemy import update
 from typing_extensions import override
 
 from tests.contract.making import group, living, opened, rows
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
@@ -24,7 +25,6 @@ from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.coordination import presence
 from trinity_buffer.pipeline.coordination.lease import is_dead, owner_name
 from trinity_buffer.pipeline.coordination.presence import describe_process, has_ended, is_here
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, tables
 from trinity_buffer.store.heartbeats import PresenceRow

@@ -13,13 +13,13 @@ from sqlalchemy import delete, insert, update
 
 from tests.conftest import Resize
 from tests.contract.making import count
+from tests.handles import Store, Transaction
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
 from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import StoreError
 from trinity_buffer.inspector.source import as_of
 from trinity_buffer.pipeline.history.rebuild import RebuildReport, diff_projections, rebuild
-from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.verify.projections import catch_up, suspects
 from trinity_buffer.store import refold
 from trinity_buffer.store.refold import open_scratch
@@ -33,7 +33,6 @@ from trinity_buffer.store.tables import (
     rejection,
     waiting,
 )
-from trinity_buffer.store.transaction import Transaction
 
 
 async def rebuilt(url: str, **options: Any) -> RebuildReport:

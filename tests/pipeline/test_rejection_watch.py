@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.handles import Experiment, Store
 from tests.sample_run import rollout
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.coordination.waiting import RejectionWatch
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store
 
 
 def rows(tasks: int, *, reward: float | None = None) -> list[Experience]:

@@ -15,6 +15,7 @@ from sqlalchemy import update
 from typing_extensions import override
 
 from tests.contract.making import assert_conserved, group, opened, rollout, rows
+from tests.handles import Experiment, Transaction
 from tests.pipeline.planting import beside_heads, unguarded
 from trinity_buffer import assign_rewards, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import (
@@ -34,12 +35,10 @@ from trinity_buffer.experience import EID, Experience, order_of
 from trinity_buffer.pipeline.annotate.deciding import Decision, GroupTable
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.store import log, segments, tables
 from trinity_buffer.store.rows import SLOT_BITS, address_of, rows_recorded_by
-from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import StagedWriter
 
 Made = Callable[[StagedWriter], AddStrategy]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import Resize
+from tests.handles import MicroBatch
 from trinity_buffer import open_store, open_train_stream, run_strategy
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
@@ -20,7 +21,7 @@ from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load import columns, segments
 from trinity_buffer.pipeline.load.columns import Array
 from trinity_buffer.pipeline.train.collate import LazyColumns, Part
-from trinity_buffer.pipeline.train.microbatch import MicroBatch, StepMemory
+from trinity_buffer.pipeline.train.microbatch import StepMemory
 
 TASKS, RUNS = 16, 4
 LAYOUTS = [("padded", None), ("padded", 4096), ("packed", None), ("packed", 4096)]

@@ -15,6 +15,7 @@ from msgspec import structs
 from typing_extensions import override
 
 from tests.contract.making import opened, rollout, rows
+from tests.handles import Experiment, Store
 from tests.pipeline.test_reward_table import by_experiences, by_rewards, said
 from tests.pipeline.test_reward_table import recorded as as_events
 from trinity_buffer import inspector, open_store, run_strategy
@@ -32,11 +33,9 @@ from trinity_buffer.errors import ConflictingStrategyError, InvalidArgumentError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import RowLoader, experiences_of
 from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.train.collate import collate_step
 from trinity_buffer.store import tables, writer_queries
 from trinity_buffer.writer import StagedWriter

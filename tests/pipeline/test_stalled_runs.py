@@ -12,11 +12,11 @@ import pytest
 
 import trinity_buffer as tb
 from tests.contract.making import group, living, opened, rollout
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError
 from trinity_buffer.pipeline.coordination.presence import AT_WORK, this_host
 from trinity_buffer.pipeline.coordination.waiting import Stall
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import heartbeats
 from trinity_buffer.store.heartbeats import PresenceRow

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import assert_conserved, group, opened, rollout
+from tests.handles import Experiment, ReadSession, Transaction
 from tests.pipeline import deciding
 from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
@@ -28,12 +29,10 @@ from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
 from trinity_buffer.pipeline.coordination.presence import is_paused, start_of, this_host
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import heartbeats, writer_queries
 from trinity_buffer.store import leases as store_leases
 from trinity_buffer.store.rows import ConsumerRow
-from trinity_buffer.store.transaction import ReadSession, Transaction
 
 NAME = deciding.NAME
 OTHER = os.getppid()

@@ -10,10 +10,10 @@ import anyio.to_thread
 import pytest
 
 from tests.contract.making import group, opened, rows
+from tests.handles import Experiment, TrainStep
 from trinity_buffer import open_train_stream, run_strategy
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.train import lead
-from trinity_buffer.pipeline.train.step import StepQueue, TrainStep
+from trinity_buffer.pipeline.train.step import StepQueue
 from trinity_buffer.store import tables
 
 GROUPS = 8

@@ -7,6 +7,7 @@ import pytest
 
 from tests.conftest import Resize
 from tests.contract.making import assert_conserved, group, opened, rollout, rows
+from tests.handles import ConsumerReport
 from tests.pipeline.watching import (
     BatchWatcher,
     Killed,
@@ -18,7 +19,6 @@ from tests.pipeline.watching import (
 )
 from trinity_buffer import StrategyConsumer, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.pipeline.annotate.consumer import ConsumerReport
 from trinity_buffer.store import counts, tables
 
 

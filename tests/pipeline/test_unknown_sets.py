@@ -8,9 +8,9 @@ import anyio
 import pytest
 
 from tests.contract.making import contents, group, kinds, opened
+from tests.handles import Experiment
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.pipeline.experiment import Experiment
 
 REFUSED = r"no annotation set 'grp' \(there: grpo; did you mean 'grpo'\?\).*trinity-buffer annotate"
 

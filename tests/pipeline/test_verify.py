@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 from sqlalchemy import select, update
 
+from tests.handles import Transaction, VerifyReport
 from tests.pipeline.planting import (
     append_unfolded,
     beside_heads,
@@ -27,10 +28,8 @@ from trinity_buffer.events import BatchLeased, StepsCommitted, body_of
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.manifest import manifest_digest
 from trinity_buffer.pipeline.train.checkpoint import digest_of
-from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, step
-from trinity_buffer.store.transaction import Transaction
 
 
 async def verified(sample: SampleRun, **options: Any) -> VerifyReport:

@@ -17,10 +17,10 @@ import pytest
 
 import trinity_buffer as tb
 from tests.contract.making import group, opened, rollout, rows
+from tests.handles import Experiment
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector.doctor import examine
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, tables
 

@@ -10,11 +10,11 @@ import pytest
 from typing_extensions import override
 
 from tests.contract.making import rows
+from tests.handles import Experiment
 from trinity_buffer import open_store, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import tables
 
 

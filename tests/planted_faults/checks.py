@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tests.contract.making import dawdling
 from tests.crash.forking import CONTEXT
+from tests.handles import Experiment, Transaction
 from tests.pipeline.planting import unguarded
 from tests.planted_faults.dying import write_and_die
 from tests.planted_faults.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
@@ -27,11 +28,9 @@ from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceE
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.tables import segment
-from trinity_buffer.store.transaction import Transaction
 
 # 1 -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 from sqlalchemy import delete, select, update
 
+from tests.handles import Experiment, TrainStep, TrainStream
 from tests.pipeline.planting import delete_event
 from tests.planted_faults import checks
 from trinity_buffer import StrategyConsumer, verify
@@ -17,14 +18,11 @@ from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, PlacedFact, Recorded
 from trinity_buffer.pipeline.annotate import deciding
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.manifest import LeasedStep, leased_steps
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train import resume
-from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.write import batch, planning
 from trinity_buffer.store import (
     fold,

@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tests.handles import Experiment, VerifyReport
 from tests.sample_run import rollout
 from trinity_buffer import open_store
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.verify.verify import VerifyReport
 
 RUNS = 4
 BLOCKED_S = 0.5

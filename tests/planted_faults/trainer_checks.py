@@ -14,16 +14,13 @@ import pytest
 import torch
 
 from tests.contract.making import dawdling
+from tests.handles import Experiment, TrainStep, TrainStream, Transaction
 from tests.planted_faults.scenes import BLOCKED_S, nothing_is_wrong, opened, write_groups
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import LeaseLostError
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.store import leases
-from trinity_buffer.store.transaction import Transaction
 
 # 4 -----------------------------------------------------------------------------------------------
 

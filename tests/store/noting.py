@@ -9,7 +9,7 @@ from typing import Any, Self
 import psycopg
 from typing_extensions import override
 
-from trinity_buffer.store.transaction import Transaction
+from tests.handles import Transaction
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from sqlalchemy import text
 from typing_extensions import override
 
 from tests.contract.making import group, opened
+from tests.handles import Experiment, Transaction
 from tests.pipeline.planting import unguarded
 from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.store.test_earlier import append, taken_back
@@ -22,12 +23,10 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.store import counters, counts, log, migrations, writer_queries
 from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.transaction import Transaction
 
 PLAIN = (
     "SELECT '', kind, count(*) FROM event GROUP BY kind",

@@ -10,6 +10,7 @@ from sqlalchemy import select
 
 from tests.conftest import Resize
 from tests.contract.making import group, opened
+from tests.handles import Experiment, Transaction
 from tests.postgres import PostgresServer
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store, run_strategy
@@ -26,14 +27,12 @@ from trinity_buffer.events import (
     TrainerRewound,
 )
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.verify.projections import decoded_events
 from trinity_buffer.store import log
 from trinity_buffer.store.refold import Scratch, open_scratch
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.tables import PROJECTIONS, delivery
-from trinity_buffer.store.transaction import Transaction
 
 Rows = dict[str, set[tuple[Any, ...]]]
 

@@ -13,17 +13,16 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.handles import Experiment, Transaction
 from tests.postgres import PostgresServer
 from tests.sample_run import rollout
 from tests.store.noting import noted
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.events import TrainerRewound
 from trinity_buffer.identity import EID
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import counters, counts, inspection, log, retention, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
-from trinity_buffer.store.transaction import Transaction
 
 TASKS, RUNS = 125, 8
 ROWS = TASKS * RUNS

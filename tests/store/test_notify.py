@@ -15,6 +15,7 @@ import anyio.lowlevel
 import pytest
 from pysqlite3 import dbapi2
 
+from tests.handles import Transaction
 from tests.postgres import PostgresServer
 from trinity_buffer import open_store
 from trinity_buffer.events import PolicyPublished
@@ -23,7 +24,6 @@ from trinity_buffer.store import log, sqlite
 from trinity_buffer.store import notify as module
 from trinity_buffer.store.connection import Owner, StoreFiles
 from trinity_buffer.store.notify import SQLiteChanges
-from trinity_buffer.store.transaction import Transaction
 
 LONG_S = 60.0
 

@@ -11,6 +11,7 @@ import pytest
 from pysqlite3 import dbapi2
 from sqlalchemy import text
 
+from tests.handles import Transaction
 from tests.store.noting import noted
 from trinity_buffer import open_store
 from trinity_buffer.events import BatchLeased, PlacedFact, StepsCommitted
@@ -18,7 +19,6 @@ from trinity_buffer.identity import EID
 from trinity_buffer.store import counts, inspection, log, refold, trainer_queries, writer_queries
 from trinity_buffer.store.fold import fold_all
 from trinity_buffer.store.rows import ConsumerRow
-from trinity_buffer.store.transaction import Transaction
 
 LEASED = BatchLeased(
     consumer="t",

@@ -10,15 +10,15 @@ import numpy as np
 from typing_extensions import override
 
 from tests.contract.making import count, group
+from tests.handles import Experiment, ReadSession, Transaction
 from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.codec.blob import Blob, Buffer
 from trinity_buffer.inspector.overviews import overview
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.store import tables
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, TableSegments
-from trinity_buffer.store.transaction import ReadSession, SegmentParts, Transaction
+from trinity_buffer.store.transaction import SegmentParts
 
 STORE = Path(__file__).parents[2] / "trinity_buffer" / "store"
 

@@ -16,11 +16,11 @@ import psycopg
 import pytest
 
 from tests.contract.making import group, kinds, opened
+from tests.handles import Transaction
 from tests.postgres import PostgresServer
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import StoreBusyError, StoreError, UnsafeStoreError
 from trinity_buffer.store import log, postgres, sqlite
-from trinity_buffer.store.transaction import Transaction
 
 
 @pytest.fixture

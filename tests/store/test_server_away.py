@@ -16,11 +16,11 @@ from sqlalchemy import URL
 from typing_extensions import override
 
 from tests.contract.making import group, kinds, opened
+from tests.handles import Experiment
 from tests.postgres import PostgresServer
 from tests.store.wire import wired
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError, StoreReplacedError, StoreUnavailableError
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.store import log, notify, postgres, sqlite
 from trinity_buffer.store.url import parse_url
 

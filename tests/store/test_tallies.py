@@ -7,17 +7,16 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from tests.handles import Experiment, Transaction
 from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.events import ExperiencesRejected
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import counters, counts, log, writer_queries
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.tables import annotation, delivery
 from trinity_buffer.store.tables import experience as table
-from trinity_buffer.store.transaction import Transaction
 
 Counts = counts.StrategyCounts | counts.TrainerCounts
 

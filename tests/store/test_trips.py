@@ -15,6 +15,7 @@ from msgspec import structs
 from sqlalchemy import make_url
 
 from tests.contract.making import group, opened, rows
+from tests.handles import Transaction
 from tests.postgres import PostgresServer
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import StoreUnavailableError
@@ -24,7 +25,7 @@ from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.train.resume import register
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.tables import consumer, policy
-from trinity_buffer.store.transaction import Statement, TakenKeyError, Transaction, one_statement
+from trinity_buffer.store.transaction import Statement, TakenKeyError, one_statement
 
 SOCKET = ".s.PGSQL.5432"
 READY, GIVE_ROWS, REFUSAL = b"Z", b"G", b"E"

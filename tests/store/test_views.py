@@ -9,15 +9,14 @@ import pytest
 from sqlalchemy import text
 
 from tests.conftest import STORE
+from tests.handles import Store, Transaction
 from tests.postgres import PostgresServer
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store, verify
 from trinity_buffer.identity import EID
 from trinity_buffer.inspector import blame, overview, rejection_counts, steps
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store.schema import unsound, view_created
-from trinity_buffer.store.transaction import Transaction
 
 UID = "batch, task, run, step, suffix"
 

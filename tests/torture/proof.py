@@ -12,6 +12,7 @@ import anyio
 import torch
 
 from tests.crash.forking import CONTEXT
+from tests.handles import VerifyReport
 from tests.torture.effects import note
 from tests.torture.inflict import EXPERIMENT
 from tests.torture.plan import Plan
@@ -20,7 +21,6 @@ from tests.torture.sites import Site
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import StoreReplacedError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 
 if TYPE_CHECKING:

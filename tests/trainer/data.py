@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
+from tests.handles import Experiment, Store
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import Algorithm
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store
 from trinity_buffer.trainer.requirements import strategies_of
 
 VOCABULARY = 11

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.contract.making import group, opened
+from tests.handles import MicroBatch
 from trinity_buffer import run_strategy
-from trinity_buffer.pipeline.train.microbatch import MicroBatch
 
 COPIES: list[Callable[[MicroBatch], MicroBatch]] = [
     copy.copy,

@@ -12,6 +12,7 @@ import torch
 from sqlalchemy import select
 
 from tests.crash.forking import CONTEXT
+from tests.handles import Experiment, TrainStep, Transaction, VerifyReport
 from tests.pipeline.edits import Edit, in_body
 from tests.pipeline.planting import beside_heads, events_of, unguarded
 from tests.planted_faults.dying import open_and_die
@@ -37,15 +38,11 @@ from trinity_buffer.events import ExperiencesRecorded, StepDealt
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.inspector.source import now
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.columns import FAMILIES
-from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.verify.projections import diff_projections
-from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import step_with_rows
-from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.trainer.numbers import StepReport
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.handles import Experiment, TrainStep, TrainStream
 from tests.trainer.data import policy, prepared, recorded, rollouts
 from trinity_buffer import inspector, open_store, verify
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.store.rows import written_as
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.requirements import strategy_of

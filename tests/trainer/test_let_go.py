@@ -10,11 +10,10 @@ import anyio
 import pytest
 import torch
 
+from tests.handles import SyncTrainStream, TrainStep
 from tests.trainer.data import policy, prepared
 from trinity_buffer import open_train_stream
 from trinity_buffer.algorithm import build
-from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 
 

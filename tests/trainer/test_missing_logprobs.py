@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.handles import Experiment, MicroBatch, Store, TrainStep
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import replayed_steps
-from trinity_buffer.pipeline.store import Store
-from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.step import TrainStep
 
 STEP: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2, "tokens_per_microbatch": 20}
 LACKING = 1

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.handles import Experiment, Store, TrainStep
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownExperimentError
 from trinity_buffer.inspector import now, rejection_counts, rejections
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store
-from trinity_buffer.pipeline.train.step import TrainStep
 
 MIXED = {
     "strategy": "grpo",

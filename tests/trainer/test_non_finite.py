@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from typing_extensions import override
 
+from tests.handles import Event
 from tests.trainer.data import policy, prepared
 from tests.trainer.gradients import train
 from trinity_buffer import open_replay_stream, open_store, open_train_stream
@@ -23,7 +24,6 @@ from trinity_buffer.algorithm.policy_loss_fn import PPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError, NonFiniteError
-from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.requirements import strategy_of, stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings

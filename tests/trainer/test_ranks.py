@@ -13,18 +13,15 @@ import pytest
 from sqlalchemy import update
 
 from tests.conftest import Resize
+from tests.handles import Experiment, TrainStep, TrainStream, Transaction
 from tests.small_sizes import small
 from tests.trainer.data import recorded, rollouts
 from trinity_buffer import open_store
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.events import RankJoined
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.train.ranks import RankSession
-from trinity_buffer.pipeline.train.step import TrainStep
-from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.store import log, tables
-from trinity_buffer.store.transaction import Transaction
 
 OPTIONS = {"strategy": None, "groups_per_step": 2, "world_size": 2}
 Life = Callable[[TrainStream, int], Coroutine[Any, Any, None]]

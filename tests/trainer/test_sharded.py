@@ -12,12 +12,12 @@ import transformers
 from torch import Tensor
 
 import trinity_buffer as tb
+from tests.handles import VerifyReport
 from tests.trainer.data import prepared
 from tests.trainer.forked_ranks import said_by
 from tests.trainer.sharded_rank import main, model_of, trainer_on
 from trinity_buffer import open_store, verify
 from trinity_buffer.algorithm import build
-from trinity_buffer.pipeline.verify.verify import VerifyReport
 
 pytestmark = [
     pytest.mark.long,  # processes that import transformers

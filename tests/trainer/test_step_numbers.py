@@ -13,6 +13,7 @@ import anyio
 import pytest
 import torch
 
+from tests.handles import MicroBatch
 from tests.trainer.data import prepared
 from tests.trainer.forked_ranks import said_by
 from tests.trainer.numbers_rank import NOT_FINITE, STEPS, main, trained
@@ -21,7 +22,6 @@ from trinity_buffer import inspector, open_store
 from trinity_buffer.algorithm import build
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.trainer.numbers import Number, StepNumbers, combined
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ import anyio
 import pytest
 import torch
 
+from tests.handles import TrainStep
 from tests.planted_faults.trainer_checks import take_over
 from tests.trainer.data import CONFIG, policy, prepared, rollouts
 from tests.trainer.gradients import train
@@ -16,7 +17,6 @@ from trinity_buffer import open_store, open_train_stream, run_strategy
 from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.checkpoint import read_step
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings, ValueLossFn
 

@@ -9,10 +9,10 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 from starlette.testclient import TestClient
 
+from tests.handles import Experiment
 from tests.web.test_report import Page
 from tests.web.test_serve import PAGES, number
 from trinity_buffer.inspector.source import Source, as_of
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.web import app
 
 
