@@ -12,7 +12,7 @@ import pytest
 from tests.contract.making import group, opened, rows
 from tests.handles import Experiment, TrainStep
 from trinity_buffer import open_train_stream, run_strategy
-from trinity_buffer.pipeline.train import lead
+from trinity_buffer.pipeline.train import stream as streams
 from trinity_buffer.pipeline.train.step import StepQueue
 from trinity_buffer.store import tables
 
@@ -101,11 +101,11 @@ async def leased(experiment: Experiment, number: int) -> int:
             await changes.changed(state)
 
 
-@pytest.mark.parametrize("in_one_go_s", [lead.IN_ONE_GO_S, 0.0])
+@pytest.mark.parametrize("in_one_go_s", [streams.IN_ONE_GO_S, 0.0])
 async def test_no_more_is_leased_than_was_asked_for_and_prefetched(
     store_url: str, monkeypatch: pytest.MonkeyPatch, in_one_go_s: float
 ) -> None:
-    monkeypatch.setattr(lead, "IN_ONE_GO_S", in_one_go_s)
+    monkeypatch.setattr(streams, "IN_ONE_GO_S", in_one_go_s)
     async with opened(store_url, rollouts_per_group=4) as experiment:
         for task in range(GROUPS):
             await experiment.writer("e0").write(group(task=task))

@@ -404,7 +404,7 @@ FAULTS = [
     ),
     Fault(
         "a step that was handed out and not committed is numbered again",
-        "pipeline/train/lead.py",
+        "pipeline/train/stream.py",
         "self._next_step = row.leased_step + 1",
         "self._next_step = row.committed_step + 1",
         "tests/contract/test_committing.py::test_what_was_not_committed_is_served_as_recorded_whatever_is_asked_now",

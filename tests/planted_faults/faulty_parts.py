@@ -117,13 +117,14 @@ def uncommitted_steps_are_forgotten(patch: Patch) -> None:
 
 def a_resumed_trainer_gets_no_checkpoint(patch: Patch) -> None:
     """4: the stream goes on after the last commit, the weights begin anew."""
-    usual = TrainStream.prepare
+    usual = TrainStream.find_last_commit
 
-    async def forgetful(self: TrainStream) -> None:
-        await usual(self)
+    async def forgetful(self: TrainStream, committed: int) -> list[StepRow]:
+        leased = await usual(self, committed)
         self.resume = None
+        return leased
 
-    patch.setattr(TrainStream, "prepare", forgetful)
+    patch.setattr(TrainStream, "find_last_commit", forgetful)
 
 
 def the_commit_comes_before_fsync(patch: Patch) -> None:

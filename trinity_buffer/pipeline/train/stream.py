@@ -1,96 +1,196 @@
-"""The stream of gradient steps: rank 0 leases and serves them, other ranks only serve them."""
+"""The stream of gradient steps: rank 0 leases and commits them, other ranks read its log."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
+from anyio.to_thread import run_sync
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.events import PolicyPublished, StepsCommitted, TrainerRewound
+from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import option_types
-from trinity_buffer.pipeline.background import running, settle_imports
-from trinity_buffer.pipeline.coordination.lease import hold_lease
-from trinity_buffer.pipeline.handle import ExperimentHandle
+from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer, recorder
+from trinity_buffer.pipeline.background import running, settle_imports, task_group
+from trinity_buffer.pipeline.coordination.diagnosis import (
+    counted,
+    is_being_decided,
+    left_of,
+    outcome_of,
+)
+from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
+from trinity_buffer.pipeline.coordination.presence import Presence, Work
+from trinity_buffer.pipeline.coordination.waiting import (
+    ReportedWait,
+    Stall,
+    one_line,
+    wait_report_s,
+)
+from trinity_buffer.pipeline.environment import environment_of_run
+from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.commit import (
+    NON_FINITE,
     Commit,
     CommitDoor,
     Delivered,
     LastCommits,
     StepMeasures,
+    finite,
+    measured_event,
+    require_rows,
 )
-from trinity_buffer.pipeline.train.lead import FollowingRank, LeadingRank, Rank
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
-from trinity_buffer.pipeline.train.ranks import require_one_process
-from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.ranks import RankSession, require_one_process
+from trinity_buffer.pipeline.train.resume import (
+    Repartitioner,
+    has_set,
+    last_commit,
+    register,
+    require_checkpoint_of,
+    rows_to_drop,
+    steps_at_start,
+    wait_for_set,
+)
+from trinity_buffer.pipeline.train.sampler import StepSampler
+from trinity_buffer.pipeline.train.step import StepMaker, StepQueue, TrainStep
 from trinity_buffer.pipeline.write.planning import Admission
-from trinity_buffer.store import log, writer_queries
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store import log, trainer_queries, writer_queries
+from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.segments import SegmentRow
+from trinity_buffer.store.transaction import Session, Transaction
+
+IN_ONE_GO_S = 0.05
+"""Steps are made in one session for so long while the trainer asks for more: other writers of this
+process have to wait meanwhile."""
+
+LOOK_AGAIN_S = 1.0
+"""Interval of checks whether the strategy of a finished experiment is still alive."""
+
+_logger = logging.getLogger(__name__)
 
 
 class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     """An open stream; iterate over it asynchronously. Made by `open_async_train_stream`.
 
+    Args:
+        experiment: the trainer's own experiment.
+        options: options of the stream.
+        presence: heartbeats of rank 0, those of its lease.
+
     Attributes:
-        resume: the last commit, or None at the very beginning.
+        resume: the last commit, or None at the very beginning; known after `prepare`.
+        incomplete_groups: with ``strategy=None``, the number of groups left incomplete when the
+            stream ended.
+        presence: heartbeats of this rank.
+        queue: the steps that are ready.
+        lease: the trainer's lease, of rank 0 alone.
     """
 
+    lease: TrainerLease | None = None
+
     def __init__(
-        self, experiment: ExperimentHandle, options: StreamOptions, rank: Rank, loader: RowLoader
+        self,
+        experiment: ExperimentHandle,
+        options: StreamOptions,
+        presence: Presence | None = None,
     ) -> None:
         self.experiment = experiment
         self.options = options
         self.resume: Resume | None = None
-        self._rank = rank
-        self._loader = loader
+        self.incomplete_groups = 0
+        self.queue = StepQueue(options.prefetch)
+        self._database = experiment.database
+        self._loader = RowLoader(EventCache(experiment.key, experiment.name))
+        self._maker = StepMaker(experiment, options, self._loader)
+        self._ranks = RankSession(experiment, options)
+        own = presence or self._ranks.presence
+        assert own is not None  # rank 0 has that of its lease
+        self.presence = own
+        self._next_step = 1
+        self._committed = 0  # the last committed step
         self._delivered: dict[int, Delivered] = {}
         self._commits = LastCommits(options.consumer)
         self._committing = anyio.Lock()
 
-    @property
-    def incomplete_groups(self) -> int:
-        """With ``strategy=None``, the number of groups left incomplete when the stream ended."""
-        return self._rank.incomplete_groups
-
+    @abstractmethod
     async def prepare(self) -> None:
-        """Begin, if the annotation set exists; otherwise wait for it later.
+        """Begin, if the annotation set exists; otherwise wait for it, here or in `run`.
 
         Raises:
             UnknownNameError: the set does not exist, and ``wait_for_set`` is False.
         """
-        await self._rank.prepare()
-        self.resume = self._rank.resume
+
+    async def run(self) -> None:
+        """Put steps into the queue until there are no more; errors are raised to its reader."""
+        try:
+            await self._serve()
+        except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
+            self.queue.fail(error)
+        finally:
+            self.queue.end()
+
+    @abstractmethod
+    async def _serve(self) -> None:
+        """Put steps into the queue until there are no more."""
+
+    async def find_last_commit(self, committed: int) -> list[StepRow]:
+        """Continue after the steps up to ``committed``; return the steps leased since."""
+        name, self._committed = self.options.consumer, committed
+        done, leased = await steps_at_start(self.experiment, name, committed)
+        chain = self._maker.go_on_after(done)
+        if done:
+            self.resume = await last_commit(self.experiment, name, done[-1], chain)
+        return leased
+
+    @asynccontextmanager
+    async def _at_work(
+        self, *tasks: Callable[[], Coroutine[Any, Any, None]]
+    ) -> AsyncIterator[None]:
+        """Run ``tasks`` in the context, and tell other processes while no step is waited for."""
+        work = Work(self.presence, lambda: not self.queue.is_waited_for())
+        async with running(partial(work.keep, wait_report_s()), *tasks):
+            yield
+
+    # -- the trainer's side
 
     def __aiter__(self) -> AsyncIterator[TrainStep]:
         return self
 
     async def __anext__(self) -> TrainStep:
-        step = await self._rank.queue.receive()
+        step = await self.queue.receive()
         if step is None:
             raise StopAsyncIteration
         return self._noted(step)
 
     def wait_for_step(self) -> TrainStep | None:
         """Return the next step, or None at the end; blocks the calling thread."""
-        step = self._rank.queue.get()
+        step = self.queue.get()
         return None if step is None else self._noted(step)
 
     def fail(self, error: Exception) -> None:
         """Raise ``error``, from elsewhere, in the current or next wait for a step."""
-        self._rank.queue.fail(error)
-        self._rank.queue.end()
+        self.queue.fail(error)
+        self.queue.end()
 
     def _noted(self, step: TrainStep) -> TrainStep:
         """Note that ``step`` was delivered to the trainer."""
-        lease = self._rank.lease
         # As the last heartbeat knew, to spare the trainer a step in vain; a commit asks the store.
-        if lease is not None and lease.lost is not None:
-            raise lease.lost
+        if self.lease is not None and self.lease.lost is not None:
+            raise self.lease.lost
         self._delivered[step.step] = Delivered(step.manifest, step.rows)
         return step
 
@@ -99,11 +199,10 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         """Carry out a `commit`; calls are serialized."""
         # Two concurrent commits of the same steps would both find them uncommitted.
         async with self._committing:
-            committed = self._rank.committed
-            if step.step <= committed:
+            if step.step <= self._committed:
                 self._commits.require_same(step.step, request)
                 return
-            steps = range(committed + 1, step.step + 1)
+            steps = range(self._committed + 1, step.step + 1)
             missing = [number for number in steps if number not in self._delivered]
             # A step of another stream has another manifest.
             if not missing and self._delivered[step.step].manifest.digest != step.manifest.digest:
@@ -113,18 +212,22 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
                     f"commit of step {step.step}: step {missing[0]} was not delivered by this "
                     "stream"
                 )
-            # Of rank 0, one transaction; of the others, no more than a report to rank 0.
-            await self._rank.commit(step, [self._delivered[number] for number in steps], request)
+            await self._commit(step, [self._delivered[number] for number in steps], request)
             # Only after the commit is durable, so that a failed one can be repeated.
-            self._rank.committed = step.step
+            self._committed = step.step
             self._commits.add(steps[0], step.step, request)
             for number in steps:
                 del self._delivered[number]
 
+    @abstractmethod
+    async def _commit(
+        self, step: TrainStep, delivered: Sequence[Delivered], request: Commit
+    ) -> None:
+        """Record that the ``delivered`` steps, the last one ``step``, were trained."""
+
     async def leads(self) -> bool:
         """Return whether this is rank 0 and still holds the lease, by the current store."""
-        lease = self._rank.lease
-        return lease is not None and await lease.is_held()
+        return self.lease is not None and await self.lease.is_held()
 
     def measure(self, measures: StepMeasures) -> None:
         """Keep what was measured of a step that was delivered: its commit records that."""
@@ -134,9 +237,351 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
 
     async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
-        return await self.experiment.database.read_session(
+        return await self._database.read_session(
             lambda s: self._loader.uids(s, step.manifest, rows)
         )
+
+
+class LeadingStream(TrainStream):
+    """Of rank 0: makes the steps of a trainer, for the other ranks too, and commits them.
+
+    Args:
+        experiment, options: see `TrainStream`.
+        lease: the trainer's lease, held by this process.
+        expert: the experiment of the expert's rows, if the stream mixes.
+    """
+
+    def __init__(
+        self,
+        experiment: ExperimentHandle,
+        options: StreamOptions,
+        lease: TrainerLease,
+        expert: ExperimentHandle | None = None,
+    ) -> None:
+        super().__init__(experiment, options, lease.presence)
+        self.lease: TrainerLease = lease
+        self._expert = expert
+        self._sampler = StepSampler(experiment, options, lease, self._loader, expert)
+        self._leased: list[StepRow] | None = None  # before this process; None: not begun
+        recorded = (None if options.strategy else experiment, expert)
+        self._recorders = {e.key: recorder(e) for e in recorded if e}
+        self._without_expert = self._passed_over = False  # already warned of
+
+    # -- opening
+
+    @override
+    async def prepare(self) -> None:
+        """Begin, if the annotation set exists; otherwise `run` waits for it."""
+        if await has_set(self.experiment, self.options):
+            await self._begin()
+
+    async def _begin(self) -> None:
+        """Register, rewind if asked to, and find the last commit and the steps leased after it."""
+        options = self.options
+        row = await register(self.experiment, options.consumer, options.annotation_set)
+        if options.resume_from is not None:
+            row = await self._rewind(row, options.resume_from)
+        leased = await self.find_last_commit(row.committed_step)
+        self._next_step = row.leased_step + 1
+        if self.resume is not None and self.resume.checkpoint is None:
+            _logger.warning(
+                "trainer %r goes on after step %d, whose commit names no checkpoint: its weights "
+                "are yours to load; resume_from= goes back to a step with a checkpoint, or to 0",
+                options.consumer,
+                self.resume.step,
+            )
+        dropped = await rows_to_drop(self.experiment, self._expert, options)
+        repartitioner = Repartitioner(self.experiment, self.lease, self._loader, options, dropped)
+        leased = await repartitioner.repartition(leased)
+        await self._database.read(self._sampler.start, dropped)
+        await self._ranks.assemble(self.lease, row.committed_step)
+        self._leased = leased
+
+    async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
+        name, key = self.options.consumer, self.experiment.key
+        await require_checkpoint_of(self._database, key, row, step)
+        if step == row.committed_step:
+            return row
+        back = TrainerRewound(consumer=name, step=step, from_step=row.committed_step)
+        event = new_event(back)
+
+        def rewind(tx: Transaction) -> ConsumerRow | None:
+            self.lease.append(tx, [event])
+            return writer_queries.consumer_row(tx, key, name)
+
+        rewound = await self._database.write(rewind)
+        assert rewound is not None
+        return rewound
+
+    # -- serving
+
+    @override
+    async def _serve(self) -> None:
+        if self._leased is None:
+            await wait_for_set(self.experiment, self.options, self.presence)
+            await self._begin()
+        async with self._at_work(self._gather):
+            for row in self._leased or ():
+                await self.queue.room()
+                self.queue.put(await self._maker.leased(row))
+            await self.queue.room()
+            while await self._next():
+                await self.queue.room()
+        await self._report_untrained(self.queue.num_put)
+        await self._ranks.end(self._next_step - 1)
+
+    async def _gather(self) -> None:
+        """Group recorded rows in the background, for sets that no strategy annotates."""
+        async with task_group() as tasks:
+            for key, consumer in list(self._recorders.items()):
+                tasks.start_soon(self._record, key, consumer)
+
+    async def _record(self, key: int, consumer: StrategyConsumer) -> None:
+        report = await consumer.run(follow=self.options.follow)
+        if key == self.experiment.key:
+            self.incomplete_groups = report.waiting_groups
+        del self._recorders[key]
+        self._database.changes.notify()
+
+    async def _next(self) -> bool:
+        """Make the next step, and more while they are asked for; return False at the end."""
+        session, key, wait = self._database.session, self.experiment.key, None
+        while True:
+            await self.presence.seen()
+            state = await self._database.changes.state()
+            recorders = dict(self._recorders)
+            ending = not recorders and not self.options.follow
+            made, finished = await session(partial(self._make, partial_ok=ending))
+            if finished and not ending:  # one more pass: rows may precede the end
+                ending = key not in recorders and not await self._more_is_to_come()
+                if ending:
+                    made, _ = await session(partial(self._make, partial_ok=True))
+            if made or ending:
+                if wait is not None:
+                    wait.over()
+                return made
+            expert = None if self._expert is None else self._expert.key
+            goes_on = self.options.follow and not finished
+            if goes_on and expert not in recorders:  # there is one, and it is finished
+                self._sampler.require_expert()
+            if wait is None:
+                stall = Stall(self._database, key, self.presence)
+                changes = self._database.changes
+                wait = ReportedWait(changes, self._waiting_for, self.presence, stall=stall)
+                wait.is_waited_for = self.queue.is_waited_for
+            # A killed strategy commits nothing that would wake this wait.
+            await wait.changed(state, LOOK_AGAIN_S if finished else None)
+
+    async def _more_is_to_come(self) -> bool:
+        if not all(consumer.has_read_all for consumer in self._recorders.values()):
+            return True
+        key, annotation_set = self.experiment.key, self.options.annotation_set
+        return await self._database.read(is_being_decided, key, annotation_set)
+
+    def _make(self, s: Session, *, partial_ok: bool) -> tuple[bool, bool]:
+        """Make steps while there is room and there are rows.
+
+        Returns:
+            Whether a step was made; if not, whether the experiment is finished.
+        """
+        until, made = time.monotonic() + IN_ONE_GO_S, False
+        while self._make_one(s, partial_ok=partial_ok):
+            made = True
+            # The reader of the step gets the interpreter lock only once this thread is idle.
+            more = self.queue.has_room() and not self._sampler.is_through
+            if not more or time.monotonic() > until:
+                break
+        return made, not made and s.read(writer_queries.is_finished, self.experiment.key)
+
+    def _make_one(self, s: Session, *, partial_ok: bool) -> bool:
+        """Lease the next step if there are rows for it; return whether there were.
+
+        Its segments are released on return: the next step is read into the same memory, and the
+        trainer's step does not keep the bytes of the next one alive.
+        """
+        taken = self._sampler.take(s, self._next_step, partial_ok=partial_ok)
+        if taken is None:
+            return False
+        if self._sampler.lacks_expert and not self._without_expert:
+            self._without_expert = True
+            _logger.warning(
+                "trainer %r: from step %d on fewer of the expert's groups are mixed in, or none: "
+                "experiment %r has no more",
+                self.options.consumer,
+                self._next_step,
+                self.options.expert_experiment,
+            )
+        self._next_step += 1
+        step, event = s.compute(lambda: (self._maker.make(*taken), new_event(taken[0])))
+        reached("before-lease")
+        head = s.write(self._append_lease, event)
+        reached("after-lease")
+        self.queue.put(self._maker.chained(step, head))
+        return True
+
+    def _append_lease(self, tx: Transaction, event: NewEvent) -> bytes:
+        (place,) = self.lease.append(tx, [event])
+        reached("inside-lease")
+        return place.head
+
+    # -- reporting
+
+    async def _waiting_for(self) -> str:
+        lacking = await self._database.read(self._sampler.waiting_for)
+        return f"trainer {self.options.consumer!r} waits for {lacking}{self._not_committed()}"
+
+    def _not_committed(self) -> str:
+        """Return the uncommitted steps that keep explorers waiting, as text; "" if none do."""
+        rules, steps = Admission.of(self.experiment.config), self._next_step - 1 - self._committed
+        most = rules.most_uncommitted_steps
+        if most is None or steps < most or self.options.consumer != rules.trainer:
+            return ""
+        return (
+            f"; {counted(steps, 'step')} are handed out and not committed, and with max_staleness="
+            f"{rules.max_staleness} explorers wait for their commit: commit at least once in "
+            f"{counted(most, 'step')}"
+        )
+
+    async def _report_untrained(self, served: int) -> None:
+        """Report untrained rows, and why they are left, at the end of a stream."""
+        options, key, read = self.options, self.experiment.key, self._database.read
+        left = await read(left_of, key, options.annotation_set)
+        if not (left or served):
+            left = await read(outcome_of, key, options.consumer)
+        if left:
+            steps = f"after {counted(served, 'step')}" if served else "without a step"
+            _logger.warning("trainer %r ended %s: %s", self.options.consumer, steps, one_line(left))
+
+    # -- committing
+
+    @override
+    async def _commit(
+        self, step: TrainStep, delivered: Sequence[Delivered], request: Commit
+    ) -> None:
+        """Record, in one transaction, that the ``delivered`` steps were trained.
+
+        The published policy and what was measured go into it too. Files are flushed to disk and
+        digested before it, since a transaction has to be short.
+
+        Raises:
+            LeaseLostError: another process took over; nothing was recorded.
+            CheckpointError: no file at the checkpoint or the policy.
+        """
+        name, steps = self.options.consumer, [of.manifest.step for of in delivered]
+        rows = await self._ranks.all_parts(steps, [of.rows for of in delivered], self.lease)
+        require_rows(delivered, rows)
+        checkpoint, published = request.paths
+        known = dict(request.digests or {})  # checkpoint and policy may share files
+        digests = [
+            None if path is None else await run_sync(checkpoints.make_durable, path, known)
+            for path in (checkpoint, published)
+        ]
+        skipped = request.skipped or {}
+        committed = StepsCommitted(
+            consumer=name,
+            token=self.lease.token,
+            steps=steps,
+            manifests=[of.manifest.digest for of in delivered],
+            rows_by_rank=rows,
+            chain=step.chain,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            checkpoint_digest=digests[0],
+            metrics=finite(request.metrics or {}),
+            environment=dict(request.environment or environment_of_run(self.options.device)),
+            skipped=NON_FINITE if skipped else None,
+            skipped_steps=list(skipped),
+            largest_rows=[list(uids) for uids in skipped.values()],
+        )
+        events, segments = [new_event(committed)], self._database.segments
+        if published is not None and digests[1] is not None:
+            policy = PolicyPublished(number=step.step, uri=str(published), digest=digests[1])
+            events.append(new_event(policy))
+        segment_rows: list[SegmentRow] = []
+        for measures in (of.measures for of in delivered if of.measures is not None):
+            event, own_rows = await run_sync(measured_event, name, measures, segments)
+            events.append(event)
+            segment_rows += own_rows
+
+        def append(tx: Transaction) -> None:
+            segments.attach(tx, segment_rows)
+            self.lease.append(tx, events, committed=steps[0] - 1)
+            reached("inside-commit")
+
+        reached("before-commit")
+        await self._database.write(append)
+        reached("after-commit")
+        if published is not None and not self._passed_over:
+            await self._warn_if_passed_over(published)
+
+    async def _warn_if_passed_over(self, published: Path) -> None:
+        """Warn once if explorers load another trainer's weights."""
+        own, followed = self.options.consumer, self.experiment.config.get("trainer", "trainer")
+        read = self._database.read
+        newest = await read(writer_queries.newest_policy, self.experiment.key, str(followed))
+        if own != followed and (newest is None or newest[1] != str(published)):
+            self._passed_over = True
+            _logger.warning(
+                "trainer %r: explorers follow trainer %r, and pass over the weights that this one "
+                "publishes: to have it followed, set trainer=%r in the experiment's configuration",
+                own,
+                followed,
+                own,
+            )
+
+
+class FollowingStream(TrainStream):
+    """Of another rank: serves leased steps; its commit only reports its progress to rank 0.
+
+    The caller keeps its heartbeats going.
+    """
+
+    _leased_before = 0
+
+    @override
+    async def prepare(self) -> None:
+        """Join the other ranks, and find the last commit and the steps leased after it."""
+        if not await has_set(self.experiment, self.options):
+            await wait_for_set(self.experiment, self.options, self.presence)
+        await self._ranks.join()
+        self._ranks.wait.is_waited_for = self.queue.is_waited_for
+        leased = await self.find_last_commit(self._ranks.committed)
+        self._leased_before = self._committed + len(leased)
+        self._next_step = self._committed + 1
+
+    @override
+    async def _serve(self) -> None:
+        """Serve the steps that rank 0 leases until it records the end."""
+        async with self._at_work():
+            while self._ranks.ended is None or self._next_step <= self._ranks.ended:
+                state = await self._database.changes.state()
+                leased = await self._database.read(
+                    trainer_queries.steps,
+                    self.experiment.key,
+                    self.options.consumer,
+                    after=self._next_step - 1,
+                )
+                if leased:
+                    self._ranks.wait.over()
+                for row in leased:
+                    await self.queue.room()
+                    step = await self._maker.leased(row)
+                    step.recorded = row.step <= self._leased_before
+                    self._next_step = row.step + 1
+                    self.queue.put(step)
+                if not leased:
+                    await self._ranks.wait_for_news(state)
+
+    @override
+    async def _commit(
+        self, step: TrainStep, delivered: Sequence[Delivered], request: Commit
+    ) -> None:
+        """Tell rank 0 that this rank went through the steps; rank 0 carries out the ``request``.
+
+        Raises:
+            LeaseLostError: the ranks assembled anew without this one.
+        """
+        del request
+        await self._ranks.part_done(step.step, [of.rows for of in delivered])
 
 
 @asynccontextmanager
@@ -167,56 +612,34 @@ async def open_async_train_stream(
     chosen = StreamOptions.of(experiment.config, **options)
     # Without `follow`, a stream ends with the stored rows and waits for no explorer.
     if chosen.follow:
-        _require_explorers_get_on(experiment, chosen)
+        rules = Admission.of(experiment.config)
+        # Explorers follow the configured trainer alone; others cannot hold them back.
+        if chosen.consumer == rules.trainer:
+            rules.require_reachable(chosen.sampling().plan(1, chosen.groups_per_step).usual)
         settle_imports()
-    loader = RowLoader(EventCache(experiment.key, experiment.name))
-    # Only rank 0 holds the lease; the others find its steps in the log.
-    if chosen.rank:
-        following = FollowingRank(experiment, chosen, loader)
-        async with (
-            following.presence.heartbeats(),
-            _served(experiment, chosen, following, loader) as stream,
-        ):
-            yield stream
-        return
-    async with hold_lease(
-        experiment.database,
-        experiment.key,
-        chosen.consumer,
-        ttl_s=chosen.lease_ttl_s,
-        wait=chosen.wait_for_lease,
-    ) as lease:
-        expert = await _expert_of(experiment, chosen)
-        rank = LeadingRank(experiment, chosen, loader, lease, expert)
-        async with _served(experiment, chosen, rank, loader) as stream:
-            yield stream
-
-
-def _require_explorers_get_on(experiment: ExperimentHandle, options: StreamOptions) -> None:
-    """Raise unless explorers may plan as many groups as a step takes.
-
-    Raises:
-        InvalidArgumentError: explorers and stream would wait for each other.
-    """
-    rules = Admission.of(experiment.config)
-    # Explorers follow the configured trainer alone; others cannot hold them back.
-    if options.consumer == rules.trainer:
-        rules.require_reachable(options.sampling().plan(1, options.groups_per_step).usual)
-
-
-@asynccontextmanager
-async def _served(
-    experiment: ExperimentHandle, options: StreamOptions, rank: Rank, loader: RowLoader
-) -> AsyncIterator[TrainStream]:
-    """Serve the steps of a rank inside the context."""
-    stream = TrainStream(experiment, options, rank, loader)
-    try:
-        await stream.prepare()
-        async with running(rank.run):
-            yield stream
-    finally:
+    stream: TrainStream
+    async with AsyncExitStack() as stack:
+        # Only rank 0 holds the lease; the others find its steps in the log.
+        if chosen.rank:
+            stream = FollowingStream(experiment, chosen)
+            await stack.enter_async_context(stream.presence.heartbeats())
+        else:
+            lease = await stack.enter_async_context(
+                hold_lease(
+                    experiment.database,
+                    experiment.key,
+                    chosen.consumer,
+                    ttl_s=chosen.lease_ttl_s,
+                    wait=chosen.wait_for_lease,
+                )
+            )
+            expert = await _expert_of(experiment, chosen)
+            stream = LeadingStream(experiment, chosen, lease, expert)
         # Steps made ahead hold the memory of their tensors.
-        rank.queue.discard()
+        stack.callback(stream.queue.discard)
+        await stream.prepare()
+        await stack.enter_async_context(running(stream.run))
+        yield stream
 
 
 async def _expert_of(
