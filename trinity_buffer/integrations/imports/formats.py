@@ -15,9 +15,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,13 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.integrations.imports import trinity
 from trinity_buffer.integrations.imports.rows import Row, Rows, name_of
-from trinity_buffer.integrations.imports.texts import Templating, Texts, only_texts
+from trinity_buffer.integrations.imports.texts import Texts, only_texts, tools_of
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.writer import BufferWriter, WriteReceipt
 
-Path_ = list[dict[str, Any]]
-"""The nodes of a branch, from the first message to the last."""
-
 
 def read_prime_rl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
-    """Yield a rollout for each branch of each trainable trace; ``path``: the run, or ``traces``.
+    """Return a rollout for each branch of each trainable trace; ``path``: the run, or ``traces``.
 
     Raises:
         InvalidArgumentError: there is no stream of episodes, or only one that is compressed.
@@ -49,28 +47,16 @@ def read_prime_rl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
     del texts  # traces hold token ids
     traces = path / "monitors" / "file" / "traces"
     traces = traces if traces.is_dir() else path
-    notes = _notes(traces / "annotations", rows)
-    runs: dict[tuple[str, str], int] = {}
-    for _, where, episode in _lines(traces / "stream", rows):
-        with rows.reading(where, episode) as made:
-            work = (episode.get("run") or {}).get("work") or {}
-            if work.get("type") == "eval":
-                continue
-            group = (episode.get("group") or {}).get("id") or episode.get("id")
-            if group is None:
-                raise InvalidExperienceError("an episode of prime-rl has an id")
-            place = (f"step-{work.get('step', 0)}", str(group))
-            runs[place] = runs.get(place, -1) + 1
-            for step, (trace, index, nodes) in enumerate(_branches(episode)):
-                advantages = notes.get(trace["id"], {})
-                eid = EID(*place, runs[place], step)
-                policy = work.get("policy") or {}
-                made.append(_experience(eid, trace, nodes, advantages, index, policy))
-        yield from made
+    notes: dict[tuple[str, int], list[float | None]] = {}
+    folder = traces / "annotations"
+    names = {file.name.partition(".")[0] for file in folder.glob("*")}
+    for name in sorted(names):
+        list(rows.read(_lines(folder / name, rows), partial(_note, notes)))
+    return rows.read(_lines(traces / "stream", rows), partial(_episode, notes, {}))
 
 
 def _lines(stream: Path, rows: Rows) -> Iterator[Row]:
-    """Yield the records of a stream: one file, or a folder of numbered chunks."""
+    """Return the records of a stream: one file, or a folder of numbered chunks."""
     if any(stream.glob("*.zst")):
         raise InvalidArgumentError(f"{stream}: unpack its chunks first, with zstd -d --rm *.zst")
     single = stream.with_suffix(".jsonl")
@@ -79,34 +65,70 @@ def _lines(stream: Path, rows: Rows) -> Iterator[Row]:
             f"{stream.parent}: no folder of prime-rl's file monitor: neither {stream.name} nor "
             f"{single.name} is in it, nor in monitors/file/traces below it"
         )
-    yield from rows.of(single if single.is_file() else stream)
+    return rows.of(single if single.is_file() else stream)
 
 
-def _notes(folder: Path, rows: Rows) -> dict[str, dict[int, list[float | None]]]:
-    """Return per trace and branch the advantages that were noted, one for each token."""
-    by_trace: dict[str, dict[int, list[float | None]]] = {}
-    names = {file.name.partition(".")[0] for file in folder.glob("*")} if folder.is_dir() else set()
-    for name in sorted(names):
-        for _, where, update in _lines(folder / name, rows):
-            with rows.reading(where, update):
-                branches = [
-                    branch for branch in update.get("branches") or [] if branch.get("advantages")
-                ]
-                own = {branch["index"]: branch["advantages"] for branch in branches}
-                by_trace.setdefault(update["trace_id"], {}).update(own)
-    return by_trace
+def _note(notes: dict[tuple[str, int], list[float | None]], update: Row) -> tuple[Experience, ...]:
+    """Note the advantages of branches, one for each token; the newest count."""
+    trace = update.held["trace_id"]
+    branches = update.held.get("branches") or []
+    notes.update({(trace, b["index"]): b["advantages"] for b in branches if b.get("advantages")})
+    return ()
 
 
-def _branches(episode: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, Path_]]:
+def _episode(
+    notes: Mapping[tuple[str, int], list[float | None]], runs: dict[tuple[str, str], int], row: Row
+) -> Iterator[Experience]:
+    """Yield the branches of the traces of an episode; ``runs``: the newest run of each group."""
+    episode = row.held
+    work = (episode.get("run") or {}).get("work") or {}
+    if work.get("type") == "eval":
+        return
+    group = (episode.get("group") or {}).get("id") or episode.get("id")
+    if group is None:
+        raise InvalidExperienceError("an episode of prime-rl has an id")
+    place = (f"step-{work.get('step', 0)}", str(group))
+    runs[place] = runs.get(place, -1) + 1
+    policy = work.get("policy") or {}
+    for step, (trace, index, nodes) in enumerate(_branches(episode)):
+        ids = [value for node in nodes for value in node["token_ids"]]
+        mask = [value for node in nodes for value in node["mask"]]
+        # A prompt has at least one token, without which the first could not be scored.
+        start = max(mask.index(True), 1)
+        messages = [node["message"] for node in nodes]
+        only_texts(messages)
+        noted = notes.get((trace["id"], index))
+        advantages = None if noted is None else [value or 0.0 for value in noted[start : len(ids)]]
+        rewards = (trace.get("rewards") or {}).values()
+        yield Experience(
+            eid=EID(*place, runs[place], step),
+            tokens=ids,
+            prompt_length=start,
+            action_mask=mask[start:],
+            logprobs=_spread(nodes)[start:],
+            advantages=advantages,
+            reward=sum(r["score"] * r.get("weight", 1.0) for r in rewards if r is not None),
+            messages=messages,
+            info={
+                **({"model_version": policy["start"]} if "start" in policy else {}),
+                "trace": trace["id"],
+                "agent": (trace.get("agent") or {}).get("name"),
+            },
+        )
+
+
+def _branches(
+    episode: dict[str, Any],
+) -> Iterator[tuple[dict[str, Any], int, list[dict[str, Any]]]]:
+    """Yield trace, index and nodes, from the first message to the last, of each branch."""
     for trace in episode.get("traces") or []:
         if not (trace.get("agent") or {}).get("trainable", True):
             continue
         nodes = trace["nodes"]
         parents = {node.get("parent") for node in nodes}
         # A trace is a tree of messages: each path to a leaf was sampled as one text.
-        leaves = [at for at in range(len(nodes)) if at not in parents]
-        for index, leaf in enumerate(leaves):
-            path: Path_ = []
+        for index, leaf in enumerate(at for at in range(len(nodes)) if at not in parents):
+            path: list[dict[str, Any]] = []
             at: int | None = leaf
             while at is not None:
                 path.insert(0, nodes[at])
@@ -115,40 +137,7 @@ def _branches(episode: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, Pa
                 yield trace, index, path
 
 
-def _experience(
-    eid: EID,
-    trace: dict[str, Any],
-    nodes: Path_,
-    noted_by_branch: dict[int, list[float | None]],
-    index: int,
-    policy: dict[str, Any],
-) -> Experience:
-    ids = [value for node in nodes for value in node["token_ids"]]
-    mask = [value for node in nodes for value in node["mask"]]
-    # A prompt has at least one token, without which the first could not be scored.
-    start = max(mask.index(True), 1)
-    messages = [node["message"] for node in nodes]
-    only_texts(messages)
-    noted = noted_by_branch.get(index)
-    rewards = (trace.get("rewards") or {}).values()
-    return Experience(
-        eid=eid,
-        tokens=ids,
-        prompt_length=start,
-        action_mask=mask[start:],
-        logprobs=_spread(nodes)[start:],
-        advantages=None if noted is None else [value or 0.0 for value in noted[start : len(ids)]],
-        reward=sum(r["score"] * r.get("weight", 1.0) for r in rewards if r is not None),
-        messages=messages,
-        info={
-            **({"model_version": policy["start"]} if "start" in policy else {}),
-            "trace": trace["id"],
-            "agent": (trace.get("agent") or {}).get("name"),
-        },
-    )
-
-
-def _spread(nodes: Path_) -> list[float]:
+def _spread(nodes: Sequence[dict[str, Any]]) -> list[float]:
     """Return a log-probability for each token: 0 for what was not sampled."""
     values: list[float] = []
     for node in nodes:
@@ -158,73 +147,56 @@ def _spread(nodes: Path_) -> list[float]:
 
 
 def read_sft(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
-    """Yield a demonstration for each row."""
-    for number, where, row in rows.of(path):
-        with rows.reading(where, row) as made:
-            messages = row.get("messages")
-            prompt: Any
-            answer: Any
-            if messages:
-                *prompt, last = messages
-                answer = [last]
-            elif {"prompt", "completion"} <= row.keys():
-                prompt, answer = row["prompt"], row["completion"]
-            else:
-                raise InvalidExperienceError(
-                    f"a demonstration has messages, or prompt and completion, not {sorted(row)}"
-                )
-            how = Templating.of(row)
-            made.append(
-                Experience(
-                    eid=EID(name_of(path), number, 0),
-                    **texts.turn(prompt, answer, how),
-                    messages=messages or None,
-                    tools=how.tools,
-                    prompt_text=prompt if isinstance(prompt, str) else None,
-                    response_text=answer if isinstance(answer, str) else None,
-                )
-            )
-        yield from made
+    """Return a demonstration for each row."""
+    return rows.read(rows.of(path), partial(_demonstration, name_of(path), texts))
+
+
+def _demonstration(batch: str, texts: Texts, row: Row) -> Iterator[Experience]:
+    held = row.held
+    if messages := held.get("messages"):
+        *asked, last = messages
+        turn = texts.turn(asked, [last], held)
+    elif {"prompt", "completion"} <= held.keys():
+        turn = texts.turn(held["prompt"], held["completion"], held)
+    else:
+        raise InvalidExperienceError(
+            f"a demonstration has messages, or prompt and completion, not {sorted(held)}"
+        )
+    yield Experience(eid=EID(batch, row.number, 0), messages=messages or None, **turn)
 
 
 def read_preferences(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
-    """Yield a pair for each row."""
-    for number, where, row in rows.of(path):
-        with rows.reading(where, row) as made:
-            prompt, chosen, rejected = _parts(row)
-            how = Templating.of(row)
-            tokens = texts.prompt(prompt, how)
-            answers = [texts.answer(prompt, answer, how) for answer in (chosen, rejected)]
-            made.append(
-                Experience(
-                    eid=EID(name_of(path), number, 0),
-                    tokens=tokens,
-                    prompt_length=len(tokens),
-                    chosen=torch.tensor(answers[0], dtype=torch.int32),
-                    rejected=torch.tensor(answers[1], dtype=torch.int32),
-                    prompt_text=prompt if isinstance(prompt, str) else None,
-                    chosen_messages=chosen if isinstance(chosen, list) else None,
-                    tools=how.tools,
-                    rejected_messages=rejected if isinstance(rejected, list) else None,
-                )
+    """Return a pair for each row."""
+    return rows.read(rows.of(path), partial(_pair, name_of(path), texts))
+
+
+def _pair(batch: str, texts: Texts, row: Row) -> Iterator[Experience]:
+    held = row.held
+    if not {"chosen", "rejected"} <= held.keys():
+        raise InvalidExperienceError(f"a pair has chosen and rejected, not {sorted(held)}")
+    prompt, *answers = held.get("prompt"), held["chosen"], held["rejected"]
+    if prompt is None:
+        pairs = zip(*answers, strict=False)
+        prompt = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        if not prompt or isinstance(answers[0], str):
+            raise InvalidExperienceError(
+                "there is no prompt, and no messages that both answers begin with"
             )
-        yield from made
-
-
-def _parts(row: dict[str, Any]) -> tuple[Any, Any, Any]:
-    if not {"chosen", "rejected"} <= row.keys():
-        raise InvalidExperienceError(f"a pair has chosen and rejected, not {sorted(row)}")
-    chosen, rejected = row["chosen"], row["rejected"]
-    if row.get("prompt") is not None:
-        return row["prompt"], chosen, rejected
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
-    if not shared or isinstance(chosen, str):
-        raise InvalidExperienceError(
-            "there is no prompt, and no messages that both answers begin with"
-        )
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+        answers = [answer[len(prompt) :] for answer in answers]
+    tokens = texts.prompt(prompt, held)
+    ids = [torch.tensor(texts.answer(prompt, a, held), dtype=torch.int32) for a in answers]
+    messages = [answer if isinstance(answer, list) else None for answer in answers]
+    yield Experience(
+        eid=EID(batch, row.number, 0),
+        tokens=tokens,
+        prompt_length=len(tokens),
+        chosen=ids[0],
+        rejected=ids[1],
+        prompt_text=prompt if isinstance(prompt, str) else None,
+        chosen_messages=messages[0],
+        rejected_messages=messages[1],
+        tools=tools_of(held),
+    )
 
 
 NEEDED = ("input", "output", "score", "step")
@@ -232,31 +204,26 @@ OWN = (*NEEDED, "uid")
 
 
 def read_verl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
-    """Yield a rollout for each line; a step is a batch, what else a line holds is in ``info``."""
-    seen: dict[int, dict[str, tuple[Key, int]]] = {}
-    for _, where, row in rows.of(path):
-        with rows.reading(where, row) as made:
-            made.append(_rollout(row, texts, seen))
-        yield from made
+    """Return a rollout for each line; a step is a batch, what else a line holds is in ``info``."""
+    return rows.read(rows.of(path), partial(_rollout, texts, {}))
 
 
 def _rollout(
-    row: dict[str, Any], texts: Texts, seen: dict[int, dict[str, tuple[Key, int]]]
-) -> Experience:
-    if missing := [name for name in NEEDED if name not in row]:
+    texts: Texts, seen: dict[int, dict[str, tuple[Key, int]]], row: Row
+) -> Iterator[Experience]:
+    held = row.held
+    if missing := [name for name in NEEDED if name not in held]:
         raise InvalidExperienceError(
             f"this row lacks {', '.join(missing)}, which a row of verl's dumps has"
         )
-    return Experience(
-        eid=_eid(row, seen),
-        **texts.turn(row["input"], row["output"]),
-        reward=float(row["score"]),
-        prompt_text=row["input"],
-        response_text=row["output"],
+    yield Experience(
+        eid=_eid(held, seen),
+        reward=float(held["score"]),
         info={
-            "model_version": int(row["step"]) - 1,
-            **{name: value for name, value in row.items() if name not in OWN},
+            "model_version": int(held["step"]) - 1,
+            **{name: value for name, value in held.items() if name not in OWN},
         },
+        **texts.turn(held["input"], held["output"]),
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
@@ -72,32 +71,34 @@ class Rows:
             else:
                 self._leave_out(f"{where}: a row must be a JSON object")
 
-    @contextmanager
-    def reading(self, where: str, held: Mapping[str, Any]) -> Iterator[list[Experience]]:
-        """Yield a list for what is made of one row; it is empty if the row is left out.
+    def read(
+        self, rows: Iterable[Row], make: Callable[[Row], Iterable[Experience]]
+    ) -> Iterator[Experience]:
+        """Yield what ``make`` makes of each row, all of it or, if the row is left out, nothing.
 
         Raises:
             InvalidArgumentError: a field of the row is missing, or is not what it should be; the
                 message says where the row stands, and what it holds.
         """
-        self.where = where
-        made: list[Experience] = []
-        try:
-            yield made
-            for experience in made:
-                validate(experience, self._schema)
-        except _OF_A_ROW as error:
-            if isinstance(error, TrinityBufferError) and not isinstance(
-                error, InvalidExperienceError
-            ):
-                raise
-            made.clear()
-            why = f"{error} is missing" if isinstance(error, KeyError) else error
-            fields = ", ".join(f"{name}={short(value)}" for name, value in held.items())
-            why = " ".join(str(why).split())
-            self._leave_out(
-                f"{where}: this row cannot be imported ({why}): {fields:.500}", cause=error
-            )
+        for row in rows:
+            self.where = row.where
+            try:
+                made = list(make(row))
+                for experience in made:
+                    validate(experience, self._schema)
+            except _OF_A_ROW as error:
+                if isinstance(error, TrinityBufferError) and not isinstance(
+                    error, InvalidExperienceError
+                ):
+                    raise
+                why = " ".join(
+                    (f"{error} is missing" if isinstance(error, KeyError) else str(error)).split()
+                )
+                fields = ", ".join(f"{name}={short(value)}" for name, value in row.held.items())
+                reason = f"{row.where}: this row cannot be imported ({why}): {fields:.500}"
+                self._leave_out(reason, cause=error)
+            else:
+                yield from made
 
     def _leave_out(
         self, reason: str, *, always: bool = False, cause: Exception | None = None

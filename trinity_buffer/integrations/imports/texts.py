@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.explorer.chat_format import rendered
@@ -21,37 +21,24 @@ Said = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation."""
 
 
-class Templating(NamedTuple):
-    """What a row gives to a chat template beside its messages.
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""Beside a text or messages."""
 
-    Attributes:
-        tools: that were offered.
-        options: of the template's own, such as ``enable_thinking``.
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools of a row of a data set, in the column that TRL names.
+
+    Raises:
+        InvalidExperienceError: it holds pictures, sounds or films.
     """
-
-    tools: list[dict[str, Any]] | None = None
-    options: Mapping[str, Any] = MappingProxyType({})
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Templating:
-        """Return what a row of a data set gives, in the columns that TRL names.
-
-        Raises:
-            InvalidExperienceError: it holds pictures, sounds or films.
-        """
-        media = [name for name in MEDIA if row.get(name)]
-        if media:
-            raise InvalidExperienceError(
-                f"it has {media[0]}, and texts are all that is imported: a model would be trained "
-                "without them"
-            )
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-        return cls(tools or None, row.get("chat_template_kwargs") or {})
-
-
-PLAIN = Templating()
-"""Of messages alone."""
+    media = [name for name in MEDIA if row.get(name)]
+    if media:
+        raise InvalidExperienceError(
+            f"it has {media[0]}, and texts are all that is imported: a model would be trained "
+            "without them"
+        )
+    tools = row.get("tools")
+    return (json.loads(tools) if isinstance(tools, str) and tools else tools) or None
 
 
 class Texts:
@@ -73,22 +60,20 @@ class Texts:
             raise InvalidArgumentError(f"--tokenizer {self._folder}: there is no such folder")
         return load_tokenizer(self._folder)
 
-    def prompt(self, messages: Said, how: Templating = PLAIN) -> list[int]:
+    def prompt(self, messages: Said, row: Mapping[str, Any] = NOTHING) -> list[int]:
         """Return the tokens of a prompt; of messages, up to where the answer begins.
 
         Args:
-            how: what the chat template is given beside messages.
+            row: what the chat template is given beside messages, in the columns that TRL names.
 
         Raises:
             InvalidExperienceError: a message holds more than texts.
         """
-        return (
-            self._text(messages)
-            if isinstance(messages, str)
-            else self._chat(messages, how, ask=True)
-        )
+        if isinstance(messages, str):
+            return self._text(messages)
+        return self._chat(messages, row, ask=True)
 
-    def answer(self, prompt: Said, answered: Said, how: Templating = PLAIN) -> list[int]:
+    def answer(self, prompt: Said, answered: Said, row: Mapping[str, Any] = NOTHING) -> list[int]:
         """Return the tokens of an answer to ``prompt``, with the one that ends it.
 
         Raises:
@@ -101,10 +86,22 @@ class Texts:
             else:
                 end = self._tokenizer.eos_token_id
                 return self._text(answered) + ([] if end is None else [end])
-        _require_assistants(_messages(answered))
-        asked = [] if isinstance(prompt, str) else _messages(prompt)
-        before = self.prompt(prompt, how)
-        whole = self._chat([*asked, *_messages(answered)], how, ask=False)
+        # All of them a model's: every token of an answer is trained.
+        for message in _messages(answered):
+            if message.get("role") != "assistant":
+                raise InvalidExperienceError(
+                    f"the answer has a message of role {message.get('role')!r:.40}, which would be "
+                    "trained as if the model had said it: an answer has messages of role "
+                    "'assistant'"
+                )
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise InvalidExperienceError(
+                    "a message of the assistant has neither content nor tool_calls: nothing but "
+                    "its end would be trained"
+                )
+        asked = [] if isinstance(prompt, str) else prompt
+        before = self.prompt(prompt, row)
+        whole = self._chat([*asked, *answered], row, ask=False)
         if whole[: len(before)] != before:
             raise InvalidExperienceError(
                 "the chat template writes the prompt otherwise once it is answered: its answer has "
@@ -112,37 +109,31 @@ class Texts:
             )
         return whole[len(before) :]
 
-    def turn(self, prompt: Said, answered: Said, how: Templating = PLAIN) -> dict[str, Any]:
-        """Return the tokens of a prompt with its answer, and how many are the prompt's, by name."""
-        before = self.prompt(prompt, how)
-        return {"tokens": before + self.answer(prompt, answered, how), "prompt_length": len(before)}
+    def turn(
+        self, prompt: Said, answered: Said, row: Mapping[str, Any] = NOTHING
+    ) -> dict[str, Any]:
+        """Return fields of an experience: the tokens of a prompt with its answer, texts, tools."""
+        before = self.prompt(prompt, row)
+        return {
+            "tokens": before + self.answer(prompt, answered, row),
+            "prompt_length": len(before),
+            "prompt_text": prompt if isinstance(prompt, str) else None,
+            "response_text": answered if isinstance(answered, str) else None,
+            "tools": tools_of(row),
+        }
 
     def _text(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _chat(
-        self, messages: Sequence[Mapping[str, Any]], how: Templating, *, ask: bool
+        self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], *, ask: bool
     ) -> list[int]:
-        messages, tools = _messages(messages), how.tools or ()
+        messages, options = _messages(messages), row.get("chat_template_kwargs") or {}
         try:
-            return self._text(rendered(self._tokenizer, messages, tools, ask=ask, **how.options))
+            text = rendered(self._tokenizer, messages, tools_of(row) or (), ask=ask, **options)
         except InvalidArgumentError as error:  # of this row
             raise InvalidExperienceError(str(error)) from error
-
-
-def _require_assistants(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless all ``messages`` of an answer are a model's: every token of it is trained."""
-    for message in messages:
-        if message.get("role") != "assistant":
-            raise InvalidExperienceError(
-                f"the answer has a message of role {message.get('role')!r:.40}, which would be "
-                "trained as if the model had said it: an answer has messages of role 'assistant'"
-            )
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise InvalidExperienceError(
-                "a message of the assistant has neither content nor tool_calls: nothing but its "
-                "end would be trained"
-            )
+        return self._text(text)
 
 
 def only_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

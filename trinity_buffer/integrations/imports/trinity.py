@@ -10,6 +10,7 @@ import io
 import pickle  # noqa: TID251 - by an Unpickler that finds no class
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from typing_extensions import override
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import CustomField, Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.integrations.imports.rows import Rows
-from trinity_buffer.integrations.imports.texts import Templating, Texts
+from trinity_buffer.integrations.imports.rows import Row, Rows
+from trinity_buffer.integrations.imports.texts import Texts
 from trinity_buffer.store.sqlite import dbapi2
 
 _UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, LookupError, ValueError, TypeError)
@@ -65,9 +66,9 @@ def read(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
         InvalidArgumentError: it is no buffer of Trinity-RFT.
     """
     are_texts = path.suffix in (".json", ".jsonl")
-    experiences = _from_text(path, texts, rows) if are_texts else _from_sql(path, rows)
+    of_texts = partial(_of_texts, texts)
     seen: dict[tuple[Any, ...], int] = {}
-    for experience in experiences:
+    for experience in rows.read(rows.of(path), of_texts) if are_texts else _from_sql(path, rows):
         experience.eid = counted_eid(experience.eid, seen)
         yield experience
 
@@ -97,31 +98,28 @@ def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
         if not held:
             raise InvalidArgumentError(f"{path}: no table of experiences of Trinity-RFT is there")
         for table in held:
-            yield from _from_table(connection, path, table.replace('"', '""'), rows)
+            found = _from_table(connection, path, table.replace('"', '""'))
+            yield from rows.read(found, _of_table)
     except (dbapi2.DatabaseError, UnicodeDecodeError) as error:  # the latter of a damaged schema
         raise InvalidArgumentError(f"{path}: {error}") from error
     finally:
         connection.close()
 
 
-def _from_table(connection: Any, path: Path, table: str, rows: Rows) -> Iterator[Experience]:
+def _from_table(connection: Any, path: Path, table: str) -> Iterator[Row]:
     known = {row[1] for row in connection.execute(f'pragma table_info("{table}")')}
-    reward = "reward" if "reward" in known else "null"
+    names = [name for name in ("id", "reward") if name in known] + ["experience_bytes"]
     cursor = connection.execute(
-        f'select id, {reward}, experience_bytes from "{table}"'  # noqa: S608 - quoted above
+        f'select {", ".join(names)} from "{table}"'  # noqa: S608 - quoted above
         f' join "{table}_blob" using (id) order by id'
     )
-    for number, stored_reward, blob in cursor:
-        with rows.reading(
-            f"{path}, {table} {number}", {"id": number, "reward": stored_reward}
-        ) as made:
-            made += _from_blob(bytes(blob))
-            for experience in made:
-                experience.reward = stored_reward if reward == "reward" else experience.reward
-        yield from made
+    for values in cursor:
+        held = dict(zip(names, values, strict=True))
+        yield Row(held["id"], f"{path}, {table} {held['id']}", held)
 
 
-def _from_blob(blob: bytes) -> Iterator[Experience]:
+def _of_table(row: Row) -> Iterator[Experience]:
+    blob = bytes(row.held["experience_bytes"])
     if not blob.startswith(MAGIC):
         raise InvalidExperienceError(
             "a pickle of a class, as Trinity-RFT wrote before 0.6; write it anew with 0.6"
@@ -142,10 +140,10 @@ def _from_blob(blob: bytes) -> Iterator[Experience]:
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if "chosen" in own:
             raise InvalidExperienceError(f"a preference pair; {AS_PREFERENCES}")
-        yield _experience(item, own)
+        yield _experience(item, own, row.held.get("reward", item["reward"]))
 
 
-def _experience(item: dict[str, Any], tensors: dict[str, Any]) -> Experience:
+def _experience(item: dict[str, Any], tensors: dict[str, Any], reward: Any) -> Experience:
     inputs = {k.partition(":")[2]: tensors.pop(k) for k in list(tensors) if ":" in k}
     custom = [
         CustomField(
@@ -157,7 +155,7 @@ def _experience(item: dict[str, Any], tensors: dict[str, Any]) -> Experience:
     ]
     return Experience(
         eid=_eid(item["eid"]),
-        reward=item["reward"],
+        reward=reward,
         prompt_length=item["prompt_length"],
         multi_modal_inputs=inputs or None,
         custom_fields=custom,
@@ -170,24 +168,13 @@ def _eid(fields: dict[str, Any]) -> EID:
     return EID(fields["batch"], fields["task"], fields["run"], fields["step"])
 
 
-def _from_text(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
-    for _, where, row in rows.of(path):
-        with rows.reading(where, row) as made:
-            if not isinstance(row.get("eid"), dict):
-                raise InvalidExperienceError("an experience of Trinity-RFT has an eid")
-            prompt, answer = _turns(row)
-            how = Templating.of(row)
-            own: dict[str, Any] = {name: row.get(name) for name in PLAIN if name != "tools"}
-            made.append(
-                Experience(
-                    eid=_eid(row["eid"]),
-                    **texts.turn(prompt, answer, how),
-                    reward=row.get("reward"),
-                    **own,
-                    tools=how.tools,
-                )
-            )
-        yield from made
+def _of_texts(texts: Texts, row: Row) -> Iterator[Experience]:
+    held = row.held
+    if not isinstance(held.get("eid"), dict):
+        raise InvalidExperienceError("an experience of Trinity-RFT has an eid")
+    prompt, answer = _turns(held)
+    own = {name: held.get(name) for name in ("reward", *PLAIN) if name != "tools"}
+    yield Experience(eid=_eid(held["eid"]), **{**texts.turn(prompt, answer, held), **own})
 
 
 def _turns(row: dict[str, Any]) -> tuple[Any, Any]:
