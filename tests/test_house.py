@@ -91,7 +91,6 @@ SEPARATE = {
     f"{PACKAGE}/pipeline/train/sampler.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/verify/evidence.py": "files and acknowledgements, outside of a store",
     f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",
-    f"{PACKAGE}/recorder/upstream.py": "the protocol of other people's servers",
     f"{PACKAGE}/store/migrations.py": "imports alembic",
     f"{PACKAGE}/trainer/models.py": "imports transformers",
     f"{PACKAGE}/trainer/packed_attention.py": "imports what only a GPU needs",

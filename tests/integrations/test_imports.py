@@ -32,8 +32,7 @@ from trinity_buffer.integrations.imports.formats import (
     import_file,
     require_readable,
 )
-from trinity_buffer.integrations.imports.rows import Rows
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.rows import Rows, Texts
 from trinity_buffer.integrations.imports.trinity import plain
 from trinity_buffer.store.sqlite import dbapi2
 

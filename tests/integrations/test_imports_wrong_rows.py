@@ -22,8 +22,7 @@ from trinity_buffer.cli.main import app
 from trinity_buffer.cli.supervisor import exit_code_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.integrations.imports.formats import PER_WRITE, read_verl, require_readable
-from trinity_buffer.integrations.imports.rows import Rows
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.rows import Rows, Texts
 
 VERL = {"input": "one two", "output": "three", "score": 1.0, "step": 1}
 SFT = DEMONSTRATIONS["texts"]

@@ -9,9 +9,12 @@ from typing import Any, Literal, Self
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
 from trinity_buffer.explorer.chat_format import ChatFormat
-from trinity_buffer.explorer.completions import (
+from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.server import (
     ASKED_FOR_CHAT,
     ASKED_FOR_TEXT,
+    ServedWeights,
+    Server,
     changes,
     chat_completion,
     generated,
@@ -22,8 +25,6 @@ from trinity_buffer.explorer.completions import (
     require_texts,
     text_completion,
 )
-from trinity_buffer.explorer.conversation import Completion
-from trinity_buffer.explorer.server import ServedWeights, Server
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 

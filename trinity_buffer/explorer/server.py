@@ -1,4 +1,7 @@
-"""An inference server, as JSON over HTTP: questions, and whose weights it holds."""
+"""An inference server, as JSON over HTTP: questions, its answers, and whose weights it holds.
+
+Its answers are read into completions: those of vLLM's OpenAI dialect, and of SGLang's own.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from functools import cache
+from typing import Any, Literal, NoReturn, Self
 
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError, RefusedRequestError
-from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.conversation import Completion, as_texts
 from trinity_buffer.lazy import extra
+from trinity_buffer.sampling import NEUTRAL, not_neutral
 
 _LOG = logging.getLogger(__name__)
 
@@ -237,3 +242,218 @@ def _json(answer: Any) -> Any:
         return answer.json()
     except ValueError as error:
         raise InferenceServerError(f"{answer.url}: its answer is no JSON ({error})") from error
+
+
+ASKED_FOR_CHAT = {"logprobs": True, "return_token_ids": True}
+"""Keys of a chat request that make vLLM answer with ids and log-probs."""
+
+ASKED_FOR_TEXT = {"logprobs": 1, "return_token_ids": True}
+"""The same for ``/completions``."""
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PINNED = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
+"""Options that a server may take from the model's generation_config where a request lacks them."""
+
+FREE = frozenset(
+    {
+        # what the prompt is: its ids come with the answer
+        *("model", "messages", "prompt", "tools", "documents", "chat_template"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+        *(
+            "verbosity",
+            "add_special_tokens",
+            "truncate_prompt_tokens",
+            "truncation_side",
+            "reasoning_effort",
+        ),
+        # where an answer ends, and how many there are
+        *("max_tokens", "max_completion_tokens", "max_new_tokens", "n", "seed", "sampling_seed"),
+        *("stop", "stop_token_ids", "stop_regex", "ignore_eos", "repetition_detection"),
+        # what is returned of it
+        *("stream", "stream_options", "stream_interval", "logprobs", "top_logprobs"),
+        *("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "include_reasoning"),
+        *("return_prompt_text", "parallel_tool_calls", "include_stop_str_in_output"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+        # whose it is, and when its turn comes
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "priority"),
+        *("request_id", "session_id", "cache_salt", "prompt_cache_key", "prompt_cache_retention"),
+        *("prompt_cache_options",),
+    }
+)
+"""Keys of a request that leave the choice of each token to the model, whatever their value is."""
+
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "watermarking": (False,),
+}
+"""Keys that may have these values; any other would restrict what is sampled, or choose from it."""
+
+REASONING = ("reasoning", "reasoning_content")
+"""Where a message holds the reasoning; vLLM has used both names."""
+
+LEAVE_OUT = "pass require_ids=False if nothing of this shall be trained"
+"""What one may do in Python about what cannot be trained."""
+
+
+def chat_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
+    """Return a choice of an answer to ``/chat/completions``; what it lacks is empty."""
+    message = choice.get("message") or {}
+    content = (choice.get("logprobs") or {}).get("content")
+    return Completion(
+        prompt_ids=answer.get("prompt_token_ids") or choice.get("prompt_token_ids") or (),
+        token_ids=choice.get("token_ids") or (),
+        logprobs=None if content is None else [float(token["logprob"]) for token in content],
+        text=message.get("content") or "",
+        tool_calls=message.get("tool_calls") or (),
+        reasoning=reasoning_in(message),
+        finish_reason=choice.get("finish_reason"),
+    )
+
+
+def reasoning_in(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a server took out of the text of a message as the reasoning before it."""
+    return {key: message[key] for key in REASONING if message.get(key)}
+
+
+def text_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
+    """Return a choice of an answer to ``/completions``; what it lacks is empty."""
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    return Completion(
+        prompt_ids=choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or (),
+        token_ids=choice.get("token_ids") or (),
+        logprobs=logprobs,
+        text=choice.get("text") or "",
+        finish_reason=choice.get("finish_reason"),
+    )
+
+
+def generated(answer: Mapping[str, Any], prompt: Sequence[int]) -> Completion:
+    """Return an answer of SGLang's ``/generate``."""
+    meta = answer.get("meta_info") or {}
+    pairs = meta.get("output_token_logprobs")
+    reason = meta.get("finish_reason")
+    version = meta.get("weight_version")
+    return Completion(
+        prompt_ids=prompt,
+        token_ids=answer.get("output_ids") or (),
+        logprobs=None if pairs is None else [float(pair[0]) for pair in pairs],
+        text=answer.get("text") or "",
+        finish_reason=reason.get("type") if isinstance(reason, Mapping) else reason,
+        weight_version=None if version is None else str(version),
+    )
+
+
+def require_ids(completion: Completion, url: str, remedy: str = LEAVE_OUT) -> None:
+    """Raise unless a completion has token ids and a log-prob for each.
+
+    Raises:
+        InferenceServerError: it has not; the message ends with the ``remedy``.
+    """
+    ids, logprobs = len(completion.token_ids), completion.logprobs
+    if completion.prompt_ids and ids and logprobs is not None and len(logprobs) == ids:
+        return
+    has = f"{len(completion.prompt_ids)} prompt ids, {ids} ids and " + (
+        "no log-probs" if logprobs is None else f"{len(logprobs)} log-probs"
+    )
+    raise InferenceServerError(
+        f"{url} answered with {has}: to train on it, all must be there, and text is never "
+        f"tokenised again. vLLM returns them from 0.10.2 on; {remedy}"
+    )
+
+
+def require_all_sampled(
+    answer: Mapping[str, Any], completions: Sequence[Completion], url: str, remedy: str = LEAVE_OUT
+) -> None:
+    """Raise unless the choices of an answer hold as many ids as the server says it sampled.
+
+    What parses reasoning and tool calls in a server may drop tokens of a stream. Of a server that
+    says no number, a warning tells once.
+
+    Raises:
+        InferenceServerError: they hold more or fewer; the message ends with the ``remedy``.
+    """
+    usage = answer.get("usage") or answer.get("meta_info")
+    sampled = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    ids = sum(len(completion.token_ids) for completion in completions)
+    if sampled is None:
+        _warn_of_no_usage(url)
+    elif sampled != ids:
+        raise InferenceServerError(
+            f"{url} sampled {sampled!r:.40} tokens (completion_tokens) and answered with {ids} "
+            "token ids, which is not what the model said. A stream may lose tokens where the "
+            f"server parses reasoning or tool calls: ask without stream. {remedy}"
+        )
+
+
+@cache  # once for a server
+def _warn_of_no_usage(url: str) -> None:
+    _LOG.warning(
+        "%s does not say how many tokens it sampled (usage.completion_tokens): should its answers "
+        "lack token ids, that cannot be noticed",
+        url,
+    )
+
+
+def pinned(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling options that leave no default to the server; None counts as not given."""
+    explicit = {k: value for k, value in sampling.items() if k not in PINNED or value is not None}
+    return {**{key: NEUTRAL[key][0] for key in PINNED}, **explicit}
+
+
+def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_OUT) -> None:
+    """Raise unless the server's log-probs are those of what it samples; None counts as not given.
+
+    Raises:
+        InvalidArgumentError: with these options they are not, in the log-prob ``mode``, or it is
+            not known; where no mode would help, the message ends with the ``remedy``.
+    """
+    options = {key: value for key, value in sampling.items() if value is not None}
+    for key, value in options.items():
+        if key not in FREE and key not in NEUTRAL and value not in ALLOWED.get(key, ()):
+            _refuse(f"{key}: {value!r:.80}", ALLOWED.get(key, ()), remedy)
+    for tool in options.get("tools") or ():
+        if any(isinstance(part, Mapping) and part.get("strict") for part in (tool, *tool.values())):
+            _refuse(f"tools: strict=True of {tool!r:.80}", (), remedy)
+    # Options that change probabilities are right only with log-probs taken after them.
+    bent = {k: v for k, v in changes(options).items() if k in NEUTRAL}
+    if bent and mode != "processed_logprobs":
+        listed = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
+        raise InvalidArgumentError(
+            f"{listed}: a server with --logprobs-mode {mode} answers with log-probs before that, "
+            "not with those of what is sampled. Leave it out, or start the server with "
+            "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'; of "
+            "such options, trainers score a temperature and refuse the others"
+        )
+
+
+def require_texts(messages: Sequence[Mapping[str, Any]], remedy: str = LEAVE_OUT) -> None:
+    """Raise unless ``messages`` hold nothing but texts.
+
+    Raises:
+        InvalidArgumentError: they hold a picture, say, which no trainer would see; the message ends
+            with the ``remedy``.
+    """
+    try:
+        as_texts(messages)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{error}. Leave it out, or {remedy}") from error
+
+
+def changes(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those keys of a request that change the probabilities of tokens, with their values."""
+    own = {k: v for k, v in sampling.items() if k not in FREE and v not in ALLOWED.get(k, ())}
+    return not_neutral(own)
+
+
+def _refuse(option: str, allowed: tuple[Any, ...], remedy: str) -> NoReturn:
+    instead = "".join(f" or say {value!r}" for value in allowed)
+    raise InvalidArgumentError(
+        f"{option} may restrict what is sampled, or choose from it, which log-probs of no "
+        f"--logprobs-mode show: leave it out{instead}, or {remedy}"
+    )

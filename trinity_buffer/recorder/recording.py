@@ -27,8 +27,8 @@ from trinity_buffer.errors import (
     TrinityBufferError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.completions import reasoning_in
 from trinity_buffer.explorer.conversation import Completion, experiences_of
+from trinity_buffer.explorer.server import reasoning_in
 from trinity_buffer.identity import EID, TURNS, require_name
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.experiment import Experiment

@@ -15,8 +15,7 @@ from trinity.common.config import StorageConfig
 
 from trinity_buffer.integrations import trinity_rft
 from trinity_buffer.integrations.imports import trinity
-from trinity_buffer.integrations.imports.rows import Rows
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.rows import Rows, Texts
 
 
 async def write(writer: Any, given: list[Any]) -> None:

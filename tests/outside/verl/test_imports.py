@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from trinity_buffer.integrations.imports import formats
-from trinity_buffer.integrations.imports.rows import Rows
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.rows import Rows, Texts
 
 WORDS = ["<e>", "one", "two", "three"]
 

@@ -32,8 +32,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.integrations.imports import trinity
-from trinity_buffer.integrations.imports.rows import Row, Rows, name_of
-from trinity_buffer.integrations.imports.texts import Texts, only_texts, tools_of
+from trinity_buffer.integrations.imports.rows import Row, Rows, Texts, name_of, only_texts, tools_of
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.writer import BufferWriter, WriteReceipt
 

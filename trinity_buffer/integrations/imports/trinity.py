@@ -22,8 +22,7 @@ from typing_extensions import override
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import CustomField, Experience
 from trinity_buffer.identity import EID
-from trinity_buffer.integrations.imports.rows import Row, Rows
-from trinity_buffer.integrations.imports.texts import Texts
+from trinity_buffer.integrations.imports.rows import Row, Rows, Texts
 from trinity_buffer.store.sqlite import dbapi2
 
 _UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, LookupError, ValueError, TypeError)
