@@ -87,7 +87,7 @@ SEPARATE = {
     f"{PACKAGE}/pipeline/history/as_of.py": "a refold: another guarantee than its reader's",
     f"{PACKAGE}/pipeline/history/migrate.py": "imports alembic",
     f"{PACKAGE}/pipeline/history/rebuild.py": "a command of its own",
-    f"{PACKAGE}/pipeline/train/ranks.py": "how ranks find each other: with its caller over 800 lines",
+    f"{PACKAGE}/pipeline/train/ranks.py": "how ranks find each other; with its caller over 800",
     f"{PACKAGE}/pipeline/train/sampler.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/verify/evidence.py": "files and acknowledgements, outside of a store",
     f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",

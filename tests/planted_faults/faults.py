@@ -397,9 +397,9 @@ FAULTS = [
     ),
     Fault(
         "a row of just as many tokens as are allowed is too long",
-        "pipeline/train/sampler.py",
-        "[size > limit for size in group.lengths]",
-        "[size >= limit for size in group.lengths]",
+        "pipeline/train/resume.py",
+        "enumerate(lengths) if size > limit}",
+        "enumerate(lengths) if size >= limit}",
         "tests/pipeline/test_edges.py::test_a_row_of_just_as_many_tokens_as_are_allowed_is_trained",
     ),
     Fault(
@@ -538,8 +538,8 @@ FAULTS = [
     Fault(
         "rows that leave a step are rejected nowhere",
         "pipeline/train/resume.py",
-        "self._lease.append(tx, [*mine, new_event(dealt)])",
-        "self._lease.append(tx, [new_event(dealt)])",
+        "holder.append(tx, [*mine, *also])",
+        "holder.append(tx, also or mine)",
         "tests/trainer/test_damaged_steps.py::test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained",
     ),
     Fault(
@@ -552,15 +552,15 @@ FAULTS = [
     Fault(
         "another number of ranks is dealt the rows that an earlier one dropped",
         "pipeline/train/resume.py",
-        "places, lost = sorted(leased.order), {**unwanted}",
-        "places, lost = [*range(len(leased.first.groups))], {**unwanted}",
+        "s, loader, first, sorted(leased.order), leaving",
+        "s, loader, first, range(len(first.groups)), leaving",
         "tests/trainer/test_damaged_steps.py::test_ranks_come_and_go_before_and_behind_what_is_dropped",
     ),
     Fault(
         "a row that is dropped by name stays in a step that was handed out",
         "pipeline/train/resume.py",
-        "if not (unwanted or self._drops or",
-        "if not (self._drops or",
+        "if not (leaving or drops or",
+        "if not (drops or",
         "tests/trainer/test_dropped_rows.py::test_a_row_that_is_dropped_leaves_its_leased_step_and_the_rest_is_trained",
     ),
     Fault(

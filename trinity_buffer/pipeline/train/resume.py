@@ -14,12 +14,13 @@ rows, advantages stay.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
+import numpy as np
 from msgspec.structs import replace
 
 from trinity_buffer.algorithm.arguments import did_you_mean
@@ -63,21 +64,9 @@ from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, StepRow
+from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
-
-
-async def steps_at_start(
-    experiment: ExperimentHandle, trainer: str, committed: int
-) -> tuple[list[StepRow], list[StepRow]]:
-    """Return the committed steps to resume after, and the steps leased since.
-
-    The former begin with the last step whose commit recorded the link of the manifest chain.
-    """
-    steps = await experiment.database.read(trainer_queries.steps_at_start, experiment.key, trainer)
-    done = [row for row in steps if row.step <= committed]
-    return done, steps[len(done) :]
 
 
 async def last_commit(
@@ -208,36 +197,30 @@ async def rows_to_drop(
     sources = {"": experiment} if expert is None else {"": experiment, expert.name: expert}
 
     def find(tx: Transaction) -> Dropped:
+        trainer = writer_queries.consumer_row(tx, experiment.key, options.consumer)
+        assert trainer is not None  # the stream registered it
         dropped: dict[str, set[int]] = {source: set() for source in sources}
         for uid, eid in eids.items():
-            for source, of in sources.items():
-                row = inspection.find(tx, of.key, eid)
-                if row is not None:
-                    _require_not_committed(tx, experiment.key, options.consumer, uid, row, source)
-                    dropped[source].add(row.address)
-                    break
-            else:
+            rows = ((source, inspection.find(tx, of.key, eid)) for source, of in sources.items())
+            stored = next(((source, row) for source, row in rows if row is not None), None)
+            if stored is None:
                 where = " and ".join(repr(of.name) for of in sources.values())
                 raise UnknownNameError(f"drop: no row {uid} is stored in experiment {where}")
+            source, row = stored
+            annotated = inspection.annotation_rows(tx, sources[source].key, [row.address])
+            notes = [note for _, _, note in annotated]
+            for _, _, step in inspection.deliveries(
+                tx, experiment.key, [trainer.name], notes, source
+            ):
+                if step <= trainer.committed_step:
+                    raise InvalidArgumentError(
+                        f"drop: row {uid} was trained in step {step} of trainer {trainer.name!r}, "
+                        f"which is committed: go back before it too, resume_from={step - 1}"
+                    )
+            dropped[source].add(row.address)
         return dropped
 
     return await experiment.database.read(find) if eids else {}
-
-
-def _require_not_committed(
-    tx: Transaction, experiment: int, trainer: str, uid: str, row: ExperienceRow, source: str
-) -> None:
-    consumer = writer_queries.consumer_row(tx, experiment, trainer)
-    of = experiment if not source else log.find_experiment(tx, source)
-    assert consumer is not None  # the stream registered it
-    assert of is not None  # the row was read from it
-    notes = [note for _, _, note in inspection.annotation_rows(tx, of, [row.address])]
-    for _, _, step in inspection.deliveries(tx, experiment, [trainer], notes, source):
-        if step <= consumer.committed_step:
-            raise InvalidArgumentError(
-                f"drop: row {uid} was trained in step {step} of trainer {trainer!r}, which is "
-                f"committed: go back before it too, resume_from={step - 1}"
-            )
 
 
 async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
@@ -246,12 +229,10 @@ async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
     Raises:
         UnknownNameError: the set does not exist, and the stream does not wait.
     """
-    known = await _sets(experiment)
-    if options.strategy is None or options.strategy in known:
-        return True
-    if not (options.follow and options.wait_for_set):
-        raise UnknownNameError(_unknown(experiment, options.strategy, known))
-    return False
+    lacking = "" if options.strategy is None else await _lacking_set(experiment, options.strategy)
+    if lacking and not (options.follow and options.wait_for_set):
+        raise UnknownNameError(lacking)
+    return not lacking
 
 
 async def wait_for_set(
@@ -265,8 +246,7 @@ async def wait_for_set(
     name = options.strategy or ""
 
     async def tell() -> str:
-        lacking = _unknown(experiment, name, await _sets(experiment))
-        return f"trainer {options.consumer!r} waits: {lacking}"
+        return f"trainer {options.consumer!r} waits: {await _lacking_set(experiment, name)}"
 
     changes = experiment.database.changes
     stall = Stall(experiment.database, experiment.key, presence)
@@ -274,22 +254,21 @@ async def wait_for_set(
     while True:
         state = await changes.state()
         finished = await experiment.is_finished()
-        known = await _sets(experiment)
-        if name in known:
+        lacking = await _lacking_set(experiment, name)
+        if not lacking:
             wait.over()
             return
         if finished:
-            lacking = _unknown(experiment, name, known)
             raise UnknownNameError(f"the experiment was finished: {lacking}")
         await wait.changed(state)
 
 
-async def _sets(experiment: ExperimentHandle) -> list[str]:
+async def _lacking_set(experiment: ExperimentHandle, name: str) -> str:
+    """Return that there is no annotation set ``name``, and the remedy; "" if there is one."""
     consumers = await experiment.database.read(writer_queries.consumers, experiment.key)
-    return [row.name for row in consumers.values() if row.kind == "strategy"]
-
-
-def _unknown(experiment: ExperimentHandle, name: str, known: list[str]) -> str:
+    known = [row.name for row in consumers.values() if row.kind == "strategy"]
+    if name in known:
+        return ""
     return (
         f"experiment {experiment.name!r} has no annotation set {name!r} (there: "
         f"{', '.join(known) or 'none'}{did_you_mean(name, known)}); no process annotates it: run "
@@ -319,18 +298,112 @@ def leased_step(s: ReadSession, experiment: ExperimentHandle, row: StepRow) -> L
     return step._replace(manifest=manifest)
 
 
-def load_leased(s: ReadSession, loader: RowLoader, lease: BatchLeased) -> LoadedRows:
-    """Return the rows of a step that was leased.
+def sound_rows(
+    s: ReadSession,
+    loader: RowLoader,
+    lease: BatchLeased,
+    places: Sequence[int] | None = None,
+    lost: Mapping[int, str] | None = None,
+    unfit: Callable[[BatchLeased, LoadedRows], Mapping[int, str]] | None = None,
+    *,
+    drops: bool,
+) -> tuple[list[int], LoadedRows, dict[int, str]]:
+    """Load the rows of a step that can be trained.
+
+    Args:
+        lease: the manifest of the step; rows are named by their places in it.
+        places: the rows to load, in order; None: all.
+        lost: row -> why, of those to leave out.
+        unfit: returns row -> why, of those that cannot be trained, by their places in the manifest
+            that it is passed.
+        drops: whether rows that can never be read may be left out too.
+
+    Returns:
+        The rows that stay, their columns, and row -> why of all others.
 
     Raises:
         ArchivedSegmentError, CodecError, DamagedSegmentError: unreadable rows; the message names
             the step, some of the rows, and the remedies.
     """
-    try:
-        return loader.load(s, lease)
-    except UNREADABLE as error:
-        lost = loader.unreadable(s, lease)
-        raise _refusal(s, loader, lease, lost, error) from error
+    left, gone = [*range(len(lease.groups))] if places is None else [*places], dict(lost or {})
+    while True:  # each round loses at least one row
+        left = [place for place in left if place not in gone]
+        whole = len(left) == len(lease.groups)
+        part = lease if whole else repartitioned(lease, left, lease.microbatches)
+        try:
+            rows = loader.load(s, part)
+            why = {} if unfit is None else unfit(part, rows)
+            if not why:
+                return left, rows, gone
+        except UNREADABLE as error:
+            # An archive that is only unavailable at the moment must not lead to rejections.
+            why = loader.unreadable(s, part)
+            if not (drops and why):
+                raise _refusal(s, loader, part, why, error) from error
+        gone |= {left[place]: reason for place, reason in why.items()}
+
+
+def unwanted(
+    lease: BatchLeased, lengths: Sequence[int], dropped: Dropped, limit: int | None
+) -> dict[int, str]:
+    """Return place -> why, of the rows of a step that are longer than ``limit`` or ``dropped``."""
+    names, source = ("", *lease.sources), lease.source or [0] * len(lease.groups)
+    why = dict[int, str]()
+    if limit is not None:
+        why = {place: OVERSIZE for place, size in enumerate(lengths) if size > limit}
+    if any(dropped.values()):
+        for place, (of, address) in enumerate(zip(source, lease.experiences, strict=True)):
+            if address in dropped.get(names[of], ()):
+                why[place] = DROPPED
+    return why
+
+
+def reject(
+    s: Session,
+    holder: TrainerLease,
+    loader: RowLoader,
+    lease: BatchLeased,
+    why: Mapping[int, str],
+    *,
+    planned_groups: int = 0,
+    also: Sequence[NewEvent] = (),
+) -> None:
+    """Record in one transaction that rows of a step are rejected, and the events ``also``.
+
+    Args:
+        holder: lease of the trainer.
+        loader: knows the experiments of the step.
+        lease: the manifest of the step.
+        why: place -> reason, of the rejected rows.
+        planned_groups: number of planned groups that lose their last row.
+    """
+    source, own = lease.source or [0] * len(lease.groups), loader.events
+    rejected: list[tuple[int, NewEvent]] = []
+    # Others' experiments first: locks are always taken in that order.
+    for number in sorted({source[place] for place in why}, reverse=True):
+        places = [place for place in sorted(why) if source[place] == number]
+        key, consumer = own.experiment, holder.consumer
+        if number:
+            key = loader.cache_of(s, lease.sources[number - 1]).experiment
+            consumer = trainer_queries.guest_name(own.name, consumer)
+        fact = ExperiencesRejected(
+            consumer=consumer,
+            by="trainer",
+            experiences=[lease.annotations[place] for place in places],
+            reasons=[why[place] for place in places],
+            planned_groups=0 if number else planned_groups,
+        )
+        rejected.append((key, new_event(fact)))
+
+    def append(tx: Transaction) -> None:
+        for key, event in rejected:
+            if key != own.experiment:
+                holder.append(tx, [event], experiment=key)
+        mine = [event for key, event in rejected if key == own.experiment]
+        if mine or also:
+            holder.append(tx, [*mine, *also])
+
+    s.write(append)
 
 
 def _refusal(
@@ -343,14 +416,15 @@ def _refusal(
         error: the error of loading them, which names the segment.
     """
     kind = type(error) if isinstance(error, UNREADABLE) else DamagedSegmentError
-    step = f"step {lease.step} of trainer {lease.consumer!r} was leased and"
+    step = f"step {lease.step} of trainer {lease.consumer!r}"
     if not lost:
         return kind(f"{step} cannot be read now: {error}")
     why = ", ".join(sorted(set(lost.values())))
     return kind(
-        f"{step} {len(lost)} of its {len(lease.groups)} rows can never be read ({why}): "
-        f"{_named(s, loader, lease, lost)}. {error}. If no backup has it, let the trainer go on "
-        "without these rows: damaged_rows='drop', or `trinity-buffer train --drop-damaged-rows`"
+        f"{step} was leased and {len(lost)} of its {len(lease.groups)} rows can never be read "
+        f"({why}): {_named(s, loader, lease, lost)}. {error}. If no backup has it, let the trainer "
+        "go on without these rows: damaged_rows='drop', or `trinity-buffer train "
+        "--drop-damaged-rows`"
     )
 
 
@@ -395,165 +469,97 @@ def plan_again(
     return [places[row] for row in order], plans
 
 
-class Repartitioner:
-    """Repartitions the uncommitted steps of a trainer over its current ranks.
+async def repartition(
+    experiment: ExperimentHandle,
+    holder: TrainerLease,
+    loader: RowLoader,
+    options: StreamOptions,
+    dropped: Dropped,
+    steps: Sequence[StepRow],
+) -> list[StepRow]:
+    """Return uncommitted ``steps``, repartitioned over the ranks; record each new partition.
 
     Args:
         experiment: the trainer's own experiment.
-        lease: lease of the trainer.
+        holder: lease of the trainer.
         loader: loads its rows.
         options: options of the stream.
         dropped: the rows to drop.
+
+    Raises:
+        LeaseLostError: another process took over.
+        ArchivedSegmentError, CodecError, DamagedSegmentError: as `sound_rows`.
     """
+    if not steps:
+        return []
 
-    def __init__(
-        self,
-        experiment: ExperimentHandle,
-        lease: TrainerLease,
-        loader: RowLoader,
-        options: StreamOptions,
-        dropped: Dropped,
-    ) -> None:
-        self._experiment = experiment
-        self._lease = lease
-        self._loader = loader
-        self._options = options
-        self._drops = options.damaged_rows == "drop"
-        self._dropped = dropped
-        self._pairs = experiment.config.get("schema") == "dpo"
-
-    async def repartition(self, steps: Sequence[StepRow]) -> list[StepRow]:
-        """Return ``steps``, repartitioned over the current ranks; record each new partition.
-
-        Raises:
-            LeaseLostError: another process took over.
-            ArchivedSegmentError, CodecError, DamagedSegmentError: as `load_leased`.
-        """
-        if not steps:
-            return []
-        database, name = self._experiment.database, self._lease.consumer
-        await database.session(partial(self._repartition_steps, steps=steps))
-        after = steps[0].step - 1
-        return await database.read(trainer_queries.steps, self._experiment.key, name, after=after)
-
-    def _repartition_steps(self, s: Session, steps: Sequence[StepRow]) -> None:
+    def repartition_all(s: Session) -> None:
         for row in steps:
-            self._repartition_step(s, row)
+            _repartition_step(s, experiment, holder, loader, options, dropped, row)
 
-    def _repartition_step(self, s: Session, row: StepRow) -> None:
-        """Record a new partition of a step, if it has changed."""
-        leased, world_size = leased_step(s, self._experiment, row), self._options.world_size
-        unwanted = self._unwanted(s, leased)
-        changes_ranks = len(rows_by_rank(leased.manifest)) != world_size
-        if not (unwanted or self._drops or changes_ranks):
-            return
-        places, rows, lost = self._readable(s, leased, unwanted)
-        if not (lost or changes_ranks):
-            return
-        first = leased.first
-        order, plans = s.compute(plan_again, world_size, first, rows, places)
-        manifest = repartitioned(first, order, plans)
-        sources = ["", *first.sources]
-        lost_from = [sources[first.source[place]] if first.source else "" for place in sorted(lost)]
-        dealt = StepDealt(
-            consumer=self._lease.consumer,
-            token=self._lease.token,
-            step=first.step,
-            leased_at=leased.position,
-            world_size=world_size,
-            order=order,
-            microbatches=manifest.microbatches,
-            digest=manifest.digest,
-            dropped=[first.annotations[place] for place in sorted(lost)],
-            dropped_from=lost_from if any(lost_from) else [],
-            num_groups=manifest.num_groups if lost else None,
-        )
-        s.write(self._record, dealt, self._rejections(s, first, lost))
-        if lost:
-            why, which = sorted(set(lost.values())), _named(s, self._loader, first, lost)
-            details = counted(len(lost), "row"), first.step, ", ".join(why), one_line(which)
-            _logger.warning(
-                "trainer %r drops %s of step %d (%s): %s", self._lease.consumer, *details
-            )
+    database, after = experiment.database, steps[0].step - 1
+    await database.session(repartition_all)
+    return await database.read(trainer_queries.steps, experiment.key, holder.consumer, after=after)
 
-    def _unwanted(self, s: ReadSession, leased: LeasedStep) -> dict[int, str]:
-        """Return the rows of a step that this stream drops: place in its first manifest -> why."""
-        lease, limit = leased.manifest, self._options.max_tokens
-        names, unwanted = ("", *lease.sources), dict[int, str]()
-        source = lease.source or [0] * len(lease.groups)
-        if limit is not None:
-            # As `StepSampler` does; the halves of an expert's pairs were never measured.
-            lengths = [] if self._pairs else self._loader.lengths(s, lease)
-            if self._pairs:
-                with suppress(*UNREADABLE):  # reported when the step is served
-                    rows = self._loader.load(s, lease)
-                    pairs = zip(source, rows.pair_lengths(longest=True), strict=True)
-                    lengths = [0 if of else length for of, length in pairs]
-            long = (place for place, length in enumerate(lengths) if length > limit)
-            unwanted |= dict.fromkeys(long, OVERSIZE)
-        for place, (of, address) in enumerate(zip(source, lease.experiences, strict=True)):
-            if address in self._dropped.get(names[of], ()):
-                unwanted[place] = DROPPED
-        return {leased.order[place]: why for place, why in unwanted.items()}
 
-    def _readable(
-        self, s: ReadSession, leased: LeasedStep, unwanted: Mapping[int, str]
-    ) -> tuple[list[int], LoadedRows, dict[int, str]]:
-        """Return the readable rows of a step and the rows that it loses.
+def _repartition_step(
+    s: Session,
+    experiment: ExperimentHandle,
+    holder: TrainerLease,
+    loader: RowLoader,
+    options: StreamOptions,
+    dropped: Dropped,
+    row: StepRow,
+) -> None:
+    """Record a new partition of a step, if it has changed."""
+    leased, limit = leased_step(s, experiment, row), options.max_tokens
+    first, drops, world_size = leased.first, options.damaged_rows == "drop", options.world_size
+    lengths: Sequence[int] = ()
+    if limit is not None and experiment.config.get("schema") != "dpo":
+        lengths = loader.lengths(s, leased.manifest)
+    elif limit is not None:
+        with suppress(*UNREADABLE):  # reported when the step is served
+            rows = loader.load(s, leased.manifest)
+            # As `StepSampler` does: the halves of an expert's pairs were never measured.
+            lengths = np.where(rows.expert, 0, rows.pair_lengths(longest=True)).tolist()
+    leaving = {
+        leased.order[place]: why
+        for place, why in unwanted(leased.manifest, lengths, dropped, limit).items()
+    }
+    changes_ranks = len(rows_by_rank(leased.manifest)) != world_size
+    if not (leaving or drops or changes_ranks):
+        return
 
-        Rows are given by their places in its first manifest: those that stay, in order; their
-        columns; and place -> why of the lost ones, including ``unwanted``.
-        """
-        places, lost = sorted(leased.order), {**unwanted}
-        while True:
-            places = [place for place in places if place not in lost]
-            lease = repartitioned(leased.first, places, leased.first.microbatches)
-            try:
-                rows, gone = self._loader.load(s, lease), dict[int, str]()
-                # A run may have lost the row that carried its reward.
-                if lost and "reward" in self._options.needs:
-                    gone = dict.fromkeys(lacking_of("reward", lease, rows), invalid("reward"))
-                if not gone:
-                    return places, rows, lost
-            except UNREADABLE as error:
-                gone = self._loader.unreadable(s, lease)
-                if not (self._drops and gone):
-                    raise _refusal(s, self._loader, lease, gone, error) from error
-            lost |= {places[place]: why for place, why in gone.items()}
+    def without_reward(part: BatchLeased, rows: LoadedRows) -> dict[int, str]:
+        # A run may have lost the row that carried its reward.
+        if len(part.groups) == len(leased.order) or "reward" not in options.needs:
+            return {}
+        return dict.fromkeys(lacking_of("reward", part, rows), invalid("reward"))
 
-    def _rejections(
-        self, s: ReadSession, first: BatchLeased, lost: Mapping[int, str]
-    ) -> list[tuple[int, NewEvent]]:
-        """Return (experiment, event) of the rejections of lost rows, others' experiments first.
-
-        Locks are always taken in that order.
-        """
-        trainer, rejections = self._lease.consumer, []
-        source = first.source or [0] * len(first.groups)
-        for number in sorted({source[place] for place in lost}, reverse=True):
-            places = [place for place in sorted(lost) if source[place] == number]
-            key, consumer = self._experiment.key, trainer
-            if number:
-                key = self._loader.cache_of(s, first.sources[number - 1]).experiment
-                consumer = trainer_queries.guest_name(self._experiment.name, trainer)
-            rejected = ExperiencesRejected(
-                consumer=consumer,
-                by="trainer",
-                experiences=[first.annotations[place] for place in places],
-                reasons=[lost[place] for place in places],
-                planned_groups=0,  # they were counted when the step was leased
-            )
-            rejections.append((key, new_event(rejected)))
-        return rejections
-
-    def _record(
-        self, tx: Transaction, dealt: StepDealt, rejected: Sequence[tuple[int, NewEvent]]
-    ) -> None:
-        """Append the partition and the rejections, those of another experiment to its log."""
-        mine = []
-        for key, event in rejected:
-            if key == self._experiment.key:
-                mine.append(event)
-            else:
-                self._lease.append(tx, [event], experiment=key)
-        self._lease.append(tx, [*mine, new_event(dealt)])
+    places, rows, lost = sound_rows(
+        s, loader, first, sorted(leased.order), leaving, without_reward, drops=drops
+    )
+    if not (lost or changes_ranks):
+        return
+    order, plans = s.compute(plan_again, world_size, first, rows, places)
+    manifest, sources = repartitioned(first, order, plans), ["", *first.sources]
+    lost_from = [sources[first.source[place]] if first.source else "" for place in sorted(lost)]
+    dealt = StepDealt(
+        consumer=holder.consumer,
+        token=holder.token,
+        step=first.step,
+        leased_at=leased.position,
+        world_size=world_size,
+        order=order,
+        microbatches=manifest.microbatches,
+        digest=manifest.digest,
+        dropped=[first.annotations[place] for place in sorted(lost)],
+        dropped_from=lost_from if any(lost_from) else [],
+        num_groups=manifest.num_groups if lost else None,
+    )
+    # Planned groups were counted when the step was leased.
+    reject(s, holder, loader, first, lost, also=[new_event(dealt)])
+    if lost:
+        why, which = sorted(set(lost.values())), _named(s, loader, first, lost)
+        details = counted(len(lost), "row"), first.step, ", ".join(why), one_line(which)
+        _logger.warning("trainer %r drops %s of step %d (%s): %s", holder.consumer, *details)

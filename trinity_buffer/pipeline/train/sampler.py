@@ -6,35 +6,30 @@ Rows that cannot be trained are rejected with a reason, and the step takes the n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from trinity_buffer.codec.segments import ANNOTATED
-from trinity_buffer.errors import (
-    ArchivedSegmentError,
-    CodecError,
-    DamagedSegmentError,
-    InvalidArgumentError,
-    TrainingError,
-)
-from trinity_buffer.events import BatchLeased, ExperiencesAnnotated, ExperiencesRejected
+from trinity_buffer.errors import InvalidArgumentError, TrainingError
+from trinity_buffer.events import BatchLeased, ExperiencesAnnotated
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch
-from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
+from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.events import EventCache, Facts, contiguous_ranges
 from trinity_buffer.pipeline.manifest import plan_microbatches, repartitioned
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import StreamOptions
-from trinity_buffer.pipeline.train.resume import Dropped
-from trinity_buffer.store import trainer_queries, writer_queries
+from trinity_buffer.pipeline.train.resume import Dropped, reject, sound_rows, unwanted
+from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.rows import first_address, position_of
 from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
@@ -59,22 +54,6 @@ class ReadyGroup(NamedTuple):
     experiences: Sequence[int]
     lengths: Sequence[int]
     policy_versions: Sequence[int | None]
-
-    @property
-    def source(self) -> int:
-        """Number of the experiment that it belongs to."""
-        return self.key[0]
-
-    def only(self, stays: Sequence[bool]) -> ReadyGroup:
-        """Return the group with only the rows whose entry in ``stays`` is true."""
-        return ReadyGroup(
-            self.key,
-            self.planned,
-            list(compress(self.annotations, stays)),
-            list(compress(self.experiences, stays)),
-            list(compress(self.lengths, stays)),
-            list(compress(self.policy_versions, stays)),
-        )
 
 
 class ReadyGroups:
@@ -175,9 +154,9 @@ class ReadyGroups:
                 )
                 # Only the first page after a restart can begin in the middle of an event.
                 if first + begin < self._start or spent:
-                    group = group.only(
-                        [at >= self._start and at not in spent for at in group.annotations]
-                    )
+                    stay = [at >= self._start and at not in spent for at in group.annotations]
+                    columns: list[Any] = [list(compress(column, stay)) for column in group[2:]]
+                    group = ReadyGroup(group.key, group.planned, *columns)
                 if group.annotations:
                     self._groups.append(group)
         # A short page is the last one, which saves a query that would return nothing.
@@ -237,7 +216,7 @@ class StepSampler:
         self._set = options.annotation_set
         self._sampling = options.sampling()
         self._num_ready: list[int] = []
-        self._dropped: list[Collection[int]] = []
+        self._dropped: Dropped = {}
         self._experiment = experiment.key
         reader = Reader(experiment.key, options.consumer, "", options.consumer)
         self._ready = [ReadyGroups(self._set, reader, loader.events, 0)]
@@ -249,9 +228,9 @@ class StepSampler:
             rows = EventCache(expert.key, expert.name)
             self._ready.append(ReadyGroups(RECORDED, reader, rows, 1))
 
-    def start(self, tx: Transaction, dropped: Dropped | None = None) -> None:
+    def start(self, tx: Transaction, dropped: Dropped) -> None:
         """Continue after everything that was leased before; reject the dropped rows."""
-        self._dropped = [(dropped or {}).get(ready.reader.source, ()) for ready in self._ready]
+        self._dropped = dropped
         for ready in self._ready:
             ready.start(tx)
 
@@ -313,9 +292,26 @@ class StepSampler:
             TrainingError: no row of too many consecutive steps could be trained.
         """
         while (groups := self._groups(s, step, partial_ok=partial_ok)) is not None:
-            rows = self._trainable(s, step, groups)
-            if rows is not None:
-                return rows
+            lease = self._unplanned(step, groups)
+            lengths = list(chain.from_iterable(group.lengths for group in groups))
+            # Rejected rows are not replaced: the step gets smaller, or is selected anew if none is
+            # left.
+            places, rows, lost = sound_rows(
+                s,
+                self._loader,
+                lease,
+                lost=unwanted(lease, lengths, self._dropped, self._options.max_tokens),
+                unfit=partial(self._unfit, s),
+                drops=True,
+            )
+            if lost:
+                self._reject(s, lease, groups, lost)
+            if places:
+                self._watch.accepted()
+                return self._planned(lease, groups, places, rows)
+            reasons = set(lost.values()) - {DROPPED}
+            if reasons:
+                self._watch.rejected(len(groups), reasons, partial(self._first_uid, s, lease))
         return None
 
     def _groups(self, s: Session, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
@@ -331,8 +327,9 @@ class StepSampler:
             stale = self._ready[0].pop_unwanted(partial(_is_stale, plan.min_policy_version))
             if not stale:
                 break
-            self._reject(s, stale, "stale", [])
-            self._report_rejected(s, stale, "stale")
+            lease = self._unplanned(step, stale)
+            self._reject(s, lease, stale, dict.fromkeys(range(len(lease.groups)), "stale"))
+            self._watch.rejected(len(stale), {"stale"}, partial(self._first_uid, s, lease))
             here[0] = self._ready[0].fill(s, wanted[0])
         self._num_ready = here
         whole = all(count >= number for count, number in zip(here, wanted, strict=True))
@@ -342,69 +339,12 @@ class StepSampler:
         if not whole and not (partial_ok and min(here[driving], wanted[driving])):
             return None
         popped = (ready.pop(number) for ready, number in zip(self._ready, wanted, strict=True))
-        taken = list(chain.from_iterable(popped))
-        # Rejected rows are not replaced here: the step gets smaller, and `take` retries if none is
-        # left.
-        if any(self._dropped):
-            taken = self._without(
-                s,
-                taken,
-                lambda group: [at in self._dropped[group.source] for at in group.experiences],
-                DROPPED,
-            )
-        limit = self._options.max_tokens
-        if limit is None or all(max(group.lengths) <= limit for group in taken):
-            return taken
-        left = self._without(
-            s, taken, lambda group: [size > limit for size in group.lengths], OVERSIZE
-        )
-        if not left:
-            self._report_rejected(s, taken, OVERSIZE)
-        return left
+        return list(chain.from_iterable(popped))
 
-    def _report_rejected(self, s: Session, gone: Sequence[ReadyGroup], reason: str) -> None:
-        """Report fully rejected groups to the rejection watch."""
-        key = self._ready[gone[0].source].experiment
+    def _first_uid(self, s: ReadSession, lease: BatchLeased) -> str:
+        return self._loader.uids(s, lease, [0])[0]
 
-        def uid() -> str:
-            (row,) = s.read(writer_queries.experience_rows, key, [gone[0].experiences[0]])
-            return row.eid.uid
-
-        self._watch.rejected(len(gone), {reason}, uid)
-
-    def _trainable(
-        self, s: Session, step: int, taken: list[ReadyGroup]
-    ) -> tuple[BatchLeased, LoadedRows] | None:
-        """Return the manifest of ``taken`` and its columns, None if no row can be trained."""
-        groups, first, reasons = len(taken), None, set[str]()
-        # Each round rejects at least one row, so the loop ends.
-        while taken:
-            lease = self._unplanned(step, taken)
-            first = first or lease
-            try:
-                rows = self._loader.load(s, lease)
-                unfit = self._unfit(s, lease, rows)
-                if not unfit:
-                    self._watch.accepted()
-                    return self._planned(lease, rows)
-            except (ArchivedSegmentError, CodecError, DamagedSegmentError):
-                # An archive that is only unavailable at the moment must not lead to rejections:
-                # then it raises.
-                unfit = self._loader.unreadable(s, lease)
-                if not unfit:
-                    raise
-            reasons.update(unfit.values())
-            numbers = lease.source or [0] * len(lease.groups)
-            why = {(numbers[at], lease.annotations[at]): reason for at, reason in unfit.items()}
-            for reason in sorted(set(unfit.values())):
-                rejected = {row for row, reason_of_row in why.items() if reason_of_row == reason}
-                taken = self._without(s, taken, partial(_among, rejected), reason)
-        if first is not None:
-            named = first
-            self._watch.rejected(groups, reasons, lambda: self._loader.uids(s, named, [0])[0])
-        return None
-
-    def _unfit(self, s: Session, lease: BatchLeased, rows: LoadedRows) -> dict[int, str]:
+    def _unfit(self, s: ReadSession, lease: BatchLeased, rows: LoadedRows) -> dict[int, str]:
         """Return place -> reason, of rows that lack a column or have a misfit, and long pairs."""
         needs, limit = self._options.needs, self._options.max_tokens
         places = {name: lacking_of(name, lease, rows) for name in needs}
@@ -430,49 +370,17 @@ class StepSampler:
             unfit |= dict.fromkeys(np.flatnonzero(long).tolist(), OVERSIZE)
         return unfit
 
-    def _without(
-        self,
-        s: Session,
-        taken: Sequence[ReadyGroup],
-        unfit: Callable[[ReadyGroup], Sequence[bool]],
-        reason: str,
-    ) -> list[ReadyGroup]:
-        """Reject the ``unfit`` rows of groups; return the others, without empty groups."""
-        left, gone = [], []
-        for group in taken:
-            which = unfit(group)
-            left.append(group.only([not leaves for leaves in which]))
-            gone.append(group.only(which))
-        left = [group for group in left if group.annotations]
-        self._reject(s, [group for group in gone if group.annotations], reason, left)
-        return left
-
     def _reject(
-        self, s: Session, gone: Sequence[ReadyGroup], reason: str, left: Iterable[ReadyGroup]
+        self, s: Session, lease: BatchLeased, groups: Sequence[ReadyGroup], why: Mapping[int, str]
     ) -> None:
-        """Record the rejection of the rows of ``gone``.
+        """Record the rejection of rows of a step: place -> why.
 
         It commits at once, before the step is leased: after a crash in between, these rows stay
         rejected, and the step is selected anew from all others.
-
-        Args:
-            left: the parts of the same groups that are still trained.
         """
-        trained = {group.key for group in left}
-        for source, ready in enumerate(self._ready):
-            groups = [group for group in gone if group.source == source]
-            rows = list(chain.from_iterable(group.annotations for group in groups))
-            if not rows:
-                continue
-            whole = [group for group in groups if group.planned and group.key not in trained]
-            rejected = ExperiencesRejected(
-                consumer=ready.reader.rejecting,
-                by="trainer",
-                experiences=rows,
-                reasons=[reason] * len(rows),
-                planned_groups=len(whole) if source == 0 else 0,
-            )
-            s.write(self._lease.append, [new_event(rejected)], experiment=ready.experiment)
+        left = {number for place, number in enumerate(lease.groups) if place not in why}
+        planned = _num_planned(groups[number] for number in {*range(len(groups))} - left)
+        reject(s, self._lease, self._loader, lease, why, planned_groups=planned)
 
     def _unplanned(self, step: int, taken: Sequence[ReadyGroup]) -> BatchLeased:
         """Return the manifest of a step of the groups ``taken``, still without micro-batches."""
@@ -481,7 +389,7 @@ class StepSampler:
         groups = [number for number, group in enumerate(taken) for _ in group.annotations]
         return BatchLeased(
             sources=[options.expert_experiment] if options.expert_experiment is not None else [],
-            source=[taken[number].source for number in groups] if mixes else [],
+            source=[taken[number].key[0] for number in groups] if mixes else [],
             consumer=options.consumer,
             token=self._lease.token,
             step=step,
@@ -490,7 +398,7 @@ class StepSampler:
             experiences=list(chain.from_iterable(group.experiences for group in taken)),
             groups=groups,
             num_groups=len(taken),
-            planned_groups=sum(group.planned and group.source == 0 for group in taken),
+            planned_groups=_num_planned(taken),
             layout=options.layout,
             microbatches=[],
             normalizer=None if options.max_tokens is None else float(options.max_tokens),
@@ -498,8 +406,19 @@ class StepSampler:
             by_run=True,
         )
 
-    def _planned(self, lease: BatchLeased, rows: LoadedRows) -> tuple[BatchLeased, LoadedRows]:
-        """Return a manifest with its micro-batches, and its rows in their order."""
+    def _planned(
+        self,
+        lease: BatchLeased,
+        groups: Sequence[ReadyGroup],
+        places: Sequence[int],
+        rows: LoadedRows,
+    ) -> tuple[BatchLeased, LoadedRows]:
+        """Return a manifest of the rows at ``places`` with its micro-batches, and these rows."""
+        if len(places) < len(lease.groups):  # number the groups without those that are gone
+            lease = repartitioned(lease, places, [])
+            numbers, of_rows = np.unique(lease.groups, return_inverse=True)
+            planned = _num_planned(groups[number] for number in numbers)
+            lease = replace(lease, groups=of_rows.tolist(), planned_groups=planned)
         options, lengths = self._options, rows.facts.lengths
         if self._pairs:  # events know only their prompts
             lengths = rows.pair_lengths(longest=options.layout == "padded")
@@ -511,14 +430,14 @@ class StepSampler:
             world_size=options.world_size,
             pairs=self._pairs,
         )
-        in_order = order == list(range(len(order)))
-        return repartitioned(lease, order, microbatches), rows if in_order else rows.reordered(
-            order
-        )
+        if order != list(range(len(order))):
+            rows = rows.reordered(order)
+        return repartitioned(lease, order, microbatches), rows
 
 
-def _among(rows: Collection[tuple[int, int]], group: ReadyGroup) -> list[bool]:
-    return [(group.source, at) in rows for at in group.annotations]
+def _num_planned(groups: Iterable[ReadyGroup]) -> int:
+    """Return how many of ``groups`` the trainer's own experiment planned."""
+    return sum(group.planned and group.key[0] == 0 for group in groups)
 
 
 def _is_stale(min_version: int, group: ReadyGroup) -> bool:

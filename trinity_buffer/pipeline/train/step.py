@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, rows_by_rank
 from trinity_buffer.pipeline.train.collate import collate_step, mean_reward
 from trinity_buffer.pipeline.train.microbatch import MicroBatch, Mover, StepMemory
 from trinity_buffer.pipeline.train.options import StreamOptions
-from trinity_buffer.pipeline.train.resume import leased_step, load_leased
+from trinity_buffer.pipeline.train.resume import leased_step, sound_rows
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession
 
@@ -258,12 +258,12 @@ class StepMaker:
         """Return a step that was leased before, by the log.
 
         Raises:
-            ArchivedSegmentError, CodecError, DamagedSegmentError: as `load_leased`.
+            ArchivedSegmentError, CodecError, DamagedSegmentError: as `sound_rows`.
         """
 
         def load(s: ReadSession) -> TrainStep:
             leased = leased_step(s, self._experiment, row)
-            rows = load_leased(s, self._loader, leased.manifest)
+            _, rows, _ = sound_rows(s, self._loader, leased.manifest, drops=False)
             step = s.compute(self.make, leased.manifest, rows)
             return self.chained(replace(step, recorded=True), leased.head)
 

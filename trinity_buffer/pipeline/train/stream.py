@@ -55,13 +55,12 @@ from trinity_buffer.pipeline.train.commit import (
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.pipeline.train.ranks import RankSession, require_one_process
 from trinity_buffer.pipeline.train.resume import (
-    Repartitioner,
     has_set,
     last_commit,
     register,
+    repartition,
     require_checkpoint_of,
     rows_to_drop,
-    steps_at_start,
     wait_for_set,
 )
 from trinity_buffer.pipeline.train.sampler import StepSampler
@@ -150,11 +149,13 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     async def find_last_commit(self, committed: int) -> list[StepRow]:
         """Continue after the steps up to ``committed``; return the steps leased since."""
         name, self._committed = self.options.consumer, committed
-        done, leased = await steps_at_start(self.experiment, name, committed)
+        # From the last step on whose commit recorded the link of the manifest chain.
+        steps = await self._database.read(trainer_queries.steps_at_start, self.experiment.key, name)
+        done = [row for row in steps if row.step <= committed]
         chain = self._maker.go_on_after(done)
         if done:
             self.resume = await last_commit(self.experiment, name, done[-1], chain)
-        return leased
+        return steps[len(done) :]
 
     @asynccontextmanager
     async def _at_work(
@@ -291,8 +292,9 @@ class LeadingStream(TrainStream):
                 self.resume.step,
             )
         dropped = await rows_to_drop(self.experiment, self._expert, options)
-        repartitioner = Repartitioner(self.experiment, self.lease, self._loader, options, dropped)
-        leased = await repartitioner.repartition(leased)
+        leased = await repartition(
+            self.experiment, self.lease, self._loader, options, dropped, leased
+        )
         await self._database.read(self._sampler.start, dropped)
         await self._ranks.assemble(self.lease, row.committed_step)
         self._leased = leased
