@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.group_scores import (
     Over,
     Rewards,
@@ -21,8 +20,8 @@ from trinity_buffer.algorithm.group_scores import (
     as_rewards,
     likelihood_ranks,
     numbered,
-    over_runs,
     run_means,
+    scored_rows,
     scorer_of,
 )
 from trinity_buffer.errors import InvalidExperienceError
@@ -129,16 +128,17 @@ def num_runs(exps: Sequence[Experience], over: Over) -> int:
 def rank_penalized(
     exps: Sequence[Experience], rewards: Rewards, penalty: float, over: Over
 ) -> Rewards:
-    """Return the rewards of a group's rows, each lowered by the rank of its run's likelihood.
+    """Return ``r (1 - penalty x rank)``: likely answers earn less (arXiv:2506.02355, section 4).
 
-    That is the mean over the rows of the run.
+    The factor also shrinks negative rewards, so that for these likelihood is a bonus. The
+    likelihood of a run is the mean over its rows.
     """
     likelihoods = as_rewards([likelihood_of(e) for e in exps])
     runs = runs_of(exps, over)
     if runs is None:
-        return group_scores.rank_penalized(rewards, likelihoods.tolist(), penalty)
+        return rewards * (1.0 - likelihood_ranks(likelihoods) * penalty)
     # Ranked by run: the rows of one run must not compete with each other.
-    ranks = likelihood_ranks(run_means(likelihoods, runs).tolist())
+    ranks = likelihood_ranks(run_means(likelihoods, runs))
     return rewards * (1.0 - ranks[runs] * penalty)
 
 
@@ -153,10 +153,10 @@ def share_rewards(exps: Sequence[Experience], over: Over) -> None:
             experience.reward = last[experience.eid.rid]
 
 
-def scored_group(
+def annotate_group(
     exps: Sequence[Experience], rewards: Rewards, score: Callable[..., ScoredGroups], over: Over
-) -> ScoredGroups:
-    """Return what ``score`` makes of one group, each row with its own value.
+) -> tuple[list[Experience], dict[str, float]]:
+    """Annotate one group with what ``score`` makes of it; return who is kept, and its metrics.
 
     Args:
         exps: the group.
@@ -164,21 +164,12 @@ def scored_group(
         score: a ``score_groups``.
         over: what counts once.
     """
-    runs = runs_of(exps, over)
-    of_rows = over_runs(score, over)
-    return of_rows(rewards[np.newaxis], None if runs is None else runs[np.newaxis])
-
-
-def annotate_group(
-    exps: Sequence[Experience], rewards: Rewards, score: Callable[..., ScoredGroups], over: Over
-) -> tuple[list[Experience], dict[str, float]]:
-    """Annotate one group with its `scored_group`; return who is kept, and the group's metrics."""
-    scored = scored_group(exps, rewards, score, over)
+    scored = scored_rows(score, over, rewards, np.array([len(exps)]), runs_of(exps, over))
     if scored.scores is not None:
-        for experience, value in zip(exps, scored.scores[0].tolist(), strict=True):
+        for experience, value in zip(exps, scored.scores.tolist(), strict=True):
             annotate(experience, value)
-    which = [True] * len(exps) if scored.kept is None else scored.kept[0].tolist()
-    members = [experience for experience, stays in zip(exps, which, strict=True) if stays]
+    stays, _ = scored.verdicts(len(exps))
+    members = [experience for experience, stay in zip(exps, stays.tolist(), strict=True) if stay]
     return members, {name: float(values[0]) for name, values in scored.metrics.items()}
 
 

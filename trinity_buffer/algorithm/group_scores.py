@@ -18,7 +18,7 @@ so by writing ``score_groups``; the consumer then hands it whole pages of groups
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -79,15 +79,6 @@ def numbered(names: Sequence[object]) -> Runs | None:
     return None if len(numbers) == len(of_rows) else np.array(of_rows, np.int64)
 
 
-def _numbered_groups(runs: Runs) -> Runs | None:
-    """Return the `numbered` runs of each group ``[k, G]``; None: all of each group differ."""
-    numbers = [numbered(of_group) for of_group in runs.tolist()]
-    if all(of_group is None for of_group in numbers):
-        return None
-    own = np.arange(runs.shape[1])
-    return np.array([own if of_group is None else of_group for of_group in numbers])
-
-
 def first_rows(runs: Runs) -> Runs:
     """Return the first row of each run."""
     first = np.zeros(int(runs.max()) + 1, np.int64)
@@ -116,45 +107,24 @@ def variance(
     *,
     ddof: int = 0,
     std_floor: float = RELATIVE_FLOOR,
-) -> float:
-    """Return the variance with divisor ``n - ddof``.
+) -> Rewards:
+    """Return the variance of each group of ``rewards`` ``(..., G)``, with divisor ``n - ddof``.
 
     It is 0 if its root is at most ``std_floor`` times the largest absolute reward.
     A group that is no larger than ``ddof`` has variance 0.
     """
-    return float(variances(as_rewards(rewards), weights, ddof=ddof, std_floor=std_floor))
-
-
-def variances(
-    rewards: Rewards,
-    weights: Rewards | None = None,
-    *,
-    ddof: int = 0,
-    std_floor: float = RELATIVE_FLOOR,
-) -> Rewards:
-    """Return the `variance` of each group of ``rewards`` ``(..., G)``, shape ``(...)``."""
-    size = size_of(rewards, weights)
+    values = as_rewards(rewards)
+    size = size_of(values, weights)
     if size <= max(ddof, 0):
-        return np.zeros(rewards.shape[:-1])
+        return np.zeros(values.shape[:-1])
     if weights is None:
-        spread = np.var(rewards, axis=-1, ddof=ddof)
+        spread = np.var(values, axis=-1, ddof=ddof)
     else:
-        centred = rewards - means(rewards, weights)[..., np.newaxis]
+        centred = values - means(values, weights)[..., np.newaxis]
         spread = (weights * centred * centred).sum(axis=-1) / (size - ddof)
     # Relative to the rewards: an absolute floor would be wrong for rewards of 1e-3 and of 1e3.
-    negligible = std_floor * np.abs(rewards).max(axis=-1)
+    negligible = std_floor * np.abs(values).max(axis=-1)
     return np.where(spread <= negligible * negligible, 0.0, spread)
-
-
-def deviation(
-    rewards: Sequence[float] | Rewards,
-    weights: Rewards | None = None,
-    *,
-    ddof: int = 1,
-    std_floor: float = RELATIVE_FLOOR,
-) -> float:
-    """Return the root of `variance`: of the sample (``ddof=1``) or the population (``ddof=0``)."""
-    return float(np.sqrt(variance(rewards, weights, ddof=ddof, std_floor=std_floor)))
 
 
 def scaled(centred: Rewards, std: float | Rewards, epsilon: float) -> Rewards:
@@ -179,71 +149,16 @@ def moments(
     *,
     ddof: int = 1,
     std_floor: float = RELATIVE_FLOOR,
-) -> tuple[float, float]:
-    """Return the mean and deviation for GRPO: 0 and 1 for a group of one, as the reference does."""
-    mean, std = group_moments(as_rewards(rewards), weights, ddof=ddof, std_floor=std_floor)
-    return float(mean), float(std)
-
-
-def group_moments(
-    rewards: Rewards,
-    weights: Rewards | None = None,
-    *,
-    ddof: int = 1,
-    std_floor: float = RELATIVE_FLOOR,
 ) -> tuple[Rewards, Rewards]:
-    """Return the `moments` of each group of ``rewards`` ``(..., G)``, two of shape ``(...)``."""
-    if size_of(rewards, weights) == 1:
-        return np.zeros(rewards.shape[:-1]), np.ones(rewards.shape[:-1])
-    spread = variances(rewards, weights, ddof=ddof, std_floor=std_floor)
-    return means(rewards, weights), np.sqrt(spread)
+    """Return mean and deviation of each group of ``rewards`` ``(..., G)``, two of shape ``(...)``.
 
-
-def normalized_scores(
-    rewards: Sequence[float] | Rewards,
-    weights: Rewards | None = None,
-    *,
-    epsilon: float,
-    ddof: int = 1,
-    std_floor: float = RELATIVE_FLOOR,
-    single_member: SingleMember = "raw",
-) -> Rewards:
-    """Return ``(r - mean) / (std + epsilon)``, shape ``(G,)`` (arXiv:2402.03300, section 4.1.2).
-
-    Args:
-        rewards: rewards of one group, shape ``(G,)``.
-        weights: of its rows, where runs have several with rewards of their own.
-        epsilon: added to the deviation.
-        ddof: 1 divides by ``n - 1`` (the reference), 0 by ``n``.
-        std_floor: relative size below which the deviation is 0, and so are the scores.
-        single_member: a group of one has nothing to be compared with: ``"raw"`` scores its reward
-            (mean 0, std 1, as the reference does), ``"zero"`` scores nothing.
+    They are 0 and 1 for groups of one, as in the reference.
     """
     values = as_rewards(rewards)
-    mean, std = moments(values, weights, ddof=ddof, std_floor=std_floor)
-    size = size_of(values, weights)
-    return scores_around(values, mean, std, epsilon, single_member, size=size)
-
-
-def scores_around(
-    values: Rewards,
-    mean: float | Rewards,
-    std: float | Rewards,
-    epsilon: float,
-    single_member: SingleMember = "raw",
-    *,
-    size: int | None = None,
-) -> Rewards:
-    """Return `normalized_scores` where mean and deviation are known.
-
-    Args:
-        values: rewards of the rows.
-        mean, std, epsilon, single_member: as there.
-        size: how many runs these rows are; None: each is one.
-    """
-    if (values.shape[-1] if size is None else size) == 1 and single_member == "zero":
-        return np.zeros_like(values)
-    return scaled(values - mean, std, epsilon)
+    if size_of(values, weights) == 1:
+        return np.zeros(values.shape[:-1]), np.ones(values.shape[:-1])
+    spread = variance(values, weights, ddof=ddof, std_floor=std_floor)
+    return means(values, weights), np.sqrt(spread)
 
 
 def baseline(
@@ -251,29 +166,24 @@ def baseline(
     kind: str = "mean",
     tau: float = 1.0,
     weights: Rewards | None = None,
-) -> float:
-    """Return what OPMD compares a group with: its mean, or ``tau log(mean(exp(r / tau)))``.
+) -> Rewards:
+    """Return what OPMD compares each group of ``rewards`` ``(..., G)`` with, shape ``(...)``.
 
-    See arXiv:2501.12599. 0 for a group of one, as the reference does.
+    That is the mean, or ``tau log(mean(exp(r / tau)))`` (arXiv:2501.12599). 0 for a group of one,
+    as the reference does.
 
     Raises:
         InvalidArgumentError: another ``kind``.
     """
-    return float(baselines(as_rewards(rewards), kind, tau, weights))
-
-
-def baselines(
-    rewards: Rewards, kind: str = "mean", tau: float = 1.0, weights: Rewards | None = None
-) -> Rewards:
-    """Return the `baseline` of each group of ``rewards`` ``(..., G)``, shape ``(...)``."""
-    size = size_of(rewards, weights)
+    values = as_rewards(rewards)
+    size = size_of(values, weights)
     if size == 1:
-        return np.zeros(rewards.shape[:-1])
+        return np.zeros(values.shape[:-1])
     check_baseline(kind, tau)
     if kind == "mean":
-        return means(rewards, weights)
+        return means(values, weights)
     # Weights enter as logarithms: they are added inside the sum of exponentials.
-    exponents = rewards / tau if weights is None else rewards / tau + np.log(weights)
+    exponents = values / tau if weights is None else values / tau + np.log(weights)
     # logaddexp is stable where exp(r / tau) would overflow.
     return np.asarray(tau * (np.logaddexp.reduce(exponents, axis=-1) - np.log(size)))
 
@@ -329,6 +239,30 @@ class DeviationOptions:
         self.std_floor = std_floor
         self.single_member: SingleMember = single_member
 
+    def moments(
+        self, rewards: Sequence[float] | Rewards, weights: Rewards | None = None
+    ) -> tuple[Rewards, Rewards]:
+        """Return the `moments` of each group of ``rewards`` ``(..., G)`` with these options."""
+        return moments(rewards, weights, ddof=self.ddof, std_floor=self.std_floor)
+
+    def normalized(
+        self, rewards: Rewards, mean: Rewards, std: Rewards, weights: Rewards | None = None
+    ) -> Rewards:
+        """Return ``(r - mean) / (std + epsilon)`` (arXiv:2402.03300, section 4.1.2)."""
+        if size_of(rewards, weights) == 1 and self.single_member == "zero":
+            return np.zeros_like(rewards)
+        return scaled(rewards - mean[..., np.newaxis], std[..., np.newaxis], self.epsilon)
+
+
+class NormalizedScores(DeviationOptions):
+    """GRPO's scores of groups, for a class that may leave some of them out."""
+
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
+        """Return the normalized scores of groups ``[k, G]``."""
+        mean, std = self.moments(rewards, weights)
+        scores = self.normalized(rewards, mean, std, weights)
+        return ScoredGroups(scores=scores, metrics={"reward_mean": mean, "reward_std": std})
+
 
 def check_over(over: str) -> Over:
     """Return ``over``.
@@ -340,23 +274,13 @@ def check_over(over: str) -> Over:
     return "runs" if over == "runs" else "rows"
 
 
-def likelihood_ranks(likelihoods: Sequence[float]) -> Rewards:
+def likelihood_ranks(likelihoods: Sequence[float] | Rewards) -> Rewards:
     """Return each rank / n, the most likely member highest, the earlier of equals lower."""
     # Stable, so that equal likelihoods rank alike on every machine.
-    order = np.argsort(np.asarray(likelihoods, dtype=np.float64), kind="stable")
+    order = np.argsort(as_rewards(likelihoods), kind="stable")
     ranks = np.empty(len(order), dtype=np.float64)
     ranks[order] = np.arange(len(order))
     return ranks / max(len(order), 1)
-
-
-def rank_penalized(
-    rewards: Sequence[float] | Rewards, likelihoods: Sequence[float], penalty: float
-) -> Rewards:
-    """Return ``r (1 - penalty x rank)``: likely answers earn less (arXiv:2506.02355, section 4).
-
-    The factor also shrinks negative rewards, so that for these likelihood is a bonus.
-    """
-    return as_rewards(rewards) * (1.0 - likelihood_ranks(likelihoods) * penalty)
 
 
 _CHANGE_NOTHING = frozenset({"__init__", "reference_args", "_abc_impl"})
@@ -364,7 +288,7 @@ _CHANGE_NOTHING = frozenset({"__init__", "reference_args", "_abc_impl"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroups:
-    """What becomes of ``k`` groups of ``G`` experiences each.
+    """What becomes of ``k`` groups of ``G`` experiences each, or of ``n`` rows of ``k`` groups.
 
     Attributes:
         scores: the advantage of each, ``[k, G]``; None: a filter, which computes none.
@@ -379,12 +303,24 @@ class ScoredGroups:
     reasons: NDArray[np.object_] | None = None
     metrics: Mapping[str, Rewards] = field(default_factory=dict)
 
+    def verdicts(self, rows: int) -> tuple[NDArray[np.bool_], NDArray[Any]]:
+        """Return which of so many rows are kept, and why the others are rejected."""
+        stays = np.ones(rows, np.bool_) if self.kept is None else self.kept
+        return stays, np.broadcast_to("filtered" if self.reasons is None else self.reasons, rows)
+
 
 class RewardScorer(Protocol):
-    """From rewards ``[k, G]``, all finite, to what becomes of the groups."""
+    """From the finite rewards of whole groups to what becomes of their rows."""
 
-    def __call__(self, rewards: Rewards, runs: Runs | None = None, /) -> ScoredGroups:
-        """Return it; ``runs`` ``[k, G]`` tells the run of each row, None: each row is one."""
+    def __call__(self, rewards: Rewards, sizes: Runs, runs: Runs | None = None, /) -> ScoredGroups:
+        """Return scores, kept and reasons ``[n]``; metrics ``[k]``, NaN of a group without rows.
+
+        Args:
+            rewards: of the rows of all groups, one group behind the other, ``[n]``.
+            sizes: how many rows each group has, ``[k]``.
+            runs: of each row a number that only the rows of one run of a group share, ``[n]``;
+                None: each row is one.
+        """
 
 
 def _asked(score: Callable[..., ScoredGroups], rewards: Rewards) -> ScoredGroups:
@@ -427,134 +363,87 @@ def scorer_of(scorer: object, needs: Collection[str]) -> RewardScorer | None:
     enough = {"reward"} <= set(needs) <= {"reward", "action_mask"}
     if score is None or not enough or not says_all(type(scorer), "score_groups"):
         return None
-    return over_runs(score, getattr(scorer, "over", "rows"))
+    return partial(scored_rows, score, getattr(scorer, "over", "rows"))
 
 
-def over_runs(score: Callable[..., ScoredGroups], over: Over = "runs") -> RewardScorer:
-    """Return a scorer of rows that asks ``score`` once for each run.
-
-    Where the rows of a run have equal rewards, ``score`` is given one for the run, and what it says
-    holds for all rows. Where they have rewards of their own, it is given all rows and their
-    ``weights`` ``[k, G]``, 1 divided by the number of rows of the run; a ``score`` that takes no
-    weights is given the mean of each run.
-
-    Args:
-        score: gets rewards ``[k, G]``.
-        over: ``"rows"``: each row counts for a run.
-    """
-
-    def scored(rewards: Rewards, runs: Runs | None = None, /) -> ScoredGroups:
-        if runs is None or over == "rows":
-            return _asked(score, rewards)
-        parts = list(_scored_by_run(score, rewards, runs))
-        return parts[0][1] if len(parts) == 1 else _merged(parts, rewards.shape)
-
-    return scored
-
-
-def scored_by_size(
-    score: RewardScorer, rewards: Rewards, sizes: Runs, runs: Runs | None = None
+def scored_rows(
+    score: Callable[..., ScoredGroups],
+    over: Over,
+    rewards: Rewards,
+    sizes: Runs,
+    runs: Runs | None = None,
+    /,
 ) -> ScoredGroups:
-    """Return what becomes of groups of any sizes, all groups of one size scored at a time.
+    """Return what ``score`` makes of groups of any sizes, those of one form asked at a time.
+
+    Over runs, where the rows of each run of a group have equal rewards, ``score`` is given one for
+    the run, and what it says holds for all rows. Where they have rewards of their own, it is given
+    all rows and their ``weights`` ``[k, G]``, 1 divided by the number of rows of the run; a
+    ``score`` that takes no weights is given the mean of each run.
 
     Args:
-        score: gets rewards ``[k, G]``.
-        rewards: of the rows of all groups, one group behind the other, ``[n]``.
-        sizes: how many rows each group has, ``[k]``.
-        runs: of each row a number that only the rows of one run of a group share, ``[n]``; None:
-            each row is one.
-
-    Returns:
-        Scores, kept and reasons ``[n]``; metrics ``[k]``, NaN of a group without rows.
+        score: a ``score_groups``, which gets rewards ``[k, G]``.
+        over: ``"rows"``: each row counts for a run.
+        rewards, sizes, runs: as a `RewardScorer` gets them.
     """
-    starts = np.cumsum(sizes) - sizes
-    scores: Rewards | None = None
-    stays = np.ones(len(rewards), np.bool_)
-    reasons = np.full(len(rewards), "filtered", object)
+    values, weights, columns = rewards, None, np.arange(len(rewards))
+    stands, num_columns, num_runs = columns, sizes, sizes
+    if runs is not None and over == "runs":
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        runs = numbered(list(zip(group.tolist(), runs.tolist(), strict=True)))
+        if runs is not None:
+            # A score_groups of a user's own may take no weights.
+            takes_weights = "weights" in inspect.signature(score).parameters
+            values, stands, weights = _by_runs(rewards, group, runs, takes_weights)
+            num_runs = np.bincount(group[first_rows(runs)], minlength=len(sizes))
+            columns = np.flatnonzero(stands == columns)
+            num_columns = np.bincount(group[columns], minlength=len(sizes))
+    starts = np.cumsum(num_columns) - num_columns
+    n, scores, stays, reasons = len(rewards), None, None, None
     metrics: dict[str, Rewards] = {}
-    # Not np.unique, whose first call imports numpy.ma: 8 ms of the first group.
-    for size in np.flatnonzero(np.bincount(sizes[sizes > 0])).tolist():
-        which = np.flatnonzero(sizes == size)
-        rows = starts[which, np.newaxis] + np.arange(size)
-        scored = score(rewards[rows], None if runs is None else _numbered_groups(runs[rows]))
-        if scored.scores is not None:
-            scores = np.zeros(len(rewards)) if scores is None else scores
-            scores[rows] = scored.scores
-        if scored.kept is not None:
-            stays[rows] = scored.kept
-        if scored.reasons is not None:
-            reasons[rows] = scored.reasons
-        for name, values in scored.metrics.items():
-            metrics.setdefault(name, np.full(len(sizes), np.nan))[which] = values
+    for number, of_runs in {*zip(num_columns.tolist(), num_runs.tolist(), strict=True)} - {(0, 0)}:
+        which = np.flatnonzero((num_columns == number) & (num_runs == of_runs))
+        at = columns[starts[which, np.newaxis] + np.arange(number)]
+        ask = score
+        if weights is not None and number > of_runs:
+            ask = partial(score, weights=weights[at])
+        scored = _asked(ask, values[at])
+        scores = _put(scores, at, scored.scores, n, 0.0)
+        stays = _put(stays, at, scored.kept, n, True)
+        reasons = _put(reasons, at, scored.reasons, n, "filtered")
+        for name, numbers in scored.metrics.items():
+            metrics[name] = _put(metrics.get(name), which, numbers, len(sizes), np.nan)
+    if len(columns) < n:
+        scores, stays, reasons = (
+            None if each is None else each[stands] for each in (scores, stays, reasons)
+        )
     return ScoredGroups(scores=scores, kept=stays, reasons=reasons, metrics=metrics)
 
 
-def _scored_by_run(
-    score: Callable[..., ScoredGroups], rewards: Rewards, runs: Runs
-) -> Iterator[tuple[Runs, ScoredGroups]]:
-    """Yield numbers of groups, and what becomes of their rows: groups of one form at a time."""
-    groups, size = rewards.shape
-    counts = runs.max(axis=1) + 1
-    # One bincount over all groups needs numbers that no two groups share.
-    flat = runs + np.arange(groups)[:, np.newaxis] * size
-    first = np.zeros(groups * size)
-    # Backwards again: the first row of a run is what the others are compared with.
-    first[flat.ravel()[::-1]] = rewards.ravel()[::-1]
-    own = (rewards != first[flat]).any(axis=1)
-    rows_of_run = np.bincount(flat.ravel(), minlength=groups * size)
-    # A score_groups of a user's own may take no weights.
-    weighs = "weights" in inspect.signature(score).parameters
-    for number in np.flatnonzero(np.bincount(counts)).tolist():
-        for have_own in (False, True):
-            at = np.flatnonzero((counts == number) & (own == have_own))
-            if not len(at):
-                continue
-            if have_own and weighs:
-                weights = 1.0 / rows_of_run[flat[at]]
-                yield at, _asked(partial(score, weights=weights), rewards[at])
-                continue
-            if have_own:
-                sums = np.bincount(flat.ravel(), rewards.ravel(), minlength=groups * size)
-                of_runs = sums / np.maximum(rows_of_run, 1)
-            else:
-                of_runs = first
-            places = (at * size)[:, np.newaxis] + np.arange(number)
-            yield at, _of_rows(_asked(score, of_runs[places]), runs[at], number)
+def _put(into: Any, at: Runs, values: Any, size: int, default: float | str) -> Any:
+    """Return ``into``, which is made of ``default`` where it is None, with ``values`` there."""
+    if values is None:
+        return into
+    if into is None:
+        into = np.full(size, default, object if isinstance(default, str) else type(default))
+    into[at] = values
+    return into
 
 
-def _of_rows(of_runs: ScoredGroups, runs: Runs, number: int) -> ScoredGroups:
-    """Return what was said of so many runs of each group, said of their rows."""
+def _by_runs(
+    rewards: Rewards, group: Runs, runs: Runs, takes_weights: bool
+) -> tuple[Rewards, Runs, Rewards | None]:
+    """Return the reward of each row, the row that stands for it, and its weight, if there are any.
 
-    def spread(values: Any) -> Any:
-        if values is None:
-            return None
-        return np.take_along_axis(np.broadcast_to(values, (len(runs), number)), runs, axis=1)
-
-    return replace(
-        of_runs,
-        scores=spread(of_runs.scores),
-        kept=spread(of_runs.kept),
-        reasons=spread(of_runs.reasons),
-    )
-
-
-def _merged(parts: Collection[tuple[Runs, ScoredGroups]], shape: tuple[int, ...]) -> ScoredGroups:
-    """Return what was said of several parts of some groups ``[k, G]`` as one answer."""
-    scores = stays = reasons = None
-    metrics: dict[str, Rewards] = {}
-    for at, part in parts:
-        if part.scores is not None:
-            scores = np.zeros(shape) if scores is None else scores
-            scores[at] = part.scores
-        if part.kept is not None:
-            stays = np.ones(shape, np.bool_) if stays is None else stays
-            stays[at] = part.kept
-        if part.reasons is not None:
-            reasons = np.full(shape, "filtered", object) if reasons is None else reasons
-            reasons[at] = part.reasons
-        for name, values in part.metrics.items():
-            metrics.setdefault(name, np.full(shape[0], np.nan))[at] = values
-    return ScoredGroups(scores=scores, kept=stays, reasons=reasons, metrics=metrics)
+    The first row of a run stands for all, unless they have rewards of their own.
+    """
+    stands, rows_of_run = first_rows(runs)[runs], np.bincount(runs)
+    own = np.bincount(group, rewards != rewards[stands])[group] > 0
+    if takes_weights:
+        stands = np.where(own, np.arange(len(rewards)), stands)
+        return rewards, stands, 1.0 / rows_of_run[runs]
+    run_means = np.bincount(runs, rewards) / rows_of_run
+    return np.where(own, run_means[runs], rewards), stands, None
 
 
 def says_all(cls: type, method: str) -> bool:
@@ -578,23 +467,21 @@ def inherits(cls: type, base: type, methods: Collection[str]) -> bool:
     return all(getattr(cls, name) is getattr(base, name) for name in methods)
 
 
-def as_added(score: RewardScorer, reason: str) -> RewardScorer:
-    """Return ``score`` as the consumer needs it.
+def as_added(
+    score: RewardScorer,
+    reason: str,
+    rewards: Rewards,
+    sizes: Runs,
+    runs: Runs | None = None,
+    /,
+) -> ScoredGroups:
+    """Return what ``score`` says, with metrics as `gather_metrics` names those of one group.
 
-    Args:
-        score: with the metrics of each group under their own names.
-        reason: why what is not kept is rejected.
-
-    Returns:
-        The same with that reason, and with metrics as `gather_metrics` names those of one group.
+    What is not kept is rejected for ``reason``.
     """
-
-    def added(rewards: Rewards, runs: Runs | None = None, /) -> ScoredGroups:
-        scored, named = score(rewards, runs), {}
-        for name, values in scored.metrics.items():
-            named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
-            named[f"group_advantages/{name}/max"] = values
-            named[f"group_advantages/{name}/min"] = values
-        return replace(scored, reasons=np.array(reason, object), metrics=named)
-
-    return added
+    scored, named = score(rewards, sizes, runs), {}
+    for name, values in scored.metrics.items():
+        named[f"group_advantages/{name}/mean"] = values + 0.0  # a sum has no negative zero
+        named[f"group_advantages/{name}/max"] = values
+        named[f"group_advantages/{name}/min"] = values
+    return replace(scored, reasons=np.array(reason, object), metrics=named)

@@ -58,4 +58,6 @@ def test_returns_begin_at_the_last_token() -> None:
 
 
 def test_rloo_scores_a_group_of_one_with_its_reward() -> None:
-    assert RLOOAdvantageFn().score(np.array([2.0])).tolist() == [2.0]
+    scored = RLOOAdvantageFn().score_groups(np.array([[2.0]]))
+    assert scored.scores is not None
+    assert scored.scores.tolist() == [[2.0]]

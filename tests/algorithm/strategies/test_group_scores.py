@@ -11,21 +11,29 @@ from hypothesis import strategies as st
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.errors import InvalidArgumentError
 
+
+def scores(values: list[float], **options: Any) -> group_scores.Rewards:
+    of_group = group_scores.NormalizedScores(**options).score_groups(np.array([values], float))
+    assert of_group.scores is not None
+    first: group_scores.Rewards = of_group.scores[0]
+    return first
+
+
 rewards = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=12)
 
 
 def test_scores_are_the_distance_from_the_mean_in_sample_deviations() -> None:
-    found = group_scores.normalized_scores([1.0, 2.0, 3.0], epsilon=0.0)
+    found = scores([1.0, 2.0, 3.0], epsilon=0.0)
     assert found.tolist() == [-1.0, 0.0, 1.0]
 
 
 def test_ddof_0_takes_the_deviation_of_the_population() -> None:
-    found = group_scores.normalized_scores([0.0, 2.0], epsilon=0.0, ddof=0)
+    found = scores([0.0, 2.0], epsilon=0.0, ddof=0)
     assert found.tolist() == [-1.0, 1.0]
 
 
 def test_epsilon_is_added_to_the_deviation() -> None:
-    found = group_scores.normalized_scores([0.0, 2.0], epsilon=1.0, ddof=0)
+    found = scores([0.0, 2.0], epsilon=1.0, ddof=0)
     assert found.tolist() == [-0.5, 0.5]
 
 
@@ -34,14 +42,14 @@ def test_epsilon_is_added_to_the_deviation() -> None:
 def test_seven_equal_rewards_are_equal_whatever_their_binary_form(
     value: float, epsilon: float
 ) -> None:
-    assert not group_scores.normalized_scores([value] * 7, epsilon=epsilon).any()
+    assert not scores([value] * 7, epsilon=epsilon).any()
     assert group_scores.variance([value] * 7) == 0.0
 
 
 def test_without_a_floor_equal_rewards_are_divided_by_rounding_noise() -> None:
     noisy = [0.1, 0.1, 0.30000000000000004 - 0.2]
-    assert np.abs(group_scores.normalized_scores(noisy, epsilon=0.0, std_floor=0.0)).max() > 0.1
-    assert not group_scores.normalized_scores(noisy, epsilon=0.0).any()
+    assert np.abs(scores(noisy, epsilon=0.0, std_floor=0.0)).max() > 0.1
+    assert not scores(noisy, epsilon=0.0).any()
 
 
 def test_the_floor_is_relative_small_differences_of_small_rewards_count() -> None:
@@ -50,8 +58,8 @@ def test_the_floor_is_relative_small_differences_of_small_rewards_count() -> Non
 
 
 def test_a_group_of_one_scores_its_reward_or_nothing() -> None:
-    assert group_scores.normalized_scores([3.0], epsilon=0.0).tolist() == [3.0]
-    found = group_scores.normalized_scores([3.0], epsilon=0.0, single_member="zero")
+    assert scores([3.0], epsilon=0.0).tolist() == [3.0]
+    found = scores([3.0], epsilon=0.0, single_member="zero")
     assert found.tolist() == [0.0]
 
 
@@ -70,7 +78,7 @@ def test_likelihood_ranks_give_the_likeliest_the_highest_and_ties_by_order() -> 
 
 @given(rewards)
 def test_scores_sum_to_zero(values: list[float]) -> None:
-    found = group_scores.normalized_scores(values, epsilon=1e-6)
+    found = scores(values, epsilon=1e-6)
     assert found.sum() == pytest.approx(0.0, abs=1e-6)
 
 
@@ -78,8 +86,8 @@ def test_scores_sum_to_zero(values: list[float]) -> None:
 def test_the_order_of_a_group_does_not_matter(values: list[float], random: random.Random) -> None:
     order = list(range(len(values)))
     random.shuffle(order)
-    whole = group_scores.normalized_scores(values, epsilon=1e-6)
-    shuffled = group_scores.normalized_scores([values[i] for i in order], epsilon=1e-6)
+    whole = scores(values, epsilon=1e-6)
+    shuffled = scores([values[i] for i in order], epsilon=1e-6)
     assert shuffled == pytest.approx(whole[order], abs=1e-6)
 
 
@@ -89,8 +97,8 @@ def test_the_order_of_a_group_does_not_matter(values: list[float], random: rando
 def test_scores_do_not_change_with_scale_and_offset_of_the_rewards(
     values: list[float], scale: float, offset: float
 ) -> None:
-    whole = group_scores.normalized_scores(values, epsilon=0.0)
-    moved = group_scores.normalized_scores([scale * v + offset for v in values], epsilon=0.0)
+    whole = scores(values, epsilon=0.0)
+    moved = scores([scale * v + offset for v in values], epsilon=0.0)
     assert moved == pytest.approx(whole, abs=1e-9)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -19,7 +21,7 @@ from trinity_buffer.algorithm.annotating import (
     WholeUnits,
     annotate_group,
     reward_of,
-    scored_group,
+    runs_of,
     share_rewards,
     unusable,
 )
@@ -36,6 +38,7 @@ from trinity_buffer.algorithm.group_scores import (
     ScoredGroups,
     as_added,
     inherits,
+    scored_rows,
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
@@ -69,7 +72,7 @@ class AddStrategy(WholeUnits, ABC):
     A class that needs nothing but rewards says so by a method ``score_groups(rewards)``, which gets
     the rewards of ``k`` groups of one size, ``[k, G]``, and returns `ScoredGroups`: what `add`
     would make of them. The consumer then makes no experiences. With ``over = "runs"`` the columns
-    are runs, not rows (see `reward_scores.over_runs`).
+    are runs, not rows (see `group_scores.scored_rows`).
 
     Args:
         writer: where the kept experiences go.
@@ -249,7 +252,7 @@ class RewardStrategy(GroupAdvantageStrategy):
         score = super().from_rewards()
         if score is None or not inherits(type(self), RewardStrategy, _DECIDING):
             return None
-        return as_added(score, self.left_out)
+        return partial(as_added, score, self.left_out)
 
     @override
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
@@ -310,11 +313,10 @@ class RewardFilter(AddStrategy):
         chosen, metrics = list[list[Experience]](), dict[str, Any]()
         for group in groups:
             rewards = group_scores.as_rewards([reward_of(e) for e in group])
-            scored = scored_group(group, rewards, self.score_groups, self.over)
-            shape, reasons = rewards.shape, scored.reasons
-            stays = np.ones(shape, np.bool_) if scored.kept is None else scored.kept[0]
-            of_rows = np.broadcast_to("filtered" if reasons is None else reasons, (1, *shape))[0]
-            rows = list(zip(group, stays.tolist(), of_rows.tolist(), strict=True))
+            size, runs = np.array([len(group)]), runs_of(group, self.over)
+            scored = scored_rows(self.score_groups, self.over, rewards, size, runs)
+            verdicts = (each.tolist() for each in scored.verdicts(len(group)))
+            rows = list(zip(group, *verdicts, strict=True))
             for reason in dict.fromkeys(reason for _, stay, reason in rows if not stay):
                 self.reject([e for e, stay, r in rows if not stay and r == reason], reason)
             chosen.append([e for e, stay, _ in rows if stay])
@@ -324,7 +326,7 @@ class RewardFilter(AddStrategy):
 
 
 @ADD_STRATEGY.register_module("grpo")
-class GRPOAddStrategy(group_scores.DeviationOptions, RewardStrategy):
+class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
     """Group-relative advantages: ``(reward - mean) / (std + epsilon)`` (arXiv:2402.03300).
 
     Args:
@@ -358,25 +360,14 @@ class GRPOAddStrategy(group_scores.DeviationOptions, RewardStrategy):
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> ScoredGroups:
         """Return the scores; groups whose deviation is at or below the threshold are left out."""
-        size = group_scores.size_of(rewards, weights)
-        mean, std = group_scores.group_moments(
-            rewards, weights, ddof=self.ddof, std_floor=self.std_floor
-        )
-        scores = group_scores.scores_around(
-            rewards,
-            mean[:, np.newaxis],
-            std[:, np.newaxis],
-            self.epsilon,
-            self.single_member,
-            size=size,
-        )
-        stays = None
-        if self.std_threshold is not None:
-            # A group of one deviates by the made-up 1 of the reference.
-            too_alike = (std <= self.std_threshold) | (size == 1)
-            stays = np.broadcast_to(~too_alike[:, np.newaxis], rewards.shape)
-        metrics = {"reward_mean": mean, "reward_std": std}
-        return ScoredGroups(scores=scores, kept=stays, metrics=metrics)
+        scored = super().score_groups(rewards, weights)
+        if self.std_threshold is None:
+            return scored
+        # A group of one deviates by the made-up 1 of the reference.
+        alone = group_scores.size_of(rewards, weights) == 1
+        too_alike = (scored.metrics["reward_std"] <= self.std_threshold) | alone
+        stays = np.broadcast_to(~too_alike[:, np.newaxis], rewards.shape)
+        return replace(scored, kept=stays)
 
 
 @ADD_STRATEGY.register_module("opmd")
@@ -405,7 +396,7 @@ class OPMDAddStrategy(RewardStrategy):
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> ScoredGroups:
         """Return the distance from the baseline."""
-        reference = group_scores.baselines(rewards, self.opmd_baseline, self.tau, weights)
+        reference = group_scores.baseline(rewards, self.opmd_baseline, self.tau, weights)
         scores = rewards - reference[:, np.newaxis]
         return ScoredGroups(scores=scores, metrics={"group_baseline": reference})
 
@@ -444,7 +435,7 @@ class RewardVarianceAddStrategy(RewardFilter):
         self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
     ) -> ScoredGroups:
         """Return which groups are kept, and what the others lack."""
-        spread = group_scores.variances(rewards, weights, std_floor=self.std_floor)
+        spread = group_scores.variance(rewards, weights, std_floor=self.std_floor)
         several = group_scores.size_of(rewards, weights) > 1
         stays = (spread > self.variance_threshold) & several
         reasons = np.where(spread > 0, "filtered", "zero_variance").astype(object)[:, np.newaxis]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -77,7 +78,7 @@ class AdvantageAddStrategy(AddStrategy):
         score = self.advantage.from_rewards()
         if score is None or not inherits(type(self), AdvantageAddStrategy, _DECIDING):
             return None
-        return as_added(score, "zero_variance")
+        return partial(as_added, score, "zero_variance")
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:

@@ -20,7 +20,6 @@ from trinity_buffer.algorithm.group_scores import (
     RewardScorer,
     Runs,
     ScoredGroups,
-    scored_by_size,
 )
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
@@ -98,20 +97,26 @@ class CompositeAddStrategy(AddStrategy):
 
 
 def _scored_in_turn(
-    stages: Sequence[tuple[str, RewardScorer]], rewards: Rewards, runs: Runs | None = None, /
+    stages: Sequence[tuple[str, RewardScorer]],
+    rewards: Rewards,
+    sizes: Runs,
+    runs: Runs | None = None,
+    /,
 ) -> ScoredGroups:
-    """Return what becomes of groups ``[k, G]`` when each stage sees what the one before kept."""
-    stays = np.ones(rewards.shape, np.bool_)
-    reasons = np.full(rewards.shape, "filtered", object)
+    """Return what becomes of the rows of groups when each stage sees what the one before kept."""
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    stays = np.ones(len(rewards), np.bool_)
+    reasons = np.full(len(rewards), "filtered", object)
     scores: Rewards | None = None
     metrics: dict[str, Rewards] = {}
     for name, score in stages:
-        at, of_rows = stays.copy(), None if runs is None else runs[stays]
-        scored = scored_by_size(score, rewards[at], at.sum(axis=1), of_rows)
+        at = np.flatnonzero(stays)
+        sizes = np.bincount(group[at], minlength=len(sizes))
+        scored = score(rewards[at], sizes, None if runs is None else runs[at])
         if scored.scores is not None:
             scores = np.zeros_like(rewards) if scores is None else scores
             scores[at] = scored.scores
-        stays[at], reasons[at] = scored.kept, scored.reasons
+        stays[at], reasons[at] = scored.verdicts(len(at))
         metrics |= {
             f"{name}/{key}" if key in metrics else key: v for key, v in scored.metrics.items()
         }

@@ -54,12 +54,10 @@ class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the score of each run, given its last step, and the metrics of the task."""
         rewards = group_scores.as_rewards([reward_of(exp) for exp in exps.values()])
-        mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
-        scores = group_scores.scores_around(rewards, mean, std, self.epsilon, self.single_member)
-        return dict(zip(exps, scores.tolist(), strict=True)), {
-            "reward_mean": mean,
-            "reward_std": std,
-        }
+        mean, std = self.moments(rewards)
+        scores = self.normalized(rewards, mean, std).tolist()
+        metrics = {"reward_mean": float(mean), "reward_std": float(std)}
+        return dict(zip(exps, scores, strict=True)), metrics
 
     def broadcast_advantages(self, run_exps: StepsByRun, scores: dict[str, float]) -> StepsByRun:
         """Set the advantages of every step of every run to the run's score; return the runs."""

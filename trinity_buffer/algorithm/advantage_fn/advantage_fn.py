@@ -37,11 +37,10 @@ from trinity_buffer.algorithm.group_scores import (
     RewardScorer,
     ScoredGroups,
     as_rewards,
-    by_run,
     check_over,
     inherits,
     means,
-    numbered,
+    scored_rows,
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
@@ -277,7 +276,7 @@ class TrainerAdvantage(AdvantageFn):
 
 
 class GroupScoredAdvantage(TrainerAdvantage):
-    """Scores each row of a group by the rewards of the group: write `score`.
+    """Scores each row of a group by the rewards of the group: write `score_groups`.
 
     Args:
         over: what counts once in the statistics: ``"runs"``, where the batch says which rows are
@@ -292,8 +291,8 @@ class GroupScoredAdvantage(TrainerAdvantage):
         self.over = check_over(over)
 
     @abstractmethod
-    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
-        """Return the scores of one group.
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
+        """Return the scores of ``k`` groups of one size, given their rewards ``[k, G]``.
 
         Args:
             rewards: one for each run whose rows have equal ones, else one for each row.
@@ -304,17 +303,18 @@ class GroupScoredAdvantage(TrainerAdvantage):
     def compute(self, rows: Rows) -> Result:
         """Return the score of each row on its action tokens."""
         sums = rows.scores()
+        groups = rows.groups()
+        order = [row for members in groups for row in members]
         # One transfer from the device: groups are few and small, and scored by the same functions
         # as lists of experiences.
-        rewards = sums.tolist()
-        scores = torch.zeros(len(rewards), dtype=torch.float64)
+        rewards = as_rewards(sums.tolist())[order]
         names = rows.runs() if self.over == "runs" else None
-        for members in rows.groups():
-            runs = None if names is None else numbered([names[row] for row in members])
-            values, weights = by_run(as_rewards([rewards[row] for row in members]), runs)
-            of_group = self.score(values) if weights is None else self.score(values, weights)
-            spread = of_group if runs is None or weights is not None else of_group[runs]
-            scores[members] = torch.from_numpy(spread)
+        runs = None if names is None else np.array(names, np.int64)[order]
+        sizes = np.array([len(members) for members in groups], np.int64)
+        scored = scored_rows(self.score_groups, self.over, rewards, sizes, runs)
+        scores = torch.zeros(len(rewards), dtype=torch.float64)
+        if scored.scores is not None:
+            scores[order] = torch.from_numpy(scored.scores)
         like = rows.raw("token_level_rewards")
         on_tokens = scores.to(sums.device).to(like.dtype).unsqueeze(-1).expand_as(like)
         advantages = on_tokens.where(rows.mask, 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
@@ -18,7 +17,7 @@ from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means, 
 
 
 class _ShiftedMean(AdvantageFn):
-    """The mean of a group plus a constant.
+    """The distance from the mean of a group plus a constant.
 
     Args:
         baseline_shift: added to the mean; negative values keep average answers attractive.
@@ -28,11 +27,12 @@ class _ShiftedMean(AdvantageFn):
         super().__init__(**kwargs)
         self.baseline_shift = baseline_shift
 
-    def baselines(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
-        """Return the shifted mean of each group; 0 for groups of one, as the reference does."""
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
+        """Return the distance from the shifted mean; from 0 for a group of one (the reference)."""
         mean = means(rewards, weights)
         alone = size_of(rewards, weights) == 1
-        return np.zeros_like(mean) if alone else mean + self.baseline_shift
+        shifted = np.zeros_like(mean) if alone else mean + self.baseline_shift
+        return less_baseline(rewards, shifted, weights)
 
 
 @ADVANTAGE_FN.register_module("asymre")
@@ -41,17 +41,7 @@ class ASYMREGroupAdvantage(_ShiftedMean, RewardAdvantage):
 
     reference_args = {"over": "rows"}
 
-    @override
-    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
-        """Return the distance from the shifted mean."""
-        return less_baseline(rewards, self.baselines(rewards, weights), weights)
-
 
 @ADVANTAGE_FN.register_module("asymre_verl")
 class ASYMREAdvantageFn(_ShiftedMean, GroupScoredAdvantage):
     """``reward - (mean + baseline_shift)`` of the rows' summed token-level rewards."""
-
-    @override
-    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
-        """Return the scores of one group."""
-        return rewards - self.baselines(rewards, weights)

@@ -188,7 +188,8 @@ class GiGPOAdvantageFn(PipelineAdvantage):
 
     def _compared(self, values: Sequence[float]) -> tuple[list[float], float, float]:
         """Return how each of ``values`` differs from their mean, the mean and the divisor."""
-        mean, std = group_scores.moments(values, ddof=self.ddof, std_floor=self.std_floor)
+        of_values = group_scores.moments(values, ddof=self.ddof, std_floor=self.std_floor)
+        mean, std = map(float, of_values)
         divisor = std if self.fnorm == "std" else 1.0
         centred = group_scores.as_rewards(values) - mean
         return group_scores.scaled(centred, divisor, self.epsilon).tolist(), mean, divisor

@@ -104,7 +104,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         """Score one group, by ``precomputed_std`` if given; return nothing if it is left out."""
         raw, compared = self._rewards(exps)
         values, weights = group_scores.by_run(compared, runs_of(exps, self.over))
-        mean, std = group_scores.moments(values, weights, ddof=self.ddof, std_floor=self.std_floor)
+        mean, std = map(float, self.moments(values, weights))
         metrics = {"reward_mean": mean, "reward_std": std}
         alone = group_scores.size_of(values, weights) == 1
         if self.std_threshold is not None and (alone or std <= self.std_threshold):
@@ -129,7 +129,12 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         self.check(exps)
         groups = self.group_experiences(exps)
         # Before any group is scored: the deviation is of all of them.
-        std = self._batch_std(list(groups.values())) if self.std_cal_level == "batch" else None
+        std = None
+        if self.std_cal_level == "batch" and exps:
+            index = 0 if self.rank_scores == "raw" else 1
+            rewards = np.concatenate([self._rewards(group)[index] for group in groups.values()])
+            runs = runs_of([e for group in groups.values() for e in group], self.over)
+            std = float(self.moments(*group_scores.by_run(rewards, runs))[1])
         scored = [self.calculate_group_advantage(name, g, std) for name, g in groups.items()]
         groups_left = [group for group, _ in scored if group]
         filtered = len(exps) - sum(len(group) for group in groups_left)
@@ -144,16 +149,6 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         if self.rank_penalty is None or num_runs(exps, self.over) == 1:
             return raw, raw
         return raw, rank_penalized(exps, raw, self.rank_penalty, self.over)
-
-    def _batch_std(self, groups: Sequence[Group]) -> float:
-        """Return the deviation over all groups of what is scored; 1 if there is only one reward."""
-        index = 0 if self.rank_scores == "raw" else 1
-        rewards = np.concatenate([self._rewards(group)[index] for group in groups] or [np.zeros(0)])
-        runs = runs_of([e for group in groups for e in group], self.over)
-        values, weights = group_scores.by_run(rewards, runs)
-        if group_scores.size_of(values, weights) <= 1:
-            return 1.0
-        return group_scores.deviation(values, weights, ddof=self.ddof, std_floor=self.std_floor)
 
     def _copies(self, sources: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
         """Return a copy of a random kept group for each one that was left out."""
@@ -174,7 +169,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
 
 
 @ADVANTAGE_FN.register_module("grpo_verl")
-class GRPOAdvantageFn(group_scores.DeviationOptions, GroupScoredAdvantage):
+class GRPOAdvantageFn(group_scores.NormalizedScores, GroupScoredAdvantage):
     """Group-relative advantages of the rows' summed token-level rewards.
 
     Args:
@@ -186,15 +181,3 @@ class GRPOAdvantageFn(group_scores.DeviationOptions, GroupScoredAdvantage):
 
     def __init__(self, epsilon: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(epsilon=epsilon, **kwargs)
-
-    @override
-    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
-        """Return the scores of one group."""
-        return group_scores.normalized_scores(
-            rewards,
-            weights,
-            epsilon=self.epsilon,
-            ddof=self.ddof,
-            std_floor=self.std_floor,
-            single_member=self.single_member,
-        )

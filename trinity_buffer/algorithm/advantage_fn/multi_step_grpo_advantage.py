@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
@@ -72,13 +73,13 @@ class StepWiseGRPOAdvantageFn(group_scores.DeviationOptions, PipelineAdvantage):
     ) -> tuple[dict[str, float], dict[str, float], bool]:
         """Return the score of each run by its last step, metrics, and whether to leave it out."""
         rewards = group_scores.as_rewards([reward_of(e) for e in exps.values()])
-        mean, std = group_scores.moments(rewards, ddof=self.ddof, std_floor=self.std_floor)
+        mean, std = self.moments(rewards)
         threshold = self.std_threshold
-        skip = threshold is not None and (len(rewards) == 1 or std <= threshold)
-        used = std if precomputed_std is None else precomputed_std
-        scores = group_scores.scores_around(rewards, mean, used, self.epsilon, self.single_member)
-        metrics = {"reward_mean": mean, "reward_std": std}
-        return dict(zip(exps, scores.tolist(), strict=True)), metrics, skip
+        skip = threshold is not None and (len(rewards) == 1 or float(std) <= threshold)
+        used = std if precomputed_std is None else np.asarray(precomputed_std)
+        scores = self.normalized(rewards, mean, used).tolist()
+        metrics = {"reward_mean": float(mean), "reward_std": float(std)}
+        return dict(zip(exps, scores, strict=True)), metrics, skip
 
     def broadcast_advantages(self, run_exps: StepsByRun, scores: Mapping[str, float]) -> StepsByRun:
         """Set the advantages of every step of every run to the run's score; return the runs."""
@@ -91,7 +92,10 @@ class StepWiseGRPOAdvantageFn(group_scores.DeviationOptions, PipelineAdvantage):
             return [], {}
         self.check(exps)
         tasks = list(runs_by_task(exps).values())
-        std = self._batch_std(tasks) if self.std_cal_level == "batch" else None
+        std = None
+        if self.std_cal_level == "batch":
+            rewards = [reward_of(steps[-1]) for runs in tasks for steps in runs.values()]
+            std = float(self.moments(rewards)[1])
         scored: list[Experience] = []
         metrics, skipped = [], 0
         for runs in tasks:
@@ -108,10 +112,3 @@ class StepWiseGRPOAdvantageFn(group_scores.DeviationOptions, PipelineAdvantage):
             "skipped_group_ratio": skipped / len(tasks),
         }
         return scored, {**gather_groups(metrics), **counts}
-
-    def _batch_std(self, tasks: Sequence[StepsByRun]) -> float:
-        """Return the deviation of the rewards of all runs; 1 if there is only one."""
-        rewards = [reward_of(steps[-1]) for runs in tasks for steps in runs.values()]
-        if len(rewards) <= 1:
-            return 1.0
-        return group_scores.deviation(rewards, ddof=self.ddof, std_floor=self.std_floor)

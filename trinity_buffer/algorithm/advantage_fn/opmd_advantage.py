@@ -4,49 +4,49 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import override
-
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
+    AdvantageFn,
     GroupScoredAdvantage,
     RewardAdvantage,
     less_baseline,
 )
-from trinity_buffer.algorithm.group_scores import (
-    Rewards,
-    ScoredGroups,
-    baseline,
-    baselines,
-    check_baseline,
-)
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, baseline, check_baseline
 
 
-@ADVANTAGE_FN.register_module("opmd")
-class OPMDGroupAdvantage(RewardAdvantage):
-    """``reward - baseline`` on every action token of a group.
+class _LessBaseline(AdvantageFn):
+    """The distance from a baseline of the group.
 
     Args:
         opmd_baseline: ``"mean"`` or ``"logavgexp"``: ``tau log(mean(exp(reward / tau)))``.
         tau: temperature of the second.
+        kwargs: of `AdvantageFn`.
     """
+
+    def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.opmd_baseline = opmd_baseline
+        self.tau = tau
+
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
+        """Return the distance from the baseline."""
+        compared = baseline(rewards, self.opmd_baseline, self.tau, weights)
+        return less_baseline(rewards, compared, weights)
+
+
+@ADVANTAGE_FN.register_module("opmd")
+class OPMDGroupAdvantage(_LessBaseline, RewardAdvantage):
+    """``reward - baseline`` on every action token of a group."""
 
     reference_args = {"over": "rows"}
 
     def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(opmd_baseline, tau, **kwargs)
         check_baseline(opmd_baseline, tau)
-        self.opmd_baseline = opmd_baseline
-        self.tau = tau
-
-    @override
-    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
-        """Return the distance from the baseline."""
-        compared = baselines(rewards, self.opmd_baseline, self.tau, weights)
-        return less_baseline(rewards, compared, weights)
 
 
 @ADVANTAGE_FN.register_module("opmd_verl")
-class OPMDAdvantageFn(GroupScoredAdvantage):
+class OPMDAdvantageFn(_LessBaseline, GroupScoredAdvantage):
     """``reward - baseline`` of the rows' summed token-level rewards.
 
     Args:
@@ -67,14 +67,7 @@ class OPMDAdvantageFn(GroupScoredAdvantage):
         check_early: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(opmd_baseline, tau, **kwargs)
         # The reference finds a wrong baseline only in a group that needs one.
         if check_early:
             check_baseline(opmd_baseline, tau)
-        self.opmd_baseline = opmd_baseline
-        self.tau = tau
-
-    @override
-    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
-        """Return the scores of one group."""
-        return rewards - baseline(rewards, self.opmd_baseline, self.tau, weights)

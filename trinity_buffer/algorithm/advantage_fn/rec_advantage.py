@@ -60,7 +60,7 @@ class RECGroupedAdvantage(GroupAdvantage):
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the scores of groups of which no run is dropped."""
-        mean, std = group_scores.group_moments(rewards, weights, ddof=0, std_floor=self.std_floor)
+        mean, std = group_scores.moments(rewards, weights, ddof=0, std_floor=self.std_floor)
         scores = rewards - mean[:, np.newaxis]
         if self.std_normalize:
             scores = group_scores.scaled(scores, std[:, np.newaxis], self.epsilon)
@@ -79,9 +79,8 @@ class RECGroupedAdvantage(GroupAdvantage):
         counts = stay if runs is None else stay[runs]
         # Renumbered: statistics take runs from 0 on, without gaps.
         left = None if runs is None else group_scores.numbered(runs[counts].tolist())
-        mean, std = group_scores.moments(
-            *group_scores.by_run(rewards[counts], left), ddof=0, std_floor=self.std_floor
-        )
+        of_runs = group_scores.by_run(rewards[counts], left)
+        mean, std = map(float, group_scores.moments(*of_runs, ddof=0, std_floor=self.std_floor))
         centred = rewards - mean
         scores = group_scores.scaled(centred, std, self.epsilon) if self.std_normalize else centred
         for experience, score in zip(exps, np.where(counts, scores, 0.0), strict=True):

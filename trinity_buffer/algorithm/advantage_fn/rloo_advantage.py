@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupScoredAdvantage
-from trinity_buffer.algorithm.group_scores import Rewards, means, size_of
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means, size_of
 
 
 @ADVANTAGE_FN.register_module("rloo")
@@ -13,8 +14,8 @@ class RLOOAdvantageFn(GroupScoredAdvantage):
     """``(reward - mean) n / (n - 1)`` of the rows' summed token-level rewards; raw if n = 1."""
 
     @override
-    def score(self, rewards: Rewards, weights: Rewards | None = None) -> Rewards:
-        """Return the scores of one group."""
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
+        """Return the distance of each run from the mean of the others."""
         size = size_of(rewards, weights)
-        mean = means(rewards, weights)
-        return rewards if size == 1 else (rewards - mean) * (size / (size - 1))
+        centred = rewards - means(rewards, weights)[:, np.newaxis]
+        return ScoredGroups(scores=rewards if size == 1 else centred * (size / (size - 1)))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trinity_buffer.algorithm.copies import original_uid
-from trinity_buffer.algorithm.group_scores import Over, RewardScorer, scored_by_size
+from trinity_buffer.algorithm.group_scores import Over, RewardScorer
 from trinity_buffer.codec.segments import ANNOTATED, content_digest
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
@@ -154,15 +154,10 @@ class Decision:
         usable = np.isfinite(rewards)
         self.reject(table.addresses[~usable].tolist(), invalid("reward"))
         addresses, group = table.addresses[usable], table.group[usable]
-        scored = scored_by_size(
-            score,
-            rewards[usable],
-            np.bincount(group, minlength=len(groups)),
-            None if runs is None else runs[usable],
-        )
-        is_kept: NDArray[np.bool_] = np.asarray(scored.kept)
-        left = addresses[~is_kept].tolist()
-        self.reasons |= zip(left, np.asarray(scored.reasons)[~is_kept].tolist(), strict=True)
+        sizes = np.bincount(group, minlength=len(groups))
+        scored = score(rewards[usable], sizes, None if runs is None else runs[usable])
+        is_kept, reasons = scored.verdicts(len(addresses))
+        self.reasons |= zip(addresses[~is_kept].tolist(), reasons[~is_kept].tolist(), strict=True)
         weights = None
         if scored.scores is not None:
             weights = _weights(scored.scores, table.tokens[usable], table.trained[usable])
