@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -228,7 +228,8 @@ def _column_parts(column: Column, rows: int) -> tuple[list[Any], Sequence[Buffer
             f"{len(column.shapes)} shapes in {count} rows"
         )
     ndim = column.shapes.shape[1]
-    if ndim > MAX_DIMENSIONS or column.shapes.max(initial=0) > _MAX_BYTES:
+    # Of a single dimension the number of bytes was compared.
+    if ndim > MAX_DIMENSIONS or (ndim > 1 and column.shapes.max(initial=0) > _MAX_BYTES):
         raise InvalidArgumentError(f"column {column.field}: a tensor of {ndim} dimensions or 2^32")
     present = None if column.rows is None else column.rows.astype(_U32).tobytes()
     shapes = column.shapes.astype(_U32).tobytes()
@@ -242,14 +243,12 @@ def _object_parts(
     """Return the entry of objects in the header, without its place, and its bytes."""
     if len(pieces) != rows:
         raise InvalidArgumentError(f"objects {name}: {len(pieces)} values for {rows} rows")
-    sizes = list(map(len, pieces))
-    offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    if offsets[-1] > _MAX_BYTES:
-        raise InvalidArgumentError(f"objects {name}: {offsets[-1]} bytes, the limit is 4 GiB")
+    ends = list(accumulate(map(len, pieces), initial=0))
+    if ends[-1] > _MAX_BYTES:
+        raise InvalidArgumentError(f"objects {name}: {ends[-1]} bytes, the limit is 4 GiB")
     # Short ones are joined: each piece costs its writer a call.
-    parts = [b"".join(pieces)] if max(sizes, default=0) < JOINED_BYTES else pieces
-    return [name], [offsets.astype(_U32).tobytes(), *parts]
+    parts = [b"".join(pieces)] if max(map(len, pieces), default=0) < JOINED_BYTES else pieces
+    return [name], [np.array(ends, _U32).tobytes(), *parts]
 
 
 def decode_segment(blob: Buffer) -> Segment:
@@ -484,8 +483,8 @@ class Contents:
 
     def add_column(self, column: Column) -> None:
         """Add the tensors of one column."""
-        view, width = column.data.data, column.elements.itemsize
-        ends = (column.offsets * width).tolist()
+        view, width = column.data.data, DTYPES[column.dtype].itemsize
+        ends = accumulate((column.sizes * width).tolist(), initial=0)
         shapes = list(map(tuple, column.shapes.tolist()))
         form = [column.field, column.dtype]
         known = {shape: pack_plain([*form, list(shape)]) for shape in set(shapes)}

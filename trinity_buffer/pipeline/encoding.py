@@ -23,7 +23,6 @@ from trinity_buffer.identity import EID
 from trinity_buffer.pipeline.tensors import (
     DTYPE_NAMES,
     TORCH_DTYPES,
-    PresentTensors,
     columns_of,
     raw_tensor,
     tensor_of,
@@ -109,13 +108,18 @@ class RecordBatch:
         self.families: dict[str, Blob] = {}
         self.meta: dict[str, list[Any]] = {}
         self.sampling: dict[int, list[Any]] | None = None
-        self._tensors: dict[str, PresentTensors] = {}
 
-    def tensors(self, name: str) -> PresentTensors:
-        """Return the tensors of a field that holds only tensors and None."""
-        if name not in self._tensors:
-            self._tensors[name] = PresentTensors.of(self.values[name])
-        return self._tensors[name]
+    def sizes(self, name: str) -> list[Any]:
+        """Return the number of elements of each row's tensor in a field; None without one."""
+        columns = self.columns.get(name, ())
+        if len(columns) == 1 and columns[0].rows is None:
+            return list(columns[0].sizes.tolist())
+        sizes: list[Any] = [None] * len(self.experiences)
+        for column in columns:
+            rows = range(len(sizes)) if column.rows is None else column.rows.tolist()
+            for row, size in zip(rows, column.sizes.tolist(), strict=True):
+                sizes[row] = size
+        return sizes
 
     @cached_property
     def addresses(self) -> tuple[tuple[Any, ...], ...]:
@@ -143,10 +147,10 @@ class RecordBatch:
         """Field -> its columns in the segments; ``multi_modal_inputs``: one or more of each name.
 
         Raises:
-            InvalidArgumentError: a tensor that cannot be stored; the message names the field.
+            InvalidArgumentError: a tensor that cannot be stored; the message begins with the field.
         """
         columns = {
-            name: columns_of(name, self.tensors(name))
+            name: columns_of(name, self.values[name])
             for name in TENSORS
             if not self.kinds[name] <= _NONE
         }
@@ -194,15 +198,18 @@ class RecordBatch:
                 contents.add_column(column)
             if columns or packed:
                 self.families[family] = segment_blob(columns, len(self.experiences), packed)
+        lengths, responses = self.sizes("tokens"), self.sizes("action_mask")
+        if None in lengths:
+            lengths = [experience.length for experience in self.experiences]
+        if None in responses or "dpo" in values["experience_type"]:
+            responses = [experience.response_length for experience in self.experiences]
         metadata: Iterable[Iterable[Any]] = (
             *self.addresses,
             values["reward"],
             [None if version is None else int(version) for version in self.versions],
             values["prompt_length"],
-            self._sizes("tokens", "length"),
-            [experience.response_length for experience in self.experiences]
-            if "dpo" in values["experience_type"]
-            else self._sizes("action_mask", "response_length"),
+            lengths,
+            responses,
             self._trained_tokens(),
             values["experience_type"],
             [None if reason is None else str(reason) for reason in self.reasons],
@@ -216,23 +223,15 @@ class RecordBatch:
             self.sampling = {slot: [*map(list, of)] for slot, of in spans if of} or None
         return self
 
-    def _sizes(self, field: str, attribute: str) -> Iterable[int]:
-        """Return the ``attribute`` of each experience: the sizes of ``field``, if all have one."""
-        if self.kinds[field] >= _NONE:
-            return map(attrgetter(attribute), self.experiences)
-        return self.tensors(field).sizes
-
     def _trained_tokens(self) -> list[int]:
-        counts = [0] * len(self.experiences)
+        counts = [count or 0 for count in self.sizes("action_mask")]
         for column in self.columns.get("action_mask", ()):
-            elements, ends = column.elements, column.offsets.tolist()
-            rows = range(len(counts)) if column.rows is None else column.rows.tolist()
+            elements = column.elements
             if np.count_nonzero(elements) == len(elements):  # single turns: everything is selected
-                trained = column.sizes.tolist()
-            else:
-                trained = [int(np.count_nonzero(elements[a:b])) for a, b in pairwise(ends)]
-            for row, count in zip(rows, trained, strict=True):
-                counts[row] = count
+                continue
+            rows = range(len(counts)) if column.rows is None else column.rows.tolist()
+            for row, (start, stop) in zip(rows, pairwise(column.offsets.tolist()), strict=True):
+                counts[row] = int(np.count_nonzero(elements[start:stop]))
         for row, kind in enumerate(self.values["experience_type"]):
             if kind == "dpo":
                 pair = (self.values["chosen"][row], self.values["rejected"][row])

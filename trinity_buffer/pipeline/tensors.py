@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_buffer.codec.arrays import DTYPES
+from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.codec.objects import RawTensor
 from trinity_buffer.codec.segments import Bytes, Column
 from trinity_buffer.errors import CodecError, InvalidArgumentError
@@ -28,48 +27,11 @@ _JOINED = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64, torch.bf
     *(torch.float16, torch.float32, torch.float64)
 }
 
-_Kind: TypeAlias = "tuple[torch.dtype, int, torch.device, torch.layout]"
-_kind_of: Callable[[Tensor], _Kind] = attrgetter("dtype", "ndim", "device", "layout")
+_Kind: TypeAlias = "tuple[torch.dtype, int, torch.device, torch.layout, bool]"
+_kind_of: Callable[[Tensor], _Kind] = attrgetter("dtype", "ndim", "device", "layout", "is_nested")
 
 
-@dataclass(frozen=True, slots=True)
-class PresentTensors:
-    """The tensors of one field that are not None, with their kinds and sizes.
-
-    Attributes:
-        tensors: the tensors.
-        rows: the rows that have one; None: all.
-        kinds: dtype, number of dimensions, device and layout of each.
-        sizes: number of elements of each.
-    """
-
-    tensors: Sequence[Tensor]
-    rows: Sequence[int] | None
-    kinds: Sequence[_Kind]
-    sizes: Sequence[int]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor | None]) -> PresentTensors:
-        """Return ``tensors``, by row, without those that are None."""
-        present = [tensor for tensor in tensors if tensor is not None]
-        rows = None
-        if len(present) < len(tensors):
-            rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
-        return cls(present, rows, list(map(_kind_of, present)), list(map(Tensor.numel, present)))
-
-    def only(self, kind: _Kind) -> PresentTensors:
-        """Return the tensors of one kind."""
-        mine = [index for index, other in enumerate(self.kinds) if other == kind]
-        rows = range(len(self.tensors)) if self.rows is None else self.rows
-        return PresentTensors(
-            [self.tensors[index] for index in mine],
-            [rows[index] for index in mine],
-            [kind] * len(mine),
-            [self.sizes[index] for index in mine],
-        )
-
-
-def columns_of(field: str, tensors: PresentTensors | Sequence[Tensor | None]) -> list[Column]:
+def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
     """Return the columns of one field; an empty list without tensors.
 
     Rows of one dtype and number of dimensions share a column, made with a single ``torch.cat``. It
@@ -81,34 +43,47 @@ def columns_of(field: str, tensors: PresentTensors | Sequence[Tensor | None]) ->
 
     Raises:
         InvalidArgumentError: a tensor without dense memory (sparse, meta), or of a dtype that is
-            not an element type.
+            not an element type; the message begins with ``field``.
     """
-    present = tensors if isinstance(tensors, PresentTensors) else PresentTensors.of(tensors)
-    kinds = dict.fromkeys(present.kinds)
-    if len(kinds) == 1:
-        return [_column(field, present)]
-    return [_column(field, present.only(kind)) for kind in kinds]
+    rows = [row for row, tensor in enumerate(tensors) if tensor is not None]
+    present = [tensor for tensor in tensors if tensor is not None]
+    kinds = list(map(_kind_of, present))
+    columns = []
+    distinct = dict.fromkeys(kinds)
+    for kind in distinct:
+        mine, its_rows = present, rows
+        if len(distinct) > 1:
+            mine = [tensor for tensor, other in zip(present, kinds, strict=True) if other == kind]
+            its_rows = [row for row, other in zip(rows, kinds, strict=True) if other == kind]
+        every = len(mine) == len(tensors)
+        columns.append(_column(field, kind, mine, None if every else its_rows))
+    return columns
 
 
-def _column(field: str, tensors: PresentTensors) -> Column:
-    dtype, ndim, device, layout = tensors.kinds[0]
+def _column(
+    field: str, kind: _Kind, tensors: Sequence[Tensor], rows: Sequence[int] | None
+) -> Column:
+    dtype, ndim, device, layout, is_nested = kind
+    if is_nested:  # first, as it raises when it is asked for its shape
+        raise InvalidArgumentError(f"{field} is a nested tensor: make an Experience of each row")
     if dtype not in DTYPE_NAMES or layout != torch.strided or device.type == "meta":
         raise InvalidArgumentError(
             f"{field} is {dtype}, {layout} on {device}: make it a dense tensor "
             f"of one of {', '.join(TORCH_DTYPES)}"
         )
-    flat = tensors.tensors
+    if ndim > MAX_DIMENSIONS:
+        raise InvalidArgumentError(f"{field} has {ndim} dimensions, the most are {MAX_DIMENSIONS}")
     if ndim == 1:
-        shapes = np.array(tensors.sizes, np.int64)
+        shapes = np.array(list(map(Tensor.numel, tensors)), np.int64)
     else:
-        shapes = np.array([tuple(tensor.shape) for tensor in flat], np.int64)
-        flat = [tensor.reshape(-1) for tensor in flat]
+        shapes = np.array([tuple(tensor.shape) for tensor in tensors], np.int64)
+        tensors = [tensor.reshape(-1) for tensor in tensors]
     return Column(
         field,
         DTYPE_NAMES[dtype],
-        shapes.reshape(len(flat), ndim),
-        bytes_of(flat),
-        None if tensors.rows is None else np.array(tensors.rows, np.int64),
+        shapes.reshape(len(tensors), ndim),
+        bytes_of(tensors),
+        None if rows is None else np.array(rows, np.int64),
     )
 
 
@@ -119,6 +94,8 @@ def bytes_of(tensors: Sequence[Tensor]) -> Bytes:
         tensors = [_raw(tensor) for tensor in tensors]
     # For one tensor, torch.cat would wake its threads.
     flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0].detach().clone()
+    if not flat.numel():  # it may have a stride of 0, which torch cannot view
+        return np.empty(0, np.uint8)
     joined: Bytes = _raw(flat).cpu().numpy()
     # Booleans viewed from other bytes may hold any value, and torch treats all but 0 as true.
     if dtype == torch.bool and joined.max(initial=0) > 1:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, sub
+from operator import sub
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
+from trinity_buffer.codec.arrays import DTYPES
 from trinity_buffer.codec.segments import Column
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.pipeline.encoding import OBJECTS, RecordBatch
-from trinity_buffer.pipeline.tensors import DTYPE_NAMES, PresentTensors
+from trinity_buffer.pipeline.tensors import DTYPE_NAMES
 from trinity_buffer.sampling import SEGMENTS, problem_of_segments
 
 MAX_BYTES = 64 << 20
@@ -35,13 +35,10 @@ MAX_INT32, MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 """Largest finite number in float32, the dtype of micro-batches."""
 INTEGERS = frozenset(
-    {
-        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64),
-    }
+    {*("uint8", "uint16", "uint32", "uint64"), *("int8", "int16", "int32", "int64")}
 )
-FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-MASKS = FLOATS | INTEGERS | {torch.bool}
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+MASKS = FLOATS | INTEGERS | {"bool"}
 PER_TOKEN = ("logprobs", "token_level_reward", "teacher_logprobs", "advantages", "returns")
 TEXTS = ("response_text", "prompt_text", "truncate_status")
 LISTS = ("messages", "tools", "chosen_messages", "rejected_messages")
@@ -52,7 +49,7 @@ ROUNDING = 0.01
 """How far rounding may lift the logarithm of a probability above 0, in any precision."""
 
 _TENSORS = ("tokens", "action_mask", *PER_TOKEN, "chosen", "rejected", "routed_experts")
-_VECTORS: dict[str, tuple[frozenset[torch.dtype], str]] = {
+_VECTORS: dict[str, tuple[frozenset[str], str]] = {
     **dict.fromkeys(("tokens", "chosen", "rejected"), (INTEGERS, "integer token ids")),
     "action_mask": (MASKS, "bool, integers or floats"),
     **dict.fromkeys(PER_TOKEN, (FLOATS, "floats")),
@@ -95,8 +92,6 @@ SCHEMAS: dict[str, Schema] = {
 }
 """``experience``: rollouts; ``sft``: demonstrations; ``cpt``: plain text; ``dpo``: pairs."""
 
-_is_nested = attrgetter("is_nested")
-
 Problem = tuple[str, str]
 """The invalid field, and a sentence that begins with it: of the first row, which is the only one
 where the sentence matters."""
@@ -131,35 +126,8 @@ def _eids(batch: RecordBatch, _schema: str) -> Problem | None:
     return None
 
 
-def _tensors(batch: RecordBatch, _schema: str) -> Problem | None:
-    """Check that tensors are tensors, with dense memory of a dtype that can be stored."""
-    for field in _TENSORS:
-        kinds = batch.kinds[field] - (_NONE if field != "tokens" else frozenset())
-        if not all(issubclass(kind, Tensor) for kind in kinds):
-            kind = type(batch.values[field][0]).__name__
-            return field, f"{field} is a {kind}, it must be a tensor"
-        problem = _not_dense(field, batch.tensors(field)) if kinds else None
-        if problem is not None:
-            return problem
-    return None
-
-
-def _not_dense(field: str, tensors: PresentTensors) -> Problem | None:
-    # First, as a nested tensor raises when it is asked for its shape.
-    if any(map(_is_nested, tensors.tensors)):
-        return field, f"{field} is a nested tensor: make an Experience of each row"
-    for dtype, ndim, device, layout in set(tensors.kinds):
-        if layout != torch.strided or device.type == "meta" or dtype not in DTYPE_NAMES:
-            names = ", ".join(DTYPE_NAMES.values())
-            what = f"is {dtype}, {layout} on {device}: make it a dense tensor of one of {names}"
-            return field, f"{field} {what}"
-        if ndim > MAX_DIMENSIONS:
-            return field, f"{field} has {ndim} dimensions, the most are {MAX_DIMENSIONS}"
-    return None
-
-
 def _forms(batch: RecordBatch, _schema: str) -> Problem | None:
-    """Check the types of everything but tensors."""
+    """Check the types of everything but tensors, and that its values can be packed."""
     for field, form in _FORMS.items():
         kinds = batch.kinds[field] - (frozenset() if field in _ALWAYS else _NONE)
         if not all(issubclass(kind, form) for kind in kinds):
@@ -169,18 +137,25 @@ def _forms(batch: RecordBatch, _schema: str) -> Problem | None:
         is_sound = isinstance(custom, CustomField) and custom.data_type in DTYPE_NAMES
         if not is_sound or {type(custom.source_field), type(custom.destination_field)} != {str}:
             return "custom_fields", f"custom_fields has {custom!r:.80}, it is no CustomField"
-    return None
-
-
-def _pictures(batch: RecordBatch, _schema: str) -> Problem | None:
     for inputs in filter(None, batch.values["multi_modal_inputs"]):
         for name, value in inputs.items():
             field = f"multi_modal_inputs[{name!r}]"
             if type(name) is not str or not isinstance(value, Tensor):
                 return field, f"{field} must be a tensor under a text"
-            problem = _not_dense(field, PresentTensors.of([value]))
-            if problem is not None:
-                return problem
+    return None
+
+
+def _storable(batch: RecordBatch, _schema: str) -> Problem | None:
+    """Check that tensors are tensors, and that they and all objects can be stored."""
+    for field in _TENSORS:
+        kinds = batch.kinds[field] - (_NONE if field != "tokens" else frozenset())
+        if not all(issubclass(kind, Tensor) for kind in kinds):
+            kind = type(batch.values[field][0]).__name__
+            return field, f"{field} is a {kind}, it must be a tensor"
+    try:
+        batch.columns, batch.objects  # noqa: B018 - they are made when they are first asked for
+    except InvalidArgumentError as error:
+        return next(filter(str(error).startswith, (*_TENSORS, *OBJECTS))), str(error)
     return None
 
 
@@ -207,7 +182,7 @@ def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
         if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
             field = "info['model_version']"
             return field, f"{field} is {version!r:.40}, it must be an int"
-    sizes = zip(batch.values["prompt_length"], batch.tensors("tokens").sizes, strict=True)
+    sizes = zip(batch.values["prompt_length"], batch.sizes("tokens"), strict=True)
     is_absent = set(map(type, batch.segments)) == _NONE
     for segments, (prompt, size) in () if is_absent else zip(batch.segments, sizes, strict=True):
         problem = None if segments is None else problem_of_segments(segments, prompt, size)
@@ -217,14 +192,6 @@ def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
         problem = None if not reason else problem_of_text(reason)
         if problem is not None:
             return "info['finish_reason']", f"info['finish_reason'] {problem}"
-    return None
-
-
-def _objects(batch: RecordBatch, _schema: str) -> Problem | None:
-    try:
-        batch.objects  # noqa: B018 - they are packed when they are first asked for
-    except InvalidArgumentError as error:
-        return next(field for field in OBJECTS if str(error).startswith(field)), str(error)
     return None
 
 
@@ -248,18 +215,15 @@ def _vectors(batch: RecordBatch, schema: str) -> Problem | None:
     for field in (*required, *PER_TOKEN):
         if field in required and batch.kinds[field] >= _NONE:
             return field, f"{field} is a NoneType, it must be a tensor"
-        if batch.kinds[field] == _NONE:
-            continue
         dtypes, what = _VECTORS[field]
-        tensors = batch.tensors(field)
-        for dtype, ndim, *_ in set(tensors.kinds):
-            if ndim != 1:
-                shape = list(tensors.tensors[0].shape)
+        for column in batch.columns.get(field, ()):
+            if column.shapes.shape[1] != 1:
+                shape = column.shapes[0].tolist()
                 return field, f"{field} has the shape {shape}, it must be dense 1-D"
-            if dtype not in dtypes:
-                return field, f"{field} is {dtype}, it must hold {what}"
-        if dtypes is INTEGERS and 0 in tensors.sizes:
-            return field, f"{field} has no elements, it needs at least one token"
+            if column.dtype not in dtypes:
+                return field, f"{field} is torch.{column.dtype}, it must hold {what}"
+            if dtypes is INTEGERS and not column.shapes.all():
+                return field, f"{field} has no elements, it needs at least one token"
     return None
 
 
@@ -267,7 +231,7 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
     """Check prompt lengths, and that there is one number per token of a response."""
     if schema == "dpo":
         return None
-    prompts, sizes = batch.values["prompt_length"], batch.tensors("tokens").sizes
+    prompts, sizes = batch.values["prompt_length"], batch.sizes("tokens")
     responses = list(map(sub, sizes, prompts))
     size, prompt, response = sizes[0], prompts[0], responses[0]
     if min(prompts) < 1 or min(responses) < 0:
@@ -280,14 +244,14 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
     for field in ("action_mask", *PER_TOKEN):
         if batch.kinds[field] == _NONE:
             continue
-        tensors = batch.tensors(field)
-        rows = range(len(responses)) if tensors.rows is None else tensors.rows
-        if tensors.sizes != [responses[row] for row in rows]:
+        numbers = batch.sizes(field)
+        pairs = zip(numbers, responses, strict=True)
+        if numbers != responses and any(own not in (None, length) for own, length in pairs):
             is_mask = field == "action_mask"
             why = (
                 f" ({size} tokens - prompt_length {prompt})" if is_mask else ": one per token of it"
             )
-            what = f"has {tensors.sizes[0]} elements, the response has {response}{why}"
+            what = f"has {numbers[0]} elements, the response has {response}{why}"
             return field, f"{field} {what}"
     return None
 
@@ -334,14 +298,16 @@ def _as_numpy(column: Column) -> npt.NDArray[Any]:
 
 def _experts(batch: RecordBatch, _schema: str) -> Problem | None:
     field = "routed_experts"
-    for routed, size in zip(batch.values[field], batch.tensors("tokens").sizes, strict=True):
-        if routed is None:
-            continue
-        if routed.dtype not in INTEGERS:
+    sizes = batch.sizes("tokens")
+    for column in batch.columns.get(field, ()):
+        if column.dtype not in INTEGERS:
             return field, f"{field} must be a tensor of integers"
-        if routed.ndim == 0 or routed.shape[0] not in (size - 1, size):
-            what = f"has the shape {list(routed.shape)}, its first dimension must be {size - 1} or"
-            return field, f"{field} {what} {size}: one row per token"
+        rows = range(len(sizes)) if column.rows is None else column.rows.tolist()
+        for row, shape in zip(rows, column.shapes.tolist(), strict=True):
+            size = sizes[row]
+            if not shape or shape[0] not in (size - 1, size):
+                what = f"has the shape {shape}, its first dimension must be {size - 1} or"
+                return field, f"{field} {what} {size}: one row per token"
     return None
 
 
@@ -363,7 +329,7 @@ def _size(batch: RecordBatch, _schema: str) -> Problem | None:
 
 ADDRESS: tuple[Rule, ...] = (_eids,)
 """Without an address nothing can be recorded."""
-STORABLE: tuple[Rule, ...] = (*(_tensors, _forms, _pictures), *(_scalars, _infos, _objects))
+STORABLE: tuple[Rule, ...] = (_forms, _storable, _scalars, _infos)
 """Without these, a reader could not decode what is recorded."""
 TRAINABLE: tuple[Rule, ...] = (
     *(_kinds, _vectors, _responses, _ids_and_masks),
