@@ -138,12 +138,12 @@ def by_experiences(
 
     asyncio.run(add_all())
     decision.take(staged, masks, known)
-    decision.encode(segments.TableSegments(), seen=9, calls=len(groups))
+    decision.encode(segments.TableSegments(), calls=len(groups))
     return decision
 
 
 def covering(groups: Sequence[Group]) -> Decision:
-    return Decision("some", {"/".join(one.key): one.planned for one in groups})
+    return Decision("some", seen=9, planned={"/".join(one.key): one.planned for one in groups})
 
 
 def place(e: Experience) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ def by_rewards(
     score = strategy.from_rewards()
     assert score is not None
     decision.score(groups, GroupTable.of(groups, events), score, strategy.over)
-    decision.encode(segments.TableSegments(), seen=9, calls=len(groups))
+    decision.encode(segments.TableSegments(), calls=len(groups))
     return decision
 
 

@@ -195,8 +195,8 @@ FAULTS = [
     Fault(
         "a group whose deadline is now stays open",
         "pipeline/annotate/grouping.py",
-        "{place} if overdue_us <= now_us else",
-        "{place} if overdue_us < now_us else",
+        "[end_us <= now_us for end_us, _ in ends]",
+        "[end_us < now_us for end_us, _ in ends]",
         "tests/pipeline/test_grouping.py::test_the_deadline_of_one_group_closes_a_batch",
     ),
     Fault(

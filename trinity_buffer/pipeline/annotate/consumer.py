@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import anyio.to_thread
 from torch import Tensor
@@ -171,22 +171,6 @@ class ConsumerReport:
     rejected: int
     waiting: int
     waiting_groups: int
-
-
-class _PageResult(NamedTuple):
-    """The outcome of reading one page of the log.
-
-    Attributes:
-        worked: whether there was anything to do.
-        finished: whether the experiment is finished and there was nothing to do.
-        left: ready but undecided units, one list per commit.
-        late: addresses of rows whose groups were decided before.
-    """
-
-    worked: bool
-    finished: bool
-    left: list[list[ReadyUnit]]
-    late: list[int]
 
 
 class StrategyConsumer:
@@ -360,23 +344,23 @@ class StrategyConsumer:
             # Seals overdue batches, before the page is read that then closes their groups.
             await self._deadlines.keep()
             try:
-                page = await self._advance(live=follow)
+                worked, is_finished = await self._advance(live=follow)
             except (CursorConflictError, LeaseLostError) as error:
                 self._lease.doubt(error)
                 break
-            if page.worked:
+            if worked:
                 wait.over()
                 continue
             self.has_read_all = True
-            becomes_idle = self._reader.grouping.becomes_idle
-            if ending and not becomes_idle:
+            grouping = self._reader.grouping
+            if ending and not grouping.becomes_idle:
                 return True
-            ending = ending or page.finished  # one more page: rows may precede the end
-            if not ending or becomes_idle:
+            ending = ending or is_finished  # one more page: rows may precede the end
+            if not ending or grouping.becomes_idle:
                 settle_imports()
-                # Until the next group or batch must be closed.
-                left = min(self._reader.seconds_to_deadline(), self._deadlines.seconds_left())
-                await wait.changed(state, None if math.isinf(left) else left)
+                due_us = min(grouping.next_deadline_us(), self._deadlines.due_us)
+                left = None if math.isinf(due_us) else max(0.0, (due_us - now_us()) / 1e6)
+                await wait.changed(state, left)
         return False
 
     async def _waiting_for(self) -> str:
@@ -410,27 +394,38 @@ class StrategyConsumer:
                 "strategy %r rejected %d of %s: %s", self.name, rejected, of, one_line(counts)
             )
 
-    async def _advance(self, *, live: bool = False) -> _PageResult:
+    async def _advance(self, *, live: bool = False) -> tuple[bool, bool]:
         """Read one page and decide the units that are ready.
 
         Args:
             live: whether a trainer may be waiting for the first of them.
+
+        Returns:
+            Whether there was anything to do; if not, whether the experiment is finished.
         """
         database = self.experiment.database
-        page = await database.session(lambda s: self._read_page(s, live=live))
-        for units in page.left:
+        worked, is_finished, left, late = await database.session(
+            lambda s: self._read_page(s, live=live)
+        )
+        for units in left:
             by_rewards = partial(self._decide_by_rewards, units=units)
             if self._scorer is None or not await database.session(by_rewards):
                 await self._decide_by_experiences(units)
-        if page.late:
-            rows = await database.session(lambda s: self._reject_late(s, page.late))
-            self._warn_of_late_rows([rows[a].eid for a in page.late[:ROWS_NAMED]], len(page.late))
-        return page
+        if late:
+            await database.session(partial(self._reject_late, late=late))
+        return worked, is_finished
 
-    def _read_page(self, s: Session, *, live: bool) -> _PageResult:
+    def _read_page(
+        self, s: Session, *, live: bool
+    ) -> tuple[bool, bool, list[list[ReadyUnit]], list[int]]:
         """Read one page, and decide the first ready units if their rewards suffice.
 
         In one trip to the database: a consumer that follows a log seldom finds more than one group.
+
+        Returns:
+            Whether there was anything to do; if not, whether the experiment is finished; ready but
+            undecided units, one list per commit; addresses of rows whose groups were decided
+            before.
         """
         read = self._reader.read(s)
         # Units without rows first: only the commit that moves the cursor past them records that
@@ -445,30 +440,31 @@ class StrategyConsumer:
         if left and self._decide_by_rewards(s, left[0]):
             del left[0]
         worked = bool(read or units or late)
-        finished = not worked and s.read(writer_queries.is_finished, self.experiment.key)
-        return _PageResult(worked, finished, left, late)
+        is_finished = not worked and s.read(writer_queries.is_finished, self.experiment.key)
+        return worked, is_finished, left, late
 
-    def _shown(self, units: Sequence[ReadyUnit], decision: Decision) -> list[ReadyUnit]:
-        """Return the groups of each unit that the strategy sees; the others are rejected."""
-        for unit in units:
-            decision.planned.update({"/".join(group.key): group.planned for group in unit})
+    def _begin(self, units: Sequence[ReadyUnit]) -> tuple[Decision, list[ReadyUnit]]:
+        """Return a decision on ``units``, and the groups of each that the strategy sees.
+
+        The other groups are rejected.
+        """
+        decision = Decision(self.name, seen=self._reader.seen)
+        if not all(any(group.members for group in unit) for unit in units):
+            decision.after = self._reader.cursor
+        for group in chain.from_iterable(units):
+            decision.planned["/".join(group.key)] = group.planned
+            if group.short and self.rules.on_incomplete_group != "keep":
+                decision.reject(group.members, "incomplete_group")
         if self.rules.on_incomplete_group == "keep":
-            return list(units)
-        for group in (group for unit in units for group in unit if group.short):
-            decision.reject(group.members, "incomplete_group")
-        return [[group for group in unit if not group.short] for unit in units]
-
-    def _cursor_for(self, units: Sequence[ReadyUnit]) -> int | None:
-        """Return where the cursor must stand for units to be committed; None: anywhere."""
-        has_rows = all(any(group.members for group in unit) for unit in units)
-        return None if has_rows else self._reader.cursor
+            return decision, list(units)
+        return decision, [[group for group in unit if not group.short] for unit in units]
 
     def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:
         """Decide and commit ``units`` by rewards; return False if experiences have to be loaded."""
-        scorer, decision = self._scorer, Decision(self.name)
-        if scorer is None:
+        if self._scorer is None:
             return False
-        groups = [group for unit in self._shown(units, decision) for group in unit if group.members]
+        decision, shown = self._begin(units)
+        groups = [group for group in chain.from_iterable(shown) if group.members]
         addresses = [address for group in groups for address in group.members]
         events = self._events(s, addresses)
         if events is None or not all(event.scorable for event in events.values()):
@@ -479,17 +475,10 @@ class StrategyConsumer:
         assigned = self._assigned(s, addresses)
         # Each group counts as one call of `add`, whichever way it is decided.
         self._calls += len(groups)
-        seen, calls, after = self._reader.seen, self._calls, self._cursor_for(units)
-
-        def decide() -> None:
-            if groups:
-                with blame_strategy(self.name, _uid_at(addresses[0], events)):
-                    table = GroupTable.of(groups, events, assigned)
-                    decision.score(groups, table, scorer, self.strategy.over)
-            store = self.experiment.database.segments
-            decision.encode(store, seen=seen, calls=calls, after=after)
-
-        s.compute(decide)
+        if groups:
+            with blame_strategy(self.name, _uid_at(addresses[0], events)):
+                table = GroupTable.of(groups, events, assigned)
+                decision.score(groups, table, self._scorer, self.strategy.over)
         self._commit(s, decision, units)
         return True
 
@@ -527,8 +516,8 @@ class StrategyConsumer:
 
     async def _decide_by_experiences(self, units: Sequence[ReadyUnit]) -> None:
         """Have the strategy decide on the experiences of ``units``, and commit."""
-        database, decision = self.experiment.database, Decision(self.name)
-        shown = self._shown(units, decision)
+        database = self.experiment.database
+        decision, shown = self._begin(units)
         wanted = [a for unit in shown for group in unit for a in group.members]
         rows = await database.read_session(lambda s: self._rows(s, wanted))
         masks: dict[int, Tensor | None] = {}
@@ -554,13 +543,7 @@ class StrategyConsumer:
                         metrics_of(await self.strategy.add(members, self._calls))
                     )
                 self._calls += 1
-        seen, calls, after = self._reader.seen, self._calls, self._cursor_for(units)
-
-        def encode() -> None:
-            decision.take(self._staged, masks, rows)
-            decision.encode(database.segments, seen=seen, calls=calls, after=after)
-
-        await anyio.to_thread.run_sync(encode)
+        await anyio.to_thread.run_sync(decision.take, self._staged, masks, rows)
         await database.session(lambda s: self._commit(s, decision, units))
 
     async def _load(
@@ -609,10 +592,11 @@ class StrategyConsumer:
 
     def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
         """Commit the decision on ``units`` together with the cursor."""
+        database, key = self.experiment.database, self.experiment.key
+        decision.encode(database.segments, calls=self._calls)
         # Unplanned groups whose rows were all refused: of them there is nothing to record.
         if not decision.events:
             return
-        database, key = self.experiment.database, self.experiment.key
         reached("before-annotate")
 
         def commit(tx: Transaction) -> None:
@@ -640,30 +624,21 @@ class StrategyConsumer:
                 lambda: self._rows(s, [first])[first].eid.uid,
             )
 
-    def _reject_late(self, s: Session, late: Sequence[int]) -> dict[int, ExperienceRow]:
-        """Commit the rejection of rows that came after their groups were decided.
-
-        Returns:
-            The first of them, to be named.
-        """
-        decision = Decision(self.name)
+    def _reject_late(self, s: Session, late: Sequence[int]) -> None:
+        """Reject rows that came after their groups were decided, and warn of them."""
+        decision = Decision(self.name, seen=self._reader.seen)
         decision.reject(late, "late")
-        decision.encode(
-            self.experiment.database.segments, seen=self._reader.seen, calls=self._calls
-        )
         self._commit(s, decision, [])
-        return self._rows(s, late[:ROWS_NAMED])
-
-    def _warn_of_late_rows(self, eids: Sequence[EID], number: int) -> None:
-        rows = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids)
-        more = f" and {number - len(eids)} more" if number > len(eids) else ""
+        rows = self._rows(s, late[:ROWS_NAMED])
+        eids = [rows[address].eid for address in late[:ROWS_NAMED]]
+        more = len(late) - len(eids)
         _logger.warning(
             "strategy %r rejects %s as late: %s%s came after the group was decided; write all rows "
             "of a run in one call",
             self.name,
-            counted(number, "experience"),
-            one_line(rows),
-            more,
+            counted(len(late), "experience"),
+            one_line(", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids)),
+            f" and {more} more" if more > 0 else "",
         )
 
 

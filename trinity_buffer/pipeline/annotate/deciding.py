@@ -112,6 +112,9 @@ class Decision:
 
     Attributes:
         strategy: name of the annotation set.
+        seen: position up to which the log was read.
+        after: where the cursor must stand for the commit to succeed, None: anywhere. Only groups
+            without rows need it: a row can be decided only once, which protects the others.
         planned: tid of each group that it covers -> whether it was planned.
         reasons: address of an experience -> why it is rejected.
         metrics: what each call of the strategy returned.
@@ -122,6 +125,8 @@ class Decision:
     """
 
     strategy: str
+    seen: int
+    after: int | None = None
     planned: dict[str, bool] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -271,26 +276,21 @@ class Decision:
                         f"its response has {tokens} tokens, so give [{tokens}]"
                     )
 
-    def encode(
-        self, store: SegmentStore, *, seen: int, calls: int, after: int | None = None
-    ) -> None:
+    def encode(self, store: SegmentStore, *, calls: int) -> None:
         """Make the events of the decision, and the rows of its segment in ``store``.
 
         Args:
             store: where annotations are put.
-            seen: position up to which the log was read.
             calls: how often the strategy was called so far.
-            after: where the cursor must stand for the commit to succeed. Only groups without rows
-                need it: a row can be decided only once, which protects the others.
         """
         if self.experiences:
             key = new_key()
             self.segment_rows = store.put(key, {"annotation": self.blob})
             annotated = ExperiencesAnnotated(
                 consumer=self.strategy,
-                seen=seen,
+                seen=self.seen,
                 calls=calls,
-                after=after,
+                after=self.after,
                 segment=key,
                 families={"annotation": len(self.blob)},
                 digest=content_digest([self.blob]),
@@ -313,10 +313,10 @@ class Decision:
             addresses = sorted(self.reasons)
             rejected = ExperiencesRejected(
                 consumer=self.strategy,
-                seen=seen,
+                seen=self.seen,
                 calls=calls,
                 # One event of the commit is enough to check the cursor.
-                after=None if self.events else after,
+                after=None if self.events else self.after,
                 by="strategy",
                 experiences=addresses,
                 reasons=[self.reasons[address] for address in addresses],

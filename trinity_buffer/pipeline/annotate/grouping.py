@@ -136,6 +136,11 @@ class Grouping:
         self.groups: dict[GroupKey, Group] = {}
         self._candidates: set[str] = set()
         self._late: list[int] = []
+        # As spans of the clock of events; infinite: never.
+        timeout_s, idle_s = rules.group_timeout_s, rules.idle_s
+        self._timeout_us = math.inf if timeout_s is None else int(timeout_s * 1e6)
+        self._idle_us = math.inf if idle_s is None else int(idle_s * 1e6)
+        self._is_timed = min(self._timeout_us, self._idle_us) < math.inf
 
     def _open(self) -> list[Group]:
         return [group for group in self.groups.values() if not group.decided]
@@ -228,15 +233,10 @@ class Grouping:
 
     def _ends_of(self, group: Group) -> tuple[float, float]:
         """Return when an open group is overdue and when it is idle; infinite: never."""
-        timeout_s, idle_s = self.rules.group_timeout_s, self.rules.idle_s
-        overdue = math.inf if timeout_s is None else group.first_seen_us + int(timeout_s * 1e6)
-        if idle_s is None or group.rollouts is not None or not group.members:
-            return overdue, math.inf
-        return overdue, group.last_seen_us + int(idle_s * 1e6)
-
-    @property
-    def _is_timed(self) -> bool:
-        return self.rules.group_timeout_s is not None or self.rules.idle_s is not None
+        overdue_us = group.first_seen_us + self._timeout_us
+        if group.rollouts is not None or not group.members:
+            return overdue_us, math.inf
+        return overdue_us, group.last_seen_us + self._idle_us
 
     def next_deadline_us(self) -> float:
         """Return when the next open group must be closed; infinite: never."""
@@ -247,9 +247,7 @@ class Grouping:
     @property
     def becomes_idle(self) -> bool:
         """Whether some open group closes once no more rows come for it."""
-        return self.rules.idle_s is not None and any(
-            self._ends_of(group)[1] < math.inf for group in self._open()
-        )
+        return self._is_timed and any(self._ends_of(group)[1] < math.inf for group in self._open())
 
     def take_ready(self, now_us: int) -> list[ReadyUnit]:
         """Return, once, every ready unit, oldest batch first; forget finished batches."""
@@ -275,22 +273,20 @@ class Grouping:
     def _ready_of(self, batch: _Batch, now_us: int) -> ReadyUnit:
         """Return the groups of a batch that are to be decided now."""
         undecided = [group for group in batch.groups if not group.decided]
-        overdue, idle = set[int](), set[int]()
-        if self._is_timed:
-            for place, group in enumerate(undecided):
-                overdue_us, idle_us = self._ends_of(group)
-                overdue |= {place} if overdue_us <= now_us else set()
-                idle |= {place} if idle_us <= now_us else set()
+        never = (math.inf, math.inf)
+        ends = [self._ends_of(group) if self._is_timed else never for group in undecided]
+        overdue = [end_us <= now_us for end_us, _ in ends]
+        idle = [end_us <= now_us for _, end_us in ends]
         ready = [
             group
-            for place, group in enumerate(undecided)
-            if batch.sealed or place in overdue or place in idle or group.has_all(group.runs)
+            for group, is_closed in zip(undecided, map(max, overdue, idle), strict=True)
+            if batch.sealed or is_closed or group.has_all(group.runs)
         ]
         if self.unit == "group":
             return ready
         # An unplanned batch that is unsealed may still get further groups.
-        whole = len(ready) == len(undecided) and (batch.planned or batch.sealed or bool(idle))
-        return undecided if whole or overdue else []
+        whole = len(ready) == len(undecided) and (batch.planned or batch.sealed or any(idle))
+        return undecided if whole or any(overdue) else []
 
 
 def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
@@ -350,10 +346,6 @@ class UnitReader:
         self.behind = False
         self.unscored: int | None = None
         self._read_at: int | None = None  # time of the last event read, while more follow
-
-    def seconds_to_deadline(self) -> float:
-        """Return the seconds until the next group must be closed; infinite: never."""
-        return max(0.0, (self.grouping.next_deadline_us() - now_us()) / 1e6)
 
     def take_ready(self) -> list[ReadyUnit]:
         """Return, once, every unit that is ready.
@@ -459,8 +451,8 @@ class UnitReader:
             page: events of the kinds `Reads`.
             waiting: the rows that count of events before the cursor; None: all, they lie behind it.
         """
-        facts, ranges = s.compute(_read_page, self._experiment.name, page, waiting)
-        ranges |= self._ranges_of_damaged(s, facts, waiting)
+        facts = {event.position: self._fact_of(event) for event in page}
+        ranges = self._ranges(s, facts, waiting)
         # The rows of this page are likely decided next; the cache saves decoding them again.
         self._cache.keep({a: f for a, f in facts.items() if isinstance(f, ExperiencesRecorded)})
         sealed = {str(fact.batch) for fact in facts.values() if isinstance(fact, BatchSealed)}
@@ -481,21 +473,43 @@ class UnitReader:
             elif isinstance(fact, BatchSealed):
                 self.grouping.seal(str(fact.batch))
 
-    def _ranges_of_damaged(
+    def _fact_of(self, event: StoredEvent) -> Fact | None:
+        """Return what an event says; None of one whose rows cannot be decoded."""
+        try:
+            return decoded(self._experiment.name, event).fact
+        except CodecVersionError:
+            raise
+        except CodecError as error:
+            if event.kind not in kinds_of(ExperiencesRecorded):
+                raise
+            # The rows of such an event are in the projection: the strategy rejects them one by one.
+            _logger.warning("its experiences are rejected as damaged: %s", one_line(f"{error}"))
+            return None
+
+    def _ranges(
         self, s: ReadSession, facts: Mapping[int, Fact | None], waiting: Collection[int] | None
     ) -> dict[int, list[RowRange]]:
-        """Return the rows of unreadable events, whose addresses the projection still has."""
-        unreadable = [at for at, fact in facts.items() if fact is None]
-        if not unreadable:
-            return {}
-        known = s.read(writer_queries.rows_of_events, self._experiment.key, unreadable)
+        """Return position -> the rows of each event by group, those of damaged ones included."""
+        damaged = [at for at, fact in facts.items() if fact is None]
+        known = (
+            s.read(writer_queries.rows_of_events, self._experiment.key, damaged) if damaged else {}
+        )
+        rows: dict[int, Iterable[tuple[int, Key, Key, int, bool]]] = {
+            at: [(r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused)) for r in of_event]
+            for at, of_event in known.items()
+        }
+        for at, fact in facts.items():
+            if isinstance(fact, ExperiencesRecorded):
+                columns, refused = fact.columns, [slot in fact.refused for slot in range(fact.rows)]
+                addresses = range(first_address(at), first_address(at) + fact.rows)
+                rows[at] = zip(
+                    addresses, columns.batch, columns.task, columns.run, refused, strict=True
+                )
+        if waiting is None:
+            return {at: ranges_of(of_event) for at, of_event in rows.items()}
         return {
-            at: ranges_of(
-                (row.address, row.eid.batch, row.eid.task, row.eid.run, bool(row.refused))
-                for row in rows
-                if waiting is None or row.address in waiting
-            )
-            for at, rows in known.items()
+            at: ranges_of(row for row in of_event if row[0] in waiting)
+            for at, of_event in rows.items()
         }
 
     def _learn(self, s: ReadSession, groups: set[GroupKey], sealed: set[str]) -> set[str]:
@@ -531,37 +545,6 @@ class UnitReader:
         return new & grouping.batches.keys()
 
 
-def _read_page(
-    experiment: str, page: Sequence[StoredEvent], waiting: Collection[int] | None
-) -> tuple[dict[int, Fact | None], dict[int, list[RowRange]]]:
-    """Return position -> fact of each event, None if unreadable, and its rows by group."""
-    facts: dict[int, Fact | None] = {}
-    ranges: dict[int, list[RowRange]] = {}
-    for event in page:
-        at = event.position
-        try:
-            fact = facts[at] = decoded(experiment, event).fact
-        except CodecVersionError:
-            raise
-        except CodecError as error:
-            if event.kind not in kinds_of(ExperiencesRecorded):
-                raise
-            # The rows of such an event are in the projection but cannot be decoded: the strategy
-            # rejects them one by one.
-            _logger.warning("its experiences are rejected as damaged: %s", one_line(f"{error}"))
-            facts[at] = None
-            continue
-        if isinstance(fact, ExperiencesRecorded):
-            columns, first = fact.columns, first_address(at)
-            addresses = range(first, first + len(columns))
-            refused = [slot in fact.refused for slot in range(len(columns))]
-            rows = zip(addresses, columns.batch, columns.task, columns.run, refused, strict=True)
-            ranges[at] = ranges_of(
-                rows if waiting is None else (row for row in rows if row[0] in waiting)
-            )
-    return facts, ranges
-
-
 SHORTEST_US = 10_000
 """Least time between two checks for overdue batches."""
 
@@ -575,6 +558,9 @@ class Deadlines:
         experiment: the experiment.
         name: name of the annotation set.
         group_timeout_s: seconds after its plan at which a batch is sealed; None: never.
+
+    Attributes:
+        due_us: when a batch may be overdue; infinite: never.
     """
 
     def __init__(
@@ -583,16 +569,12 @@ class Deadlines:
         self._experiment = experiment
         self._name = name
         self._after_us = math.inf if group_timeout_s is None else group_timeout_s * 1e6
-        self._due_us = 0.0 if group_timeout_s is not None else math.inf
-
-    def seconds_left(self) -> float:
-        """Return the seconds until a batch may be overdue; infinite: never."""
-        return max(0.0, (self._due_us - now_us()) / 1e6)
+        self.due_us = 0.0 if group_timeout_s is not None else math.inf
 
     async def keep(self) -> None:
         """Seal the batches that are overdue now."""
         key, database = self._experiment.key, self._experiment.database
-        full_page = now_us() >= self._due_us
+        full_page = now_us() >= self.due_us
         while full_page:
             overdue = await database.read(self._overdue)
             # Sealing removes batches from the page, so reading it again yields the next ones.
@@ -611,7 +593,7 @@ class Deadlines:
         """Return overdue batches, and note when to check again."""
         key, now = self._experiment.key, now_us()
         # A batch planned from now on is due later, so this bound holds until then.
-        self._due_us = now + max(self._after_us, SHORTEST_US)
+        self.due_us = now + max(self._after_us, SHORTEST_US)
         stored = writer_queries.config_of(tx, key)
         config = {} if stored is None else stored[0]
         reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
@@ -621,5 +603,5 @@ class Deadlines:
         planned = counts.open_batches(tx, key)
         since = log.recorded_at(tx, key, [batch.planned_at for batch in planned])
         due = {batch.key: since[batch.planned_at] + self._after_us for batch in planned}
-        self._due_us = min([self._due_us, *(at for at in due.values() if at > now)])
+        self.due_us = min([self.due_us, *(at for at in due.values() if at > now)])
         return [batch for batch, at in due.items() if at <= now]
