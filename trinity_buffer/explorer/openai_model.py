@@ -16,14 +16,12 @@ from trinity_buffer.explorer.server import (
     ServedWeights,
     Server,
     changes,
-    chat_completion,
+    completion_of,
     generated,
     pinned,
-    require_all_sampled,
-    require_ids,
     require_sampled,
     require_texts,
-    text_completion,
+    require_whole,
 )
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -70,6 +68,10 @@ class OpenAIModel:
         self._logprobs_mode = logprobs_mode
         self._require_ids = require_ids
         self._sampling = pinned(sampling)
+        self._marks: dict[str, Any] = {
+            "logprobs_mode": logprobs_mode,
+            "sampling": changes(self._sampling),
+        }
         if isinstance(tokenizer, str):
             from trinity_buffer.explorer.local_model import load_tokenizer  # noqa: PLC0415 - torch
 
@@ -102,18 +104,15 @@ class OpenAIModel:
             InferenceServerError: no answer, or one without ids and log-probs.
         """
         if self._dialect == "sglang":
-            chat = self._chat_format
-            prompt = chat.prompt(messages, tools)
+            prompt = self._format.prompt(messages, tools)
             made = await self.complete(prompt.ids, max_tokens=max_tokens)
-            return replace(chat.read(made, tools), prompt_text=prompt.text)
+            return replace(self._format.read(made, tools), prompt_text=prompt.text)
         if self._require_ids:
             require_texts(messages)
         body = {"messages": [dict(message) for message in messages], **ASKED_FOR_CHAT}
         if tools:
             body["tools"] = [dict(tool) for tool in tools]
-        before = await self._weights.now()
-        answer = await self._asked("/v1/chat/completions", body, max_tokens)
-        return await self._checked(answer, chat_completion(answer, _first(answer)), before)
+        return await self._asked("/v1/chat/completions", body, max_tokens)
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None
@@ -123,23 +122,31 @@ class OpenAIModel:
         Raises:
             InferenceServerError: no answer, or one without ids and log-probs.
         """
-        if self._dialect == "sglang":
-            ids: Any = prompt
-            if isinstance(prompt, str):
-                ids = self._require_tokenizer().encode(prompt)
-            return await self._generate(list(ids), max_tokens)
-        text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
-        before = await self._weights.now()
-        answer = await self._asked(
-            "/v1/completions", {"prompt": text_or_ids, **ASKED_FOR_TEXT}, max_tokens
-        )
-        return await self._checked(answer, text_completion(answer, _first(answer)), before)
+        ids_or_text: Any = prompt if isinstance(prompt, str) else list(prompt)
+        if self._dialect != "sglang":
+            body = {"prompt": ids_or_text, **ASKED_FOR_TEXT}
+            return await self._asked("/v1/completions", body, max_tokens)
+        if isinstance(ids_or_text, str):
+            ids_or_text = list(self._require_tokenizer().encode(ids_or_text))
+        sampling = {**self._sampling}
+        usual = sampling.pop("max_tokens", None)
+        if (most := usual if max_tokens is None else max_tokens) is not None:
+            sampling["max_new_tokens"] = most
+        body = {"input_ids": ids_or_text, "sampling_params": sampling, "return_logprob": True}
+        answer = await self.server.post("/generate", body)
+        made = replace(generated(answer, ids_or_text), **self._marks)
+        if self._require_ids:
+            require_whole(answer, [made], self.server.root)
+        return made
 
     async def close(self) -> None:
         """Close the connections."""
         await self.server.close()
 
-    async def _asked(self, path: str, body: dict[str, Any], max_tokens: int | None) -> Any:
+    async def _asked(
+        self, path: str, body: Mapping[str, Any], max_tokens: int | None
+    ) -> Completion:
+        """Return the answer of vLLM, which says what weights made it, if it may be trained."""
         if self.name is None:
             served = await self.server.get("/v1/models") or {}
             names = [str(model["id"]) for model in served.get("data", [])]
@@ -152,35 +159,19 @@ class OpenAIModel:
         asked = {"model": self.name, **self._sampling, **limit, **body}
         if self._require_ids:
             require_sampled(asked, self._logprobs_mode)
-        return await self.server.post(path, asked)
-
-    async def _generate(self, prompt: list[int], max_tokens: int | None) -> Completion:
-        sampling = {**self._sampling}
-        usual = sampling.pop("max_tokens", None)
-        if (most := usual if max_tokens is None else max_tokens) is not None:
-            sampling["max_new_tokens"] = most
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-        answer = await self.server.post("/generate", body)
-        mode, options = self._logprobs_mode, changes(self._sampling)
-        made = replace(generated(answer, prompt), logprobs_mode=mode, sampling=options)
-        self._require_whole(answer, made)
+        before = await self._weights.now()
+        answer = await self.server.post(path, asked)
+        choices = answer.get("choices") or []
+        if not choices:
+            raise InferenceServerError(f"the server answered without a choice: {str(answer)[:300]}")
+        made = completion_of(answer, choices[0])
+        if self._require_ids:
+            require_whole(answer, [made], self.server.root)
+        (made,) = await self._weights.stamped([made], before, **self._marks)
         return made
 
-    def _require_whole(self, answer: Mapping[str, Any], made: Completion) -> None:
-        if self._require_ids:
-            require_ids(made, self.server.root)
-            require_all_sampled(answer, [made], self.server.root)
-
-    async def _checked(
-        self, answer: Mapping[str, Any], made: Completion, before: str | None
-    ) -> Completion:
-        """Return a completion that says which weights made it, if it may be trained."""
-        self._require_whole(answer, made)
-        (made,) = await self._weights.stamped([made], before)
-        return replace(made, logprobs_mode=self._logprobs_mode, sampling=changes(self._sampling))
-
     @cached_property
-    def _chat_format(self) -> ChatFormat:
+    def _format(self) -> ChatFormat:
         tokenizer = self._require_tokenizer()
         end = tokenizer.eos_token_id
         return ChatFormat(tokenizer, [] if end is None else [end])
@@ -191,11 +182,3 @@ class OpenAIModel:
                 "SGLang's /generate takes token ids: give OpenAIModel a tokenizer="
             )
         return self._tokenizer
-
-
-def _first(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = answer.get("choices") or []
-    if not choices:
-        raise InferenceServerError(f"the server answered without a choice: {str(answer)[:300]}")
-    choice: Mapping[str, Any] = choices[0]
-    return choice

@@ -76,7 +76,7 @@ class Server:
         Raises:
             InferenceServerError: it cannot be reached, or refuses (see `RefusedRequestError`).
         """
-        return await self._ask("POST", path, body or {}, query)
+        return _answer_of(await self._sent("POST", path, body or {}, query))
 
     async def get(self, path: str) -> Any:
         """Return the answer to a GET of ``path``; None where there is no such path.
@@ -84,18 +84,9 @@ class Server:
         Raises:
             InferenceServerError: it cannot be reached, or refuses.
         """
-        return await self._ask("GET", path, None, {})
-
-    async def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str]
-    ) -> Any:
-        answer = await self._sent(method, path, body, query)
         # Servers differ in their control endpoints: one that is not there is an answer.
-        if answer.status_code == NOT_FOUND and method == "GET":
-            return None
-        if answer.is_error:
-            raise _refusal(str(answer.url), answer.status_code, answer.text)
-        return _json(answer)
+        answer = await self._sent("GET", path, None, {})
+        return None if answer.status_code == NOT_FOUND else _answer_of(answer)
 
     async def _sent(
         self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str]
@@ -121,7 +112,7 @@ class Server:
         answer = await self._sent("POST", path, body, {})
         after = answer.headers.get("retry-after")
         headers = {} if after is None else {"retry-after": after}
-        return answer.status_code, _json(answer), headers
+        return answer.status_code, _json_of(answer), headers
 
     async def chunks(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
         """Yield the chunks of a streamed answer.
@@ -215,16 +206,18 @@ class ServedWeights:
         return version
 
     async def stamped(
-        self, completions: Sequence[Completion], before: str | None
+        self, completions: Sequence[Completion], before: str | None, **marks: Any
     ) -> list[Completion]:
-        """Return the choices of an answer with the version ``before`` it, and a later one."""
+        """Return the choices of an answer with the version ``before`` it, and a later one.
+
+        Args:
+            marks: further fields of them.
+        """
         after = before if before is None else await self.now()
-        stamp: dict[str, Any] = {
-            "weight_version": before,
-            "later_weight_version": None if after == before else after,
-            "weight_checksum": None if before is None else self._checksums.get(before),
-        }
-        return [replace(made, **stamp) for made in completions]
+        marks["weight_version"] = before
+        marks["later_weight_version"] = None if after == before else after
+        marks["weight_checksum"] = None if before is None else self._checksums.get(before)
+        return [replace(made, **marks) for made in completions]
 
 
 def _refusal(url: str, status: int, text: str) -> InferenceServerError:
@@ -237,11 +230,17 @@ def _refusal(url: str, status: int, text: str) -> InferenceServerError:
     return error
 
 
-def _json(answer: Any) -> Any:
+def _answer_of(response: Any) -> Any:
+    if response.is_error:
+        raise _refusal(str(response.url), response.status_code, response.text)
+    return _json_of(response)
+
+
+def _json_of(response: Any) -> Any:
     try:
-        return answer.json()
+        return response.json()
     except ValueError as error:
-        raise InferenceServerError(f"{answer.url}: its answer is no JSON ({error})") from error
+        raise InferenceServerError(f"{response.url}: its answer is no JSON ({error})") from error
 
 
 ASKED_FOR_CHAT = {"logprobs": True, "return_token_ids": True}
@@ -301,15 +300,16 @@ LEAVE_OUT = "pass require_ids=False if nothing of this shall be trained"
 """What one may do in Python about what cannot be trained."""
 
 
-def chat_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
-    """Return a choice of an answer to ``/chat/completions``; what it lacks is empty."""
-    message = choice.get("message") or {}
-    content = (choice.get("logprobs") or {}).get("content")
+def completion_of(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
+    """Return a choice of an answer, to a chat or to a text; what it lacks is empty."""
+    message, logprobs = choice.get("message") or {}, choice.get("logprobs") or {}
+    if (content := logprobs.get("content")) is not None:
+        logprobs = {"token_logprobs": [float(token["logprob"]) for token in content]}
     return Completion(
-        prompt_ids=answer.get("prompt_token_ids") or choice.get("prompt_token_ids") or (),
+        prompt_ids=choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or (),
         token_ids=choice.get("token_ids") or (),
-        logprobs=None if content is None else [float(token["logprob"]) for token in content],
-        text=message.get("content") or "",
+        logprobs=logprobs.get("token_logprobs"),
+        text=message.get("content") or choice.get("text") or "",
         tool_calls=message.get("tool_calls") or (),
         reasoning=reasoning_in(message),
         finish_reason=choice.get("finish_reason"),
@@ -319,18 +319,6 @@ def chat_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Com
 def reasoning_in(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a server took out of the text of a message as the reasoning before it."""
     return {key: message[key] for key in REASONING if message.get(key)}
-
-
-def text_completion(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Completion:
-    """Return a choice of an answer to ``/completions``; what it lacks is empty."""
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-    return Completion(
-        prompt_ids=choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or (),
-        token_ids=choice.get("token_ids") or (),
-        logprobs=logprobs,
-        text=choice.get("text") or "",
-        finish_reason=choice.get("finish_reason"),
-    )
 
 
 def generated(answer: Mapping[str, Any], prompt: Sequence[int]) -> Completion:
@@ -349,43 +337,40 @@ def generated(answer: Mapping[str, Any], prompt: Sequence[int]) -> Completion:
     )
 
 
-def require_ids(completion: Completion, url: str, remedy: str = LEAVE_OUT) -> None:
-    """Raise unless a completion has token ids and a log-prob for each.
-
-    Raises:
-        InferenceServerError: it has not; the message ends with the ``remedy``.
-    """
-    ids, logprobs = len(completion.token_ids), completion.logprobs
-    if completion.prompt_ids and ids and logprobs is not None and len(logprobs) == ids:
-        return
-    has = f"{len(completion.prompt_ids)} prompt ids, {ids} ids and " + (
-        "no log-probs" if logprobs is None else f"{len(logprobs)} log-probs"
-    )
-    raise InferenceServerError(
-        f"{url} answered with {has}: to train on it, all must be there, and text is never "
-        f"tokenised again. vLLM returns them from 0.10.2 on; {remedy}"
-    )
-
-
-def require_all_sampled(
-    answer: Mapping[str, Any], completions: Sequence[Completion], url: str, remedy: str = LEAVE_OUT
+def require_whole(
+    answer: Mapping[str, Any],
+    completions: Sequence[Completion],
+    url: str,
+    remedy: str = LEAVE_OUT,
+    without_ids: str = LEAVE_OUT,
 ) -> None:
-    """Raise unless the choices of an answer hold as many ids as the server says it sampled.
+    """Raise unless the choices of an answer hold all ids that were sampled, each with a log-prob.
 
     What parses reasoning and tool calls in a server may drop tokens of a stream. Of a server that
-    says no number, a warning tells once.
+    says no number of sampled tokens, a warning tells once.
 
     Raises:
-        InferenceServerError: they hold more or fewer; the message ends with the ``remedy``.
+        InferenceServerError: they do not; the message ends with a ``remedy``, or with the one for
+            answers ``without_ids``.
     """
+    sampled = 0
+    for completion in completions:
+        ids, logprobs = len(completion.token_ids), completion.logprobs
+        if not (completion.prompt_ids and ids and logprobs is not None and len(logprobs) == ids):
+            listed = "no" if logprobs is None else len(logprobs)
+            raise InferenceServerError(
+                f"{url} answered with {len(completion.prompt_ids)} prompt ids, {ids} ids and "
+                f"{listed} log-probs: to train on it, all must be there, and text is never "
+                f"tokenised again. vLLM returns them from 0.10.2 on; {without_ids}"
+            )
+        sampled += ids
     usage = answer.get("usage") or answer.get("meta_info")
-    sampled = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
-    ids = sum(len(completion.token_ids) for completion in completions)
-    if sampled is None:
+    counted = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    if counted is None:
         _warn_of_no_usage(url)
-    elif sampled != ids:
+    elif counted != sampled:
         raise InferenceServerError(
-            f"{url} sampled {sampled!r:.40} tokens (completion_tokens) and answered with {ids} "
+            f"{url} sampled {counted!r:.40} tokens (completion_tokens) and answered with {sampled} "
             "token ids, which is not what the model said. A stream may lose tokens where the "
             f"server parses reasoning or tool calls: ask without stream. {remedy}"
         )

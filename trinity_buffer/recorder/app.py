@@ -10,12 +10,13 @@ import logging
 from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 from uuid import uuid4
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -37,14 +38,12 @@ from trinity_buffer.explorer.server import (
     ServedWeights,
     Server,
     changes,
-    chat_completion,
+    completion_of,
     pinned,
     reasoning_in,
-    require_all_sampled,
-    require_ids,
     require_sampled,
     require_texts,
-    text_completion,
+    require_whole,
 )
 from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.recorder.guard import refusal
@@ -147,19 +146,18 @@ def is_usage(chunk: Mapping[str, Any]) -> bool:
     return bool(chunk.get("usage")) and not chunk.get("choices")
 
 
-def completions_of(path: str, answer: Mapping[str, Any]) -> list[Completion]:
+def completions_of(answer: Mapping[str, Any]) -> list[Completion]:
     """Return the choices of an answer, in the order of their indexes; see `understanding`.
 
     Raises:
         ValueError: there is no choice, or one did not end.
     """
-    read = chat_completion if path == CHAT else text_completion
     choices = sorted(answer.get("choices") or (), key=lambda choice: choice.get("index", 0))
     if not choices or not all(choice.get("finish_reason") for choice in choices):
         raise ValueError("each answer needs a choice, and each choice a finish_reason")
     if not all(_has_calls(choice.get("message") or {}) for choice in choices):
         raise ValueError("tool_calls must be a list of tool calls")
-    completions = [read(answer, choice) for choice in choices]
+    completions = [completion_of(answer, choice) for choice in choices]
     for completion in completions:
         # An array takes only numbers: anything else in the lists is an error here.
         for ids in (completion.prompt_ids, completion.token_ids):
@@ -223,46 +221,29 @@ class StreamedAnswer:
         """
         if chunk.get("error"):
             raise ValueError(f"it broke off by {json.dumps(chunk['error']):.300}")
-        if chunk.get("prompt_token_ids"):
-            self._top["prompt_token_ids"] = chunk["prompt_token_ids"]
-        if chunk.get("usage"):
-            self._top["usage"] = chunk["usage"]
-        ends = False
-        for part in chunk.get("choices") or ():
-            ends = self._take_choice(part) or ends
-        return ends
+        self._top |= {key: chunk[key] for key in ("prompt_token_ids", "usage") if chunk.get(key)}
+        ends = [self._take_choice(part) for part in chunk.get("choices") or ()]
+        return any(ends)
 
     def _take_choice(self, part: Mapping[str, Any]) -> bool:
-        index = part.get("index", 0)
-        empty: dict[str, Any] = {"index": index, "text": "", "token_ids": [], "logprobs": None}
-        empty["reasoning"] = {}
+        index, delta = part.get("index", 0), part.get("delta") or {}
+        empty: dict[str, Any] = {"index": index, "token_ids": [], "logprobs": {}, "message": {}}
         choice = self._choices.setdefault(index, empty)
-        delta = part.get("delta") or {}
-        choice["text"] += part.get("text") or delta.get("content") or ""
-        for key, text in reasoning_in(delta).items():
-            choice["reasoning"][key] = choice["reasoning"].get(key, "") + text
         choice["token_ids"] += part.get("token_ids") or []
-        if part.get("prompt_token_ids"):
-            choice["prompt_token_ids"] = part["prompt_token_ids"]
+        content = part.get("text") or delta.get("content") or ""
+        for key, text in {"content": content, **reasoning_in(delta)}.items():
+            choice["message"][key] = choice["message"].get(key, "") + text
         # Servers send the log-probs of each chunk; the answer has them joined.
         for key, values in (part.get("logprobs") or {}).items():
             if isinstance(values, Sequence):
-                choice["logprobs"] = choice["logprobs"] or {}
                 choice["logprobs"].setdefault(key, []).extend(values)
-        if part.get("finish_reason"):
-            choice["finish_reason"] = part["finish_reason"]
+        sent_once = ("prompt_token_ids", "finish_reason")
+        choice |= {key: part[key] for key in sent_once if part.get(key)}
         return bool(part.get("finish_reason"))
 
     def answer(self) -> dict[str, Any]:
         """Return the whole answer, as it would have come without streaming."""
-        choices = [
-            {
-                **choice,
-                "message": {"role": "assistant", "content": choice["text"], **choice["reasoning"]},
-            }
-            for choice in self._choices.values()
-        ]
-        return {**self._top, "choices": choices}
+        return {**self._top, "choices": list(self._choices.values())}
 
 
 HEADER = "x-trinity-rollout"
@@ -336,32 +317,20 @@ class Recorder:
     def app(self) -> Starlette:
         """Return the application."""
         post = ["POST"]
-        routes = [
-            Route("/v1/models", self._models),
-            Route("/v1/batches/{batch}/seal", self._seal, methods=post),
-        ]
+        routes = [Route("/v1/batches/{batch}/seal", self._seal, methods=post)]
         # Behind the base URL of an agent too: the longest first, else /v1 were part of the name.
-        for place in (
-            "/rollouts/{rollout:path}/v1",
-            "/v1/rollouts/{rollout:path}",
-            "/rollouts/{rollout:path}",
-        ):
+        named = "/rollouts/{rollout:path}"
+        for place in (f"{named}/v1", f"/v1{named}", named):
             ends = (f"{place}/{name}" for name in ("reward", "seal"))
             routes += [Route(path, self._close, methods=post) for path in ends]
-        for name in ("chat/completions", "completions"):
-            routes += [
-                Route(f"/v1/{name}", self._complete, methods=post),
-                Route(f"/rollouts/{{rollout:path}}/v1/{name}", self._complete, methods=post),
-            ]
-        routes.append(Route("/rollouts/{rollout:path}/v1/models", self._models))
+        for place in ("/v1", f"{named}/v1"):
+            routes.append(Route(f"{place}/models", self._models))
+            ends = (f"{place}/{name}" for name in ("chat/completions", "completions"))
+            routes += [Route(path, self._complete, methods=post) for path in ends]
         return Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            exception_handlers={
-                TrinityBufferError: _store_error,
-                HTTPException: _no_path,
-                _RefusedError: _refused,
-            },
+            exception_handlers={TrinityBufferError: _store_error, HTTPException: _refused},
         )
 
     @asynccontextmanager
@@ -384,8 +353,12 @@ class Recorder:
                 "close the rollout without one by /seal"
             )
         reward = body.get("reward") if isinstance(body, dict) else body
+        try:
+            reward = msgspec.convert(reward, float | None)
+        except msgspec.ValidationError as error:
+            raise InvalidArgumentError(f"reward={reward!r:.40}: it must be a number") from error
         rollout = self._named(request, request.path_params["rollout"])
-        receipt = await self._recording.close(rollout, _number(reward))
+        receipt = await self._recording.close(rollout, reward)
         answer = {"uids": list(receipt.uids), "position": receipt.position}
         return JSONResponse({**answer, "duplicates": receipt.duplicates})
 
@@ -397,7 +370,7 @@ class Recorder:
     def _require_allowed(self, request: Request) -> None:
         reason = refusal(request.method, request.headers, self._settings.token)
         if reason is not None:
-            raise _RefusedError(*reason)
+            raise HTTPException(*reason)
 
     async def _complete(self, request: Request) -> Response:
         """Answer a request for a completion."""
@@ -406,7 +379,7 @@ class Recorder:
             raise self._recording.failed
         if self._in_flight >= self._settings.max_in_flight:
             message = f"{self._in_flight} requests are being answered: try again"
-            raise _RefusedError(429, message, {"retry-after": "1"})
+            raise HTTPException(429, message, {"retry-after": "1"})
         self._in_flight += 1
         answer: Response | None = None
         try:
@@ -423,7 +396,12 @@ class Recorder:
         asked = asked_of_upstream(path, body)
         require_sampled(asked, self._settings.logprobs_mode, ASK_ITSELF)
         require_texts(body.get("messages") or (), ASK_ITSELF)
-        rollout = await self._rollout(request, body)
+        named = request.path_params.get("rollout") or request.headers.get(HEADER)
+        rollout = self._named(request, named or uuid4().hex)
+        if named:
+            rollout = await self._recording.continued(rollout, body.get("messages") or ())
+        else:
+            self._recording.begin_rollout(rollout)
         await self._recording.require_open(rollout, body.get("n"))
         headers = {HEADER: str(rollout)}
         if asked.get("stream"):
@@ -436,7 +414,7 @@ class Recorder:
         status, answer, retry_headers = passed
         if status >= 400:
             return JSONResponse(answer, status_code=status, headers=retry_headers)
-        await self._record(path, answer, body, (rollout, weights))
+        await self._record(answer, body, rollout, weights)
         if body.get("stream"):
             pieces = [*as_chunks(stripped(answer, body), usage=wants_usage(body)), DONE]
             return Response(b"".join(pieces), headers=headers, media_type="text/event-stream")
@@ -460,14 +438,6 @@ class Recorder:
             group.cancel_scope.cancel()
         return passed
 
-    async def _rollout(self, request: Request, body: Mapping[str, Any]) -> Rollout:
-        """Return the rollout that the request names, else one of its own."""
-        named = request.path_params.get("rollout") or request.headers.get(HEADER)
-        rollout = self._named(request, named or uuid4().hex)
-        if not named:
-            return self._recording.fresh(rollout)
-        return await self._recording.continued(rollout, body.get("messages") or ())
-
     def _named(self, request: Request, name: str) -> Rollout:
         """Return the rollout of this name, which no encoded slash may split."""
         # Decoded, it could not be told from a slash between the parts.
@@ -479,27 +449,22 @@ class Recorder:
 
     async def _record(
         self,
-        path: str,
         answer: Mapping[str, Any],
         body: Mapping[str, Any],
-        origin: tuple[Rollout, str | None],
+        rollout: Rollout,
+        weights: str | None,
     ) -> None:
         """Record an answer; it is durable on return, unless it may leave before that.
 
-        Its ``origin`` is its rollout, and the version of the weights when it was asked for.
+        Args:
+            weights: their version when it was asked for.
         """
-        rollout, weights = origin
-        mode, options = self._settings.logprobs_mode, changes(body)
         with understanding(self._upstream.root):
-            made = [
-                replace(completion, logprobs_mode=mode, sampling=options)
-                for completion in completions_of(path, answer)
-            ]
-        for completion in made:
-            require_ids(completion, self._upstream.root, MUST_RETURN)
-        require_all_sampled(answer, made, self._upstream.root, NO_TURN)
+            made = completions_of(answer)
+        require_whole(answer, made, self._upstream.root, NO_TURN, MUST_RETURN)
+        mode, options = self._settings.logprobs_mode, changes(body)
+        made = await self._weights.stamped(made, weights, logprobs_mode=mode, sampling=options)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
-        made = await self._weights.stamped(made, weights)
         turns = [Turn(messages, tools, completion) for completion in made]
         # The turn happened, even if the client hangs up now.
         with anyio.CancelScope(shield=True):
@@ -529,7 +494,7 @@ class Recorder:
                         held.append(piece)
                     else:
                         yield piece
-            await self._record(path, whole.answer(), body, (rollout, weights))
+            await self._record(whole.answer(), body, rollout, weights)
             for piece in held:
                 yield piece
             yield DONE
@@ -540,29 +505,14 @@ class Recorder:
             self._in_flight -= 1
 
 
-class _RefusedError(Exception):
-    """A request is not answered; it holds the status, the message and headers of the refusal."""
-
-
 def _json_of(body: bytes) -> Any:
     try:
         value = json.loads(body)
         if b"\\ud" in body.lower():  # half a character, which cannot be passed on as UTF-8
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise _RefusedError(400, f"the request is no JSON: {error}") from error
+        raise HTTPException(400, f"the request is no JSON: {error}") from error
     return value
-
-
-def _number(reward: Any) -> float | None:
-    if reward is None:
-        return None
-    try:
-        if isinstance(reward, int | float) and not isinstance(reward, bool):
-            return float(reward)
-    except OverflowError:
-        pass
-    raise InvalidArgumentError(f"reward={reward!r:.40}: it must be a number")
 
 
 def _error(status: int, message: str, kind: str = "recorder") -> Response:
@@ -576,17 +526,11 @@ async def _store_error(_: Request, error: Exception) -> Response:
     return _error(status, str(error), type(error).__name__)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    status, message, *headers = error.args
-    answer = _error(status, message)
-    answer.headers.update(headers[0] if headers else {})
-    return answer
-
-
-async def _no_path(request: Request, error: Exception) -> Response:
-    """Return what there is instead of a path, or a method of it, that is not there."""
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"there is no {request.method} {request.url.path:.80}: there are {PATHS}"
-    refused = _error(error.status_code, message)
-    refused.headers.update(error.headers or {})
-    return refused
+    message = error.detail
+    if error.status_code in (404, 405):  # which Starlette raises where no route has this path
+        message = f"there is no {request.method} {request.url.path:.80}: there are {PATHS}"
+    answer = _error(error.status_code, message)
+    answer.headers.update(error.headers or {})
+    return answer

@@ -286,11 +286,9 @@ class Recording:
         await self._writer.seal(batch, stored)
         return stored
 
-    def fresh(self, rollout: Rollout) -> Rollout:
-        """Return ``rollout``, which is new, without looking for stored turns of it."""
-        # Its name is a fresh UUID.
+    def begin_rollout(self, rollout: Rollout) -> None:
+        """Begin a rollout whose name is a fresh UUID: no stored turns of it are looked for."""
         self._open[rollout] = _Open()
-        return rollout
 
     async def _of(self, rollout: Rollout) -> _Open:
         """Return the rollout, as far as it has come: by this recorder or by one before it."""
