@@ -70,7 +70,7 @@ class BufferWriter(ABC):
         tasks: Sequence[Key],  # noqa: ARG002 - the interface
         rollouts_per_group: int,  # noqa: ARG002
         *,
-        policy_version: int | Callable[[], int] | None = None,  # noqa: ARG002
+        policy_version: int | Callable[[], int | None] | None = None,  # noqa: ARG002
     ) -> bool:
         """Record what a batch will hold, before it is generated; wait until there is room."""
         raise InvalidArgumentError(_NO_PLANS.format(batch, type(self).__name__))

@@ -96,6 +96,18 @@ class Completion:
         segment = {"begin": begin, "end": begin + len(self.token_ids), **self.sampling}
         return segment if self.logprobs_mode is None else {**segment, MODE: self.logprobs_mode}
 
+    def weight_segment(self) -> dict[str, Any]:
+        """Return what ``info["weight_segments"]`` says of its tokens."""
+        begin = len(self.prompt_ids)
+        segment = {
+            "begin": begin,
+            "end": begin + len(self.token_ids),
+            "version": self.weight_version,
+            "later_version": self.later_weight_version,
+            "checksum": self.weight_checksum,
+        }
+        return {key: value for key, value in segment.items() if value is not None}
+
     def message(self) -> dict[str, Any]:
         """Return it as a message of the assistant."""
         spoken = SaidMessage(role="assistant", content=self.text, **self.reasoning)
@@ -113,38 +125,6 @@ class SaidMessage(dict[str, Any]):
     """
 
     completion: Completion
-
-
-@dataclass(slots=True)
-class _Stretch:
-    """Turns of which each one's prompt continues all that was seen and said before."""
-
-    prompt_length: int
-    tokens: list[int]
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)
-    turns: list[Completion] = field(default_factory=list)
-    begins: list[int] = field(default_factory=list)
-
-    def goes_on(self, turn: Completion) -> bool:
-        """Return whether the prompt of ``turn`` begins with all tokens so far."""
-        # By token: an equal text may have been tokenised otherwise.
-        return list(turn.prompt_ids[: len(self.tokens)]) == self.tokens
-
-    def add(self, turn: Completion) -> None:
-        """Append what came between, which is not trained, and what the model said, which is."""
-        between = turn.prompt_ids[len(self.tokens) :]
-        self.begins.append(len(turn.prompt_ids))
-        # What came between belongs to others: seen by the model, and not trained.
-        self.tokens += [*between, *turn.token_ids]
-        self.mask += [False] * len(between) + [True] * len(turn.token_ids)
-        if self.logprobs is not None and turn.logprobs is not None:
-            self.logprobs += [0.0] * len(between) + list(turn.logprobs)
-        else:
-            # One turn without log-probs leaves the whole experience without: zeros would be
-            # believed.
-            self.logprobs = None
-        self.turns.append(turn)
 
 
 class Conversation:
@@ -249,59 +229,65 @@ def experiences_of(
     info: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Experience]:
     """Return what can be trained of ``turns``; see `Conversation.experiences`."""
-    stretches: list[_Stretch] = []
+    stretches: list[list[Completion]] = []
+    tokens: list[int] = []
     for turn in turns:
-        if not stretches or not stretches[-1].goes_on(turn):
+        # By token: an equal text may have been tokenised otherwise.
+        if stretches and list(turn.prompt_ids[: len(tokens)]) == tokens:
+            stretches[-1].append(turn)
+        else:
             if stretches:
                 _tell_of_a_split()
-            stretches.append(_Stretch(len(turn.prompt_ids), list(turn.prompt_ids)))
-        stretches[-1].add(turn)
-    return [
-        Experience(
-            tokens=stretch.tokens,
-            prompt_length=stretch.prompt_length,
-            action_mask=stretch.mask,
-            logprobs=stretch.logprobs,
-            reward=reward,
-            info={**_origin(stretch), **info},
-            response_text="".join(turn.text for turn in stretch.turns),
-            messages=[dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-        )
-        for stretch in stretches
-    ]
+            stretches.append([turn])
+        tokens = [*turn.prompt_ids, *turn.token_ids]
+    shared = {
+        "reward": reward,
+        "messages": [dict(message) for message in messages],
+        "tools": [dict(tool) for tool in tools] or None,
+    }
+    return [_experience(stretch, info, shared) for stretch in stretches]
 
 
-def _origin(stretch: _Stretch) -> dict[str, Any]:
+def _experience(
+    turns: Sequence[Completion], info: Mapping[str, Any], shared: Mapping[str, Any]
+) -> Experience:
+    """Return turns of which each one's prompt continues all that was seen and said before."""
+    prompt_length = end = len(turns[0].prompt_ids)
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    for turn in turns:
+        # What came between belongs to others: seen by the model, and not trained.
+        between = len(turn.prompt_ids) - end
+        mask += [False] * between + [True] * len(turn.token_ids)
+        logprobs += [0.0] * between + list(turn.logprobs or ())
+        end = len(turn.prompt_ids) + len(turn.token_ids)
+    # One turn without log-probs leaves the whole experience without: zeros would be believed.
+    are_known = all(turn.logprobs is not None for turn in turns)
+    return Experience(
+        tokens=[*turns[-1].prompt_ids, *turns[-1].token_ids],
+        prompt_length=prompt_length,
+        action_mask=mask,
+        logprobs=logprobs if are_known else None,
+        info={**_origin(turns), **info},
+        response_text="".join(turn.text for turn in turns),
+        **shared,
+    )
+
+
+def _origin(turns: Sequence[Completion]) -> dict[str, Any]:
     """Return how the turns came about: why they ended, and with which weights."""
-    info: dict[str, Any] = {}
-    turns = stretch.turns
-    if turns[-1].finish_reason is not None:
-        info["finish_reason"] = turns[-1].finish_reason
-    if turns[-1].logprobs_mode is not None:
-        info["logprobs_mode"] = turns[-1].logprobs_mode
+    own = {"finish_reason": turns[-1].finish_reason, MODE: turns[-1].logprobs_mode}
+    info: dict[str, Any] = {key: value for key, value in own.items() if value is not None}
     hot = [segment for turn in turns if (segment := turn.sampling_segment()) is not None]
     if hot:
         info[SEGMENTS] = hot
     versions = [turn.weight_version for turn in turns if turn.weight_version is not None]
-    if versions and len(versions) == len(turns):
+    if len(versions) == len(turns):
         info["weight_versions"] = versions
         if all(version.isdecimal() for version in versions):
             info["model_version"] = min(map(int, versions))
-        info["weight_segments"] = list(map(_segment, stretch.begins, turns))
+        info["weight_segments"] = [turn.weight_segment() for turn in turns]
     return info
-
-
-def _segment(begin: int, turn: Completion) -> dict[str, Any]:
-    """Return which weights said the tokens of a turn, which begin at ``begin``."""
-    segment = {
-        "begin": begin,
-        "end": begin + len(turn.token_ids),
-        "version": turn.weight_version,
-        "later_version": turn.later_weight_version,
-        "checksum": turn.weight_checksum,
-    }
-    return {key: value for key, value in segment.items() if value is not None}
 
 
 @cache  # once in a process

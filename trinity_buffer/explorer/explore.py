@@ -275,7 +275,7 @@ class _Explorer(ABC):
     ) -> None:
         self._writer = experiment.writer(actor)
         self._model = model
-        self._weights = Weights(experiment, model) if isinstance(model, Loadable) else None
+        self._weights = Weights(experiment, model)
         self._options = options
         self._monitor = StalledRolloutMonitor(self._writer, options.timeout_s)
         path = options.acknowledgements
@@ -286,7 +286,7 @@ class _Explorer(ABC):
         beside = [self._writer.stay_present, self._monitor.watch, self._monitor.stay_known]
         try:
             await self._writer.begin_exploring()
-            if self._weights is not None:
+            if isinstance(self._weights.model, Loadable):
                 await self._weights.load_newest()
                 beside.append(self._weights.follow)
             async with running(*beside):
@@ -299,22 +299,14 @@ class _Explorer(ABC):
     async def _explore(self) -> None:
         """Plan, make, write and seal batches."""
 
-    @property
-    def _newest(self) -> tuple[Any, int | None]:
-        """The model and its policy version; None if it cannot be loaded anew."""
-        if self._weights is None:
-            return self._model, None
-        return self._weights.model, self._weights.version
-
     async def _plan(self, batch: Key, tasks: Sequence[Key], contents: bytes | None = None) -> bool:
         """Plan a batch as soon as it is admitted; return False if the experiment is finished."""
-        weights = self._weights
         return await self._writer.plan(
             batch,
             tasks,
             self._options.rollouts_per_group,
             # Asked again while the plan waits: newer weights may be what it waits for.
-            policy_version=None if weights is None else lambda: weights.version,
+            policy_version=lambda: self._weights.version,
             contents=contents,
         )
 
@@ -377,7 +369,7 @@ class _TaskListExplorer(_Explorer):
         async with task_group() as group:
             async for batch in self._claimed():
                 if not batch.missing:
-                    await self._seal(batch, self._newest[1])
+                    await self._seal(batch, self._weights.version)
                 for task, run in batch.missing:  # each as soon as there is a slot for it
                     await self._slots.acquire()
                     group.start_soon(self._make, batch, EID(batch.key, task, run))
@@ -440,7 +432,7 @@ class _TaskListExplorer(_Explorer):
         self._slots.release()
         batch.count(made)
         if batch.done == len(batch.missing):
-            await self._seal(batch, self._newest[1])
+            await self._seal(batch, self._weights.version)
 
     async def _attempted(self, run: EID) -> list[Experience]:
         """Return the experiences of a run, which are stored; none if it is left out."""
@@ -474,7 +466,7 @@ class _TaskListExplorer(_Explorer):
         return made
 
     async def _once(self, run: EID) -> list[Experience]:
-        model, version = self._newest
+        model, version = self._weights.model, self._weights.version
         try:
             # The store is not inside: a timeout must not cut a write short.
             with anyio.fail_after(self._options.timeout_s), self._monitor.running(run):
@@ -579,7 +571,7 @@ class SamplingExplorer(_Explorer):
     async def _finish(self, batch: _Batch) -> None:
         """Generate and write what is missing of a planned batch, then seal it."""
         # The whole batch by one policy, whatever is published meanwhile.
-        sampler, version = self._newest
+        sampler, version = self._weights.model, self._weights.version
         tasks = list(dict.fromkeys(task for task, _ in batch.missing))
         for start in range(0, len(tasks), self._groups_per_write):
             chosen = tasks[start : start + self._groups_per_write]

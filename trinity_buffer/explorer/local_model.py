@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -27,20 +27,12 @@ from trinity_buffer.sampling import LEAST_TEMPERATURE
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A prompt that waits for its completion."""
+    """A prompt that waits for its completion, which has tokens once it is made."""
 
     prompt: list[int]
     max_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    done: bool = False
-
-    def take(self, token: int, logprob: float, ends: frozenset[int]) -> None:
-        """Append a token, unless this one has ended."""
-        if not self.done:
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            self.done = token in ends or len(self.tokens) >= self.max_tokens
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
 
 
 class LocalModel:
@@ -99,13 +91,8 @@ class LocalModel:
             model = load_causal_lm(uri)
         except InvalidArgumentError as error:
             raise CheckpointError(str(error)) from error
-        return type(self)(
-            model,
-            self.tokenizer,
-            temperature=self._temperature,
-            max_tokens=self._max_tokens,
-            max_rows=self._max_rows,
-        )
+        options: dict[str, Any] = {"temperature": self._temperature, "max_tokens": self._max_tokens}
+        return type(self)(model, self.tokenizer, max_rows=self._max_rows, **options)
 
     async def chat(
         self,
@@ -138,38 +125,34 @@ class LocalModel:
         try:
             await anyio.lowlevel.checkpoint()  # who asks at the same time is answered together
             async with self._turn:
-                if not asked.done:
+                if not asked.tokens:
                     batch = self._waiting[: self._max_rows]
                     await anyio.to_thread.run_sync(self._answer, batch)
         finally:
             if asked in self._waiting:
                 self._waiting.remove(asked)
-        text = decoded(self.tokenizer, asked.tokens, skip_special_tokens=True)
-        reason = "stop" if asked.tokens[-1] in self._ends else "length"
         return Completion(
             prompt_ids=ids,
             token_ids=asked.tokens,
             logprobs=asked.logprobs,
-            text=text,
-            finish_reason=reason,
+            text=decoded(self.tokenizer, asked.tokens, skip_special_tokens=True),
+            finish_reason="stop" if asked.tokens[-1] in self._ends else "length",
             sampling=None if self._temperature == 1 else {"temperature": self._temperature},
         )
 
+    @torch.inference_mode()
     def _answer(self, batch: Sequence[_Asked]) -> None:
         """Sample for each of ``batch`` until it has ended."""
-        sampled = [_Asked(asked.prompt, asked.max_tokens) for asked in batch]
-        with torch.inference_mode():
-            self._sample(sampled)
-        for asked, made in zip(batch, sampled, strict=True):
-            asked.tokens, asked.logprobs, asked.done = made.tokens, made.logprobs, True
-            self._waiting.remove(asked)
-
-    def _sample(self, batch: Sequence[_Asked]) -> None:
         # Left-padded: the last position of every row is then the one to sample from.
-        ids, mask = _left_padded([asked.prompt for asked in batch], self.model.device)
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        prompts = [torch.tensor(asked.prompt, dtype=torch.long) for asked in batch]
+        ids = pad(prompts).to(self.model.device)
+        mask = pad([torch.ones_like(prompt) for prompt in prompts]).to(self.model.device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = None
-        while not all(asked.done for asked in batch):
+        made: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
+        unfinished = set(range(len(batch)))
+        while unfinished:
             out = self.model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -179,14 +162,20 @@ class LocalModel:
                 logits_to_keep=1,
             )
             cache = out.past_key_values
-            tokens, logprobs = self._drawn(out.logits[:, -1].float())
-            for asked, token, logprob in zip(
-                batch, tokens.tolist(), logprobs.tolist(), strict=True
-            ):
-                asked.take(token, logprob, self._ends)
-            ids = tokens[:, None]
+            drawn, scores = self._drawn(out.logits[:, -1].float())
+            pairs = list(zip(drawn.tolist(), scores.tolist(), strict=True))
+            for row in sorted(unfinished):
+                tokens, logprobs = made[row]
+                tokens.append(pairs[row][0])
+                logprobs.append(pairs[row][1])
+                if tokens[-1] in self._ends or len(tokens) >= batch[row].max_tokens:
+                    unfinished.remove(row)
+            ids = drawn[:, None]
             mask = torch.cat([mask, mask.new_ones(len(batch), 1)], 1)
             positions = positions[:, -1:] + 1
+        for asked, (tokens, logprobs) in zip(batch, made, strict=True):
+            asked.tokens, asked.logprobs = tokens, logprobs
+            self._waiting.remove(asked)
 
     def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token of each row of ``[B, V]``, and its log-prob."""
@@ -243,10 +232,3 @@ def _ends_of(model: Any, tokenizer: Any) -> frozenset[int]:
         token = getattr(source, "eos_token_id", None)
         ends.update(token if isinstance(token, list | tuple) else [] if token is None else [token])
     return frozenset(ends)
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[Tensor, Tensor]:
-    """Return token ids ``[B, T]`` and which of them are no padding, as 0 and 1."""
-    rows = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
-    pad = partial(pad_sequence, batch_first=True, padding_side="left")
-    return pad(rows).to(device), pad([torch.ones_like(row) for row in rows]).to(device)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import anyio.to_thread
 
@@ -30,9 +30,6 @@ class Loadable(Protocol):
             CheckpointError: they are not there any more.
         """
         ...
-
-
-M = TypeVar("M", bound=Loadable)
 
 
 async def use_newest(
@@ -60,19 +57,20 @@ async def use_newest(
         return policy
 
 
-class Weights(Generic[M]):
-    """A model that keeps up with what the trainer publishes.
+class Weights:
+    """A model that keeps up with what the trainer publishes, if it is `Loadable`.
 
     Attributes:
         model: with the newest weights that were loaded.
-        version: of these weights; as the model comes it is policy version 0.
+        version: of these weights; as the model comes it is policy version 0. None: it has none,
+            for it cannot be loaded anew.
     """
 
-    def __init__(self, experiment: Experiment, model: M) -> None:
+    def __init__(self, experiment: Experiment, model: Any) -> None:
         self._experiment = experiment
         self._loaded: PublishedPolicy | None = None
         self.model = model
-        self.version = 0
+        self.version = 0 if isinstance(model, Loadable) else None
 
     async def load_newest(self) -> None:
         """Load what was published last, if anything is new."""
@@ -97,7 +95,7 @@ class Weights(Generic[M]):
             raise
         self.version = policy.version
 
-    def _loaded_with(self, policy: PublishedPolicy) -> M:
+    def _loaded_with(self, policy: PublishedPolicy) -> Any:
         """Return the model with these weights, which stay while they are loaded."""
         with being_read(Path(policy.uri)):
             if policy.digest and Path(policy.uri).exists():
@@ -254,36 +252,30 @@ class _Pusher:
     async def push(self, servers: Sequence[Server], policy: PublishedPolicy) -> None:
         """Push ``policy`` to ``servers``, one after the other: the rest go on sampling."""
         for server in servers:
-            await self._push(server, policy)
-
-    async def _push(self, server: Server, policy: PublishedPolicy) -> None:
-        """Push ``policy`` to ``server``, or note that it is away."""
-        try:
-            pushed = await push_weights(server, policy, dialect=self.dialect, mode=self.mode)
-        except InferenceServerError as error:
-            if not self.waits or not await self._is_away(server):
-                raise
-            if server not in self.away:
-                _logger.warning("%s; it is given the newest weights when it is there again", error)
-            self.away.add(server)
-        else:
-            self.away.discard(server)
-            self.report(pushed)
+            try:
+                pushed = await push_weights(server, policy, dialect=self.dialect, mode=self.mode)
+            except InferenceServerError as error:
+                if not self.waits or (await self._looked_at(server))[0]:
+                    raise
+                if server not in self.away:
+                    _logger.warning(
+                        "%s; it is given the newest weights when it is there again", error
+                    )
+                self.away.add(server)
+            else:
+                self.away.discard(server)
+                self.report(pushed)
 
     async def holds_others(self, server: Server, pushed: PublishedPolicy) -> bool:
         """Return whether a server is to be pushed to again: it was away, or names other weights."""
-        try:
-            held = await server.weight_version(self.dialect)
-        except InferenceServerError:
-            return server in self.away and not await self._is_away(server)
-        return server in self.away or held not in (None, str(pushed.version))
+        is_there, held = await self._looked_at(server)
+        return is_there and (server in self.away or held not in (None, str(pushed.version)))
 
-    async def _is_away(self, server: Server) -> bool:
-        """Return whether a server answers nothing, or is not ready; a refusal is an answer."""
+    async def _looked_at(self, server: Server) -> tuple[bool, str | None]:
+        """Return whether a server answers, as a refusal does, and what weights it names."""
         try:
-            await server.weight_version(self.dialect)
+            return True, await server.weight_version(self.dialect)
         except RefusedRequestError:
-            return False
+            return True, None
         except InferenceServerError:
-            return True
-        return False
+            return False, None

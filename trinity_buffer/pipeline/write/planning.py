@@ -216,7 +216,7 @@ async def plan(
     watch: UnpublishedWatch,
     presence: Presence,
     wanted: BatchPlanned,
-    policy_version: int | Callable[[], int] | None,
+    policy_version: int | Callable[[], int | None] | None,
 ) -> bool:
     """Plan a batch as soon as admission allows; see `SQLWriter.plan`.
 
@@ -262,7 +262,7 @@ async def plan(
 
 
 def _require_fresh(
-    batch: Key, version: int | Callable[[], int] | None, check: AdmissionCheck
+    batch: Key, version: int | Callable[[], int | None] | None, check: AdmissionCheck
 ) -> None:
     """Raise if fixed weights are too old ever to be admitted.
 

@@ -113,7 +113,7 @@ class SQLWriter(BufferWriter):
         tasks: Sequence[Key],
         rollouts_per_group: int,
         *,
-        policy_version: int | Callable[[], int] | None = None,
+        policy_version: int | Callable[[], int | None] | None = None,
         contents: bytes | None = None,
     ) -> bool:
         """Record the content of a batch before it is generated; repeating a plan is a no-op.
