@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from trinity_buffer.experience import CustomField, Experience
@@ -28,7 +27,6 @@ from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.write.writer import SQLWriter
 
 with importing("trinity-rft", f"trinity-rft{TESTED['trinity-rft']}"):
     from trinity.algorithm.sample_strategy.sample_strategy import SampleStrategy
@@ -89,25 +87,21 @@ class StoreOperator(ExperienceOperatorV1):  # type: ignore[misc]  # trinity is u
                 as rejected.
         """
         assert self._experiment is not None, "prepare() comes first"
-        writer = self._experiment.writer(actor=self._actor, on_invalid="quarantine")
+        experiment = self._experiment
+        writer = experiment.writer(actor=self._actor, on_invalid="quarantine")
+        batches: dict[Any, list[Experience]] = {}
+        for made in from_trinity(exps):
+            batches.setdefault(made.eid.batch, []).append(made)
         written = 0
-        for batch, of_batch in _by_batch(from_trinity(exps)).items():
-            written += await self._record(self._experiment, writer, batch, of_batch)
-        await run_strategy(self._experiment, self._strategy)
+        for batch, rows in batches.items():
+            stored = {row.eid.uid async for row in experiment.read(batch=batch, families=())}
+            if new := [row for row in rows if row.eid.uid not in stored]:
+                await writer.write(new)
+            if self._seal:
+                await writer.seal(batch, await writer.stored(batch))
+            written += len(new)
+        await run_strategy(experiment, self._strategy)
         return [], {"store/written": float(written), "store/seen": float(len(exps))}
-
-    async def _record(
-        self, experiment: Experiment, writer: SQLWriter, batch: Any, experiences: list[Experience]
-    ) -> int:
-        stored = {
-            experience.eid.uid async for experience in experiment.read(batch=batch, families=())
-        }
-        new = [experience for experience in experiences if experience.eid.uid not in stored]
-        if new:
-            await writer.write(new)
-        if self._seal:
-            await writer.seal(batch, await writer.stored(batch))
-        return len(new)
 
     @override
     async def close(self) -> None:
@@ -209,32 +203,25 @@ def from_trinity(experiences: Sequence[theirs.Experience]) -> list[Experience]:
     Experiences of one step of a run are told apart by `counted_eid`.
     """
     seen: dict[tuple[Any, ...], int] = {}
-    ours = []
-    for row in experiences:
-        eid = counted_eid(row.eid, seen)
-        custom = [CustomField(*_parts(field)) for field in row.custom_fields]
-        plain = {name: getattr(row, name) for name in PLAIN}
-        ours.append(Experience(eid=eid, custom_fields=custom, **plain))
-    return ours
+    return [
+        Experience(eid=counted_eid(row.eid, seen), **_shared(row, CustomField))
+        for row in experiences
+    ]
 
 
 def to_trinity(experiences: Sequence[Experience]) -> list[theirs.Experience]:
     """Return stored experiences as Trinity's, with the store's names."""
-    rows = []
-    for row in experiences:
-        custom = [theirs.CustomField(*_parts(field)) for field in row.custom_fields]
-        plain = {name: getattr(row, name) for name in PLAIN}
-        eid = theirs.EID(**row.eid.to_dict())
-        rows.append(theirs.Experience(eid=eid, custom_fields=custom, **plain))
-    return rows
+    return [
+        theirs.Experience(eid=theirs.EID(**row.eid.to_dict()), **_shared(row, theirs.CustomField))
+        for row in experiences
+    ]
 
 
-def _parts(field: CustomField | theirs.CustomField) -> tuple[str, str, torch.dtype]:
-    return field.source_field, field.destination_field, field.data_type
-
-
-def _by_batch(experiences: Sequence[Experience]) -> dict[Any, list[Experience]]:
-    batches: dict[Any, list[Experience]] = {}
-    for experience in experiences:
-        batches.setdefault(experience.eid.batch, []).append(experience)
-    return batches
+def _shared(row: Experience | theirs.Experience, custom_field: Any) -> dict[str, Any]:
+    """Return what both experiences hold, its custom fields as the class of the other one."""
+    shared = {name: getattr(row, name) for name in PLAIN}
+    shared["custom_fields"] = [
+        custom_field(field.source_field, field.destination_field, field.data_type)
+        for field in row.custom_fields
+    ]
+    return shared

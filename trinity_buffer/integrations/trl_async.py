@@ -21,7 +21,6 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.integrations.trl import saving_interval
 from trinity_buffer.lazy import importing
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import TrainStep
 
 with importing("trl", "trinity-buffer[trl]"):
@@ -208,29 +207,24 @@ def samples_of(step: TrainStep, version: int) -> Iterator[RolloutSample]:
                 f"step {step.step} has no log-probabilities of the explorer, which TRL trains with"
             )
         for row, length in enumerate(batch["attention_mask"].sum(-1).tolist()):
-            group = step.step << 20 | int(batch["group_index"][row])
-            yield _sample(batch, row, length, group=group, version=version)
-
-
-def _sample(batch: MicroBatch, row: int, length: int, *, group: int, version: int) -> RolloutSample:
-    mask = batch["action_mask"][row, :length]
-    advantages = batch["advantages"][row, :length][mask]
-    if len(advantages) and bool((advantages != advantages[0]).any()):
-        raise InvalidArgumentError(
-            "TRL's asynchronous trainer takes one advantage of a rollout, and those of this set "
-            "differ from token to token: annotate with a strategy such as 'grpo'"
-        )
-    return RolloutSample(
-        prompt=[],
-        completion=[],
-        input_ids=batch["input_ids"][row, :length].numpy(),
-        completion_mask=mask.numpy().astype(np.int64),
-        old_log_probs=batch["old_logprob"][row, :length].float().numpy(),
-        advantage=float(advantages[0]) if len(advantages) else 0.0,
-        model_version=version,
-        group_id=group,
-        metrics={},
-    )
+            mask = batch["action_mask"][row, :length]
+            advantages = batch["advantages"][row, :length][mask]
+            if len(advantages) and bool((advantages != advantages[0]).any()):
+                raise InvalidArgumentError(
+                    "TRL's asynchronous trainer takes one advantage of a rollout, and those of "
+                    "this set differ from token to token: annotate with a strategy such as 'grpo'"
+                )
+            yield RolloutSample(
+                prompt=[],
+                completion=[],
+                input_ids=batch["input_ids"][row, :length].numpy(),
+                completion_mask=mask.numpy().astype(np.int64),
+                old_log_probs=batch["old_logprob"][row, :length].float().numpy(),
+                advantage=float(advantages[0]) if len(advantages) else 0.0,
+                model_version=version,
+                group_id=step.step << 20 | int(batch["group_index"][row]),
+                metrics={},
+            )
 
 
 def _filler(version: int) -> RolloutSample:
