@@ -80,7 +80,6 @@ SEPARATE = {
     f"{PACKAGE}/inspector/searching.py": "public, loaded by its name",
     f"{PACKAGE}/integrations/imports/formats.py": "the table of formats; its command loads it late",
     f"{PACKAGE}/integrations/trackers.py": "other people's packages, each an extra",
-    f"{PACKAGE}/integrations/trl.py": "public path; imports TRL",
     f"{PACKAGE}/pipeline/annotate/deciding.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/annotate/rewards.py": "public, loaded by its name",
     f"{PACKAGE}/pipeline/annotate/strategies.py": "public, loaded by its name",

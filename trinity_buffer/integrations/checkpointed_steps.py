@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from trinity_buffer.errors import CheckpointError, TrainingError
+from trinity_buffer.errors import CheckpointError, InvalidArgumentError, TrainingError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.load.columns import experiences_of
@@ -147,6 +148,27 @@ def last_saved(folder: Path) -> int:
     """
     latest = folder / "latest_checkpointed_iteration.txt"
     return int((latest.read_text() if latest.exists() else "") or 0)
+
+
+def require_max_steps(args: Any) -> None:
+    """Raise unless the arguments of a trainer of TRL say how many steps it takes at most.
+
+    Raises:
+        InvalidArgumentError: they do not.
+    """
+    if args.max_steps < 1:
+        raise InvalidArgumentError(
+            "max_steps: give it, TRL cannot know how long the stream is; the run ends with the "
+            "stream if that is sooner"
+        )
+
+
+def saving_interval(args: Any) -> int:
+    """Return after how many steps TRL saves a checkpoint; at the end at least."""
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps":
+        return int(args.max_steps)
+    share = args.save_steps < 1  # of all steps
+    return ceil(args.max_steps * args.save_steps) if share else int(args.save_steps)
 
 
 def require_temperature(rows: Sequence[Experience], temperature: float) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.integrations.checkpointed_steps import require_max_steps, saving_interval
 from trinity_buffer.lazy import importing
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
@@ -212,11 +212,7 @@ def _filled_up(batch: dict[str, Tensor], parts: int, loss_type: str) -> dict[str
 
 def _require_served(args: GRPOConfig) -> None:
     """Refuse settings under which a step of TRL is not a step of the store."""
-    if args.max_steps < 1:
-        raise InvalidArgumentError(
-            "max_steps: give it, TRL cannot know how long the stream is; the run ends with the "
-            "stream if that is sooner"
-        )
+    require_max_steps(args)
     if args.beta:
         raise InvalidArgumentError(
             f"beta={args.beta}: the scores of a reference model are not in the store; use beta=0"
@@ -227,14 +223,6 @@ def _require_served(args: GRPOConfig) -> None:
             f"{args.steps_per_generation}, gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}: one optimizer step must be one step of the stream"
         )
-
-
-def saving_interval(args: Any) -> int:
-    """Return after how many steps TRL saves a checkpoint; at the end at least."""
-    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps":
-        return int(args.max_steps)
-    share = args.save_steps < 1  # of all steps
-    return ceil(args.max_steps * args.save_steps) if share else int(args.save_steps)
 
 
 def _stored_reward(**_: Any) -> list[float]:

@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.integrations.trl import saving_interval
+from trinity_buffer.integrations.checkpointed_steps import require_max_steps, saving_interval
 from trinity_buffer.lazy import importing
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.train.step import TrainStep
@@ -172,11 +172,7 @@ def _require_served(args: Any) -> None:
             f"token_budget={args.token_budget}: give token_budget=0, else a step of TRL is not a "
             "step of the stream"
         )
-    if args.max_steps < 1:
-        raise InvalidArgumentError(
-            "max_steps: give it, else TRL counts epochs of a data set that the store does not "
-            "have; the run ends with the stream if that is sooner"
-        )
+    require_max_steps(args)
 
 
 def _of_main(*, ends: bool) -> bool:
