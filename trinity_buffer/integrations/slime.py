@@ -23,7 +23,6 @@ from trinity_buffer.sampling import SEGMENTS, not_neutral
 
 SAMPLING = ("temperature", "top_p", "top_k")
 """Options of slime that change the probabilities of tokens, ``rollout_`` before their names."""
-MULTIMODAL = ("multimodal_inputs", "multimodal_train_inputs")
 
 
 class StoreDataSource:
@@ -128,7 +127,9 @@ def stored_rollout(
 
 
 def _experience(run: int, sample: Sample, sampling: Mapping[str, Any]) -> Experience:
-    if any(getattr(sample, name, None) for name in MULTIMODAL):
+    if getattr(sample, "multimodal_inputs", None) or getattr(
+        sample, "multimodal_train_inputs", None
+    ):
         raise InvalidArgumentError(
             f"sample {sample.index} has multimodal inputs, and this adapter stores texts alone: a "
             "model would be trained without them"
