@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -131,25 +131,20 @@ def field_of_values(values: Sequence[Array]) -> Field:
     return Field(len(values), [block])
 
 
-class SlotRange(NamedTuple):
-    """Rows of a step that are consecutive slots of one event."""
-
-    rows: Array
-    event: WithSegment
-    slots: range
+SlotRange: TypeAlias = tuple[Array, WithSegment, range]
+"""Rows of a step that are consecutive slots of an event: the rows, the event, and its slots."""
 
 
-def slot_ranges(addresses: Sequence[int]) -> list[tuple[Array, int, range]]:
+def slot_ranges(addresses: Array) -> list[tuple[Array, int, range]]:
     """Return the rows at these addresses as (rows, position, slots), ordered by address."""
-    unordered = np.array(addresses)
-    order = np.argsort(unordered, kind="stable")
-    ordered = unordered[order]
+    order = np.argsort(addresses, kind="stable")
+    ordered, ranges = addresses[order], []
     # Consecutive addresses are consecutive rows of one segment: an address holds the position in
     # its high bits, so the next event's addresses are far away.
-    ranges = []
     for a, z in contiguous_ranges(ordered):
-        first = slot_of(int(ordered[a]))
-        ranges.append((order[a:z], position_of(int(ordered[a])), range(first, first + z - a)))
+        address = int(ordered[a])
+        first = slot_of(address)
+        ranges.append((order[a:z], position_of(address), range(first, first + z - a)))
     return ranges
 
 
@@ -246,13 +241,12 @@ class LoadedRows:
         if name != "reward":
             return self.field(name).missing()
         missing = self.field("token_level_reward").missing()
-        return [row for row in missing if self.facts.rewards[row] is None]
+        return [row for row in missing if np.isnan(self.facts.rewards[row])]
 
-    def pair_lengths(self, *, longest: bool) -> list[int]:
+    def pair_lengths(self, *, longest: bool) -> Array:
         """Return the tokens of both rows of each stored pair together, or of the longer one."""
         prompts, *halves = (self.field(n).sizes() for n in ("tokens", "chosen", "rejected"))
-        both = np.maximum(*halves) + prompts if longest else sum(halves) + 2 * prompts
-        lengths: list[int] = both.tolist()
+        lengths: Array = np.maximum(*halves) + prompts if longest else sum(halves) + 2 * prompts
         return lengths
 
 
@@ -263,14 +257,6 @@ class _Segment:
     columns: dict[str, list[Column]]
     num_bytes: int
     left: int
-
-
-class _Located(NamedTuple):
-    """What events tell of the rows of a manifest, and where their tensors are."""
-
-    facts: Facts
-    own: list[SlotRange]
-    computed: list[SlotRange]
 
 
 class RowLoader:
@@ -297,15 +283,18 @@ class RowLoader:
         """
         number = len(lease.groups)
         if not number:
-            return LoadedRows(Facts(), np.zeros(0, np.bool_), {}, [])
-        located = self._located(s, lease)
-        events = [row_range.event for row_range in (*located.own, *located.computed)]
+            return LoadedRows(Facts.of(), np.zeros(0, np.bool_), {}, [])
+        facts, own, computed = self._located(s, lease)
+        events = (event for _, event, _ in (*own, *computed))
         wanted = _families_of(events, (*FAMILIES, *ANNOTATION))
         # Consecutive steps share segments, since a write or an annotation spans several groups.
         missing = [key for key in wanted if key not in self._segments]
         parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
         expert = np.array(lease.source or [0] * number) > 0
-        rows = s.compute(self._gathered, located, expert, {k: wanted[k] for k in missing}, parts)
+        fields, modal = s.compute(
+            self._gathered, own, computed, {key: wanted[key] for key in missing}, parts, number
+        )
+        rows = LoadedRows(facts, expert, fields, modal)
         unrecorded, unscorable = dict[str, str](), dict[str, str]()
         recorded = rows.field("logprobs").present()
         # Without any usual row's log-probabilities, the step has no such column at all.
@@ -321,13 +310,13 @@ class RowLoader:
                     unscorable[self.uids(s, lease, [place])[0]] = options[0]
         return replace(rows, unrecorded=unrecorded, unscorable=unscorable)
 
-    def lengths(self, s: ReadSession, lease: BatchLeased) -> list[int]:
+    def lengths(self, s: ReadSession, lease: BatchLeased) -> Array:
         """Return the tokens of each row of a manifest from the log; of a pair, one half.
 
         Raises:
             CodecError: the body of an event cannot be read.
         """
-        return self._located(s, lease).facts.lengths
+        return self._located(s, lease)[0].lengths
 
     def unreadable(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:
         """Return place -> ``deleted`` or ``damaged``, of rows that can never be read."""
@@ -373,32 +362,44 @@ class RowLoader:
             sources.append((cache, [row for row, of in enumerate(numbers) if of == number]))
         return sources
 
-    def _located(self, s: ReadSession, lease: BatchLeased) -> _Located:
-        """Read the events of the rows of a manifest."""
-        facts, order = Facts(), list[int]()
+    def _located(
+        self, s: ReadSession, lease: BatchLeased
+    ) -> tuple[Facts, list[SlotRange], list[SlotRange]]:
+        """Return what events tell of the rows of a manifest, and where their tensors are.
+
+        The latter is the ranges of the experiences, and of what was computed of them.
+        """
+        order, sources = list[int](), list[tuple[list[int], Mapping[int, WithSegment]]]()
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
         for cache, places in self._sources(s, lease):
-            in_step, addresses = np.array(places), (lease.experiences, lease.annotations)
-            parts = [slot_ranges([column[place] for place in places]) for column in addresses]
+            in_step = np.array(places)
+            parts = [
+                slot_ranges(np.array(column)[in_step])
+                for column in (lease.experiences, lease.annotations)
+            ]
             events = cache.events(s, {position for of in parts for _, position, _ in of})
             for row_ranges, of in zip(ranges, parts, strict=True):
-                for rows, position, slots in of:
-                    row_ranges.append(SlotRange(in_step[rows], events[position], slots))
-            experiences = [lease.experiences[place] for place in places]
-            facts.add(experiences, events)
+                row_ranges += [(in_step[rows], events[at], slots) for rows, at, slots in of]
             order += places
-        if any(lease.source):
-            facts = facts.reordered(np.argsort(order).tolist())
-        return _Located(facts, *ranges)
+            sources.append(([lease.experiences[place] for place in places], events))
+        facts = Facts.of(*sources)
+        return facts.reordered(np.argsort(order).tolist()) if any(lease.source) else facts, *ranges
 
     def _gathered(
         self,
-        located: _Located,
-        expert: Array,
+        own: Sequence[SlotRange],
+        computed: Sequence[SlotRange],
         missing: Mapping[bytes, set[str]],
         parts: SegmentParts,
-    ) -> LoadedRows:
-        """Return the columns of rows, whose ``missing`` segments are decoded from ``parts``."""
+        number: int,
+    ) -> tuple[dict[str, Field], list[dict[str, Tensor]]]:
+        """Return the fields of rows, and other tensors of each; decode ``missing`` segments.
+
+        Args:
+            own, computed: where the recorded tensors are, and the computed ones.
+            missing: key -> families, of the segments to decode from ``parts``.
+            number: number of rows.
+        """
         blobs = blobs_of(parts)
         for key, families in missing.items():
             if key not in blobs or not families <= blobs[key].keys():
@@ -407,12 +408,12 @@ class RowLoader:
             columns = {name: of for segment in decoded for name, of in segment.columns.items()}
             num_bytes = sum(map(len, blobs[key].values()))
             self._segments[key] = _Segment(columns, num_bytes, decoded[-1].rows)
-        modal: list[dict[str, Tensor]] = [{} for _ in expert]
-        fields = self._fields(located.own, modal)
-        for name, computed in self._fields(located.computed, modal).items():
+        modal: list[dict[str, Tensor]] = [{} for _ in range(number)]
+        fields = self._fields(own, modal)
+        for name, values in self._fields(computed, modal).items():
             # A strategy's value replaces the recorded one, row by row.
-            recorded = fields[name].without(computed.present()).blocks if name in fields else []
-            fields[name] = Field(len(expert), recorded + computed.blocks)
+            recorded = fields[name].without(values.present()).blocks if name in fields else []
+            fields[name] = Field(number, recorded + values.blocks)
         # Only after all columns are taken: this step may use more segments than the budget allows.
         # The next segments are read into the memory this frees: fresh pages cost more than reading.
         num_bytes = 0
@@ -425,7 +426,7 @@ class RowLoader:
         # Validation lets no row without tokens in, so this is damage rather than a user's mistake.
         if "tokens" not in fields or fields["tokens"].missing():
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
-        return LoadedRows(located.facts, expert, fields, modal)
+        return fields, modal
 
     def _fields(
         self, ranges: Sequence[SlotRange], modal: Sequence[dict[str, Tensor]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -24,46 +24,50 @@ from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import position_of, slot_of
 from trinity_buffer.store.transaction import ReadSession
 
+_OF_ROWS = ("reward", "prompt_length", "length", "trained_tokens", "run", "step", "policy_version")
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The columns that events hold of experiences, one entry per row."""
+    """The columns that events hold of experiences, one entry per row; a reward may be NaN."""
 
-    rewards: list[float | None] = field(default_factory=list)
-    policy_versions: list[int | None] = field(default_factory=list)
-    prompt_lengths: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    trained_tokens: list[int] = field(default_factory=list)
-    sampling: list[Sequence[Sequence[Any]] | None] = field(default_factory=list)
-    runs: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
+    rewards: npt.NDArray[np.float64]
+    prompt_lengths: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    trained_tokens: npt.NDArray[np.int64]
+    runs: npt.NDArray[np.int64]
+    steps: npt.NDArray[np.int64]
+    policy_versions: Sequence[int | None]
+    sampling: Sequence[Sequence[Sequence[Any]] | None]
+
+    @classmethod
+    def of(cls, *sources: tuple[Sequence[int], Mapping[int, WithSegment]]) -> Facts:
+        """Return the columns of the experiences at these addresses, from the events of each."""
+        columns: list[list[Any]] = [[] for _ in _OF_ROWS]
+        sampling: list[Sequence[Sequence[Any]] | None] = []
+        ranges = ((of, events, *ends) for of, events in sources for ends in contiguous_ranges(of))
+        for addresses, events, a, z in ranges:
+            first, event = slot_of(addresses[a]), events[position_of(addresses[a])]
+            assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
+            last, spans = first + z - a, event.sampling
+            for column, name in zip(columns, _OF_ROWS, strict=True):
+                column += getattr(event.columns, name)[first:last]
+            sampling += map(spans.get, range(first, last)) if spans else [None] * (z - a)
+        rewards, *numbers, versions = columns
+        integers = (np.array(column, np.int64) for column in numbers)
+        every: Any = (np.array(rewards, np.float64), *integers, versions, sampling)
+        return cls(*every)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def reordered(self, order: Sequence[int]) -> Facts:
         """Return the columns with row ``order[i]`` as row ``i``."""
-        columns = (getattr(self, column.name) for column in fields(self))
-        return Facts(*([column[row] for row in order] for column in columns))
-
-    def add(self, experiences: Sequence[int], events: Mapping[int, WithSegment]) -> Facts:
-        """Append the experiences at these addresses, in their order; return the columns."""
-        for a, z in contiguous_ranges(experiences):
-            first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
-            assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
-            chosen, columns = slice(first, first + z - a), event.columns
-            self.rewards.extend(columns.reward[chosen])
-            self.policy_versions.extend(columns.policy_version[chosen])
-            self.prompt_lengths.extend(columns.prompt_length[chosen])
-            self.lengths.extend(columns.length[chosen])
-            self.trained_tokens.extend(columns.trained_tokens[chosen])
-            spans = event.sampling
-            self.sampling.extend(
-                map(spans.get, range(first, first + z - a)) if spans else [None] * (z - a)
-            )
-            self.runs.extend(columns.run[chosen])
-            self.steps.extend(columns.step[chosen])
-        return self
+        columns: Any = (
+            of[order] if isinstance(of, np.ndarray) else [of[row] for row in order]
+            for of in (getattr(self, column.name) for column in fields(self))
+        )
+        return Facts(*columns)
 
 
 def contiguous_ranges(numbers: npt.NDArray[Any] | Sequence[int]) -> list[tuple[int, int]]:

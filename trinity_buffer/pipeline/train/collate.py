@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -95,8 +95,7 @@ def collate_step(
     columns, size = _inputs(lease, rows)
     wide = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans if p.rank == rank]
     places = _places(columns, wide, padded=lease.layout == "padded")
-    flat = _columns_of_step(columns, places, memory or StepMemory())
-    flat |= _temperature(rows, places)
+    flat = _columns_of_step(columns, places, memory or StepMemory()) | _temperature(rows, places)
     per_row = _per_row(lease, rows, columns.recorded, size)
     layout = _layout(lease, columns, per_row, world)
     mover = mover or Mover("cpu")
@@ -174,11 +173,11 @@ def _inputs(lease: BatchLeased, rows: LoadedRows) -> tuple[Inputs, int]:
         rows.field("action_mask"),
     )
     responses = {name: rows.field(stored) for name, stored in RESPONSES.items()}
-    rewards = np.array(rewards_of(lease, rows), np.float64)  # None becomes NaN; stored are finite
+    rewards = rewards_of(lease, rows)
     if expert.any():
         # Log-probabilities of an expert's rows are not the policy's, so they become 0.
         responses = {name: field.without(expert) for name, field in responses.items()}
-        rewards[expert] = np.nan
+        rewards = np.where(expert, np.nan, rewards)
     for name, stored in OPTIONAL.items():
         if not (field := rows.field(stored)).missing():
             responses[name] = field
@@ -191,19 +190,18 @@ def _inputs(lease: BatchLeased, rows: LoadedRows) -> tuple[Inputs, int]:
         raise InvalidArgumentError(
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
-    lengths = np.array(facts.lengths)
-    if (tokens.sizes() != lengths).any():
+    if (tokens.sizes() != facts.lengths).any():
         raise DamagedSegmentError(
             "a row of the step is not as long as its event tells: run `verify`"
         )
     inputs = Inputs(
         tokens,
-        lengths,
-        np.array(facts.prompt_lengths),
+        facts.lengths,
+        facts.prompt_lengths,
         masks,
         responses,
         rewards,
-        np.array(facts.trained_tokens),
+        facts.trained_tokens,
         recorded if has_logprobs and not recorded.all() else None,
     )
     return inputs, 1
@@ -228,18 +226,25 @@ def _halves(rows: LoadedRows) -> Inputs:
     )
 
 
-def rewards_of(lease: BatchLeased, rows: LoadedRows) -> Sequence[float | None]:
+def rewards_of(lease: BatchLeased, rows: LoadedRows) -> Array:
     """Return the reward of each row; a row without one takes that of the last row of its run."""
-    facts = rows.facts
-    if not lease.by_run or None not in facts.rewards:
-        return facts.rewards
-    last: dict[tuple[int, int], tuple[int, float | None]] = {}
-    runs = list(zip(lease.groups, facts.runs, strict=True))
-    for run, step, reward in zip(runs, facts.steps, facts.rewards, strict=True):
-        if run not in last or step >= last[run][0]:
-            last[run] = step, reward
-    pairs = zip(runs, facts.rewards, strict=True)
-    return [last[run][1] if reward is None else reward for run, reward in pairs]
+    rewards: Array = rows.facts.rewards
+    if not lease.by_run or not np.isnan(rewards).any():
+        return rewards
+    runs = _run_numbers(lease, rows)
+    order = np.lexsort((rows.facts.steps, runs))
+    last = np.empty(len(rewards), np.int64)
+    last[runs[order]] = order  # of several rows, the last one stays
+    return np.where(np.isnan(rewards), rewards[last[runs]], rewards)
+
+
+def _run_numbers(lease: BatchLeased, rows: LoadedRows) -> Array:
+    """Return ``[rows]`` int32, a number that is equal for the rows of one run."""
+    keys = (np.array(lease.groups, np.int64) << 32) + rows.facts.runs
+    order = np.argsort(keys, kind="stable")
+    numbers = np.empty(len(keys), np.int32)
+    numbers[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
+    return numbers
 
 
 def mean_reward(lease: BatchLeased, rows: LoadedRows) -> float | None:
@@ -248,7 +253,7 @@ def mean_reward(lease: BatchLeased, rows: LoadedRows) -> float | None:
     The reward of a row with token-level rewards alone is their sum.
     """
     facts = rows.facts
-    rewards = np.array(facts.rewards, np.float64)
+    rewards = facts.rewards.copy()
     of_tokens, unknown = rows.field("token_level_reward"), np.flatnonzero(np.isnan(rewards))
     if of_tokens.blocks and len(unknown):
         values = of_tokens.values()
@@ -259,8 +264,8 @@ def mean_reward(lease: BatchLeased, rows: LoadedRows) -> float | None:
             elif value is not None:
                 rewards[row] = value.sum()
     own = np.flatnonzero(~rows.expert)
-    columns = (lease.groups, facts.runs, facts.steps)
-    return mean_over_runs(rewards[own], *(np.array(column, np.int64)[own] for column in columns))
+    groups = np.array(lease.groups, np.int64)
+    return mean_over_runs(rewards[own], *(of[own] for of in (groups, facts.runs, facts.steps)))
 
 
 def lacking_of(name: str, lease: BatchLeased, rows: LoadedRows) -> list[int]:
@@ -269,7 +274,7 @@ def lacking_of(name: str, lease: BatchLeased, rows: LoadedRows) -> list[int]:
     if name != "reward" or not missing:
         return missing
     rewards = rewards_of(lease, rows)
-    return [row for row in missing if rewards[row] is None]
+    return [row for row in missing if np.isnan(rewards[row])]
 
 
 def _temperature(rows: LoadedRows, places: Places) -> dict[str, Array]:
@@ -308,12 +313,7 @@ def _per_row(
     if recorded is not None:
         columns["logprob_mask"] = recorded
     if lease.by_run:
-        # A number that is equal for the rows of one run.
-        keys = (columns["group_index"].astype(np.int64) << 32) + np.array(rows.facts.runs, np.int64)
-        order = np.argsort(keys, kind="stable")
-        runs = np.empty(number, np.int32)
-        runs[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
-        columns["run_index"] = runs
+        columns["run_index"] = _run_numbers(lease, rows)
     return {name: column.repeat(size) for name, column in columns.items()}
 
 
@@ -397,29 +397,29 @@ class Places:
     parts: Sequence[Part]
     size: int
     padded: bool
-    _known: dict[int, tuple[Array, Rectangle | None]] = field(default_factory=dict)
+    _rectangles: dict[int, tuple[Array, Rectangle | None]] = field(default_factory=dict)
 
     def rectangle(self, block: Block, *, after_prompt: bool) -> Rectangle | None:
         """Return the rectangle of a block; None if its rows must be written one by one."""
         # Blocks of one segment share their array of rows, so its identity can be the cache key.
-        known = self._known.get(id(block.rows))
-        if known is None or known[0] is not block.rows:
-            known = self._known[id(block.rows)] = block.rows, self._rectangle(block.rows)
-        where = known[1]
+        rows, where = self._rectangles.get(id(block.rows), (None, None))
+        if rows is not block.rows:
+            where = self._rectangle(block.rows)
+            self._rectangles[id(block.rows)] = block.rows, where
         if where is None or block.scaled:
             return where
         return where if block.size == where.length - after_prompt * where.prompt else None
 
     def _rectangle(self, rows: Array) -> Rectangle | None:
-        bounds = np.stack((self.begins, self.prompts, self.lengths, self.extents))[:, rows]
-        first, prompt, length, extent = bounds[:, 0].tolist()
-        distance = extent
-        if len(rows) > 1:
-            steps = bounds[:, 1:] - bounds[:, :-1]
-            distance = int(steps[0, 0])
-            if distance < extent or (steps != [[distance], [0], [0], [0]]).any():
-                return None
-        return None if first < 0 else Rectangle(first, distance, len(rows), prompt, length, extent)
+        bounds = (self.begins, self.prompts, self.lengths, self.extents)
+        begins, *shapes = (column[rows] for column in bounds)
+        first = int(begins[0])
+        prompt, length, extent = (int(shape[0]) for shape in shapes)
+        distance = int(begins[1]) - first if len(rows) > 1 else extent
+        at_distances = (np.diff(begins) == distance).all() and distance >= extent
+        if first < 0 or not (at_distances and all((shape == shape[0]).all() for shape in shapes)):
+            return None
+        return Rectangle(first, distance, len(rows), prompt, length, extent)
 
 
 def _places(columns: Inputs, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
@@ -479,61 +479,53 @@ def _sources(columns: Inputs, *, padded: bool) -> dict[str, Source]:
 
 
 def _fill(
-    columns: Mapping[str, Array], sources: Mapping[str, Source], places: Places, weights: Weights
+    columns: Mapping[str, Array],
+    sources: Mapping[str, Source],
+    places: Places,
+    weights: Weights | None = None,
 ) -> None:
-    """Write whole columns into uninitialized memory.
+    """Write whole columns into uninitialized memory, by turns a block of each.
 
     Stored bytes are released block by block, so that they and the columns never exist in full at
     the same time.
     """
-    on_rank = int((places.begins >= 0).sum())
-    whole, pending = dict[str, bool](), dict[str, deque[Rectangle | None]]()
-    for name, column in columns.items():
-        blocks, after_prompt = sources[name].blocks, sources[name].after_prompt
-        where = [places.rectangle(block, after_prompt=after_prompt) for block in blocks]
-        # Then the zeros between rows are written with the rows, while both are in the cache.
-        whole[name] = None not in where and sum(len(block.rows) for block in blocks) == on_rank
-        if sources[name].zeros and not whole[name]:
-            column.fill(0)
-        pending[name] = deque(where)
     scaled = any(block.scaled for name in columns for block in sources[name].blocks)
-    factors = weights() if scaled else None
-    for name in _in_turns(pending):
-        source, rectangle = sources[name], pending[name].popleft()
-        block = source.blocks.popleft()
-        if rectangle is not None:
-            start = rectangle.prompt if source.after_prompt else 0
-            _put_rectangle(columns[name], block, rectangle, start, factors, zeros=whole[name])
+    factors = weights() if scaled and weights is not None else None
+    writers = (_written(column, sources[n], places, factors) for n, column in columns.items())
+    deque(zip_longest(*writers), maxlen=0)
+
+
+def _written(
+    column: Array, source: Source, places: Places, factors: Array | None
+) -> Iterator[None]:
+    """Write a column, one block at a time."""
+    blocks, after_prompt = source.blocks, source.after_prompt
+    areas = deque(places.rectangle(block, after_prompt=after_prompt) for block in blocks)
+    on_rank = np.count_nonzero(places.begins >= 0)
+    # Then the zeros between rows are written with the rows, while both are in the cache.
+    whole = None not in areas and sum(len(block.rows) for block in blocks) == on_rank
+    if source.zeros and not whole:
+        column.fill(0)
+    while blocks:
+        block, where = blocks.popleft(), areas.popleft()
+        if where is None:
+            _put_rows(column, block, places, factors, after_prompt=after_prompt)
         else:
-            _put_rows(columns[name], block, places, factors, after_prompt=source.after_prompt)
+            area, start = where.of(column), where.prompt if after_prompt else 0
+            if whole:
+                area[:, :start] = area[:, where.length :] = 0
+            target = area[:, start : where.length]
+            if not block.scaled:
+                target[...] = block.data.reshape(target.shape)
+            elif factors is None:
+                target[...] = block.data[:, None]
+            else:
+                mask = where.of(factors)[:, start : where.length]
+                np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
         del block
-    for name, column in columns.items():
-        finish = sources[name].finish
-        if finish is not None:
-            finish(column, places)
-
-
-def _in_turns(pending: Mapping[str, deque[Rectangle | None]]) -> Iterator[str]:
-    """Yield the names with something pending, one after the other, until nothing is."""
-    while any(pending.values()):
-        yield from [name for name, left in pending.items() if left]
-
-
-def _put_rectangle(
-    column: Array, block: Block, where: Rectangle, start: int, factors: Array | None, *, zeros: bool
-) -> None:
-    """Write the rows of a block at once, from ``start`` on in each; with the zeros around them."""
-    area = where.of(column)
-    if zeros:
-        area[:, :start] = area[:, where.length :] = 0
-    target = area[:, start : where.length]
-    if not block.scaled:
-        target[...] = block.data.reshape(target.shape)
-    elif factors is None:
-        target[...] = block.data[:, None]
-    else:
-        mask = where.of(factors)[:, start : where.length]
-        np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
+        yield
+    if source.finish is not None:
+        source.finish(column, places)
 
 
 def _put_rows(
@@ -598,12 +590,8 @@ def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) 
             return mask
         dtype = np.bool_
     weights = np.empty(places.size, dtype)
-    _fill({"": weights}, {"": Source(dtype, deque(masks))}, places, _no_weights)
+    _fill({"": weights}, {"": Source(dtype, deque(masks))}, places)
     return weights
-
-
-def _no_weights() -> None:
-    """Return None: no value is scaled."""
 
 
 class LazyColumns:
@@ -614,8 +602,10 @@ class LazyColumns:
         places, weights: the places of their rows, and the factors of scaled values.
     """
 
-    def __init__(self, sources: Mapping[str, Source], places: Places, weights: Weights) -> None:
-        self._inputs: tuple[Mapping[str, Source], Places, Weights] | None = sources, places, weights
+    def __init__(
+        self, sources: Mapping[str, Source], places: Places, weights: Weights | None
+    ) -> None:
+        self._inputs: tuple[Any, ...] | None = sources, places, weights
         self._made: dict[str, Array] = {}
         self._lock = Lock()  # threads of a trainer may read at the same time
 
@@ -628,14 +618,14 @@ class LazyColumns:
         with self._lock:
             inputs, self._inputs = self._inputs, None
             if inputs is not None:
-                sources, places, weights = inputs
+                sources, places, _ = inputs
                 made = {}
                 for own, source in sources.items():
                     size = places.size * np.dtype(source.dtype).itemsize
                     large = size > sizes().bytes_read_at_once
                     memory = mapped(size) if large else bytearray(size)
                     made[own] = np.frombuffer(memory, source.dtype)
-                _fill(made, sources, places, weights)
+                _fill(made, *inputs)
                 self._made = made
         if not self._made:  # not a KeyError, which a mapping turns into "no such column"
             raise TrainingError(
@@ -655,17 +645,21 @@ def _columns_of_step(
     """Return the flat columns of all micro-batches by name, made or lazy."""
     sources, masks = _sources(columns, padded=places.padded), columns.masks.blocks
 
-    def lazy(of: Mapping[str, Source], weights: Weights) -> dict[str, Array | LazyColumn]:
+    def lazy(*names: str, weights: Weights) -> dict[str, Array | LazyColumn]:
+        of = {name: sources[name] for name in names}
         # The weights hold the blocks of the mask, which other columns do not need.
         scaled = any(block.scaled for source in of.values() for block in source.blocks)
-        made = LazyColumns(of, places, weights if scaled else _no_weights)
+        made = LazyColumns(of, places, weights if scaled else None)
         return {name: partial(made.part, name) for name in of}
 
     width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
     if places.size * width > sizes().bytes_made_ahead:
         weights = partial(_weights, masks, places)
-        made = lazy({n: sources[n] for n in WITH_IDS if n in sources}, weights)
-        return {n: made[n] if n in made else lazy({n: of}, weights)[n] for n, of in sources.items()}
+        with_ids = [name for name in WITH_IDS if name in sources]
+        made = lazy(*with_ids, weights=weights)
+        for name in sources.keys() - with_ids:
+            made |= lazy(name, weights=weights)
+        return {name: made[name] for name in sources}
     # Few losses read returns, rewards, or advantages that were not computed. They stay lazy only if
     # that keeps no more than the mask and one number per row alive.
     by_mask = all(block.data.dtype == np.bool_ for block in masks)
@@ -678,11 +672,11 @@ def _columns_of_step(
     if not places.padded:
         late.add("attention_mask")
     ahead = memory.columns(places.size, {n: of.dtype for n, of in sources.items() if n not in late})
-    mask = ahead["action_mask"]
     # The mask first: scaled columns are multiples of it.
-    _fill({"action_mask": mask}, sources, places, _no_weights)
+    others = dict(ahead)
+    mask = others.pop("action_mask")
+    _fill({"action_mask": mask}, sources, places)
     factors = _weights(masks, places, mask)
-    others = {name: column for name, column in ahead.items() if name != "action_mask"}
     _fill(others, sources, places, lambda: factors)
     # The bits of the mask are copied, since the memory of its column may change before they are
     # read; without scaled columns they need not be kept at all.
@@ -696,6 +690,6 @@ def _columns_of_step(
         blocks = deque(replace(b, data=b.data.copy()) for b in sources[name].blocks)
         sources[name] = sources[name]._replace(blocks=blocks)
     return {
-        name: ahead[name] if name in ahead else lazy({name: of}, unpacked)[name]
-        for name, of in sources.items()
+        name: ahead[name] if name in ahead else lazy(name, weights=unpacked)[name]
+        for name in sources
     }

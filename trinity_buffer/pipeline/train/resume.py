@@ -451,7 +451,8 @@ def plan_again(
     if len(rows_by_rank(first)) == world_size and len(places) == len(first.groups):
         return places, plans
     padded, pairs = first.layout == "padded", bool(rows.field("chosen").blocks)
-    lengths = rows.pair_lengths(longest=padded) if pairs else rows.facts.lengths
+    columns = rows.pair_lengths(longest=padded) if pairs else rows.facts.lengths
+    lengths: list[int] = columns.tolist()
     length_at, largest = dict(zip(places, lengths, strict=True)), 1
     for plan in plans:
         own_lengths = [length_at[row] for row in range(plan.start, plan.stop) if row in length_at]
@@ -514,17 +515,17 @@ def _repartition_step(
     """Record a new partition of a step, if it has changed."""
     leased, limit = leased_step(s, experiment, row), options.max_tokens
     first, drops, world_size = leased.first, options.damaged_rows == "drop", options.world_size
-    lengths: Sequence[int] = ()
+    lengths = np.zeros(0, np.int64)
     if limit is not None and experiment.config.get("schema") != "dpo":
         lengths = loader.lengths(s, leased.manifest)
     elif limit is not None:
         with suppress(*UNREADABLE):  # reported when the step is served
             rows = loader.load(s, leased.manifest)
             # As `StepSampler` does: the halves of an expert's pairs were never measured.
-            lengths = np.where(rows.expert, 0, rows.pair_lengths(longest=True)).tolist()
+            lengths = np.where(rows.expert, 0, rows.pair_lengths(longest=True))
     leaving = {
         leased.order[place]: why
-        for place, why in unwanted(leased.manifest, lengths, dropped, limit).items()
+        for place, why in unwanted(leased.manifest, lengths.tolist(), dropped, limit).items()
     }
     changes_ranks = len(rows_by_rank(leased.manifest)) != world_size
     if not (leaving or drops or changes_ranks):

@@ -134,11 +134,11 @@ class ReadyGroups:
         recorded = self._rows.events(
             s, {position_of(experiences[a]) for a, _ in contiguous_ranges(experiences)}
         )
-        facts = Facts().add(experiences, recorded)
-        num_before = 0
+        facts, num_before = Facts.of((experiences, recorded)), 0
+        all_lengths = facts.lengths.tolist()
         for position, event in zip(positions, annotated, strict=True):
             first, of_event = first_address(position), slice(num_before, num_before + event.rows)
-            lengths, versions = facts.lengths[of_event], facts.policy_versions[of_event]
+            lengths, versions = all_lengths[of_event], facts.policy_versions[of_event]
             num_before += event.rows
             # Rows of a group are adjacent in an event, so groups begin where the number changes.
             breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
@@ -357,7 +357,7 @@ class StepSampler:
             )
         # Annotations of other programs may have any shape, and a misfit would corrupt a whole
         # batch.
-        tokens = np.subtract(rows.facts.lengths, rows.facts.prompt_lengths)
+        tokens = rows.facts.lengths - rows.facts.prompt_lengths
         misfits = [] if self._pairs else [(n, rows.field(n).misfits(tokens)) for n in ANNOTATED]
         lacking: dict[int, list[str]] = {}
         for name, wrong in (*places.items(), *misfits):
@@ -366,7 +366,7 @@ class StepSampler:
         unfit = {place: invalid(*lacking[place]) for place in sorted(lacking)}
         if self._pairs and limit is not None:
             # Events know only the prompt of a pair, so its halves are measured here.
-            long = rows.expert < (np.array(rows.pair_lengths(longest=True)) > limit)
+            long = rows.expert < (rows.pair_lengths(longest=True) > limit)
             unfit |= dict.fromkeys(np.flatnonzero(long).tolist(), OVERSIZE)
         return unfit
 
@@ -423,7 +423,7 @@ class StepSampler:
         if self._pairs:  # events know only their prompts
             lengths = rows.pair_lengths(longest=options.layout == "padded")
         order, microbatches = plan_microbatches(
-            lengths,
+            lengths.tolist(),
             lease.groups,
             layout=options.layout,
             tokens_per_microbatch=options.tokens_per_microbatch,
