@@ -481,7 +481,7 @@ FAULTS = [
     ),
     Fault(
         "a step that a rewind goes back to counts as superseded",
-        "pipeline/verify/trainer_audit.py",
+        "pipeline/verify/log_audit.py",
         "if step <= last}",
         "if step < last}",
         "tests/contract/test_committing.py::test_an_older_checkpoint_is_gone_on_from_and_later_steps_are_superseded",
@@ -579,9 +579,9 @@ FAULTS = [
     ),
     Fault(
         "verify takes any rows for those that a step lost",
-        "pipeline/verify/trainer_audit.py",
-        "if not each_once or not np.array_equal(unpacked(leased.rows), all_rows):",
-        "if not each_once:",
+        "pipeline/verify/log_audit.py",
+        "is_other = not each_once or not np.array_equal(unpacked(leased.rows), all_rows)",
+        "is_other = not each_once",
         "tests/trainer/test_damaged_steps.py::test_rows_that_leave_a_step_are_told_and_rejected",
     ),
     Fault(

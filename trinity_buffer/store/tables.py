@@ -28,6 +28,7 @@ from sqlalchemy import (
     TypeDecorator,
     text,
 )
+from sqlalchemy.schema import SchemaItem
 from typing_extensions import override
 
 from trinity_buffer.errors import StoreError
@@ -99,6 +100,11 @@ def _key(name: str, kind: type[Any] = BigInteger) -> Column[Any]:
     return Column(name, kind, primary_key=True, autoincrement=False)
 
 
+def _of_experiment(name: str, *items: SchemaItem) -> Table:
+    """Return a table whose rows belong to an experiment, stored in the order of their key."""
+    return Table(name, metadata, _key("experiment", Integer), *items, sqlite_with_rowid=False)
+
+
 experiment = Table(
     "experiment",
     metadata,
@@ -111,10 +117,8 @@ FREQUENT = frozenset({"ExperiencesRecorded", "ExperiencesAnnotated"})
 NOT_FREQUENT = "kind NOT IN ('ExperiencesRecorded', 'ExperiencesAnnotated')"
 """What `ix_event_kind` holds. SQLite uses it where a statement says the same in these words."""
 
-event = Table(
+event = _of_experiment(
     "event",
-    metadata,
-    _key("experiment", Integer),
     _key("position"),
     Column("kind", Text, nullable=False),
     Column("actor", Text, nullable=False),
@@ -132,7 +136,6 @@ event = Table(
         "position",
         sqlite_where=text(NOT_FREQUENT),  # on PostgreSQL too, see `schema.create`
     ),
-    sqlite_with_rowid=False,
 )
 
 # The key is random within its millisecond and not the position: on PostgreSQL the big rows are
@@ -148,20 +151,15 @@ segment = Table(
     CheckConstraint("part >= 0", name="part"),
 )
 
-configuration = Table(
+configuration = _of_experiment(
     "configuration",
-    metadata,
-    _key("experiment", Integer),
     Column("position", BigInteger, nullable=False),
     Column("config", CanonicalJSON(dict), nullable=False),
     Column("finished", Boolean, nullable=False),
-    sqlite_with_rowid=False,
 )
 
-batch = Table(
+batch = _of_experiment(
     "batch",
-    metadata,
-    _key("experiment", Integer),
     _key("batch", Text),
     Column("batch_is_int", Boolean, nullable=False),
     Column("actor", Text, nullable=False),
@@ -179,26 +177,20 @@ batch = Table(
         "actor",
         sqlite_where=text("sealed_at IS NULL"),  # on PostgreSQL too, see `schema.create`
     ),
-    sqlite_with_rowid=False,
 )
 
-plan = Table(
+plan = _of_experiment(
     "plan",
-    metadata,
-    _key("experiment", Integer),
     _key("batch", Text),
     _key("task", Text),
     Column("task_is_int", Boolean, nullable=False),
     # 1, 2, ... over the experiment: the last one is their number
     Column("ordinal", BigInteger, nullable=False),
     Index("ix_plan_ordinal", "experiment", "ordinal"),
-    sqlite_with_rowid=False,
 )
 
-experience = Table(
+experience = _of_experiment(
     "experience",
-    metadata,
-    _key("experiment", Integer),
     _key("address"),
     Column("batch", Text, nullable=False),
     Column("task", Text, nullable=False),
@@ -217,13 +209,10 @@ experience = Table(
     Column("segment", LargeBinary, nullable=False),
     Column("digest", LargeBinary, nullable=False),
     Index("uq_experience_eid", "experiment", "batch", "task", "run", "step", "suffix", unique=True),
-    sqlite_with_rowid=False,
 )
 
-consumer = Table(
+consumer = _of_experiment(
     "consumer",
-    metadata,
-    _key("experiment", Integer),
     _key("name", Text),
     Column("kind", Text, nullable=False),
     Column("config", CanonicalJSON(dict), nullable=False),
@@ -239,22 +228,16 @@ consumer = Table(
     Column("committed_step", BigInteger, nullable=False),
     CheckConstraint("kind IN ('strategy', 'trainer')", name="kind"),
     CheckConstraint("committed_step <= leased_step", name="committed_after_leased"),
-    sqlite_with_rowid=False,
 )
 
-waiting = Table(
+waiting = _of_experiment(
     "waiting",
-    metadata,
-    _key("experiment", Integer),
     _key("consumer", Text),
     _key("address"),
-    sqlite_with_rowid=False,
 )
 
-annotation = Table(
+annotation = _of_experiment(
     "annotation",
-    metadata,
-    _key("experiment", Integer),
     _key("consumer", Text),
     _key("address"),
     Column("experience", BigInteger, nullable=False),
@@ -263,40 +246,31 @@ annotation = Table(
     # False for copies, and for batches without a plan
     Column("planned", Boolean, nullable=False),
     Index("ix_annotation_experience", "experiment", "experience", "consumer"),
-    sqlite_with_rowid=False,
 )
 
 # Of a strategy, `address` is an experience's; of a trainer, an annotation's.
-rejection = Table(
+rejection = _of_experiment(
     "rejection",
-    metadata,
-    _key("experiment", Integer),
     _key("consumer", Text),
     _key("address"),
     Column("reason", Text, nullable=False),
     Column("position", BigInteger, nullable=False),
-    sqlite_with_rowid=False,
 )
 
 # A delivery is committed when its step is at most the consumer's `committed_step`: a commit touches
 # one row. `source` names the experiment that the address belongs to, "" for the consumer's own: a
 # step may mix in the rows of an expert's. Which rows a step holds is asked of its event: an index
 # by step would cost every lease a quarter of its time.
-delivery = Table(
+delivery = _of_experiment(
     "delivery",
-    metadata,
-    _key("experiment", Integer),
     _key("consumer", Text),
     _key("source", Text),
     _key("address"),
     Column("step", BigInteger, nullable=False),
-    sqlite_with_rowid=False,
 )
 
-step = Table(
+step = _of_experiment(
     "step",
-    metadata,
-    _key("experiment", Integer),
     _key("consumer", Text),
     _key("step"),
     # of the event that says how it is served: its `BatchLeased`, or the last `StepDealt`
@@ -315,71 +289,53 @@ step = Table(
     Column("rows_by_rank", CanonicalJSON(list)),
     # of this and all earlier steps of the consumer, without those of an expert's experiment
     Column("own_rows_so_far", BigInteger),
-    sqlite_with_rowid=False,
 )
 
-policy = Table(
+policy = _of_experiment(
     "policy",
-    metadata,
-    _key("experiment", Integer),
     _key("position"),
     Column("version", BigInteger, nullable=False),
     Column("uri", Text, nullable=False),
     Column("digest", Text, nullable=False),
-    sqlite_with_rowid=False,
 )
 
 # Rewards of a later scoring stand beside the recorded ones, under the name of the scoring.
-assigned_reward = Table(
+assigned_reward = _of_experiment(
     "assigned_reward",
-    metadata,
-    _key("experiment", Integer),
     _key("scoring", Text),
     _key("address"),
     Column("reward", Float(53), nullable=False),
-    sqlite_with_rowid=False,
 )
 
 # What is asked often and would have to be counted row by row; see `store.counters`.
-counter = Table(
+counter = _of_experiment(
     "counter",
-    metadata,
-    _key("experiment", Integer),
     _key("consumer", Text),  # "" for the experiment itself
     _key("key", Text),  # the state, or its digest where it is too long for an index
     Column("state", Text, nullable=False),
     Column("number", BigInteger, nullable=False),
-    sqlite_with_rowid=False,
 )
 
 # Segments that may leave, or have left, the database; the trigger on `segment` asks this table.
-archived = Table(
+archived = _of_experiment(
     "archived",
-    metadata,
-    _key("experiment", Integer),
     _key("segment", LargeBinary),
     Column("position", BigInteger, nullable=False),
     Column("uri", Text),  # of the Parquet file; None: deleted for good
     Index("ix_archived_segment", "segment"),
-    sqlite_with_rowid=False,
 )
 
-lease = Table(
+lease = _of_experiment(
     "lease",
-    metadata,
-    _key("experiment", Integer),
     _key("consumer", Text),
     Column("owner", Text, nullable=False),
     Column("token", BigInteger, nullable=False),
     Column("expires_at", BigInteger, nullable=False),  # microseconds since 1970
-    sqlite_with_rowid=False,
 )
 
 # Heartbeats of processes, so that a wait can name the one that would end it.
-presence = Table(
+presence = _of_experiment(
     "presence",
-    metadata,
-    _key("experiment", Integer),
     _key("role", Text),
     _key("name", Text),
     _key("host", Text),
@@ -387,7 +343,6 @@ presence = Table(
     Column("started_at", BigInteger, nullable=False),  # microseconds since 1970
     Column("last_seen", BigInteger, nullable=False),  # likewise
     Column("waiting_for", Text),  # None: it waits for nothing
-    sqlite_with_rowid=False,
 )
 
 PROJECTIONS = (

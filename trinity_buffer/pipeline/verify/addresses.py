@@ -22,11 +22,12 @@ AT_ONCE = 1 << 18
 """Numbers that are looked up in one go: each takes 24 bytes meanwhile."""
 
 
-def packed(addresses: Integers) -> bytes:
+def packed(addresses: Integers | Sequence[int]) -> bytes:
     """Return ``addresses`` as first addresses and lengths of runs, or as they are if that is less.
 
     An event names experiences of few groups, whose runs lie side by side: a byte an address.
     """
+    addresses = np.asarray(addresses, np.int64)
     breaks = np.flatnonzero(np.diff(addresses) != 1) + 1
     # A run takes two numbers, so that short ones would be larger than their addresses.
     if 2 * len(breaks) + 2 >= len(addresses):
@@ -47,21 +48,6 @@ def unpacked(data: bytes) -> Integers:
     return addresses
 
 
-class Addresses:
-    """Addresses, packed as they come, in this order."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-
-    def add(self, addresses: Integers) -> None:
-        """Add ``addresses`` behind the others."""
-        self._parts.append(packed(addresses))
-
-    def all(self) -> Integers:
-        """Return all of them, 8 bytes each."""
-        return together(map(unpacked, self._parts))
-
-
 def together(parts: Iterable[Integers]) -> Integers:
     """Return addresses that come in parts, one behind the other."""
     whole = bytearray()  # it grows where it is; joined arrays would be there twice meanwhile
@@ -72,10 +58,7 @@ def together(parts: Iterable[Integers]) -> Integers:
 
 def repeated(addresses: Integers) -> list[int]:
     """Return those that come once more, of addresses in order."""
-    again: list[int] = []
-    for begin in range(1, len(addresses), AT_ONCE):
-        page = addresses[begin : begin + AT_ONCE]
-        again += page[page == addresses[begin - 1 : begin + AT_ONCE - 1][: len(page)]].tolist()
+    again: list[int] = addresses[1:][addresses[1:] == addresses[:-1]].tolist()
     return again
 
 
@@ -98,32 +81,27 @@ class Names:
 
     def __init__(self) -> None:
         self._hashes = array("q")  # it grows where it is; parts would be copied to be joined
-        self._in_order = True
 
     def add(self, texts: Iterable[object]) -> None:
         """Add hashable ``texts``."""
         self._hashes.extend(map(hash, texts))
-        self._in_order = False
 
     @property
     def hashes(self) -> Integers:
         """All of them in order, as often as they were added; of no use once there are more."""
         hashes = np.frombuffer(self._hashes, np.int64)
-        if not self._in_order:
-            hashes.sort()
-            self._in_order = True
+        hashes.sort()
         return hashes
 
     @property
     def number(self) -> int:
         """How many different ones were added."""
         hashes = self.hashes
-        return len(hashes) - int((hashes[1:] == hashes[:-1]).sum())
+        return len(hashes) - len(repeated(hashes))
 
     def repeated(self) -> set[int]:
         """Return the hashes that were added more than once."""
-        hashes = self.hashes
-        return set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+        return set(repeated(self.hashes))
 
     def lacking(self, wanted: Integers) -> npt.NDArray[np.bool_]:
         """Return for each of ``wanted`` whether it was never added."""

@@ -21,8 +21,8 @@ from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
 from trinity_buffer.pipeline.verify.addresses import Names, unpacked
+from trinity_buffer.pipeline.verify.log_audit import Commit, LeasedManifest, TrainerAudit
 from trinity_buffer.pipeline.verify.report import Problem
-from trinity_buffer.pipeline.verify.trainer_audit import Commit, LeasedManifest, TrainerAudit
 
 _SLASHES_OF_UID = 4
 

@@ -6,46 +6,28 @@ refusals with seals, manifests with annotations, archives with decisions.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from operator import itemgetter
 from typing import assert_never
 
 import numpy as np
 
+from trinity_buffer import events
 from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError, StoreError
-from trinity_buffer.events import (
-    BatchLeased,
-    BatchPlanned,
-    BatchSealed,
-    ChainStarted,
-    ConfigurationChanged,
-    ConsumerRegistered,
-    ExperiencesAnnotated,
-    ExperiencesRecorded,
-    ExperiencesRejected,
-    ExperimentCreated,
-    ExperimentFinished,
-    Fact,
-    PlacedFact,
-    PolicyPublished,
-    RankJoined,
-    RanksAssembled,
-    RewardsAssigned,
-    SegmentsArchived,
-    SegmentsRestored,
-    StepDealt,
-    StepMeasured,
-    StepPartDone,
-    StepsCommitted,
-    StreamEnded,
-    TrainerRewound,
-    UnknownEvent,
+from trinity_buffer.events import Fact, PlacedFact
+from trinity_buffer.pipeline.manifest import (
+    FIRST_LINK,
+    chain,
+    manifest_digest,
+    plans_of,
+    repartitioned,
+    rows_by_rank,
 )
 from trinity_buffer.pipeline.verify.addresses import (
-    Addresses,
     Batches,
     Integers,
     Names,
@@ -56,7 +38,6 @@ from trinity_buffer.pipeline.verify.addresses import (
     unpacked,
 )
 from trinity_buffer.pipeline.verify.report import Problem
-from trinity_buffer.pipeline.verify.trainer_audit import TrainerAudit
 from trinity_buffer.store import counters, log
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, written_as
@@ -73,12 +54,13 @@ class EventChain:
         before: the head before the event that was taken last.
         head: its own.
         unproven: those that were not met so far.
+        started: whether an event with a head was met.
     """
 
     def __init__(self, experiment: str, heads: Iterable[bytes] = ()) -> None:
         self.before = self.head = log.origin(experiment)
         self.unproven = set(heads)
-        self._started = False
+        self.started = False
 
     def take(self, event: StoredEvent) -> str | None:
         """Go on by one event; return what is wrong with its head, or None.
@@ -86,25 +68,19 @@ class EventChain:
         What is wrong is reported once: the events after it are followed from the head that it has.
         """
         self.before = self.head
-        self.head = log.head_of(
-            self.before, event.position, event.kind, event.actor, event.recorded_at, event.body
-        )
+        says = (event.position, event.kind, event.actor, event.recorded_at, event.body)
+        computed = log.head_of(self.before, *says)
+        self.head = event.head or computed
         if event.head is None:
-            return "it has no head, and the one before it has one" if self._started else None
-        first, self._started = not self._started, True
-        computed, self.head = self.head, event.head
+            return "it has no head, and the one before it has one" if self.started else None
+        first, self.started = not self.started, True
         if first and event.position > 1 and event.kind != "ChainStarted":
             return "it is the first with a head, and no ChainStarted"
         if computed != self.head:
-            stated = f"its head is {self.head.hex()}"
-            return f"{stated}, what the log says up to it has {computed.hex()}"
+            what = "what the log says up to it has"
+            return f"its head is {self.head.hex()}, {what} {computed.hex()}"
         self.unproven.discard(self.head)
         return None
-
-    @property
-    def started(self) -> bool:
-        """Whether an event with a head was met."""
-        return self._started
 
     def require(self, page: Sequence[StoredEvent]) -> None:
         """Go on by a page.
@@ -120,6 +96,257 @@ class EventChain:
                 )
 
 
+_OTHER_EXPERIMENT = 1 << 56
+"""Far above every address: tells rows of another experiment from those of the trainer's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedManifest:
+    """A manifest as the log holds it.
+
+    Attributes:
+        position: where it was leased.
+        step: which step it is.
+        digest: of the manifest as it is served now.
+        count: how many rows it has now.
+        rows: its annotation rows, packed, without those that it lost; those of other experiments
+            are told apart by what `_OTHER_EXPERIMENT` adds to them.
+        by_rank: how many rows it deals to each rank now.
+    """
+
+    position: int
+    step: int
+    digest: bytes
+    count: int
+    rows: bytes
+    by_rank: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A ``StepsCommitted``: the checkpoint that it names, the last step in it, and its chain."""
+
+    position: int
+    step: int
+    checkpoint: str | None
+    digest: str | None
+    chain: bytes
+
+
+class TrainerAudit:
+    """Follows one trainer through the log.
+
+    Attributes:
+        name: of the consumer.
+        steps: what was leased, by step.
+        live: step -> digest that its commit names, on the live line.
+        twice: (step, digest) of the manifests that were committed again on the live line.
+        commits: all of them, those that were superseded too.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps: dict[int, LeasedManifest] = {}
+        self.live: dict[int, bytes] = {}
+        self.twice: list[tuple[int, bytes]] = []
+        self.commits: list[Commit] = []
+        self._sources = defaultdict[str, int](count(1).__next__, {"": 0})
+        self._rejected: list[tuple[int, bytes]] = []
+        self._dropped: list[tuple[int, Integers]] = []
+        self._links: dict[int, bytes] = {0: FIRST_LINK}
+        self._before: dict[bytes, tuple[bytes, bytes]] = {}  # link -> (the one before, digest)
+        self._ranks: dict[int, int] = {}  # fencing token -> ranks that assembled under it
+
+    def leased(self, position: int, fact: events.BatchLeased) -> Iterator[Problem]:
+        """Take in a ``BatchLeased``."""
+        place, digest = self._place(position), manifest_digest(fact)
+        if digest != fact.digest:
+            what = f"the manifest of step {fact.step} has the digest {digest.hex()}"
+            yield Problem("manifests", place, f"{what}, recorded is {fact.digest.hex()}")
+        if fact.step != len(self.steps) + 1:
+            what = f"step {fact.step} was leased, the next one is {len(self.steps) + 1}"
+            yield Problem("manifests", place, what)
+        rows, by_rank = self._rows_of(fact), rows_by_rank(fact)
+        self.steps[fact.step] = LeasedManifest(
+            position, fact.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
+        )
+
+    def _rows_of(self, manifest: events.BatchLeased) -> Integers:
+        """Return what `LeasedManifest.rows` says of all rows of a manifest."""
+        sources = [manifest.sources[of - 1] if of else "" for of in manifest.source]
+        return self._apart(manifest.annotations, sources)
+
+    def _apart(self, addresses: Sequence[int], sources: Sequence[str]) -> Integers:
+        """Return addresses of these experiments, each of which is told apart; none: of this one."""
+        numbers = np.array([self._sources[name] for name in sources] or 0, np.int64)
+        return np.array(addresses, np.int64) + numbers * _OTHER_EXPERIMENT
+
+    def dealt(
+        self, position: int, fact: events.StepDealt, lease: events.BatchLeased | None
+    ) -> Iterator[Problem]:
+        """Take in a ``StepDealt``: the rows of its step, each once, whole groups on one rank.
+
+        Args:
+            position: of the event.
+            fact: what it says.
+            lease: the event that it refers to.
+        """
+        leased, place = self.steps.get(fact.step), self._place(position)
+        is_leased = leased is not None and leased.position == fact.leased_at
+        if leased is None or lease is None or not is_leased or fact.step in self.live:
+            what = f"step {fact.step} was dealt anew, and was not leased or is committed"
+            yield Problem("manifests", place, what)
+            return
+        manifest = lease
+        each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
+        # Rows are taken by these places: a wrong one would fail here instead of being reported.
+        if each_once:
+            manifest = repartitioned(manifest, fact.order, plans_of(fact))
+        rows, lost = self._rows_of(manifest), self._apart(fact.dropped, fact.dropped_from)
+        # In order: another number of ranks deals the same rows in another one.
+        all_rows = np.sort(np.concatenate([rows, lost]))
+        by_rank, digest, groups = rows_by_rank(manifest), manifest.digest, manifest.num_groups
+        ranks_of_groups = {
+            (group, plan.rank)
+            for plan in plans_of(manifest)
+            for group in manifest.groups[plan.start : plan.stop]
+        }
+        splits = len(ranks_of_groups) != len({group for group, _ in ranks_of_groups})
+        is_other = not each_once or not np.array_equal(unpacked(leased.rows), all_rows)
+        step, ranks = f"step {fact.step}", fact.world_size
+        checks = {
+            f"{step} was dealt with other rows": is_other,
+            f"{step} was dealt with {groups} groups, recorded are {fact.num_groups}": bool(
+                len(lost) and fact.num_groups != groups
+            ),
+            f"{step} as it was dealt has the digest {digest.hex()}, recorded is "
+            f"{fact.digest.hex()}": digest != fact.digest,
+            f"a group of {step} lies on two ranks": splits,
+            f"{step} was dealt to {ranks} ranks as {by_rank} rows, it has {len(rows)}": (
+                len(by_rank) != ranks or sum(by_rank) != len(rows)
+            ),
+        }
+        yield from (Problem("manifests", place, what) for what, wrong in checks.items() if wrong)
+        self._dropped.append((position, lost[lost < _OTHER_EXPERIMENT]))
+        self.steps[fact.step] = replace(
+            leased, digest=fact.digest, count=len(rows), rows=packed(np.sort(rows)), by_rank=by_rank
+        )
+
+    def assembled(self, fact: events.RanksAssembled) -> None:
+        """Take in a ``RanksAssembled``."""
+        self._ranks[fact.token] = len(fact.joins) + 1
+
+    def committed(self, position: int, fact: events.StepsCommitted) -> Iterator[Problem]:
+        """Take in a ``StepsCommitted``."""
+        place = self._place(position)
+        yield from self._rows_taken(place, fact)
+        for step, digest in zip(fact.steps, fact.manifests, strict=True):
+            leased = self.steps.get(step)
+            if leased is None:
+                yield Problem("commits", place, f"step {step} was committed and never leased")
+            elif leased.digest != digest:
+                what = f"step {step} was committed with the manifest {digest.hex()}"
+                yield Problem("commits", place, f"{what}, leased was {leased.digest.hex()}")
+            if step in self.live:
+                self.twice.append((step, digest))
+                yield Problem("commits", place, f"step {step} was committed before")
+            elif step != len(self.live) + 1:
+                what = f"step {step} was committed, the next one is {len(self.live) + 1}"
+                yield Problem("commits", place, what)
+            # the same bytes as above, which are there already
+            digest = digest if leased is None or leased.digest != digest else leased.digest
+            self.live[step] = digest
+            before = self._links.get(step - 1, FIRST_LINK)
+            self._links[step] = chain(before, digest)
+            self._before[self._links[step]] = (before, digest)
+        last = fact.steps[-1]
+        if self._links[last] != fact.chain:
+            yield Problem("commits", place, f"the chain of manifests up to step {last} is another")
+        checkpoint = (fact.checkpoint, fact.checkpoint_digest, fact.chain)
+        self.commits.append(Commit(position, last, *checkpoint))
+
+    def manifests_up_to(self, link: bytes) -> list[bytes] | None:
+        """Return the manifests whose chain ends in ``link``; None if the log has no such chain.
+
+        Those of a commit, superseded or not; else of the steps as they were leased.
+        """
+        manifests: list[bytes] = []
+        at = link
+        while at in self._before:
+            at, digest = self._before[at]
+            manifests.append(digest)
+        if at == FIRST_LINK:
+            return manifests[::-1]
+        leased, begin = [self.steps[step].digest for step in sorted(self.steps)], FIRST_LINK
+        for number, digest in enumerate(leased, 1):
+            begin = chain(begin, digest)
+            if begin == at:
+                return leased[:number] + manifests[::-1]
+        return None
+
+    def _rows_taken(self, place: str, fact: events.StepsCommitted) -> Iterator[Problem]:
+        """Yield the steps of a commit of which the ranks did not take what they were dealt."""
+        ranks = self._ranks.get(fact.token, 1)
+        for index, step in enumerate(fact.steps):
+            leased = self.steps.get(step)
+            if leased is None:
+                continue
+            if fact.rows_by_rank:
+                taken, dealt = list(fact.rows_by_rank[index]), list(leased.by_rank)
+                if taken != dealt:
+                    what = f"step {step}: its ranks took {taken} rows, they were dealt {dealt}"
+                    yield Problem("commits", place, what)
+            elif len(leased.by_rank) != ranks:  # of a version that did not count
+                what = f"step {step} was dealt to {len(leased.by_rank)} ranks as {leased.by_rank}"
+                yield Problem("commits", place, f"{what} rows, and trained by {ranks}")
+
+    def measured(self, position: int, fact: events.StepMeasured) -> Iterator[Problem]:
+        """Take in a ``StepMeasured``: of a step that is committed, with as many rows."""
+        leased = self.steps.get(fact.step)
+        if leased is None or fact.step not in self.live:
+            what = f"step {fact.step} was measured and is not committed"
+            yield Problem("commits", self._place(position), what)
+        elif fact.rows != leased.count:
+            what = f"{fact.rows} rows of step {fact.step} were measured, it has {leased.count}"
+            yield Problem("commits", self._place(position), what)
+
+    def rewound(self, position: int, fact: events.TrainerRewound) -> Iterator[Problem]:
+        """Take in a ``TrainerRewound``."""
+        last = fact.step
+        if last and last not in self.live:
+            what = f"it goes back to step {last}, which was not committed"
+            yield Problem("commits", self._place(position), what)
+        self.live = {step: digest for step, digest in self.live.items() if step <= last}
+
+    def rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
+        """Take in an ``ExperiencesRejected`` of the trainer itself."""
+        self._rejected.append((position, packed(fact.experiences)))
+
+    def finish(self) -> Iterator[Problem]:
+        """Yield what only the whole log tells: a row is handed out once, or rejected once."""
+        rejected = together(unpacked(rows) for _, rows in self._rejected)
+        for position, lost in self._dropped:
+            for row in lost[~np.isin(lost, rejected)].tolist():
+                what = f"annotation {written_as(row)} was taken out of its step and not rejected"
+                yield Problem("conservation", self._place(position), what)
+        handed_out = [(leased.position, leased.rows) for leased in self.steps.values()]
+        handed_out += self._rejected
+        all_rows = together(unpacked(rows) for _, rows in handed_out)
+        all_rows.sort()
+        again, before = repeated(all_rows), dict[int, int]()
+        for position, packed_rows in sorted(handed_out, key=itemgetter(0)) if again else ():
+            rows = unpacked(packed_rows)
+            for row in rows[np.isin(rows, again)].tolist():
+                if row in before:
+                    address = written_as(row % _OTHER_EXPERIMENT)
+                    what = f"annotation {address} was given out at position {before[row]} before"
+                    yield Problem("conservation", self._place(position), what)
+                before[row] = position
+
+    def _place(self, position: int) -> str:
+        return f"position {position} (trainer {self.name!r})"
+
+
 @dataclass(slots=True)
 class _Strategy:
     """What one annotation set decided.
@@ -127,21 +354,21 @@ class _Strategy:
     Attributes:
         seen: the last position that it has seen.
         annotated: position -> the experiences of its annotations, packed, in their order.
-        rejected: the experiences that it rejected.
+        rejected: those that it rejected, packed event by event.
         rows: how many annotations there are, copies included.
         decided: how many experiences it has decided.
     """
 
     seen: int = 0
     annotated: dict[int, bytes] = field(default_factory=dict)
-    rejected: Addresses = field(default_factory=Addresses)
+    rejected: list[bytes] = field(default_factory=list)
     rows: int = 0
     decided: int = 0
 
     def all_decided(self) -> Integers:
         """Return the experiences that it has decided, in order; copies are one experience."""
         annotated = (np.unique(unpacked(rows)) for rows in self.annotated.values())
-        decided = together(chain(annotated, [self.rejected.all()]))
+        decided = together((*annotated, *map(unpacked, self.rejected)))
         decided.sort()
         return decided
 
@@ -183,7 +410,7 @@ class LogAudit:
         self._trained: set[str] = set()  # the annotation sets of trainers
         self._strategies: dict[str, _Strategy] = {}
         self._recorded: dict[int, bytes] = {}  # position -> packed addresses, without refused ones
-        self._scores: dict[str, Addresses] = {}
+        self._scores = defaultdict[str, list[bytes]](list)
         self._numbers: Counter[tuple[str, str]] = Counter()
         self._rejections = 0
         self._waiting = 0
@@ -195,7 +422,7 @@ class LogAudit:
         return self._numbers["", counters.RECORDED]
 
     def add(
-        self, page: Sequence[StoredEvent], leases: Mapping[int, BatchLeased] | None = None
+        self, page: Sequence[StoredEvent], leases: Mapping[int, events.BatchLeased] | None = None
     ) -> list[PlacedFact]:
         """Take in the next events of the log; return those whose body can be read.
 
@@ -203,7 +430,7 @@ class LogAudit:
             page: the events.
             leases: position -> lease of each step that one of them deals anew.
         """
-        events = []
+        facts = []
         for stored in page:
             self._follow(stored)
             try:
@@ -219,8 +446,8 @@ class LogAudit:
                 what = f"its body has not the form of {stored.kind}: {error!r}"
                 self._wrong("log", stored.position, what)
             # Folded though the audit objects: what the fold makes of it is another opinion.
-            events.append(PlacedFact(stored.position, stored.actor, fact))
-        return events
+            facts.append(PlacedFact(stored.position, stored.actor, fact))
+        return facts
 
     def _wrong(self, check: str, position: int, what: str) -> None:
         self.problems.append(Problem(check, f"position {position}", what))
@@ -240,66 +467,65 @@ class LogAudit:
         self.events += 1
 
     def _read(  # noqa: C901, PLR0912, PLR0915 - one case per kind
-        self, position: int, fact: Fact, actor: str, leases: Mapping[int, BatchLeased]
+        self, position: int, fact: Fact, actor: str, leases: Mapping[int, events.BatchLeased]
     ) -> None:
         match fact:
-            case BatchPlanned():
+            case events.BatchPlanned():
                 groups, rollouts = len(fact.tasks), len(fact.tasks) * fact.rollouts_per_group
                 self._numbers["", counters.planned_by(actor)] += 1
                 self._numbers["", counters.PLANNED_GROUPS] += groups
                 self._numbers["", counters.PLANNED_ROLLOUTS] += rollouts
                 self.batches.plan(str(fact.batch), fact.tasks, fact.rollouts_per_group)
-            case BatchSealed():
-                batch = str(fact.batch)
-                held = self.batches.seal(batch)
+            case events.BatchSealed():
+                held = self.batches.seal(str(fact.batch))
                 if held != fact.expected:
-                    what = f"batch {batch!r} was sealed with {fact.expected} experiences"
+                    what = f"batch {str(fact.batch)!r} was sealed with {fact.expected} experiences"
                     self._wrong("log", position, f"{what}, recorded before were {held}")
-            case ExperiencesRecorded():
+            case events.ExperiencesRecorded():
                 self._experiences(position, fact)
-            case ConsumerRegistered(kind="trainer"):
+            case events.ConsumerRegistered(kind="trainer"):
                 self.trainers[fact.consumer] = TrainerAudit(fact.consumer)
                 self._trained.add(str(fact.config.get("strategy")))
-            case ConsumerRegistered():
+            case events.ConsumerRegistered():
                 self._strategies[fact.consumer] = _Strategy()
-            case ExperiencesAnnotated():
+            case events.ExperiencesAnnotated():
                 self._annotated(position, fact)
-            case ExperiencesRejected():
+            case events.ExperiencesRejected():
                 self._rejected(position, fact)
-            case BatchLeased():
+            case events.BatchLeased():
                 self._compare_with_annotations(position, fact)
                 self.problems += self._trainer(fact.consumer).leased(position, fact)
-            case StepDealt():
-                trainer, lease = self._trainer(fact.consumer), leases.get(fact.leased_at)
-                self.problems += trainer.dealt(position, fact, lease)
-            case RanksAssembled():
+            case events.StepDealt():
+                lease = leases.get(fact.leased_at)
+                self.problems += self._trainer(fact.consumer).dealt(position, fact, lease)
+            case events.RanksAssembled():
                 self._trainer(fact.consumer).assembled(fact)
-            case StepsCommitted():
+            case events.StepsCommitted():
                 self.problems += self._trainer(fact.consumer).committed(position, fact)
-            case StepMeasured():
+            case events.StepMeasured():
                 self.segments[fact.segment] = position
                 self.problems += self._trainer(fact.consumer).measured(position, fact)
-            case TrainerRewound():
+            case events.TrainerRewound():
                 self.problems += self._trainer(fact.consumer).rewound(position, fact)
-            case RewardsAssigned():
-                addresses = np.array(fact.experiences, np.int64)
-                self._scores.setdefault(fact.scoring, Addresses()).add(addresses)
-            case SegmentsArchived():
+            case events.RewardsAssigned():
+                self._scores[fact.scoring].append(packed(fact.experiences))
+            case events.SegmentsArchived():
                 self._archived(position, fact)
-            case SegmentsRestored():
+            case events.SegmentsRestored():
                 for key in fact.segments:
                     del self.archived[key]
-            case ChainStarted():
-                if fact.digest != self.chain.before:
+            case events.ChainStarted():
+                if fact.digest != (before := self.chain.before):
                     what = f"it names {fact.digest.hex()} as the head of all before it"
-                    what = f"{what}, which has {self.chain.before.hex()}"
-                    self._wrong("chain", position, what)
-            case ExperimentCreated() | ConfigurationChanged() | ExperimentFinished():
+                    self._wrong("chain", position, f"{what}, which has {before.hex()}")
+            case events.ExperimentCreated() | events.ConfigurationChanged():
                 pass  # one row of one table, in which there is nothing to count
-            case PolicyPublished():
+            case events.ExperimentFinished() | events.PolicyPublished():
                 pass  # counted by its kind
-            case RankJoined() | StepPartDone() | StreamEnded() | UnknownEvent():
-                pass  # in no projection: what ranks say to each other, and what is not known
+            case events.RankJoined() | events.StepPartDone() | events.StreamEnded():
+                pass  # what ranks say to each other is in no projection
+            case events.UnknownEvent():
+                pass
             case _:
                 assert_never(fact)
 
@@ -308,7 +534,7 @@ class LogAudit:
             raise LookupError(f"trainer {name!r} was never registered")
         return self.trainers[name]
 
-    def _experiences(self, position: int, fact: ExperiencesRecorded) -> None:
+    def _experiences(self, position: int, fact: events.ExperiencesRecorded) -> None:
         columns, refused = fact.columns, fact.refused
         count, base = len(columns), first_address(position)
         batches = [*map(str, columns.batch)]
@@ -341,7 +567,7 @@ class LogAudit:
         strategy.seen = max(strategy.seen, seen)
         return strategy
 
-    def _annotated(self, position: int, fact: ExperiencesAnnotated) -> None:
+    def _annotated(self, position: int, fact: events.ExperiencesAnnotated) -> None:
         self.segments[fact.segment] = position
         strategy = self._strategy(position, fact.consumer, fact.seen)
         # Copies are one experience; of so few numbers a set is quicker than NumPy.
@@ -349,24 +575,24 @@ class LogAudit:
         if rows:
             self._numbers[fact.consumer, counters.ANNOTATED] += distinct
             self._numbers[fact.consumer, counters.ROWS] += rows
-        strategy.annotated[position] = packed(np.array(fact.experiences, np.int64))
+        strategy.annotated[position] = packed(fact.experiences)
         strategy.rows += rows
         strategy.decided += distinct
 
-    def _rejected(self, position: int, fact: ExperiencesRejected) -> None:
+    def _rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
         name, count = fact.consumer, len(fact.experiences)
         self._rejections += count
         self._numbers.update((name, counters.rejected_for(reason)) for reason in fact.reasons)
         if fact.by == "strategy":
             strategy = self._strategy(position, name, fact.seen)
-            strategy.rejected.add(np.array(fact.experiences, np.int64))
+            strategy.rejected.append(packed(fact.experiences))
             strategy.decided += count
         elif name in self.trainers or "/" not in name:
             self._trainer(name).rejected(position, fact)
         else:
             self._guests.setdefault(name, TrainerAudit(name)).rejected(position, fact)
 
-    def _compare_with_annotations(self, position: int, fact: BatchLeased) -> None:
+    def _compare_with_annotations(self, position: int, fact: events.BatchLeased) -> None:
         """Compare each own row of a manifest with the annotation that it names."""
         rows = np.array(fact.annotations, np.int64)
         experiences = np.array(fact.experiences, np.int64)
@@ -388,7 +614,7 @@ class LogAudit:
                 other = written_as(int(annotated[all_slots[row]]))
                 self.problems.append(Problem("manifests", where, f"{what}, which is of {other}"))
 
-    def _archived(self, position: int, fact: SegmentsArchived) -> None:
+    def _archived(self, position: int, fact: events.SegmentsArchived) -> None:
         """Nothing goes that the set of a trainer has not decided."""
         self.archived |= dict.fromkeys(fact.segments, fact.uri)
         if fact.uri is not None:
@@ -434,14 +660,16 @@ class LogAudit:
             "batch": len(self.batches),
             "plan": self._numbers["", counters.PLANNED_GROUPS],
             "experience": self.experiences,
-            "consumer": self._numbers["", ConsumerRegistered.__name__],
+            "consumer": self._numbers["", events.ConsumerRegistered.__name__],
             "waiting": self._waiting,
             "annotation": sum(strategy.rows for strategy in self._strategies.values()),
             "rejection": self._rejections,
             "delivery": sum(step.count for step in steps),
-            "step": self._numbers["", BatchLeased.__name__],
-            "policy": self._numbers["", PolicyPublished.__name__],
-            "assigned_reward": sum(len(np.unique(s.all())) for s in self._scores.values()),
+            "step": self._numbers["", events.BatchLeased.__name__],
+            "policy": self._numbers["", events.PolicyPublished.__name__],
+            "assigned_reward": sum(
+                len(np.unique(together(map(unpacked, parts)))) for parts in self._scores.values()
+            ),
             "counter": len(self.numbers()),
             "archived": len(self.archived),
         }
@@ -449,7 +677,7 @@ class LogAudit:
     def numbers(self) -> counters.Numbers:
         """Return the number that each counter must have."""
         numbers = dict(self._numbers)
-        if ("", BatchSealed.__name__) in numbers:
+        if ("", events.BatchSealed.__name__) in numbers:
             numbers["", counters.STORED_ROLLOUTS] = self.batches.stored(sealed_only=True)
         if self._versions:
             numbers["", counters.LOWEST_VERSION] = min(self._versions)
