@@ -11,7 +11,7 @@ from tests.handles import Event, Transaction
 from trinity_buffer import open_store
 from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.pipeline.verify.report import Problem, VerifyReport
+from trinity_buffer.pipeline.verify.verify import Problem, VerifyReport
 from trinity_buffer.store import log
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.schema import guards

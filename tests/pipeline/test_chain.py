@@ -20,7 +20,7 @@ from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.verify.addresses import Names
-from trinity_buffer.pipeline.verify.evidence import read_acknowledged
+from trinity_buffer.pipeline.verify.evidence import Acknowledged
 from trinity_buffer.store.tables import event, experiment, segment
 
 Change = Callable[[Transaction], object]
@@ -166,7 +166,7 @@ def test_lines_of_every_age_are_read(tmp_path: Path) -> None:
     lines = ["a/0/0/0/", f"b/0/0/0/\t{digest}\t{head}", f"c/0/0/0/\t{digest}\t", "a/0/0/0/"]
     torn = f"d/0/0/0/\t{digest[:9]}"
     (tmp_path / "e0.ack").write_text("\n".join([*lines, torn]))
-    found = read_acknowledged(tmp_path)
+    found = Acknowledged(tmp_path)
     assert (found.uids.number, found.compared.number) == (4, 2)
     assert found.heads == {bytes.fromhex(head)}
     uids, contents = Names(), Names()
@@ -181,7 +181,7 @@ def test_files_as_long_as_a_run_take_little_memory(tmp_path: Path) -> None:
     lines = (f"e0-{n}/prompt/0/0/\t{n:032x}\t{n >> 6:064x}\n" for n in range(20_000))
     (tmp_path / "e0.ack").write_text("".join(lines))
     tracemalloc.start()
-    found = read_acknowledged(tmp_path)
+    found = Acknowledged(tmp_path)
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert found.uids.number == 20_000

@@ -27,8 +27,12 @@ from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.columns import Block, Field
 from trinity_buffer.pipeline.manifest import manifest_digest, plan_microbatches, repartitioned
-from trinity_buffer.pipeline.verify.log_audit import EventChain, LogAudit, TrainerAudit
-from trinity_buffer.pipeline.verify.report import Problem
+from trinity_buffer.pipeline.verify.log_audit import (
+    EventChain,
+    LogAudit,
+    Problem,
+    TrainerAudit,
+)
 from trinity_buffer.pipeline.verify.segments import wrong_columns
 from trinity_buffer.store import retention
 from trinity_buffer.store.log import StoredEvent

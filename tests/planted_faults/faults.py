@@ -118,7 +118,7 @@ FAULTS = [
     Fault(
         "of the newest groups the second page is lost",
         "store/inspection.py",
-        "        before = int(rows[-1].address)\n",
+        "        before = int(rows[-1][0])\n",
         "        break\n",
         "tests/pipeline/test_sizes.py::test_the_newest_groups_are_found_on_every_page",
     ),
@@ -638,8 +638,8 @@ FAULTS = [
     Fault(
         "verify takes two rows of one key for the same",
         "store/refold.py",
-        "        if here.get(key) != there.get(key)\n",
-        "        if (key in here) != (key in there)\n",
+        "        if here.get(at) != there.get(at)\n",
+        "        if (at in here) != (at in there)\n",
         "tests/pipeline/test_verify.py::test_a_changed_row_is_named",
     ),
     Fault(

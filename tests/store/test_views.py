@@ -16,7 +16,7 @@ from trinity_buffer import open_store, verify
 from trinity_buffer.identity import EID
 from trinity_buffer.inspector import blame, overview, rejection_counts, steps
 from trinity_buffer.inspector.source import now
-from trinity_buffer.store.schema import unsound, view_created
+from trinity_buffer.store.schema import VIEWS, unsound
 
 UID = "batch, task, run, step, suffix"
 
@@ -107,7 +107,9 @@ async def test_a_view_that_was_replaced_is_named(store_url: str, tmp_path: Path)
     async with open_store(store_url) as store:
         (told,) = await store.database.write(gone)
         assert told.startswith("view rollouts is missing")
-        await store.database.write(lambda tx: tx.execute(text(view_created("rollouts"))))
+        await store.database.write(
+            lambda tx: tx.execute(text(f"CREATE VIEW rollouts AS {VIEWS['rollouts']}"))
+        )
         assert (await verify(await store.experiment(sample.name))).ok
 
 

@@ -4,58 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from sqlalchemy import ColumnElement, Select, func, or_, select, text
+from operator import itemgetter
+from typing import NamedTuple
 
 from trinity_buffer.identity import EID
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import log, writer_queries
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
-from trinity_buffer.store.tables import (
-    annotation,
-    consumer,
-    delivery,
-    event,
-    experience,
-    lease,
-    rejection,
-    waiting,
-)
 from trinity_buffer.store.trainer_queries import guest_name
-from trinity_buffer.store.transaction import Statement, Transaction, bind_list, has_row, in_list
+from trinity_buffer.store.transaction import Statement, Transaction, bind_list
+
+_EXPERIENCE = ", ".join(column.name for column in EXPERIENCE_COLUMNS)
+_ABOVE_ALL = 1 << 62
+"""No address is as high."""
 
 
 def position_before(
     tx: Transaction, experiment: int, count: int, wanted: Sequence[str], up_to: int
 ) -> int:
     """Return the position before the last ``count`` events of ``wanted`` kinds up to ``up_to``."""
-    query = select(event.c.position).where(
-        event.c.experiment == experiment, event.c.kind.in_(wanted), event.c.position <= up_to
-    )
-    query = query.order_by(event.c.position.desc()).offset(count).limit(1)
-    return int(tx.execute(query).scalar_one_or_none() or 0)
+    kinds = bind_list(tx, wanted)
+    return int(_POSITION.value(tx, of=experiment, kinds=kinds, last=up_to, count=count) or 0)
+
+
+_POSITION = Statement(
+    "SELECT position FROM event WHERE experiment = :of AND kind IN TEXTS(:kinds) "
+    "AND position <= :last ORDER BY position DESC LIMIT 1 OFFSET :count"
+)
 
 
 def known_policy_versions(
     tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> dict[int, int]:
     """Return address -> policy version of the experiences whose version is known."""
-    query = select(experience.c.address, experience.c.policy_version).where(
-        experience.c.experiment == experiment,
-        experience.c.policy_version.is_not(None),
-        in_list(tx, experience.c.address, addresses),
-    )
-    return {int(address): int(version) for address, version in tx.execute(query).all()}
+    return dict(_VERSIONS.fetch_all(tx, of=experiment, addresses=bind_list(tx, addresses)))
+
+
+_VERSIONS = Statement(
+    "SELECT address, policy_version FROM experience "
+    "WHERE experiment = :of AND policy_version IS NOT NULL AND address IN INTS(:addresses)"
+)
 
 
 def size_bytes(tx: Transaction) -> int:
     """Return the size of the database on disk, without its write-ahead log."""
     if tx.dialect.name == "sqlite":
-        pages = int(tx.execute(text("PRAGMA page_count")).scalar_one())
-        return pages * int(tx.execute(text("PRAGMA page_size")).scalar_one())
-    query = text("SELECT pg_database_size(current_database())")
-    return int(tx.execute(query).scalar_one())
+        ((pages,),) = tx.fetch_all("PRAGMA page_count", ())
+        ((page_size,),) = tx.fetch_all("PRAGMA page_size", ())
+        return int(pages * page_size)
+    ((size,),) = tx.fetch_all("SELECT pg_database_size(current_database())", ())
+    return int(size)
 
 
 def newest_groups(
@@ -66,46 +64,44 @@ def newest_groups(
     With ``before``, only of groups whose experiences all have a lower address.
     """
     groups: dict[tuple[str, str], None] = {}
-    # A group that goes on behind the page was shown on the one before.
-    whole: list[ColumnElement[bool]] = [] if before is None else [~_goes_on(before)]
+    query = _NEWEST if before is None else _NEWEST_BEFORE
+    shown = before = _ABOVE_ALL if before is None else before
     while len(groups) < limit:
-        query = select(experience.c.address, experience.c.batch, experience.c.task)
-        query = query.where(experience.c.experiment == experiment, *whole)
-        if before is not None:
-            query = query.where(experience.c.address < before)
-        query = query.order_by(experience.c.address.desc()).limit(sizes().rows_per_page)
-        rows = tx.execute(query).all()
+        page = {"before": before, "most": sizes().rows_per_page}
+        rows = query.fetch_all(tx, of=experiment, shown=shown, **page)
         if not rows:
             break
-        groups.update(dict.fromkeys((row.batch, row.task) for row in rows))
-        before = int(rows[-1].address)
+        groups.update(dict.fromkeys((batch, task) for _, batch, task in rows))
+        before = int(rows[-1][0])
     return list(groups)[:limit]
 
 
-def _goes_on(address: int) -> ColumnElement[bool]:
-    """Return the condition that a group has an experience at ``address`` or later."""
-    later = experience.alias()
-    return has_row(
-        later.c.experiment == experience.c.experiment,
-        later.c.batch == experience.c.batch,
-        later.c.task == experience.c.task,
-        later.c.address >= address,
-    )
+_GROUPS = (
+    "SELECT address, batch, task FROM experience e WHERE experiment = :of AND address < :before"
+)
+_DOWN = "ORDER BY address DESC LIMIT :most"
+_NEWEST = Statement(f"{_GROUPS} {_DOWN}")
+# A group that goes on behind the page was shown on the one before.
+_NEWEST_BEFORE = Statement(
+    f"{_GROUPS} AND NOT EXISTS (SELECT 1 FROM experience later WHERE later.experiment = :of "
+    "AND later.batch = e.batch AND later.task = e.task AND later.address >= :shown OFFSET 0) "
+    f"{_DOWN}"
+)
 
 
 def groups_of_batch(
     tx: Transaction, experiment: int, key: str, limit: int, before: int | None = None
 ) -> list[tuple[str, str]]:
     """Return the groups of one batch, as `newest_groups` does."""
-    newest = func.max(experience.c.address)
-    query = select(experience.c.task, newest).where(
-        experience.c.experiment == experiment, experience.c.batch == key
-    )
-    # A batch has few tasks, unlike an experiment: they can be grouped before they are ordered.
-    query = query.group_by(experience.c.task).order_by(newest.desc())
-    if before is not None:
-        query = query.having(newest < before)
-    return [(key, row.task) for row in tx.execute(query.limit(limit)).all()]
+    page = {"before": _ABOVE_ALL if before is None else before, "most": limit}
+    return [(key, task) for task, _ in _OF_BATCH.fetch_all(tx, of=experiment, batch=key, **page)]
+
+
+# A batch has few tasks, unlike an experiment: they can be grouped before they are ordered.
+_OF_BATCH = Statement(
+    "SELECT task, max(address) AS newest FROM experience WHERE experiment = :of AND batch = :batch "
+    "GROUP BY task HAVING max(address) < :before ORDER BY newest DESC LIMIT :most"
+)
 
 
 def members(
@@ -124,35 +120,35 @@ def members(
     return sorted(rows, key=lambda row: row.address)
 
 
-_MEMBERS = writer_queries.in_batch(
-    ", ".join(column.name for column in EXPERIENCE_COLUMNS), writer_queries.IN_TASKS
-)
+_MEMBERS = writer_queries.in_batch(_EXPERIENCE, writer_queries.IN_TASKS)
 
 
 def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
     """Return the experience of this address, or None."""
-    query: Select[Any] = select(*EXPERIENCE_COLUMNS).where(
-        experience.c.experiment == experiment,
-        experience.c.batch == str(eid.batch),
-        experience.c.task == str(eid.task),
-        experience.c.run == eid.run,
-        experience.c.step == eid.step,
-        experience.c.suffix == eid.suffix,
-    )
-    row = tx.execute(query).one_or_none()
-    return None if row is None else experience_row(row)
+    keys = {"batch": str(eid.batch), "task": str(eid.task), "suffix": eid.suffix}
+    rows = _FIND.fetch_all(tx, of=experiment, run=eid.run, step=eid.step, **keys)
+    return experience_row(rows[0]) if rows else None
+
+
+_FIND = Statement(
+    f"SELECT {_EXPERIENCE} FROM experience WHERE experiment = :of AND batch = :batch "
+    "AND task = :task AND run = :run AND step = :step AND suffix = :suffix"
+)
 
 
 def annotation_rows(
     tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> list[tuple[str, int, int]]:
     """Return (set, address of the experience, address of the annotation), sorted."""
-    # Only what its index holds, and sorted here: else SQLite walks through every annotation.
-    query = select(annotation.c.consumer, annotation.c.experience, annotation.c.address).where(
-        annotation.c.experiment == experiment, in_list(tx, annotation.c.experience, addresses)
-    )
-    rows = [(name, int(of), int(address)) for name, of, address in tx.execute(query).all()]
-    return sorted(rows, key=lambda row: (row[0], row[2]))
+    rows = _ANNOTATIONS.fetch_all(tx, of=experiment, addresses=bind_list(tx, addresses))
+    return sorted(((name, of, address) for name, of, address in rows), key=itemgetter(0, 2))
+
+
+# Only what its index holds, and not sorted: else SQLite walks through every annotation.
+_ANNOTATIONS = Statement(
+    "SELECT consumer, experience, address FROM annotation "
+    "WHERE experiment = :of AND experience IN INTS(:addresses)"
+)
 
 
 def deliveries(
@@ -168,14 +164,15 @@ def deliveries(
         experiment: the trainers'.
         source: the experiment of the rows, where it is another one.
     """
-    query = select(delivery.c.consumer, delivery.c.address, delivery.c.step).where(
-        delivery.c.experiment == experiment,
-        in_list(tx, delivery.c.consumer, trainers),
-        delivery.c.source == source,
-        in_list(tx, delivery.c.address, addresses),
-    )
-    query = query.order_by(delivery.c.consumer, delivery.c.step)
-    return [(name, int(address), int(step)) for name, address, step in tx.execute(query).all()]
+    wanted = {"by": bind_list(tx, trainers), "addresses": bind_list(tx, addresses)}
+    rows = _DELIVERIES.fetch_all(tx, of=experiment, source=source, **wanted)
+    return [(name, address, step) for name, address, step in rows]
+
+
+_DELIVERIES = Statement(
+    "SELECT consumer, address, step FROM delivery WHERE experiment = :of AND source = :source "
+    "AND consumer IN TEXTS(:by) AND address IN INTS(:addresses) ORDER BY consumer, step"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,24 +198,20 @@ def guests(tx: Transaction, experiment: int) -> list[Guest]:
 
     There are none where the projections hold one experiment alone.
     """
-    others = (consumer.c.kind == "trainer", consumer.c.experiment != experiment)
-    if tx.execute(select(consumer.c.name).where(*others).limit(1)).first() is None:
-        return []
-    names = {key: name for name, key in log.experiment_names(tx).items()}
-    # A look at the primary key for each trainer: joined, PostgreSQL may read every delivery.
-    first = select(func.min(delivery.c.address)).where(
-        delivery.c.experiment == consumer.c.experiment,
-        delivery.c.consumer == consumer.c.name,
-        delivery.c.source == names[experiment],
-    )
-    first_address = first.correlate(consumer).scalar_subquery()
-    query = select(consumer.c.experiment, consumer.c.name, consumer.c.committed_step, first_address)
-    query = query.where(*others).order_by(consumer.c.experiment, consumer.c.name)
     return [
-        Guest(names[key], key, name, step, guest_name(names[key], name), names[experiment])
-        for key, name, step, address in tx.execute(query).all()
-        if address is not None
+        Guest(name, key, trainer, step, guest_name(name, trainer), source)
+        for name, key, trainer, step, source in _GUESTS.fetch_all(tx, of=experiment)
     ]
+
+
+# A look at the primary key for each trainer: joined, PostgreSQL may read every delivery.
+_GUESTS = Statement(
+    "SELECT x.name, c.experiment, c.name, c.committed_step, own.name FROM consumer c "
+    "JOIN experiment x ON x.id = c.experiment JOIN experiment own ON own.id = :of "
+    "WHERE c.kind = 'trainer' AND c.experiment <> :of AND EXISTS (SELECT 1 FROM delivery d "
+    "WHERE d.experiment = c.experiment AND d.consumer = c.name AND d.source = own.name OFFSET 0) "
+    "ORDER BY c.experiment, c.name"
+)
 
 
 class RejectedRow(NamedTuple):
@@ -230,41 +223,28 @@ class RejectedRow(NamedTuple):
     position: int
 
 
-_REJECTED = (rejection.c.consumer, rejection.c.address, rejection.c.reason, rejection.c.position)
-
-
 def rejections(
     tx: Transaction, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
 ) -> list[RejectedRow]:
     """Return which of ``addresses`` these consumers rejected."""
-    query = select(*_REJECTED).where(
-        rejection.c.experiment == experiment,
-        in_list(tx, rejection.c.consumer, consumers),
-        in_list(tx, rejection.c.address, addresses),
-    )
-    query = query.order_by(rejection.c.consumer, rejection.c.address)
-    return [RejectedRow(*row) for row in tx.execute(query).all()]
+    wanted = {"by": bind_list(tx, consumers), "addresses": bind_list(tx, addresses)}
+    return [RejectedRow(*row) for row in _REJECTIONS.fetch_all(tx, of=experiment, **wanted)]
+
+
+_REJECTED = "SELECT consumer, address, reason, position FROM rejection WHERE experiment = :of"
+_OF_THESE = "AND consumer IN TEXTS(:by) AND address IN INTS(:addresses)"
+_REJECTIONS = Statement(f"{_REJECTED} {_OF_THESE} ORDER BY consumer, address")
 
 
 def still_waiting(
     tx: Transaction, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
 ) -> set[tuple[str, int]]:
     """Return (set, address) of the experiences that ``strategies`` have read and not decided."""
-    query = select(waiting.c.consumer, waiting.c.address).where(
-        waiting.c.experiment == experiment,
-        in_list(tx, waiting.c.consumer, strategies),
-        in_list(tx, waiting.c.address, addresses),
-    )
-    return {(name, int(address)) for name, address in tx.execute(query).all()}
+    wanted = {"by": bind_list(tx, strategies), "addresses": bind_list(tx, addresses)}
+    return {(name, at) for name, at in _WAITING.fetch_all(tx, of=experiment, **wanted)}
 
 
-class LeaseRow(NamedTuple):
-    """A row of `tables.lease`; ``expires_at`` in microseconds since 1970."""
-
-    consumer: str
-    owner: str
-    token: int
-    expires_at: int
+_WAITING = Statement(f"SELECT consumer, address FROM waiting WHERE experiment = :of {_OF_THESE}")
 
 
 def rejected(
@@ -277,36 +257,35 @@ def rejected(
     before: int | None = None,
 ) -> list[RejectedRow]:
     """Return rows that a consumer rejected, by descending address, below ``before`` if given."""
-    query = select(*_REJECTED)
-    query = query.where(rejection.c.experiment == experiment, rejection.c.consumer == name)
-    if reason is not None:
-        query = query.where(_for(rejection.c.reason, reason))
-    if before is not None:
-        query = query.where(rejection.c.address < before)
-    rows = tx.execute(query.order_by(rejection.c.address.desc()).limit(limit)).all()
+    page = _page_of(reason, limit, before)
+    rows = _REJECTED_FOR.fetch_all(tx, of=experiment, by=name, **page)
     return [RejectedRow(*row) for row in rows]
-
-
-def _for(recorded: ColumnElement[Any], reason: str) -> ColumnElement[bool]:
-    """Return the condition that a recorded reason is ``reason``, or is of that kind."""
-    # No LIKE, for which upper and lower case are the same in SQLite alone.
-    kind = f"{reason}:"
-    return or_(recorded == reason, func.substr(recorded, 1, len(kind)) == kind)
 
 
 def refused(
     tx: Transaction, experiment: int, *, reason: str | None, limit: int, before: int | None = None
 ) -> list[ExperienceRow]:
     """Return the experiences refused at the door, from the newest, or ``before``, down."""
-    query = select(*EXPERIENCE_COLUMNS).where(
-        experience.c.experiment == experiment, experience.c.refused.is_not(None)
-    )
-    if reason is not None:
-        query = query.where(_for(experience.c.refused, reason))
-    if before is not None:
-        query = query.where(experience.c.address < before)
-    rows = tx.execute(query.order_by(experience.c.address.desc()).limit(limit)).all()
-    return [experience_row(row) for row in rows]
+    page = _page_of(reason, limit, before)
+    return [experience_row(row) for row in _REFUSED_FOR.fetch_all(tx, of=experiment, **page)]
+
+
+def _page_of(reason: str | None, limit: int, before: int | None) -> dict[str, object]:
+    before = _ABOVE_ALL if before is None else before
+    return {"reason": reason, "kind": f"{reason}:", "before": before, "most": limit}
+
+
+# A reason, or all of that kind. No LIKE, for which upper and lower case are the same in SQLite
+# alone.
+_FOR = (
+    "AND (CAST(:reason AS text) IS NULL OR {0} = :reason "
+    "OR substr({0}, 1, length(CAST(:kind AS text))) = :kind) AND address < :before"
+)
+_REJECTED_FOR = Statement(f"{_REJECTED} AND consumer = :by {_FOR.format('reason')} {_DOWN}")
+_REFUSED_FOR = Statement(
+    f"SELECT {_EXPERIENCE} FROM experience WHERE experiment = :of AND refused IS NOT NULL "
+    f"{_FOR.format('refused')} {_DOWN}"
+)
 
 
 def who_rejected(tx: Transaction, experiment: int) -> list[str]:
@@ -322,28 +301,43 @@ _NEXT = Statement(
 )
 
 
+class LeaseRow(NamedTuple):
+    """A row of `tables.lease`; ``expires_at`` in microseconds since 1970."""
+
+    consumer: str
+    owner: str
+    token: int
+    expires_at: int
+
+
 def leases(tx: Transaction, experiment: int) -> list[LeaseRow]:
     """Return the leases of an experiment, by consumer."""
-    query = select(lease.c.consumer, lease.c.owner, lease.c.token, lease.c.expires_at)
-    rows = tx.execute(query.where(lease.c.experiment == experiment).order_by(lease.c.consumer))
-    return [LeaseRow(*row) for row in rows.all()]
+    return [LeaseRow(*row) for row in _LEASES.fetch_all(tx, of=experiment)]
+
+
+_LEASES = Statement(
+    "SELECT consumer, owner, token, expires_at FROM lease WHERE experiment = :of ORDER BY consumer"
+)
 
 
 def actors(tx: Transaction, experiment: int, positions: Sequence[int]) -> dict[int, str]:
     """Return position -> the actor that recorded the event."""
-    query = select(event.c.position, event.c.actor).where(
-        event.c.experiment == experiment, in_list(tx, event.c.position, positions)
-    )
-    return {int(row.position): row.actor for row in tx.execute(query).all()}
+    return dict(_ACTORS.fetch_all(tx, of=experiment, positions=bind_list(tx, positions)))
+
+
+_ACTORS = Statement(
+    "SELECT position, actor FROM event WHERE experiment = :of AND position IN INTS(:positions)"
+)
 
 
 def annotated_experiences(
     tx: Transaction, experiment: int, sets: Sequence[str], addresses: Sequence[int]
 ) -> dict[int, int]:
     """Return address of annotation -> address of experience."""
-    query = select(annotation.c.address, annotation.c.experience).where(
-        annotation.c.experiment == experiment,
-        in_list(tx, annotation.c.consumer, sets),
-        in_list(tx, annotation.c.address, addresses),
-    )
-    return {int(row.address): int(row.experience) for row in tx.execute(query).all()}
+    wanted = {"by": bind_list(tx, sets), "addresses": bind_list(tx, addresses)}
+    return dict(_EXPERIENCES.fetch_all(tx, of=experiment, **wanted))
+
+
+_EXPERIENCES = Statement(
+    f"SELECT address, experience FROM annotation WHERE experiment = :of {_OF_THESE}"
+)

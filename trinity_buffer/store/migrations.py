@@ -8,10 +8,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
-from sqlalchemy import inspect as inspect_engine
 
-from trinity_buffer.errors import SchemaTooNewError, UnknownStoreError
-from trinity_buffer.store import schema, tables
 from trinity_buffer.store.transaction import Transaction
 
 _PACKAGE = Path(__file__).parents[1]
@@ -35,26 +32,6 @@ def revisions() -> list[str]:
     """Return all revisions, the oldest first."""
     scripts = ScriptDirectory.from_config(config()).walk_revisions()
     return [script.revision for script in scripts][::-1]
-
-
-def current(tx: Transaction, name: str) -> str:
-    """Return the revision of the database.
-
-    Raises:
-        UnknownStoreError: it holds no store, or none that names one revision.
-        SchemaTooNewError: a revision that this version does not know.
-    """
-    names = set(inspect_engine(tx.connection).get_table_names())
-    if not {"alembic_version", "event"} <= names:
-        what = "is empty" if not names else "holds other tables"
-        raise UnknownStoreError(f"{name} is not a Trinity Buffer store: it {what}")
-    revision = schema.revision_of(tx, name)
-    if revision not in schema.KNOWN_REVISIONS:
-        raise SchemaTooNewError(
-            f"{name} was written by a newer version (schema {revision}, this is "
-            f"{tables.SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
-        )
-    return revision
 
 
 def upgrade(tx: Transaction, revision: str = "head") -> None:

@@ -1,7 +1,8 @@
 """A second fold of a log in a scratch database, and how the live projections compare with it.
 
-Rows are read as the driver gives them, without SQLAlchemy's types: a million rows twice are a few
-seconds this way. The folded side sets the limits of each span, as its keys can be trusted.
+Rows are read as the driver gives them: a million rows twice are a few seconds this way, and how a
+damaged value is stored is seen. The folded side sets the limits of each span, as its keys can be
+trusted.
 """
 
 from __future__ import annotations
@@ -14,22 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import (
-    Boolean,
-    FromClause,
-    Integer,
-    MetaData,
-    Table,
-    and_,
-    delete,
-    func,
-    select,
-    true,
-    type_coerce,
-)
+from sqlalchemy import Boolean, Integer, Table
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.schema import CreateIndex, CreateTable
-from sqlalchemy.types import NULLTYPE
 from typing_extensions import override
 
 from trinity_buffer.errors import StoreError
@@ -39,7 +27,7 @@ from trinity_buffer.store import counters, fold, sqlite, tables
 from trinity_buffer.store.connection import SQLiteTransaction, StoreFiles
 from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.tables import PROJECTIONS, archived, plan
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.transaction import Statement, Transaction
 
 Row = tuple[Any, ...]
 
@@ -123,59 +111,54 @@ def _shown(value: Any) -> str:
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 
+def _fetch(tx: Transaction, experiment: int, span: Span, sql: str, **values: object) -> list[Row]:
+    """Execute ``sql``, in which ``{table}``, ``{columns}`` and ``{span}`` are those of ``span``."""
+    owner, number = _order_of(span.table)
+    wanted = ["experiment = :of", *(f'"{name}" = :owner{n}' for n, name in enumerate(owner))]
+    wanted += [f'"{number}" > :after'] if span.after is not None else []
+    wanted += [f'"{number}" <= :up_to'] if span.up_to is not None else []
+    columns = ", ".join(f'"{column.name}"' for column in _TABLES[span.table].c)
+    values |= {f"owner{n}": name for n, name in enumerate(span.owner)}
+    values |= {"of": experiment, "after": span.after, "up_to": span.up_to}
+    sql = sql.format(
+        table=f'"{span.table}"', columns=columns, span=" AND ".join(wanted), number=f'"{number}"'
+    )
+    return Statement(sql).fetch_all(tx, **values)
+
+
 def spans(tx: Transaction, experiment: int) -> list[Span]:
     """Return the unlimited spans that together cover all projections."""
     whole = []
-    for name, table in _TABLES.items():
-        columns = [table.c[column] for column in _order_of(name)[0]]
-        if not columns:
+    for name in _TABLES:
+        owner, _ = _order_of(name)
+        if not owner:
             whole.append(Span(name))
             continue
-        query = select(*columns).where(table.c.experiment == experiment).distinct()
-        owners = (tuple(row) for row in tx.execute(query).all())
+        columns = ", ".join(owner)
+        query = Statement(f"SELECT DISTINCT {columns} FROM {name} WHERE experiment = :of")
+        owners = query.fetch_all(tx, of=experiment)
         whole += [Span(name, owner) for owner in sorted(owners, key=repr)]
     return whole
 
 
 def next_limit(folded: Transaction, experiment: int, span: Span) -> int | None:
     """Return where to cut ``span`` so that `rows_per_span` folded rows lie before; None: no cut."""
-    _, number = _order_of(span.table)
-    if not number:
+    if not _order_of(span.table)[1]:
         return None
-    query = _where(select(_TABLES[span.table].c[number]), experiment, span)
-    query = query.order_by(_TABLES[span.table].c[number]).offset(sizes().rows_per_span - 1).limit(1)
-    limit = folded.execute(query).scalar_one_or_none()
-    return None if limit is None else int(limit)
-
-
-def _where(statement: Any, experiment: int, span: Span, of: FromClause | None = None) -> Any:
-    table = _TABLES[span.table] if of is None else of
-    columns, number = _order_of(span.table)
-    statement = statement.where(
-        table.c.experiment == experiment,
-        *(table.c[column] == value for column, value in zip(columns, span.owner, strict=True)),
-    )
-    if span.after is not None:
-        statement = statement.where(table.c[number] > span.after)
-    if span.up_to is not None:
-        statement = statement.where(table.c[number] <= span.up_to)
-    return statement
+    sql = "SELECT {number} FROM {table} WHERE {span} ORDER BY {number} LIMIT 1 OFFSET :before"
+    limit = _fetch(folded, experiment, span, sql, before=sizes().rows_per_span - 1)
+    return int(limit[0][0]) if limit else None
 
 
 def rows_of(tx: Transaction, experiment: int, span: Span) -> list[Row]:
-    """Return the rows of ``span`` in one order on every backend, as the driver gives them."""
-    table = _TABLES[span.table]
-    _, number = _order_of(span.table)
-    # As the driver gives them: SQLAlchemy's types would hide how a damaged value is stored.
-    raw = (type_coerce(column, NULLTYPE) for column in table.c)
-    query = _where(select(*raw), experiment, span)
-    if number:
-        query = query.order_by(table.c[number])
-    rows = [tuple(row) for row in tx.execute(query).all()]
+    """Return the rows of ``span`` in one order on every backend."""
+    rows = "SELECT {columns} FROM {table} WHERE {span}"
+    if _order_of(span.table)[1]:
+        return _fetch(tx, experiment, span, rows + " ORDER BY {number}")
     # Texts are sorted here: a PostgreSQL may have a collation of its own. By what they look like: a
     # damaged key may be of another type.
-    key_of = _key_getter(table)
-    return rows if number else sorted(rows, key=lambda row: repr(key_of(row)))
+    key = len(_TABLES[span.table].primary_key)
+    return sorted(_fetch(tx, experiment, span, rows), key=lambda row: repr(row[:key]))
 
 
 def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int, bool]:
@@ -185,26 +168,18 @@ def agrees_with_live(tx: Transaction, experiment: int, span: Span) -> tuple[int,
     time in which a tenth of them reaches Python.
     """
     table = _TABLES[span.table]
-    # Under names of their own: where both are called the same, SQLite takes one for the other.
-    live, folded = table.to_metadata(MetaData(), schema="live").alias("l"), table.alias("f")
-    keys = and_(*(live.c[column.name] == folded.c[column.name] for column in table.primary_key))
-    others = [column.name for column in table.c if not column.primary_key]
-    equal = and_(true(), *(live.c[n].is_not_distinct_from(folded.c[n]) for n in others))
-    both = select(func.count()).select_from(folded.join(live, keys)).where(equal)
-    counts = [
-        int(tx.execute(_where(query, experiment, span, of)).scalar_one())
-        for query, of in (
-            (select(func.count()).select_from(live), live),
-            (select(func.count()).select_from(folded), folded),
-            (both, folded),
-        )
-    ]
-    return counts[0], len(set(counts)) == 1
-
-
-def _key_getter(table: Table) -> Any:
-    places = [place for place, column in enumerate(table.c) if column.primary_key]
-    return lambda row: tuple(row[place] for place in places)
+    keys = ", ".join(column.name for column in table.primary_key)
+    others = (f'f."{c.name}" IS l."{c.name}"' for c in table.c if not c.primary_key)
+    ((live, folded, equal),) = _fetch(
+        tx,
+        experiment,
+        span,
+        "SELECT (SELECT count(*) FROM live.{table} WHERE {span}), "
+        "(SELECT count(*) FROM main.{table} WHERE {span}), "
+        "(SELECT count(*) FROM (SELECT * FROM main.{table} WHERE {span}) AS f "
+        f"JOIN live.{{table}} AS l USING ({keys}) WHERE {' AND '.join(others) or 'true'})",
+    )
+    return live, live == folded == equal
 
 
 def differences(span: Span, live: Sequence[Row], folded: Sequence[Row]) -> list[Difference]:
@@ -212,22 +187,22 @@ def differences(span: Span, live: Sequence[Row], folded: Sequence[Row]) -> list[
     if live == folded:
         return []
     table = _TABLES[span.table]
-    key_of, names = _key_getter(table), [column.name for column in table.c]
-    keys = [column.name for column in table.primary_key][1:]
-    here, there = ({key_of(row): _named(names, row) for row in rows} for rows in (live, folded))
+    key, names = len(table.primary_key), [column.name for column in table.c]
+    # SQLite stores NaN as NULL, and PostgreSQL as it is; NaN alone differs from itself.
+    here, there = (
+        {
+            row[:key]: {n: v if v == v else None for n, v in zip(names, row, strict=True)}  # noqa: PLR0124
+            for row in rows
+        }
+        for rows in (live, folded)
+    )
     return [
-        Difference(table.name, {name: row[name] for name in keys}, here.get(key), there.get(key))
-        for key, row in (there | here).items()
-        if here.get(key) != there.get(key)
+        Difference(
+            table.name, dict(zip(names[1:key], at[1:], strict=True)), here.get(at), there.get(at)
+        )
+        for at in there | here
+        if here.get(at) != there.get(at)
     ]
-
-
-def _named(names: Sequence[str], row: Row) -> dict[str, Any]:
-    """Return column -> value; SQLite stores NaN as NULL, and PostgreSQL as it is."""
-    return {
-        name: None if value != value else value  # noqa: PLR0124 - NaN alone differs from itself
-        for name, value in zip(names, row, strict=True)
-    }
 
 
 def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
@@ -236,16 +211,9 @@ def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
     for difference in wrong:
         table = _TABLES[difference.table]
         if (live := difference.live) is not None:
-            # SQLite keeps values of any type: a damaged key is compared as what it is.
-            raw = tx.dialect.name == "sqlite"
-            tx.execute(
-                delete(table).where(
-                    *(
-                        (type_coerce(key, NULLTYPE) if raw else key) == live[key.name]
-                        for key in table.primary_key
-                    )
-                )
-            )
+            keys = {f"key{n}": live[column.name] for n, column in enumerate(table.primary_key)}
+            same = " AND ".join(f"{c.name} = :key{n}" for n, c in enumerate(table.primary_key))
+            Statement(f"DELETE FROM {table.name} WHERE {same}").execute_later(tx, **keys)
         if (folded := difference.folded) is not None:
             # The scratch is SQLite's, which knows no booleans.
             booleans = {column.name for column in table.c if isinstance(column.type, Boolean)}
@@ -258,11 +226,12 @@ def mend(tx: Transaction, wrong: Iterable[Difference]) -> None:
 
 def counts(tx: Transaction, experiment: int) -> dict[str, int]:
     """Return how many rows each projection has."""
-    numbers = {}
-    for name, table in _TABLES.items():
-        query = select(func.count()).select_from(table).where(table.c.experiment == experiment)
-        numbers[name] = int(tx.execute(query).scalar_one())
-    return numbers
+    return {
+        name: Statement(f"SELECT count(*) FROM {name} WHERE experiment = :of").value(
+            tx, of=experiment
+        )
+        for name in _TABLES
+    }
 
 
 P = ParamSpec("P")
@@ -309,6 +278,7 @@ class Scratch:
         self.experiment = experiment
         self.position = 0
         self.sees_live = sees_live
+        self._contradiction: UnfoldableError | None = None
 
     def ask(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -321,8 +291,10 @@ class Scratch:
         """Apply ``events``, which follow `position`. Not on an event loop.
 
         Raises:
-            UnfoldableError: one cannot be applied; the scratch cannot be used after it.
+            UnfoldableError: one cannot be applied, now or before.
         """
+        if self._contradiction is not None:
+            raise self._contradiction
         self.ask(self._fold, events)
 
     def _fold(self, tx: Transaction, events: Sequence[PlacedFact]) -> None:
@@ -333,7 +305,8 @@ class Scratch:
             except _DISK_ERRORS:
                 raise  # of the scratch, and not of the log
             except CANNOT_FOLD as error:
-                raise UnfoldableError(new.position, new.kind, _cause(error)) from error
+                self._contradiction = UnfoldableError(new.position, new.kind, _cause(error))
+                raise self._contradiction from error
             self.position = new.position
         # No fold reads a counter, so a page needs but one statement for all of them.
         counters.add(tx, self.experiment, events, stored)
@@ -370,9 +343,17 @@ def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]
     sqlite.require_safe_library()
     with TemporaryDirectory(prefix="trinity-buffer-") as folder:
         path = Path(folder) / "scratch.db"
-        tx = SQLiteTransaction(_connected(path, live), StoreFiles(path, with_log=False))
+        driver = dbapi2.connect(
+            f"file:{path}?mode=rwc", uri=True, isolation_level=None, check_same_thread=False
+        )
+        tx = SQLiteTransaction(driver, StoreFiles(path, with_log=False))
         try:
             with closing(tx):
+                for statement in _PRAGMAS:
+                    driver.execute(statement)
+                # Beside the scratch, so that SQLite compares rows without giving them to Python.
+                if live is not None:
+                    driver.execute("ATTACH ? AS live", (sqlite.uri_of(live),))
                 tx.run(_create, (), {}, writes=True)
                 yield Scratch(tx, experiment, sees_live=live is not None)
         except _DISK_ERRORS as error:
@@ -390,18 +371,6 @@ def _create(tx: Transaction) -> None:
 
 # What no fold asks for, and every fold would keep up to date.
 _NEEDLESS = ("ix_annotation_experience", "ix_archived_segment")
-
-
-def _connected(path: Path, live: Path | None) -> Any:
-    driver = dbapi2.connect(
-        f"file:{path}?mode=rwc", uri=True, isolation_level=None, check_same_thread=False
-    )
-    for statement in _PRAGMAS:
-        driver.execute(statement)
-    # Beside the scratch, so that SQLite compares rows without handing them to Python.
-    if live is not None:
-        driver.execute("ATTACH ? AS live", (sqlite.uri_of(live),))
-    return driver
 
 
 def make_temporary_tables(tx: Transaction) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CheckConstraint, text
+from sqlalchemy import CheckConstraint
 from sqlalchemy import inspect as inspect_engine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -92,17 +92,6 @@ def guards(dialect: str) -> list[Guard]:
     return triggers
 
 
-def _besides_tables(dialect: str) -> list[str]:
-    """Return the statements that create triggers and views, and that store blobs as they are.
-
-    PostgreSQL tries to compress every blob otherwise: 1.5 times the time of a write.
-    """
-    statements = [statement for guard in guards(dialect) for statement in guard.statements(dialect)]
-    external = "ALTER TABLE segment ALTER COLUMN data SET STORAGE EXTERNAL"
-    statements += [external] if dialect == "postgresql" else []
-    return statements + [view_created(name) for name in VIEWS]
-
-
 _UID = "e.batch, e.task, e.run, e.step, e.suffix"
 _OF_THE_ROW = "JOIN experience e ON e.experiment = a.experiment AND e.address = a.experience"
 # An annotation's address names no set: asked for in each set, the primary key finds it. The CROSS
@@ -148,11 +137,6 @@ VIEWS = {
 """Name -> what it shows; the same words on every backend. Times are seconds since 1970."""
 
 
-def view_created(name: str) -> str:
-    """Return the statement that creates a view."""
-    return f"CREATE VIEW {name} AS {VIEWS[name]}"
-
-
 KNOWN_REVISIONS = ("0001", "0002", "0003", "0004")
 """Revisions that can be migrated from, oldest first, up to `tables.SCHEMA_REVISION`."""
 
@@ -163,35 +147,34 @@ _REVISION_TABLE = (
 )
 
 
-def inspect(tx: Transaction, name: str) -> bool:
-    """Return whether the database holds a store of this version; False: it is empty.
+def revision_of(tx: Transaction, name: str) -> str:
+    """Return the revision of the schema; "" for an empty database.
 
     Raises:
-        UnknownStoreError: it holds something else, or a store in another schema.
-        SchemaOutdatedError: it holds a store of an older version.
+        UnknownStoreError: it holds something else, or a store that names no revision, or several.
         SchemaTooNewError: it holds a store of a newer version.
     """
     names = set(inspect_engine(tx.connection).get_table_names())
     if not names:
-        _require_no_other(tx, name)
-        return False
-    if "alembic_version" not in names or "event" not in names:
+        return ""
+    if not names.issuperset({"alembic_version", "event"}):
         examples = ", ".join(sorted(names)[:3])
         raise UnknownStoreError(
             f"{name} is not a Trinity Buffer store: it holds other tables ({examples})"
         )
-    revision = revision_of(tx, name)
-    if revision == tables.SCHEMA_REVISION:
-        return True
-    if revision in KNOWN_REVISIONS:
-        raise SchemaOutdatedError(
-            f"{name} was written by an older version (schema {revision}, this is "
-            f"{tables.SCHEMA_REVISION}): run `trinity-buffer migrate --store {name}`"
+    revisions = [str(row[0]) for row in tx.fetch_all("SELECT version_num FROM alembic_version", ())]
+    if len(revisions) != 1:
+        raise UnknownStoreError(
+            f"{name} is damaged: its table alembic_version names "
+            f"{', '.join(sorted(revisions)) or 'none'}, where it must name one schema: put a copy "
+            "back"
         )
-    raise SchemaTooNewError(
-        f"{name} was written by a newer version (schema {revision}, this is "
-        f"{tables.SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
-    )
+    if revisions[0] not in KNOWN_REVISIONS:
+        raise SchemaTooNewError(
+            f"{name} was written by a newer version (schema {revisions[0]}, this is "
+            f"{tables.SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
+        )
+    return revisions[0]
 
 
 _OTHER_STORE = (
@@ -204,55 +187,67 @@ _OTHER_STORE = (
 """Finds a store outside the default search path; no row if the path was set on purpose."""
 
 
-def _require_no_other(tx: Transaction, name: str) -> None:
-    """Raise unless the database holds no store that this role would not see.
+def inspect(tx: Transaction, name: str) -> bool:
+    """Return whether the database holds a store of this version; False: it is empty.
 
-    A role makes its tables in a schema of its own name, if there is one. Explorers and trainers of
-    two roles would then have a store each, and wait for each other for ever.
+    Raises:
+        UnknownStoreError: it holds something else, or a store in another schema. A role makes its
+            tables in a schema of its own name, if there is one: explorers and trainers of two roles
+            would then have a store each, and wait for each other for ever.
+        SchemaOutdatedError: it holds a store of an older version.
+        SchemaTooNewError: it holds a store of a newer version.
     """
-    if tx.dialect.name != "postgresql":
-        return
-    for where, role, own in tx.fetch_all(_OTHER_STORE, ()):
+    revision = revision_of(tx, name)
+    if revision not in ("", tables.SCHEMA_REVISION):
+        raise SchemaOutdatedError(
+            f"{name} was written by an older version (schema {revision}, this is "
+            f"{tables.SCHEMA_REVISION}): run `trinity-buffer migrate --store {name}`"
+        )
+    look_elsewhere = not revision and tx.dialect.name == "postgresql"
+    for where, role, own in tx.fetch_all(_OTHER_STORE, ()) if look_elsewhere else ():
         raise UnknownStoreError(
             f"{name} holds a store in the schema {where!r}, not on the search path of the role "
             f"{role!r}: "
             f'ALTER ROLE "{role}" SET search_path = "{where}", or "{own}" if it is to have a '
             "second one"
         )
-
-
-def revision_of(tx: Transaction, name: str) -> str:
-    """Return the revision of the schema.
-
-    Raises:
-        UnknownStoreError: the store says none, or several.
-    """
-    revisions = [str(row[0]) for row in tx.fetch_all("SELECT version_num FROM alembic_version", ())]
-    if len(revisions) != 1:
-        named = ", ".join(sorted(revisions)) or "none"
-        raise UnknownStoreError(
-            f"{name} is damaged: its table alembic_version names {named}, where it must name one "
-            "schema: put a copy back"
-        )
-    return revisions[0]
+    return bool(revision)
 
 
 def create(tx: Transaction, name: str) -> None:
     """Create tables and views, and stamp the revision, unless another process did."""
-    if tx.dialect.name == "postgresql":
-        tx.execute(text(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})"))
+    is_server = tx.dialect.name == "postgresql"
+    if is_server:
+        tx.fetch_all(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})", ())
         # Said in `tables`, it would load SQLAlchemy's drivers of PostgreSQL for SQLite too.
         for index in (*tables.event.indexes, *tables.batch.indexes):
             index.kwargs["postgresql_where"] = index.kwargs["sqlite_where"]
     if inspect(tx, name):
         return
-    tables.metadata.create_all(tx.connection)
-    for statement in _besides_tables(tx.dialect.name):
-        tx.connection.exec_driver_sql(statement)
-    tx.execute(text(_REVISION_TABLE))
-    tx.execute(
-        text("INSERT INTO alembic_version VALUES (:revision)"), {"revision": tables.SCHEMA_REVISION}
-    )
+    statements = [statement for _, made, _ in _objects(tx) for statement in made]
+    if is_server:  # it tries to compress every blob otherwise: 1.5 times the time of a write
+        statements.append("ALTER TABLE segment ALTER COLUMN data SET STORAGE EXTERNAL")
+    for statement in (
+        *statements,
+        f"INSERT INTO alembic_version VALUES ('{tables.SCHEMA_REVISION}')",
+    ):
+        tx.fetch_all(statement, ())
+
+
+def _objects(tx: Transaction) -> Iterator[tuple[str, list[str], str]]:
+    """Yield name, statements and problem if missing of all that a store has, in order."""
+    dialect, gone = tx.dialect, "table {} is missing or was changed"
+    for table in metadata.sorted_tables:
+        made = str(CreateTable(table).compile(dialect=dialect))
+        yield table.name, [made], gone.format(table.name)
+        for index in table.indexes:
+            made = str(CreateIndex(index).compile(dialect=dialect))
+            yield str(index.name), [made], _INDEX_GONE.format(index=index)
+    yield "alembic_version", [_REVISION_TABLE], gone.format("alembic_version")
+    for guard in guards(dialect.name):
+        yield guard.name, guard.statements(dialect.name), _GUARD_GONE.format(guard=guard)
+    for name, shown in VIEWS.items():
+        yield name, [f"CREATE VIEW {name} AS {shown}"], _VIEW_GONE.format(name=name)
 
 
 def unsound(tx: Transaction) -> list[str]:
@@ -281,11 +276,8 @@ def _foreign(tx: Transaction, query: str) -> Iterator[str]:
     ours = {guard.name for guard in guards(tx.dialect.name)}
     for kind, name, table in tx.fetch_all(query, ()):
         if table in metadata.tables and name not in ours:
-            what = f"{kind} {name}".strip()
-            yield (
-                f"{what} on {table} was not created by trinity-buffer and may alter or drop "
-                "writes: remove it"
-            )
+            what = "was not created by trinity-buffer and may alter or drop writes: remove it"
+            yield f"{f'{kind} {name}'.strip()} on {table} {what}"
 
 
 _GUARD_GONE = (
@@ -298,27 +290,12 @@ _VIEW_GONE = "view {name} is missing or was changed: SQL queries on it return wr
 def _other_words(tx: Transaction) -> Iterator[str]:
     """Yield objects of a SQLite file whose stored statement differs from ours."""
     rows = tx.fetch_all("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL", ())
-    statements: dict[str, str] = {str(name): str(sql) for name, sql in rows}
-    for name, statement, gone in _made_with(tx):
-        if name not in statements:
+    stored = {str(name): str(sql) for name, sql in rows}
+    for name, (made, *_), gone in _objects(tx):
+        if name not in stored:
             yield gone
-        elif clauses_of(statements[name]) != clauses_of(statement):
-            yield f"{gone}; found: {statements[name]}"
-
-
-def _made_with(tx: Transaction) -> Iterator[tuple[str, str, str]]:
-    """Yield name, statement and problem if missing, of every object of a store on SQLite."""
-    for table in metadata.sorted_tables:
-        made = str(CreateTable(table).compile(dialect=tx.dialect))
-        yield table.name, made, f"table {table.name} is missing or was changed"
-        for index in table.indexes:
-            made = str(CreateIndex(index).compile(dialect=tx.dialect))
-            yield str(index.name), made, _INDEX_GONE.format(index=index)
-    yield "alembic_version", _REVISION_TABLE, "table alembic_version is missing or was changed"
-    for guard in guards("sqlite"):
-        yield guard.name, guard.statements("sqlite")[0], _GUARD_GONE.format(guard=guard)
-    for name in VIEWS:
-        yield name, view_created(name), _VIEW_GONE.format(name=name)
+        elif clauses_of(stored[name]) != clauses_of(made):
+            yield f"{gone}; found: {stored[name]}"
 
 
 def clauses_of(sql: str) -> tuple[str, ...]:
@@ -389,20 +366,20 @@ def _plain(made: str, guard: Guard) -> str:
 def _lacking_indexes(tx: Transaction) -> Iterator[str]:
     known = inspect_engine(tx.connection).get_multi_indexes(filter_names=list(metadata.tables))
     stored = {
-        index["name"]: (index["column_names"], bool(index["unique"]), _is_partial(index))
+        index["name"]: (
+            index["column_names"],
+            bool(index["unique"]),
+            bool(index.get("dialect_options", {}).get("postgresql_where")),
+        )
         for indexes in known.values()
         for index in indexes
     }
     for table in metadata.sorted_tables:
         for index in table.indexes:
-            partial = index.dialect_options["sqlite"]["where"] is not None
-            wanted = ([column.name for column in index.columns], bool(index.unique), partial)
+            is_partial = index.dialect_options["sqlite"]["where"] is not None
+            wanted = ([column.name for column in index.columns], bool(index.unique), is_partial)
             if stored.get(str(index.name)) != wanted:
                 yield _INDEX_GONE.format(index=index)
-
-
-def _is_partial(index: Any) -> bool:
-    return bool(index.get("dialect_options", {}).get("postgresql_where"))
 
 
 def _lacking_views(tx: Transaction) -> Iterator[str]:

@@ -28,7 +28,7 @@ async def open_as_of(
     """
     async with database.dedicated_connection() as connection:
         await connection.change(refold.make_temporary_tables)
-        async for page in pages(database, experiment, after=0, up_to=position):
+        async for page in pages(database, experiment, up_to=position):
             facts = await anyio.to_thread.run_sync(decoded_events, page)
             try:
                 await connection.change(fold.fold_all, experiment, facts)

@@ -7,13 +7,13 @@ when every trainer that reads it has committed, before its horizon, all that it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
 
-from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgumentError, StoreError
 from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived, SegmentsRestored
 from trinity_buffer.faultpoints import reached
@@ -30,10 +30,10 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
-from trinity_buffer.pipeline.verify.segments import by_size
+from trinity_buffer.pipeline.verify.segments import by_size, sound_family
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.retention import Held, Need
+from trinity_buffer.store.retention import Held
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
 from trinity_buffer.store.transaction import SegmentParts, Transaction, lock_experiment
@@ -116,7 +116,15 @@ class _Compaction:
         after, limit = -1, sizes().segments_per_page
         while held := await read(retention.held_segments, key, after=after, limit=limit):
             for unbroken in _unbroken(held):
-                unneeded = await self._unneeded(unbroken, needs)
+                finished = await read(retention.finished, key, unbroken, needs)
+                positions = [position_of(segment.first) for segment in finished]
+                stored = await read(log.read_at, key, positions)
+                unneeded = [
+                    (placed.position, placed.fact)
+                    for placed in await anyio.to_thread.run_sync(readable_events, stored)
+                    if isinstance(placed.fact, ExperiencesRecorded)
+                ]
+                self._damaged += len(finished) - len(unneeded)
                 for recorded in by_size(unneeded, sizes().bytes_per_file):
                     await self._remove(recorded)
                     self._progress("compact", recorded[-1][0], head)
@@ -125,20 +133,6 @@ class _Compaction:
             after = held[-1].last
         self._progress("compact", head, head)
         return CompactionReport(self._segments, self._bytes, tuple(self._files), self._damaged)
-
-    async def _unneeded(self, held: Sequence[Held], needs: Sequence[Need]) -> list[Recorded]:
-        """Return the events of those of ``held`` that no trainer needs any more."""
-        key = self._experiment.key
-        finished = await self._database.read(retention.finished, key, held, needs)
-        positions = [position_of(held.first) for held in finished]
-        stored = await self._database.read(log.read_at, key, positions)
-        recorded = [
-            (placed.position, placed.fact)
-            for placed in await anyio.to_thread.run_sync(readable_events, stored)
-            if isinstance(placed.fact, ExperiencesRecorded)
-        ]
-        self._damaged += len(finished) - len(recorded)
-        return recorded
 
     async def _remove(self, recorded: Sequence[Recorded]) -> None:
         """Write segments to an archive, if there is to be one, and delete them."""
@@ -201,26 +195,15 @@ def _write(
     folder: Path, experiment: str, recorded: Sequence[Recorded], parts: SegmentParts
 ) -> tuple[list[ExperiencesRecorded], ArchiveFile | None]:
     """Write the segments that are sound; return their events, and the file if there is one."""
-    sound = {fact.segment: place for place, fact in recorded if _is_sound(fact, parts)}
-    if not sound:
-        return [], None
+    sound: dict[bytes, int] = {}
+    for position, fact in recorded:
+        with suppress(DamagedSegmentError, CodecError):
+            for family in fact.families:
+                sound_family(fact, family, parts)
+            sound[fact.segment] = position
     wanted = {place: stored for place, stored in parts.items() if place[0] in sound}
-    archive = write_archive(folder, experiment, sound, wanted)
+    archive = write_archive(folder, experiment, sound, wanted) if sound else None
     return [fact for _, fact in recorded if fact.segment in sound], archive
-
-
-def _is_sound(fact: ExperiencesRecorded, parts: SegmentParts) -> bool:
-    key = fact.segment
-    try:
-        blobs = {
-            family: segments.blob_of(key, family, parts.get((key, family), []))
-            for family in fact.families
-        }
-        rows = {decode_segment(blob).rows for blob in blobs.values()}
-    except (DamagedSegmentError, CodecError):
-        return False
-    sizes_of = {family: len(blob) for family, blob in blobs.items()}
-    return sizes_of == fact.families and rows <= {fact.rows}
 
 
 @dataclass(frozen=True, slots=True)

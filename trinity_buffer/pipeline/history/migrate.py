@@ -8,9 +8,9 @@ import time
 import anyio
 import anyio.to_thread
 
-from trinity_buffer.errors import StoreBusyError
+from trinity_buffer.errors import StoreBusyError, UnknownStoreError
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
-from trinity_buffer.store import migrations, sqlite
+from trinity_buffer.store import migrations, schema, sqlite
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.postgres import others
 from trinity_buffer.store.tables import SCHEMA_REVISION
@@ -36,7 +36,9 @@ async def migrate(url: StoreURL, *, wait: bool = False) -> tuple[str, str]:
         StoreBusyError: a process has the store open, and ``wait`` is False.
     """
     async with open_for_migration(url) as database:
-        before, name = await database.read(migrations.current, database.name), database.name
+        before, name = await database.read(schema.revision_of, database.name), database.name
+    if not before:
+        raise UnknownStoreError(f"{name} is not a Trinity Buffer store: it is empty")
     if before == SCHEMA_REVISION:
         return before, before
     due = time.monotonic() + wait_report_s()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -17,12 +16,10 @@ import numpy as np
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
 from trinity_buffer.pipeline.verify.addresses import Names, unpacked
-from trinity_buffer.pipeline.verify.log_audit import Commit, LeasedManifest, TrainerAudit
-from trinity_buffer.pipeline.verify.report import Problem
+from trinity_buffer.pipeline.verify.log_audit import Commit, LeasedManifest, Problem, TrainerAudit
 
 _SLASHES_OF_UID = 4
 
@@ -31,7 +28,8 @@ class Acknowledged:
     """What explorers were told is durable: hashes alone, of files that may be as long as the run.
 
     Args:
-        files: of lines; each is a uid, and perhaps a content digest and a head, by tabs.
+        place: a file of lines, or a folder of such files. A line is one of `WriteReceipt.lines`, or
+            a uid alone.
 
     Attributes:
         uids: of all lines.
@@ -39,16 +37,19 @@ class Acknowledged:
         heads: of the log, when each line was written.
 
     Raises:
-        InvalidArgumentError: a file is no text, or cannot be read.
+        InvalidArgumentError: there is no such file or folder, or a file is no text.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+    def __init__(self, place: Path) -> None:
+        if not place.exists():
+            raise InvalidArgumentError(f"acknowledged={place}: there is no such file or folder")
+        files = place.rglob("*") if place.is_dir() else [place]
+        self._files = sorted(file for file in files if file.is_file())
         self.uids = Names()
         self.compared = Names()
         self._contents = Names()
         self.heads: set[bytes] = set()
-        for lines in _pages_of(files):
+        for lines in _pages_of(self._files):
             parsed = [*map(_parsed, lines)]
             self.uids.add(uid for uid, _, _ in parsed)
             self.compared.add(uid for uid, digest, _ in parsed if digest)
@@ -96,14 +97,14 @@ def _pages_of(files: Sequence[Path]) -> Iterator[list[str]]:
         try:
             with path.open(encoding="utf-8-sig") as file:
                 while page := [*islice(file, sizes().rows_per_page)]:
-                    whole = (line.rstrip("\n") for line in page if _is_complete(line))
-                    yield [line for line in whole if line]
+                    yield [
+                        line.rstrip("\n")
+                        for line in page
+                        if line.strip("\n")
+                        and (line.endswith("\n") or line.count("/") >= _SLASHES_OF_UID)
+                    ]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(f"{path} cannot be read as uids: {error}") from error
-
-
-def _is_complete(line: str) -> bool:
-    return line.endswith("\n") or line.count("/") >= _SLASHES_OF_UID
 
 
 def _hex(text: str) -> bytes:
@@ -115,69 +116,34 @@ _HEX = frozenset("0123456789abcdef")
 _HEAD_DIGITS = 64
 
 
-@dataclass(frozen=True, slots=True)
 class Chain:
     """What a checkpoint says it was trained on.
 
     Attributes:
         checkpoint: the file or folder.
         manifests: what its weights went through.
-        digest: of the checkpoint itself, of the version that is made now.
         head: of the log, when its last step was handed out; empty where it does not say so.
+
+    Raises:
+        CheckpointError: it carries no chain, or is missing.
     """
 
-    checkpoint: Path
-    manifests: ManifestChain
-    digest: str
-    head: bytes
-    _of_version: dict[int, str] = field(default_factory=dict, compare=False)
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint.absolute()
+        self.manifests = checkpoints.read_manifest_chain(checkpoint)
+        self.head = checkpoints.read_head(checkpoint)
+        self._digests = {version_of(None): checkpoints.digest_of(checkpoint)}
 
     def digest_like(self, recorded: str | None) -> str:
-        """Return the digest of the checkpoint, of the version of a recorded one.
+        """Return the digest of the checkpoint, of the version of a recorded one; None: of today's.
 
         Raises:
             CheckpointError: that version is not known, or the checkpoint is gone meanwhile.
         """
         version = version_of(recorded)
-        if version == version_of(None):
-            return self.digest
-        if version not in self._of_version:  # it reads all files again: of a large one, slowly
-            self._of_version[version] = checkpoints.digest_of(self.checkpoint, like=recorded)
-        return self._of_version[version]
-
-
-@dataclass(frozen=True, slots=True)
-class ChainFindings:
-    """What the chain of a checkpoint and the log say of each other."""
-
-    lost: tuple[str, ...]
-    duplicated: tuple[str, ...]
-    problems: tuple[Problem, ...]
-
-
-def read_acknowledged(place: Path) -> Acknowledged:
-    """Read the acknowledgements of a file, or of all files of a folder.
-
-    A line is one of `WriteReceipt.lines`, or a uid alone.
-
-    Raises:
-        InvalidArgumentError: there is no such file or folder, or a file is no text.
-    """
-    if not place.exists():
-        raise InvalidArgumentError(f"acknowledged={place}: there is no such file or folder")
-    files = sorted(f for f in place.rglob("*") if f.is_file()) if place.is_dir() else [place]
-    return Acknowledged(files)
-
-
-def read_chain(checkpoint: Path) -> Chain:
-    """Return the chain that a checkpoint carries.
-
-    Raises:
-        CheckpointError: it carries none, or is missing.
-    """
-    manifests = checkpoints.read_manifest_chain(checkpoint)
-    digest, head = checkpoints.digest_of(checkpoint), checkpoints.read_head(checkpoint)
-    return Chain(checkpoint.absolute(), manifests, digest, head)
+        if version not in self._digests:  # it reads all files again: of a large one, slowly
+            self._digests[version] = checkpoints.digest_of(self.checkpoint, like=recorded)
+        return self._digests[version]
 
 
 def manifest_text(digest: bytes, leased: LeasedManifest | None = None) -> str:
@@ -186,43 +152,37 @@ def manifest_text(digest: bytes, leased: LeasedManifest | None = None) -> str:
     return f"manifest {digest.hex()}{place}"
 
 
-@dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that was given from outside of the store; None: not given."""
+    """All that was given from outside of the store.
 
-    acknowledged: Acknowledged | None
-    chain: Chain | None
-    heads: frozenset[bytes]
-
-    @property
-    def has_contents(self) -> bool:
-        """Whether there are content digests to compare."""
-        return self.acknowledged is not None and self.acknowledged.compared.number > 0
-
-
-def read_evidence(acknowledged: Path | None, checkpoint: Path | None, head: str | None) -> Evidence:
-    """Read the evidence from outside of the store.
+    Attributes:
+        acknowledged, chain: None: not given.
+        heads: of the log, of all of them.
 
     Raises:
         InvalidArgumentError: something cannot be read.
         CheckpointError: the checkpoint is missing or names no manifests.
     """
-    receipts = None if acknowledged is None else read_acknowledged(Path(acknowledged))
-    chain = None if checkpoint is None else read_chain(Path(checkpoint))
-    heads = set() if receipts is None else receipts.heads
-    if chain is not None and chain.head:
-        heads = heads | {chain.head}
-    if head is not None:
-        if len(head) != _HEAD_DIGITS or not _hex(head):
+
+    def __init__(
+        self, acknowledged: Path | None, checkpoint: Path | None, head: str | None
+    ) -> None:
+        self.acknowledged = None if acknowledged is None else Acknowledged(Path(acknowledged))
+        self.chain = None if checkpoint is None else Chain(Path(checkpoint))
+        heads = {_hex(head or "")} | (self.acknowledged.heads if self.acknowledged else set())
+        if head is not None and (len(head) != _HEAD_DIGITS or not _hex(head)):
             raise InvalidArgumentError(f"head={head!r}: a head is {_HEAD_DIGITS} digits of hex")
-        heads = heads | {_hex(head)}
-    return Evidence(receipts, chain, frozenset(heads))
+        self.heads = (heads | {self.chain.head if self.chain else b""}) - {b""}
+        self.has_contents = bool(self.acknowledged and self.acknowledged.compared.number)
 
 
 def examine_chain(
     chain: Chain, trainers: Mapping[str, TrainerAudit], consumer: str | None = None
-) -> ChainFindings:
+) -> tuple[list[str], list[str], list[Problem]]:
     """Compare the chain of a checkpoint with what its trainer leased and committed.
+
+    Returns:
+        What is lost, what is there twice, and what else is wrong.
 
     Raises:
         InvalidArgumentError: several trainers could have written it; ``consumer`` says which.
@@ -248,11 +208,8 @@ def examine_chain(
     ]
     twice = {digest for digest, number in times.items() if number > 1}
     twice |= _sharing_rows(known)
-    return ChainFindings(
-        tuple(dict.fromkeys(lost)),
-        tuple(manifest_text(digest, leased.get(digest)) for digest in times if digest in twice),
-        tuple(_contradictions(chain, known, commit)),
-    )
+    duplicated = [manifest_text(digest, leased.get(digest)) for digest in times if digest in twice]
+    return [*dict.fromkeys(lost)], duplicated, _contradictions(chain, known, commit)
 
 
 def _sharing_rows(known: Sequence[LeasedManifest]) -> set[bytes]:
@@ -285,7 +242,9 @@ def _contradictions(
     if steps != sorted(steps):
         problems.append(Problem("commits", where, f"its chain goes through the steps {steps}"))
     if commit is None:
-        problems.append(Problem("commits", where, f"no commit names its sha256, {chain.digest}"))
+        problems.append(
+            Problem("commits", where, f"no commit names its sha256, {chain.digest_like(None)}")
+        )
     elif commit.digest != (digest := chain.digest_like(commit.digest)):
         what = f"its sha256 is {digest}, position {commit.position} recorded {commit.digest}"
         problems.append(Problem("commits", where, what))

@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import assert_never
 
 import numpy as np
+from typing_extensions import override
 
 from trinity_buffer import events
 from trinity_buffer.codec.objects import decode_fact
@@ -37,10 +38,30 @@ from trinity_buffer.pipeline.verify.addresses import (
     together,
     unpacked,
 )
-from trinity_buffer.pipeline.verify.report import Problem
 from trinity_buffer.store import counters, log
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, written_as
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        check: which check found it: ``chain``, ``log``, ``fold``, ``projections``,
+            ``conservation``, ``manifests``, ``commits``, ``segments``, ``digests``, ``archives`` or
+            ``database``.
+        where: the position, row, segment or manifest.
+        what: what is wrong with it.
+    """
+
+    check: str
+    where: str
+    what: str
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.check}: {self.where}: {self.what}"
 
 
 class EventChain:

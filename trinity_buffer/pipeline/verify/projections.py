@@ -42,12 +42,18 @@ def no_progress(_what: str, _done: int, _total: int) -> None:
 
 
 async def pages(
-    database: Database, experiment: int, *, after: int, up_to: int
+    database: Database,
+    experiment: int,
+    *,
+    after: int = 0,
+    up_to: int | None = None,
+    kinds: Sequence[str] | None = None,
 ) -> AsyncGenerator[list[StoredEvent]]:
     """Yield the events of ``after`` < position <= ``up_to`` in pages, each read for itself."""
     while True:
         limit = sizes().events_per_page
-        page = await database.read(log.read_after, experiment, after, limit=limit, up_to=up_to)
+        read = partial(log.read_after, limit=limit, up_to=up_to, kinds=kinds)
+        page = await database.read(read, experiment, after)
         if page:
             yield page
             after = page[-1].position

@@ -39,8 +39,8 @@ from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import digest_of, read_archive
 from trinity_buffer.pipeline.load.segments import blobs_of
-from trinity_buffer.pipeline.verify.projections import readable_events
-from trinity_buffer.pipeline.verify.report import Problem
+from trinity_buffer.pipeline.verify.log_audit import Problem
+from trinity_buffer.pipeline.verify.projections import pages, readable_events
 from trinity_buffer.sampling import SEGMENTS, sampled
 from trinity_buffer.store import log, schema, segments
 from trinity_buffer.store.database import Database
@@ -80,8 +80,7 @@ def wrong_columns(
         recorded = np.array(getattr(columns, name), np.int64)
         for slot in np.flatnonzero((wanted != _UNKNOWN) & (recorded != wanted)).tolist():
             yield slot, f"its {name} is {wanted[slot]}, its event says {recorded[slot]}"
-    yield from _wrong_of_info(columns, segments)
-    yield from _wrong_sampling(columns, sampling, segments)
+    yield from _wrong_of_info(columns, sampling, segments)
 
 
 def _sizes(
@@ -106,49 +105,30 @@ def _trained(mask: Column) -> Integers:
 
 
 def _wrong_of_info(
-    columns: ExperienceColumns, segments: Sequence[Segment]
-) -> Iterator[tuple[int, str]]:
-    """Compare the policy version and the finish reason with what ``info`` says of them."""
-    infos, cuts = (_pieces(segments, name, columns) for name in ("info", "truncate_status"))
-    known: dict[tuple[bytes, bytes], tuple[int | None, str | None]] = {}
-    pairs = zip(columns.policy_version, columns.finish_reason, strict=True)
-    for slot, (pieces, recorded) in enumerate(
-        zip(zip(infos, cuts, strict=True), pairs, strict=True)
-    ):
-        if pieces not in known:  # rows of one write mostly say the same
-            known[pieces] = _of_info(*pieces)
-        if known[pieces] != recorded:
-            what = "its policy version and finish reason are"
-            yield slot, f"{what} {known[pieces]}, its event says {recorded}"
-
-
-def _wrong_sampling(
     columns: ExperienceColumns, sampling: Mapping[int, Any], segments: Sequence[Segment]
 ) -> Iterator[tuple[int, str]]:
-    """Compare how rows were sampled with what ``info`` says of it."""
-    key = SEGMENTS.encode()
-    infos = _pieces(segments, "info", columns)
-    for slot in sorted({*sampling, *(slot for slot, info in enumerate(infos) if key in info)}):
-        unpacked = unpack_object(infos[slot]) if infos[slot] else None
-        sizes = columns.prompt_length[slot], columns.length[slot]
-        wanted = [*map(list, sampled(unpacked if isinstance(unpacked, dict) else {}, *sizes) or ())]
-        if [*map(list, sampling.get(slot, ()))] != wanted:
-            yield slot, f"it was sampled with {wanted}, its event says {sampling.get(slot)}"
-
-
-def _pieces(segments: Sequence[Segment], name: str, columns: ExperienceColumns) -> list[bytes]:
-    for segment in segments:
-        if name in segment.objects:
-            return segment.objects[name].pieces
-    return [b""] * len(columns)
-
-
-def _of_info(info: bytes, truncated: bytes) -> tuple[int | None, str | None]:
-    unpacked = unpack_object(info) if info else None
-    unpacked = unpacked if isinstance(unpacked, dict) else {}
-    version = unpacked.get("model_version")
-    reason = unpacked.get("finish_reason") or (unpack_object(truncated) if truncated else None)
-    return None if version is None else int(version), None if reason is None else str(reason)
+    """Compare policy version, finish reason and sampling with what ``info`` says of them."""
+    infos, cuts = (
+        next((s.objects[name].pieces for s in segments if name in s.objects), [b""] * len(columns))
+        for name in ("info", "truncate_status")
+    )
+    known: dict[tuple[bytes, bytes], tuple[dict[str, Any], tuple[int | None, str | None]]] = {}
+    for slot, pieces in enumerate(zip(infos, cuts, strict=True)):
+        if pieces not in known:  # rows of one write mostly say the same
+            info, cut = (unpack_object(piece) if piece else None for piece in pieces)
+            info = info if isinstance(info, dict) else {}
+            version, reason = info.get("model_version"), info.get("finish_reason") or cut
+            version = None if version is None else int(version)
+            known[pieces] = info, (version, None if reason is None else str(reason))
+        info, wanted = known[pieces]
+        if wanted != (recorded := (columns.policy_version[slot], columns.finish_reason[slot])):
+            what = "its policy version and finish reason are"
+            yield slot, f"{what} {wanted}, its event says {recorded}"
+        if slot in sampling or SEGMENTS in info:
+            lengths = columns.prompt_length[slot], columns.length[slot]
+            ways = [*map(list, sampled(info, *lengths) or ())]
+            if [*map(list, sampling.get(slot, ()))] != ways:
+                yield slot, f"it was sampled with {ways}, its event says {sampling.get(slot)}"
 
 
 async def check_segments(
@@ -190,6 +170,22 @@ def by_size(
         yield group
 
 
+def sound_family(fact: WithSegment, family: str, parts: SegmentParts) -> tuple[Buffer, Segment]:
+    """Return a family of the segment that an event names: its bytes, and what they hold.
+
+    Raises:
+        DamagedSegmentError, CodecError: they are damaged, or not what the event says of them.
+    """
+    key, size = fact.segment, fact.families[family]
+    blob = segments.blob_of(key, family, parts.get((key, family), []))
+    if len(blob) != size:
+        raise CodecError(f"family {family!r} has {len(blob)} bytes, its event says {size}")
+    segment = decode_segment(blob)
+    if segment.rows != fact.rows:
+        raise CodecError(f"family {family!r} has {segment.rows} rows, its event {fact.rows}")
+    return blob, segment
+
+
 def _check_group(
     named: Sequence[tuple[int, WithSegment]], parts: SegmentParts
 ) -> list[tuple[bytes, Problem]]:
@@ -201,61 +197,47 @@ def _check_group(
 
 
 def _check_segment(position: int, fact: WithSegment, parts: SegmentParts) -> Iterator[Problem]:
-    key, where = fact.segment, f"segment {fact.segment.hex()} of position {position}"
-    decoded: list[Segment] = []
-    blobs: list[Buffer] = []
-    for family, size in fact.families.items():
+    where = f"segment {fact.segment.hex()} of position {position}"
+    blobs, decoded = list[Buffer](), list[Segment]()
+    for family in fact.families:
         try:
-            blob = segments.blob_of(key, family, parts.get((key, family), []))
-            if len(blob) != size:
-                what = f"family {family!r} has {len(blob)} bytes, its event says {size}"
-                yield Problem("segments", where, what)
-                continue
-            segment = decode_segment(blob)
-            blobs.append(blob)
+            blob, segment = sound_family(fact, family, parts)
         except (DamagedSegmentError, CodecError) as error:
             yield Problem("segments", where, str(error).partition(";")[0])
-            continue
-        if segment.rows != fact.rows:
-            what = f"family {family!r} has {segment.rows} rows, its event {fact.rows}"
-            yield Problem("segments", where, what)
-            continue
-        decoded.append(segment)
-    if len(blobs) == len(fact.families) and not isinstance(fact, ExperiencesRecorded):
-        yield from _check_digest(where, fact.digest, blobs)
-    elif len(decoded) == len(fact.families) and isinstance(fact, ExperiencesRecorded):
-        yield from _check_digests(position, fact, decoded)
-
-
-def _check_digest(where: str, recorded: bytes | None, blobs: Sequence[Buffer]) -> Iterator[Problem]:
-    if recorded is not None and (digest := content_digest(blobs)) != recorded:
-        what = f"it has the digest {digest.hex()}, its event says {recorded.hex()}"
+        else:
+            blobs.append(blob)
+            decoded.append(segment)
+    if len(decoded) < len(fact.families):
+        return
+    if isinstance(fact, ExperiencesRecorded):
+        yield from _check_rows(position, fact, decoded)
+    elif fact.digest is not None and (digest := content_digest(blobs)) != fact.digest:
+        what = f"it has the digest {digest.hex()}, its event says {fact.digest.hex()}"
         yield Problem("digests", where, what)
 
 
-def _check_digests(
+def _check_rows(
     position: int, fact: ExperiencesRecorded, decoded: Sequence[Segment]
 ) -> Iterator[Problem]:
-    columns = fact.columns
-    uids = list(columns.uids())
+    columns, recorded = fact.columns, list(fact.columns.digest)
+    uids, wrong = list(columns.uids()), list[tuple[str, int, str]]()
     try:
         digests = digests_of_segments(structs.asdict(columns), decoded)
         if fact.scorable and not is_scorable({k: v for s in decoded for k, v in s.columns.items()}):
             what = "its event says that one number per row can stand for an annotation: it cannot"
             yield Problem("segments", f"segment {fact.segment.hex()} of position {position}", what)
-        for slot, what in wrong_columns(columns, fact.sampling or {}, decoded):
-            where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
-            yield Problem("segments", where, what)
+        in_columns = wrong_columns(columns, fact.sampling or {}, decoded)
+        wrong += (("segments", slot, what) for slot, what in in_columns)
     except (CodecError, TypeError, ValueError) as error:
         yield Problem("digests", f"position {position}", str(error))
-        return
-    if digests == list(columns.digest):
-        return
-    for slot, (digest, recorded) in enumerate(zip(digests, columns.digest, strict=True)):
-        if digest != recorded:
-            where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
-            what = f"its content has the digest {digest.hex()}, recorded is {recorded.hex()}"
-            yield Problem("digests", where, what)
+        digests = recorded
+    for slot, digest in enumerate(digests if digests != recorded else ()):
+        if digest != recorded[slot]:
+            what = f"its content has the digest {digest.hex()}, recorded is {recorded[slot].hex()}"
+            wrong.append(("digests", slot, what))
+    for check, slot, what in wrong:
+        where = f"experience {written_as(address_of(position, slot))} ({uids[slot]})"
+        yield Problem(check, where, what)
 
 
 def check_archives(
@@ -278,25 +260,15 @@ def check_archives(
     for path, keys in held.items():
         position, digest = files[path]
         what = f"position {position} archived {len(keys)} segments to it"
-        if not Path(path).is_file():
-            yield Problem("archives", path, f"there is no such file, and {what}")
-        elif not quick:
-            yield from _check_archive(path, keys, digest, what)
-
-
-def _check_archive(
-    path: str, keys: list[bytes], digest: str | None, what: str
-) -> Iterator[Problem]:
-    try:
-        if digest is not None:
-            sha256 = digest_of(Path(path))
-            if sha256 != digest:
-                what = f"its sha256 is {sha256}, {what} with {digest}"
-                yield Problem("archives", path, what)
-            return
-        blobs_of(read_archive(path, keys, tuple(FAMILIES)))  # of a version that noted no digest
-    except (OSError, StoreError, DamagedSegmentError) as error:
-        yield Problem("archives", path, f"{what}, and {error}")
+        try:
+            if not Path(path).is_file():
+                yield Problem("archives", path, f"there is no such file, and {what}")
+            elif not quick and digest is None:  # of a version that noted none
+                blobs_of(read_archive(path, keys, tuple(FAMILIES)))
+            elif not quick and (sha256 := digest_of(Path(path))) != digest:
+                yield Problem("archives", path, f"its sha256 is {sha256}, {what} with {digest}")
+        except (OSError, StoreError, DamagedSegmentError) as error:
+            yield Problem("archives", path, f"{what}, and {error}")
 
 
 _KINDS = kinds_of(WithSegment)
@@ -318,20 +290,11 @@ async def check_surroundings(
     problems = [Problem("database", database.name, what) for what in wrong]
     if quick:
         return problems
-    return problems + await _orphans(database, named)
-
-
-async def _orphans(database: Database, named: Collection[bytes]) -> list[Problem]:
-    """Return the segments that no event of any experiment names."""
     orphans = (await database.read(database.segments.keys)).difference(named)
-    if not orphans:
-        return []
-    for key in (await database.read(log.experiment_names)).values():
-        after = 0
-        while page := await database.read(
-            log.read_after, key, after, limit=sizes().events_per_page, kinds=_KINDS
-        ):
-            after = page[-1].position
+    others = await database.read(log.experiment_names) if orphans else {}
+    for key in others.values():
+        async for page in pages(database, key, kinds=_KINDS):
             facts = [event.fact for event in readable_events(page)]
             orphans -= {fact.segment for fact in facts if isinstance(fact, WithSegment)}
-    return [Problem("segments", f"segment {key.hex()}", "no event names it") for key in orphans]
+    what = "no event names it"  # of any experiment
+    return problems + [Problem("segments", f"segment {key.hex()}", what) for key in orphans]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import aclosing, nullcontext
-from dataclasses import dataclass
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 
@@ -15,7 +17,6 @@ from trinity_buffer.errors import StoreError
 from trinity_buffer.events import (
     BatchLeased,
     ExperiencesRecorded,
-    PlacedFact,
     SegmentsArchived,
     StepDealt,
     kinds_of,
@@ -26,10 +27,9 @@ from trinity_buffer.pipeline.verify.evidence import (
     Evidence,
     examine_chain,
     manifest_text,
-    read_evidence,
     require_trainer,
 )
-from trinity_buffer.pipeline.verify.log_audit import EventChain, LogAudit
+from trinity_buffer.pipeline.verify.log_audit import EventChain, LogAudit, Problem
 from trinity_buffer.pipeline.verify.projections import (
     Progress,
     compare,
@@ -38,13 +38,13 @@ from trinity_buffer.pipeline.verify.projections import (
     readable_events,
     scratch_for,
 )
-from trinity_buffer.pipeline.verify.report import Problem, VerifyReport
 from trinity_buffer.pipeline.verify.segments import (
     check_archives,
     check_segments,
     check_surroundings,
 )
 from trinity_buffer.store import counters, counts, log, refold, writer_queries
+from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.refold import Difference, Scratch, UnfoldableError
 from trinity_buffer.store.rows import address_of, written_as
@@ -85,15 +85,82 @@ async def verify(
         CheckpointError: the checkpoint is missing or names no manifests.
     """
     begin = time.perf_counter()
-    read = partial(read_evidence, acknowledged, checkpoint, head)
-    evidence = await anyio.to_thread.run_sync(read)
+    evidence = await anyio.to_thread.run_sync(Evidence, acknowledged, checkpoint, head)
     verification = _Verification(experiment, evidence, progress or no_progress, quick=quick)
     await verification.run()
     return await verification.report(consumer, begin)
 
 
 @dataclass(frozen=True, slots=True)
-class _Snapshot:
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes:
+        experiment, store: what was looked at; ``version`` is of the database's library or server.
+        quick: no segment was opened, and rows of projections were counted, not compared.
+        events, experiences, manifests, segments: how many were looked at.
+        head: of the last event, as hex; kept elsewhere, it proves all of this log.
+        acknowledged: distinct uids in the acknowledgement files; None: none were given.
+        contents: how many of them came with a content digest, and were compared by it.
+        chain: manifests in the checkpoint's chain; None: no checkpoint was given.
+        lost: how many acknowledged experiences and manifests of the chain the log does not hold,
+            and committed manifests the weights did not go through; `lost_items` names each.
+        duplicated: how many experiences were recorded by two events, and manifests trained or
+            committed twice, or sharing rows with an earlier one of the chain; `duplicated_items`
+            names each. Both count experiences and manifests, never the rows of a manifest.
+        problems: everything else that is wrong.
+        strategies, trainers, plans: what became of everything.
+    """
+
+    experiment: str
+    store: str
+    version: str
+    quick: bool
+    events: int
+    experiences: int
+    manifests: int
+    segments: int
+    head: str
+    acknowledged: int | None
+    contents: int
+    chain: int | None
+    lost_items: tuple[str, ...]
+    duplicated_items: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    strategies: tuple[StrategyCounts, ...]
+    trainers: tuple[TrainerCounts, ...]
+    plans: PlanCounts
+    seconds: float
+
+    @property
+    def lost(self) -> int:
+        """How many experiences and manifests were lost."""
+        return len(self.lost_items)
+
+    @property
+    def duplicated(self) -> int:
+        """How many experiences and manifests there are twice."""
+        return len(self.duplicated_items)
+
+    @property
+    def measured(self) -> bool:
+        """Whether there was evidence from outside: without it, a loss cannot be seen."""
+        return self.acknowledged is not None and self.chain is not None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not (self.lost_items or self.duplicated_items or self.problems)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        fields = asdict(self)
+        fields["plans"]["missing"] = self.plans.missing
+        measured = {"ok": self.ok, "measured": self.measured}
+        return {**measured, "lost": self.lost, "duplicated": self.duplicated, **fields}
+
+
+class _Snapshot(NamedTuple):
     """What the projections said in one transaction, and the head of the log then.
 
     Attributes:
@@ -103,9 +170,9 @@ class _Snapshot:
     head: int
     rows: dict[str, int]
     numbers: counters.Numbers
-    strategies: tuple[counts.StrategyCounts, ...]
-    trainers: tuple[counts.TrainerCounts, ...]
-    plans: counts.PlanCounts
+    strategies: tuple[StrategyCounts, ...] = ()
+    trainers: tuple[TrainerCounts, ...] = ()
+    plans: PlanCounts = PlanCounts(0, 0)
     damage: str | None = None
 
 
@@ -113,13 +180,14 @@ def _snapshot(tx: Transaction, experiment: int) -> _Snapshot:
     head, rows = log.head(tx, experiment), refold.counts(tx, experiment)
     try:
         consumers = writer_queries.consumers(tx, experiment).values()
-        strategies = [row for row in consumers if row.kind == "strategy"]
-        trainers = [row for row in consumers if row.kind == "trainer"]
+        sets, trainers = (
+            [row for row in consumers if row.kind == kind] for kind in ("strategy", "trainer")
+        )
         return _Snapshot(
             head,
             rows,
             counters.numbers_of(tx, experiment),
-            tuple(counts.recount_strategy(tx, experiment, row) for row in strategies),
+            tuple(counts.recount_strategy(tx, experiment, row) for row in sets),
             tuple(counts.recount_trainer(tx, experiment, row) for row in trainers),
             counts.recount_plans(tx, experiment),
         )
@@ -127,7 +195,7 @@ def _snapshot(tx: Transaction, experiment: int) -> _Snapshot:
         # A value of another type, as one flipped bit makes it on SQLite, must not keep the rest
         # from being looked at.
         damage = f"the projections cannot be counted: {error}"
-        return _Snapshot(head, rows, {}, (), (), counts.PlanCounts(0, 0), damage)
+        return _Snapshot(head, rows, {}, damage=damage)
 
 
 class _Verification:
@@ -138,13 +206,11 @@ class _Verification:
     ) -> None:
         self._experiment = experiment
         self._evidence = evidence
-        self._database = experiment.database
-        self._key = experiment.key
+        self._database, self._key = experiment.database, experiment.key
         self._quick = quick
         self._progress = progress
         chain = EventChain(experiment.name, evidence.heads)
         self._audit = LogAudit(chain, contents=evidence.has_contents)
-        self._unfoldable: UnfoldableError | None = None
         self._problems: list[Problem] = []
         self._segments = 0
         self._in_segments: list[tuple[bytes, Problem]] = []
@@ -152,73 +218,66 @@ class _Verification:
 
     async def run(self) -> None:
         """Read the log and compare everything with it."""
+        audit = self._audit
         with nullcontext() if self._quick else scratch_for(self._database, self._key) as scratch:
             # Before the log is read, and up to the head of then: what comes later is neither
             # audited nor counted.
             self._live = await self._database.read(_snapshot, self._key)
-            await self._read_log(scratch)
-            await anyio.to_thread.run_sync(self._audit.finish)
-            self._problems += self._audit.problems
+            log_pages = pages(self._database, self._key, up_to=self._live.head)
+
+            async def next_page() -> list[StoredEvent] | None:
+                return await anext(log_pages, None)
+
+            # A page is read while the one before is worked on.
+            async with aclosing(log_pages), made_ahead(next_page) as ahead:
+                async for page in ahead:
+                    await self._take(page, scratch)
+                    self._progress("log", page[-1].position, self._live.head)
+            await anyio.to_thread.run_sync(audit.finish)
+            self._problems += audit.problems
             await self._compare_projections(scratch)
         self._add_up()
-        await self._check_archives()
+        check = partial(check_archives, audit.files, dict(audit.archived), quick=self._quick)
+        self._problems += await anyio.to_thread.run_sync(lambda: list(check()))
         await self._report_segments()
-        around = check_surroundings(self._database, self._audit.segments, quick=self._quick)
+        around = check_surroundings(self._database, audit.segments, quick=self._quick)
         self._problems += await around
 
-    async def _read_log(self, scratch: Scratch | None) -> None:
-        """Audit and fold the log; a page is read while the one before is worked on."""
-        log_pages = pages(self._database, self._key, after=0, up_to=self._live.head)
-
-        async def next_page() -> list[StoredEvent] | None:
-            return await anext(log_pages, None)
-
-        async with aclosing(log_pages), made_ahead(next_page) as ahead:
-            async for page in ahead:
-                await self._take(page, scratch)
-                self._progress("log", page[-1].position, self._live.head)
-
     async def _take(self, page: Sequence[StoredEvent], scratch: Scratch | None) -> None:
-        leases = await self._leases_of_dealt(page)
+        """Audit a page of the log, fold it, and check its segments."""
+        # The leases of the steps that this page deals anew are read once more: they are few.
+        dealt = readable_events([stored for stored in page if stored.kind == StepDealt.__name__])
+        places = {placed.fact.leased_at for placed in dealt if isinstance(placed.fact, StepDealt)}
+        before = sorted(place for place in places if 0 < place < page[-1].position)
+        stored = await self._database.read(log.read_at, self._key, before) if before else []
+        placed = readable_events(stored)
+        leases = {at.position: at.fact for at in placed if isinstance(at.fact, BatchLeased)}
         events = await anyio.to_thread.run_sync(self._audit.add, page, leases)
         if scratch is None:
             return
+
+        async def fold() -> None:
+            with suppress(UnfoldableError):  # the comparison raises it again
+                await anyio.to_thread.run_sync(scratch.fold, events)
+
         async with task_group() as group:  # SQLite folds while segments are decoded beside it
-            group.start_soon(self._fold, scratch, events)
+            group.start_soon(fold)
             count, problems = await check_segments(self._database, events)
         self._segments += count
         self._in_segments += problems
 
-    async def _fold(self, scratch: Scratch, events: Sequence[PlacedFact]) -> None:
-        if self._unfoldable is None:
-            try:
-                await anyio.to_thread.run_sync(scratch.fold, events)
-            except UnfoldableError as error:
-                self._unfoldable = error
-
-    async def _leases_of_dealt(self, page: Sequence[StoredEvent]) -> dict[int, BatchLeased]:
-        """Read once more the leases of the steps that this page deals anew: they are few."""
-        dealt = readable_events([stored for stored in page if stored.kind == StepDealt.__name__])
-        places = {placed.fact.leased_at for placed in dealt if isinstance(placed.fact, StepDealt)}
-        if not places:
-            return {}
-        before = sorted(place for place in places if 0 < place < page[-1].position)
-        leases = readable_events(await self._database.read(log.read_at, self._key, before))
-        return {at.position: at.fact for at in leases if isinstance(at.fact, BatchLeased)}
-
     async def _compare_projections(self, scratch: Scratch | None) -> None:
         """Compare the projections with those of another fold, and with what the audit counted."""
         miscounted, differences = self._miscounted(), list[Difference]()
-        if scratch is not None and self._unfoldable is None:
-            try:
+        try:
+            if scratch is not None:
                 compared = compare(self._database, scratch, self._progress, readable_events)
                 differences = await compared
-            except UnfoldableError as error:
-                self._unfoldable = error
-        if (wrong := self._unfoldable) is not None:
-            what = f"{wrong.kind} contradicts the events before it: {wrong.cause}"
-            self._problems.append(Problem("fold", f"position {wrong.position}", what))
-        if scratch is None or wrong is not None:
+        except UnfoldableError as error:
+            what = f"{error.kind} contradicts the events before it: {error.cause}"
+            self._problems.append(Problem("fold", f"position {error.position}", what))
+            scratch = None
+        if scratch is None:
             self._problems += miscounted
         elif miscounted and not differences and not self._problems:
             # The fold agrees with itself, so only the audit, which shares no code with it, can
@@ -229,10 +288,10 @@ class _Verification:
             )
             self._problems.append(Problem("projections", "all", what))
         else:
-            self._problems += (
+            self._problems += [
                 Problem("projections", difference.table, str(difference))
                 for difference in differences
-            )
+            ]
 
     def _miscounted(self) -> list[Problem]:
         """Return which tables have another number of rows, and which counters say another."""
@@ -266,24 +325,15 @@ class _Verification:
 
     async def _report_segments(self) -> None:
         """Report damaged segments, except those that were archived, maybe just now."""
-        archived = self._audit.archived
-        if any(key not in archived for key, _ in self._in_segments):
-            later = await self._database.read(
-                log.read_after,
-                self._key,
-                self._live.head,
-                limit=1 << 31,
-                kinds=kinds_of(SegmentsArchived),
-            )
-            for event in readable_events(later):
-                if isinstance(event.fact, SegmentsArchived):
-                    archived |= dict.fromkeys(event.fact.segments, event.fact.uri)
+        archived = set(self._audit.archived)
+        if archived.issuperset(key for key, _ in self._in_segments):
+            return
+        kinds, after = kinds_of(SegmentsArchived), self._live.head
+        async for page in pages(self._database, self._key, after=after, kinds=kinds):
+            facts = (event.fact for event in readable_events(page))
+            gone = (fact.segments for fact in facts if isinstance(fact, SegmentsArchived))
+            archived.update(*gone)
         self._problems += [problem for key, problem in self._in_segments if key not in archived]
-
-    async def _check_archives(self) -> None:
-        files, archived = self._audit.files, dict(self._audit.archived)
-        check = partial(check_archives, files, archived, quick=self._quick)
-        self._problems += await anyio.to_thread.run_sync(lambda: list(check()))
 
     async def report(self, consumer: str | None, begin: float) -> VerifyReport:
         """Return everything that was found, with the proof from outside."""
@@ -301,10 +351,10 @@ class _Verification:
         }
         if chain is not None:
             examine = partial(examine_chain, chain, audit.trainers, consumer)
-            examined = await anyio.to_thread.run_sync(examine)
-            lost += examined.lost
-            trained_twice |= set(examined.duplicated)
-            self._problems += examined.problems
+            not_trained, again, problems = await anyio.to_thread.run_sync(examine)
+            lost += tuple(not_trained)
+            trained_twice |= set(again)
+            self._problems += problems
         return VerifyReport(
             experiment=self._experiment.name,
             store=self._database.name,
@@ -332,25 +382,21 @@ class _Verification:
         suspected = self._audit.uids.repeated()
         if not suspected:
             return []
-        places: dict[str, list[int]] = {}
-        head = self._audit.position
-        async for page in pages(self._database, self._key, after=0, up_to=head):
-            places = await anyio.to_thread.run_sync(partial(_places, places, page, suspected))
-        return [
-            f"experience {uid} ({', '.join(map(written_as, addresses))})"
-            for uid, addresses in places.items()
-            if len(addresses) > 1
-        ]
+        places = defaultdict[str, list[str]](list)
+        log_pages = pages(self._database, self._key, up_to=self._audit.position)
+        async for page in log_pages:
+            for uid, address in await anyio.to_thread.run_sync(_places, page, suspected):
+                places[uid].append(written_as(address))
+        twice = {uid: written for uid, written in places.items() if len(written) > 1}
+        return [f"experience {uid} ({', '.join(written)})" for uid, written in twice.items()]
 
 
-def _places(
-    known: dict[str, list[int]], page: Sequence[StoredEvent], suspected: set[int]
-) -> dict[str, list[int]]:
-    """Return ``known`` with the addresses of the uids on this page whose hash is suspected."""
-    for event in readable_events(page):
-        if not isinstance(event.fact, ExperiencesRecorded):
-            continue
-        for slot, uid in enumerate(event.fact.columns.uids()):
-            if hash(uid) in suspected:
-                known.setdefault(uid, []).append(address_of(event.position, slot))
-    return known
+def _places(page: Sequence[StoredEvent], suspected: set[int]) -> list[tuple[str, int]]:
+    """Return uid and address of the experiences whose uid has a hash that is suspected."""
+    return [
+        (uid, address_of(event.position, slot))
+        for event in readable_events(page)
+        if isinstance(event.fact, ExperiencesRecorded)
+        for slot, uid in enumerate(event.fact.columns.uids())
+        if hash(uid) in suspected
+    ]
