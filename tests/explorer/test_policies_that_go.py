@@ -89,7 +89,7 @@ async def explored(
     options = ExploreOptions(
         groups_per_batch=2, rollouts_per_group=2, max_batches=batches, report=reports.append
     )
-    await SamplingExplorer(experiment, sampler, "e0", options).run()  # type: ignore[arg-type]
+    await SamplingExplorer(experiment, sampler, "e0", options).run()
     return reports
 
 

@@ -71,20 +71,14 @@ def tool_calls_in(text: str, tools: Tools, turn: int = 0) -> tuple[str, list[dic
     ]
 
 
-def with_decoded_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``message`` with the arguments of its tool calls as chat templates expect them.
+def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as chat templates expect them.
 
     The OpenAI dialect has JSON texts, which a template would encode once more.
 
     Raises:
-        InvalidArgumentError: the arguments of a call are no JSON object.
+        InvalidArgumentError: its arguments are no JSON object.
     """
-    if not message.get("tool_calls"):
-        return dict(message)
-    return {**message, "tool_calls": [_decoded(call) for call in message["tool_calls"]]}
-
-
-def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _decoded(call["function"])}
     arguments = _arguments(call.get("arguments"))
@@ -258,18 +252,6 @@ _MARK = "TRINITYBUFFERMARK"
 """Stands for what a model said, where is looked for what a template writes behind it."""
 
 
-class Prompt(NamedTuple):
-    """What a model sees of a conversation.
-
-    Attributes:
-        ids: its tokens; those that the model said itself are those that were sampled.
-        text: what the template makes of all messages.
-    """
-
-    ids: list[int]
-    text: str
-
-
 class ChatFormat:
     """The chat template of a tokenizer.
 
@@ -283,8 +265,8 @@ class ChatFormat:
         self._end_ids = frozenset(ends)
         self._has_compared_tools = False
 
-    def prompt(self, messages: Messages, tools: Tools) -> Prompt:
-        """Return the prompt of a conversation.
+    def prompt(self, messages: Messages, tools: Tools) -> tuple[list[int], str]:
+        """Return the prompt of a conversation: its tokens, and the text of all messages.
 
         What the model said in it is not tokenised again, as long as its messages are those of
         `Completion.message`, and the template repeats what was there before.
@@ -295,12 +277,14 @@ class ChatFormat:
         text = rendered(self._tokenizer, messages, tools)
         if tools and not self._has_compared_tools:
             self._has_compared_tools = True  # they are written always, or never
-            self._warn_of_unseen_tools(text, messages)
+            with suppress(InvalidArgumentError):  # it writes such a conversation only with tools
+                if rendered(self._tokenizer, messages) == text:
+                    warn_of_unseen_tools()
         try:
             ids = self._continued(text, messages, tools)
         except InvalidArgumentError:  # a template that writes only conversations that end otherwise
             ids = None
-        return Prompt(self._ids(text) if ids is None else ids, text)
+        return self._ids(text) if ids is None else ids, text
 
     def read(self, made: Completion, tools: Tools) -> Completion:
         """Return what a model said with the tool calls that are in it."""
@@ -314,11 +298,6 @@ class ChatFormat:
             text = text.replace(special, "")
         reason = "tool_calls" if made.finish_reason == "stop" else made.finish_reason
         return replace(made, text=text.strip(), tool_calls=calls, finish_reason=reason)
-
-    def _warn_of_unseen_tools(self, text: str, messages: Messages) -> None:
-        with suppress(InvalidArgumentError):  # it writes such a conversation only with tools
-            if rendered(self._tokenizer, messages) == text:
-                warn_of_unseen_tools()
 
     def _continued(self, text: str, messages: Messages, tools: Tools) -> list[int] | None:
         """Return the tokens up to the last thing that the model said, and what follows it.
@@ -423,7 +402,12 @@ def rendered(
         InvalidArgumentError: it cannot write such messages, or they hold more than texts.
     """
     texts = as_texts(messages)
-    decoded = [with_decoded_arguments(message) for message in texts]
+    decoded = [
+        {**message, "tool_calls": list(map(_decoded, message["tool_calls"]))}
+        if message.get("tool_calls")
+        else message
+        for message in texts
+    ]
     options["add_generation_prompt"] = ask
     try:
         try:

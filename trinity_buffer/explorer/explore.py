@@ -243,7 +243,7 @@ async def explore(
         TrainingError: a rollout was cancelled from within.
     """
     settings = ExploreOptions.of(experiment.config, **options)
-    await _TaskListExplorer(experiment, actor, tasks, rollout, model, settings).run()
+    await _TaskListExplorer(experiment, model, actor, settings, tasks, rollout).run()
 
 
 @dataclass(slots=True)
@@ -267,18 +267,20 @@ class _Batch:
         self.rewards += [reward for reward in last.values() if reward is not None]
 
 
+@dataclass(eq=False)
 class _Explorer(ABC):
     """An explorer: present, up to date with the weights, acknowledged writes, sealed batches."""
 
-    def __init__(
-        self, experiment: Experiment, actor: str, model: Any, options: ExploreOptions
-    ) -> None:
-        self._writer = experiment.writer(actor)
-        self._model = model
-        self._weights = Weights(experiment, model)
-        self._options = options
-        self._monitor = StalledRolloutMonitor(self._writer, options.timeout_s)
-        path = options.acknowledgements
+    experiment: Experiment
+    model: Any
+    actor: str
+    options: ExploreOptions
+
+    def __post_init__(self) -> None:
+        self._writer = self.experiment.writer(self.actor)
+        self._weights = Weights(self.experiment, self.model)
+        self._monitor = StalledRolloutMonitor(self._writer, self.options.timeout_s)
+        path = self.options.acknowledgements
         self._acknowledgements = None if path is None else Acknowledgements(path)
 
     async def run(self) -> None:
@@ -304,7 +306,7 @@ class _Explorer(ABC):
         return await self._writer.plan(
             batch,
             tasks,
-            self._options.rollouts_per_group,
+            self.options.rollouts_per_group,
             # Asked again while the plan waits: newer weights may be what it waits for.
             policy_version=lambda: self._weights.version,
             contents=contents,
@@ -319,11 +321,11 @@ class _Explorer(ABC):
 
     async def _seal(self, batch: _Batch, version: int | None) -> None:
         await self._writer.seal(batch.key, await self._writer.stored(batch.key))
-        if self._options.report is None:
+        if self.options.report is None:
             return
         mean = sum(batch.rewards) / len(batch.rewards) if batch.rewards else None
         runs = len(batch.missing) - batch.left_out
-        self._options.report(
+        self.options.report(
             BatchReport(
                 batch.key, version, runs, batch.experiences, mean, batch.repaired, batch.left_out
             )
@@ -331,7 +333,7 @@ class _Explorer(ABC):
 
     async def _left_behind(self, taken: Sequence[str] | None = None) -> list[_Batch]:
         """Return the batches of actors that are gone, now this one's, if it takes over."""
-        if not self._options.take_over:
+        if not self.options.take_over:
             return []
         return [
             await self._batch(key, repaired=True) for key in await self._writer.take_over(taken)
@@ -342,26 +344,22 @@ class _Explorer(ABC):
         return _Batch(key, repaired, await self._writer.missing(key))
 
 
+@dataclass(eq=False)
 class _TaskListExplorer(_Explorer):
     """Rolls out a list of tasks that several actors share."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        actor: str,
-        tasks: Sequence[Any] | Mapping[Any, Any],
-        rollout: Rollout[Any, Any],
-        model: Any,
-        options: ExploreOptions,
-    ) -> None:
-        if not tasks:
+    tasks: Sequence[Any] | Mapping[Any, Any]
+    rollout: Rollout[Any, Any]
+
+    @override
+    def __post_init__(self) -> None:
+        if not self.tasks:
             raise InvalidArgumentError("tasks is empty: give at least one task")
-        super().__init__(experiment, actor, model, options)
-        self._is_named = isinstance(tasks, Mapping)
-        pairs = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
-        self._tasks: dict[Key, Any] = dict(pairs)
-        self._rollout = rollout
-        self._slots = anyio.Semaphore(options.concurrency)
+        super().__post_init__()
+        self._is_named = isinstance(self.tasks, Mapping)
+        named = self.tasks.items() if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
+        self._tasks: dict[Key, Any] = dict(named)
+        self._slots = anyio.Semaphore(self.options.concurrency)
 
     @override
     async def _explore(self) -> None:
@@ -374,7 +372,7 @@ class _TaskListExplorer(_Explorer):
                     await self._slots.acquire()
                     group.start_soon(self._make, batch, EID(batch.key, task, run))
                 begun += 1
-                if begun == self._options.max_batches:
+                if begun == self.options.max_batches:
                     return
 
     async def _claimed(self) -> AsyncIterator[_Batch]:
@@ -406,14 +404,14 @@ class _TaskListExplorer(_Explorer):
             yield left
 
     def _batches(self) -> Iterator[tuple[str, list[Key]]]:
-        keys, size = list(self._tasks), self._options.groups_per_batch
-        for epoch in range(self._options.epochs):
+        keys, size = list(self._tasks), self.options.groups_per_batch
+        for epoch in range(self.options.epochs):
             for number, start in enumerate(range(0, len(keys), size)):
                 yield f"epoch{epoch}-{number}", keys[start : start + size]
 
     def _is(self, row: BatchRow, tasks: Sequence[Key]) -> bool:
         same = list(map(str, row.tasks)) == list(map(str, tasks))
-        return same and row.rollouts_per_group == self._options.rollouts_per_group
+        return same and row.rollouts_per_group == self.options.rollouts_per_group
 
     def _contents(self, tasks: Sequence[Key]) -> bytes | None:
         """Return the digest of tasks that have no keys of their own, None if they are not JSON."""
@@ -436,7 +434,7 @@ class _TaskListExplorer(_Explorer):
 
     async def _attempted(self, run: EID) -> list[Experience]:
         """Return the experiences of a run, which are stored; none if it is left out."""
-        options, attempts = self._options, 1
+        options, attempts = self.options, 1
         # The slot is held between attempts: a server in trouble gets fewer requests.
         while isinstance(made := await self._attempt(run), Exception):
             status = made.status if isinstance(made, RefusedRequestError) else None
@@ -454,13 +452,13 @@ class _TaskListExplorer(_Explorer):
         """Return the experiences of a run, which are stored, or an error of ``retry_on``."""
         try:
             made = await self._once(run)
-        except self._options.retry_on as error:
+        except self.options.retry_on as error:
             return error
         try:
             await self._write(made)
         except InvalidArgumentError as error:  # of what was made; others are not the rollout's
             error.add_note(f"in the rollout {run.rid}")
-            if not isinstance(error, self._options.retry_on):
+            if not isinstance(error, self.options.retry_on):
                 raise
             return error
         return made
@@ -469,8 +467,8 @@ class _TaskListExplorer(_Explorer):
         model, version = self._weights.model, self._weights.version
         try:
             # The store is not inside: a timeout must not cut a write short.
-            with anyio.fail_after(self._options.timeout_s), self._monitor.running(run):
-                awaitable = self._rollout(self._tasks[run.task], model)
+            with anyio.fail_after(self.options.timeout_s), self._monitor.running(run):
+                awaitable = self.rollout(self._tasks[run.task], model)
                 is_async = inspect.isawaitable(awaitable)
                 returned = await awaitable if is_async else awaitable
         except Exception as error:
@@ -526,44 +524,34 @@ class Sampler(Loadable, Protocol):
         ...
 
 
+@dataclass(eq=False)
 class SamplingExplorer(_Explorer):
     """Has a policy make rollouts of problems of its own, in batches ``<actor>-0``, ``<actor>-1``...
 
     It ends when the experiment is finished, or when ``options.max_batches`` are planned, those of
     an earlier process of this name among them.
 
-    Args:
+    Attributes:
         experiment: where they go, and where new policies are announced.
-        sampler: makes the rollouts; as it comes it is policy version 0.
+        model: a `Sampler`; as it comes it is policy version 0.
         actor: name of this process.
         options: of those of `explore` the sizes, ``take_over``, ``acknowledgements``, ``report``.
         groups_per_write: how many groups are made, and written, in one call.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        sampler: Sampler,
-        actor: str,
-        options: ExploreOptions,
-        *,
-        groups_per_write: int = 8,
-    ) -> None:
-        super().__init__(experiment, actor, sampler, options)
-        self._actor = actor
-        self._groups_per_write = groups_per_write
+    groups_per_write: int = 8
 
     @override
     async def _explore(self) -> None:
         number, unfinished = await self._writer.unsealed()
         for key in unfinished:
             await self._finish(await self._batch(key, repaired=True))
-        most = self._options.max_batches
+        most = self.options.max_batches
         while most is None or number < most:
             for left in await self._left_behind():
                 await self._finish(left)
-            batch = f"{self._actor}-{number}"
-            if not await self._plan(batch, list(range(self._options.groups_per_batch))):
+            batch = f"{self.actor}-{number}"
+            if not await self._plan(batch, list(range(self.options.groups_per_batch))):
                 return
             await self._finish(await self._batch(batch, repaired=False))
             number += 1
@@ -573,8 +561,8 @@ class SamplingExplorer(_Explorer):
         # The whole batch by one policy, whatever is published meanwhile.
         sampler, version = self._weights.model, self._weights.version
         tasks = list(dict.fromkeys(task for task, _ in batch.missing))
-        for start in range(0, len(tasks), self._groups_per_write):
-            chosen = tasks[start : start + self._groups_per_write]
+        for start in range(0, len(tasks), self.groups_per_write):
+            chosen = tasks[start : start + self.groups_per_write]
             pairs = [(task, run) for task in chosen for of, run in batch.missing if of == task]
             rollout = partial(sampler.rollout, pairs, batch=batch.key, policy_version=version)
             with self._monitor.running(EID(batch.key, *pairs[0])):

@@ -111,9 +111,9 @@ class LocalModel:
             InvalidArgumentError: the template cannot write such messages, or they hold more than
                 texts.
         """
-        prompt = self._format.prompt(messages, tools)
-        made = await self.complete(prompt.ids, max_tokens=max_tokens)
-        return replace(self._format.read(made, tools), prompt_text=prompt.text)
+        ids, text = self._format.prompt(messages, tools)
+        made = await self.complete(ids, max_tokens=max_tokens)
+        return replace(self._format.read(made, tools), prompt_text=text)
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None

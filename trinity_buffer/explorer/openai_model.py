@@ -104,9 +104,9 @@ class OpenAIModel:
             InferenceServerError: no answer, or one without ids and log-probs.
         """
         if self._dialect == "sglang":
-            prompt = self._format.prompt(messages, tools)
-            made = await self.complete(prompt.ids, max_tokens=max_tokens)
-            return replace(self._format.read(made, tools), prompt_text=prompt.text)
+            ids, text = self._format.prompt(messages, tools)
+            made = await self.complete(ids, max_tokens=max_tokens)
+            return replace(self._format.read(made, tools), prompt_text=text)
         if self._require_ids:
             require_texts(messages)
         body = {"messages": [dict(message) for message in messages], **ASKED_FOR_CHAT}
