@@ -57,7 +57,6 @@ from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, one_line, wait_report_s
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.write.planning import require_same_contents
-from trinity_buffer.pipeline.write.writer import SQLWriter
 from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.user_code import kind_of
 from trinity_buffer.writer import WriteReceipt
@@ -108,56 +107,6 @@ class Acknowledgements:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
-
-
-class StalledRolloutMonitor:
-    """The rollouts that an explorer waits for, with a warning once none has ended for long.
-
-    Args:
-        writer: of the explorer.
-        timeout_s: after which a rollout is given up; None: never.
-    """
-
-    def __init__(self, writer: SQLWriter, timeout_s: float | None) -> None:
-        self._writer = writer
-        self._remedy = "timeout_s would end" if timeout_s is None else f"timeout_s={timeout_s} ends"
-        self._begun: dict[str, float] = {}
-        self._ended_at = -math.inf
-
-    @contextmanager
-    def running(self, run: EID) -> Iterator[None]:
-        """Count ``run`` as being made inside the context."""
-        self._begun[run.rid] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._begun[run.rid]
-            self._ended_at = time.monotonic()
-            self._writer.waits_no_more()
-
-    async def stay_known(self) -> None:
-        """Register rollouts in progress until cancelled: the run does not count as stalled."""
-        await self._writer.stay_at_work(lambda: bool(self._begun))
-
-    async def watch(self) -> None:
-        """Warn of rollouts that take long, until cancelled; not while others keep ending."""
-        every_s, quiet_until = wait_report_s(), -math.inf
-        while True:
-            now = time.monotonic()
-            since = max(self._ended_at, min(self._begun.values(), default=now))
-            left_s = max(since + every_s, quiet_until) - now
-            if left_s > 0:
-                await anyio.sleep(left_s)
-                continue
-            quiet_until = now + REPEATED_AFTER * every_s
-            first, begun = next(iter(self._begun.items()))
-            waiting = counted(len(self._begun), "rollout")
-            message = one_line(
-                f"explorer {self._writer.actor!r} waits for {waiting}, the first of them {first} "
-                f"for {now - begun:.0f} s ({self._remedy} them)"
-            )
-            _logger.warning("%s", message)
-            await self._writer.waits_for(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,19 +228,23 @@ class _Explorer(ABC):
     def __post_init__(self) -> None:
         self._writer = self.experiment.writer(self.actor)
         self._weights = Weights(self.experiment, self.model)
-        self._monitor = StalledRolloutMonitor(self._writer, self.options.timeout_s)
+        self._begun: dict[str, float] = {}
+        self._ended_at = -math.inf
         path = self.options.acknowledgements
         self._acknowledgements = None if path is None else Acknowledgements(path)
 
     async def run(self) -> None:
         """Explore until there is nothing left, or the experiment is finished."""
-        beside = [self._writer.stay_present, self._monitor.watch, self._monitor.stay_known]
+        # While rollouts are in progress, the run does not count as stalled.
+        at_work = partial(self._writer.stay_at_work, lambda: bool(self._begun))
+        following = []
         try:
             await self._writer.begin_exploring()
             if isinstance(self._weights.model, Loadable):
                 await self._weights.load_newest()
-                beside.append(self._weights.follow)
-            async with running(*beside):
+                following.append(self._weights.follow)
+            present = self._writer.stay_present
+            async with running(present, at_work, self._warn_of_slow_rollouts, *following):
                 await self._explore()
         finally:
             if self._acknowledgements is not None:
@@ -300,6 +253,37 @@ class _Explorer(ABC):
     @abstractmethod
     async def _explore(self) -> None:
         """Plan, make, write and seal batches."""
+
+    @contextmanager
+    def _running(self, run: EID) -> Iterator[None]:
+        """Count ``run`` as being made inside the context."""
+        self._begun[run.rid] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begun[run.rid]
+            self._ended_at = time.monotonic()
+            self._writer.waits_no_more()
+
+    async def _warn_of_slow_rollouts(self) -> None:
+        """Warn of rollouts that take long, until cancelled; not while others keep ending."""
+        timeout_s, every_s, quiet_until = self.options.timeout_s, wait_report_s(), -math.inf
+        remedy = "timeout_s would end" if timeout_s is None else f"timeout_s={timeout_s} ends"
+        while True:
+            now = time.monotonic()
+            since = max(self._ended_at, min(self._begun.values(), default=now))
+            left_s = max(since + every_s, quiet_until) - now
+            if left_s > 0:
+                await anyio.sleep(left_s)
+                continue
+            quiet_until = now + REPEATED_AFTER * every_s
+            first, begun = next(iter(self._begun.items()))
+            message = one_line(
+                f"explorer {self.actor!r} waits for {counted(len(self._begun), 'rollout')}, the "
+                f"first of them {first} for {now - begun:.0f} s ({remedy} them)"
+            )
+            _logger.warning("%s", message)
+            await self._writer.waits_for(message)
 
     async def _plan(self, batch: Key, tasks: Sequence[Key], contents: bytes | None = None) -> bool:
         """Plan a batch as soon as it is admitted; return False if the experiment is finished."""
@@ -467,7 +451,7 @@ class _TaskListExplorer(_Explorer):
         model, version = self._weights.model, self._weights.version
         try:
             # The store is not inside: a timeout must not cut a write short.
-            with anyio.fail_after(self.options.timeout_s), self._monitor.running(run):
+            with anyio.fail_after(self.options.timeout_s), self._running(run):
                 awaitable = self.rollout(self._tasks[run.task], model)
                 is_async = inspect.isawaitable(awaitable)
                 returned = await awaitable if is_async else awaitable
@@ -565,7 +549,7 @@ class SamplingExplorer(_Explorer):
             chosen = tasks[start : start + self.groups_per_write]
             pairs = [(task, run) for task in chosen for of, run in batch.missing if of == task]
             rollout = partial(sampler.rollout, pairs, batch=batch.key, policy_version=version)
-            with self._monitor.running(EID(batch.key, *pairs[0])):
+            with self._running(EID(batch.key, *pairs[0])):
                 made = await anyio.to_thread.run_sync(rollout)
             await self._write(made)
             batch.count(made, len(pairs))
