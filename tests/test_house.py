@@ -89,13 +89,12 @@ SEPARATE = {
     f"{PACKAGE}/pipeline/train/ranks.py": "how ranks find each other; with its caller over 800",
     f"{PACKAGE}/pipeline/train/sampler.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/verify/evidence.py": "files and acknowledgements, outside of a store",
+    f"{PACKAGE}/pipeline/write/writer.py": "imports torch, which readers do not need",
     f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",
     f"{PACKAGE}/store/migrations.py": "imports alembic",
     f"{PACKAGE}/trainer/models.py": "imports transformers",
     f"{PACKAGE}/trainer/packed_attention.py": "imports what only a GPU needs",
     f"{PACKAGE}/web/app.py": "imports starlette, an extra",
-    f"{PACKAGE}/web/guard.py": "who may ask: read for itself before a server is opened to others",
-    f"{PACKAGE}/web/metrics.py": "the names that dashboards read",
     f"{PACKAGE}/web/pages.py": "what templates show, without HTTP",
 }
 """Modules that one other imports and that stay apart all the same."""

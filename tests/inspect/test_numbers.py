@@ -24,8 +24,7 @@ from tests.web.test_report import Page
 from trinity_buffer import open_store
 from trinity_buffer.inspector.table import to_arrow
 from trinity_buffer.inspector.tracking import Tracker, track
-from trinity_buffer.web.app import inspector
-from trinity_buffer.web.metrics import metrics
+from trinity_buffer.web.app import inspector, metrics
 from trinity_buffer.web.report import report
 
 pytestmark = pytest.mark.long

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.sample_run import rollout
 from trinity_buffer import open_store, run_strategy
-from trinity_buffer.web.metrics import metrics
+from trinity_buffer.web.app import metrics
 
 
 def _samples(text: str) -> dict[str, float]:

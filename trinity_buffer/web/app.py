@@ -1,10 +1,17 @@
-"""The inspector as a web application: pages about a store that is only read, and its metrics."""
+"""The inspector as a web application: pages about a store that is only read, and its metrics.
+
+`Guard` decides who may ask, and what every answer says to a browser. The metrics are in the text
+format of Prometheus (version 0.0.4).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +20,13 @@ from typing import Any
 import anyio
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -24,15 +37,201 @@ from trinity_buffer.errors import (
     UnknownExperimentError,
     UnknownNameError,
 )
+from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.events import event_lines
+from trinity_buffer.inspector.overviews import (
+    STEPS_OF_STALENESS,
+    Overview,
+    TrainerProgress,
+    overview,
+)
 from trinity_buffer.inspector.source import Source, as_of, as_of_position
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.web.guard import Guard
-from trinity_buffer.web.metrics import CONTENT_TYPE, metrics
+from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.recorder.guard import LOCAL
 from trinity_buffer.web.pages import PAGES
 from trinity_buffer.web.request import GREATEST, Asked, View, whole
 from trinity_buffer.web.templating import named, rendered, segment
+
+COOKIE = "trinity_buffer"
+HEADERS = {
+    b"content-security-policy": b"default-src 'self'; base-uri 'none'; form-action 'self'; "
+    b"frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"same-origin",
+    b"cache-control": b"no-store",
+}
+
+
+class Guard:
+    """The application ``app`` behind a token; without one, for names of this machine alone.
+
+    A name from elsewhere that leads to this machine would let a foreign page read the store.
+    """
+
+    def __init__(self, app: Any, token: str | None) -> None:
+        self._app = app
+        self._token = None if token is None else _bytes(token)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, or pass it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        # On every answer, those of Starlette's own errors and static files included.
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *HEADERS.items()]}
+            await send(message)
+
+        # As it was asked for: whatever a name of an experiment holds, it is one part of the path.
+        scope = {**scope, "path": scope["raw_path"].decode("latin-1")}
+        answer = self._answer(Request(scope)) or self._app
+        await answer(scope, receive, with_headers)
+
+    def _answer(self, request: Any) -> Response | None:
+        # PostgreSQL refuses NUL in a text, which would be an error page of the server.
+        if "%00" in request.url.path or "%00" in request.url.query:
+            return PlainTextResponse("no name holds a NUL", 400)
+        if self._token is None:
+            local = request.url.hostname in LOCAL
+            return None if local else PlainTextResponse("ask for 127.0.0.1, or give --token", 421)
+        asked = request.query_params.get("token")
+        # In constant time, so that the token cannot be guessed character by character.
+        if asked is not None and hmac.compare_digest(_bytes(asked), self._token):
+            return self._entry(request)
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        cookie = _bytes(request.cookies.get(COOKIE, ""))
+        known = hmac.compare_digest(cookie, _cookie_of(self._token).encode())
+        if asked is None and (hmac.compare_digest(bearer, self._token) or known):
+            return None
+        return PlainTextResponse(
+            "this inspector wants its token: /?token=TOKEN, or Authorization: Bearer TOKEN",
+            401,
+            {"www-authenticate": "Bearer"},
+        )
+
+    def _entry(self, request: Any) -> Response:
+        """Return the same address without the token, which a cookie stands for from now on."""
+        assert self._token is not None
+        answer = RedirectResponse(request.url.remove_query_params("token"), 303)
+        answer.set_cookie(COOKIE, _cookie_of(self._token), httponly=True, samesite="lax")
+        return answer
+
+
+def _cookie_of(token: bytes) -> str:
+    """Return what the cookie holds: it opens this inspector, without revealing the token."""
+    return hmac.new(token, b"trinity-buffer serve", hashlib.sha256).hexdigest()
+
+
+def _bytes(text: str) -> bytes:
+    """Return the bytes of a text, those too that the command line could not read."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+HELP = {
+    "store_bytes": "Size of the database on disk.",
+    "events_total": "Events of the log, by kind.",
+    "experiences_total": "Experiences that were recorded.",
+    "planned_rollouts_total": "Rollouts that were planned.",
+    "missing_rollouts": "Planned rollouts that are not stored yet.",
+    "policy_version": "The newest policy that was published.",
+    "annotated_experiences_total": "Experiences with annotations, by annotation set.",
+    "unseen_experiences": "Experiences that a strategy has not read yet.",
+    "waiting_experiences": "Experiences that wait for their group.",
+    "rejected_experiences_total": "Experiences that were left out, by whom and why.",
+    "refused_experiences_total": "Experiences that were refused at the door, by reason.",
+    "leased_step": "The last gradient step that a trainer was handed.",
+    "committed_step": "The last gradient step that a trainer committed.",
+    "ready_rows": "Rows that a trainer could be handed.",
+    "leased_rows": "Rows that were handed out and are not committed.",
+    "committed_rows": "Rows in committed steps; a rewind takes some back.",
+    "staleness_mean": "Mean policy versions between sampling and training, of the last "
+    f"{STEPS_OF_STALENESS} steps.",
+    "stuck": "Things that nobody moves: `trinity-buffer doctor` names them.",
+    "here": "Processes that are there, by role.",
+}
+"""Name -> what it counts; what ends in ``_total`` only grows."""
+
+
+_Sample = tuple[str, float, dict[str, str]]
+"""Name, value and labels."""
+
+
+async def metrics(store: Store) -> str:
+    """Return the numbers of all experiments, a line each."""
+    counted, examined = await overview(store), await examine(store)
+    samples = [*_of_store(counted)]
+    stuck = Counter(finding.experiment for finding in examined.stuck)
+    here = Counter((process.experiment, process.role) for process in examined.here)
+    for name in (experiment.name for experiment in counted.experiments):
+        samples.append(("stuck", stuck[name], {"experiment": name}))
+        samples += [
+            ("here", here[name, role], {"experiment": name, "role": role})
+            for role in sorted(role for of, role in here if of == name)
+        ]
+    lines = []
+    # Samples of one name must stand together, below its HELP and TYPE.
+    for name, text in HELP.items():
+        of_name = [sample for sample in samples if sample[0] == name]
+        if of_name:
+            full, kind = f"trinity_buffer_{name}", "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP {full} {text}\n", f"# TYPE {full} {kind}\n"]
+            lines += [f"{full}{_labels(labels)} {value}\n" for _, value, labels in of_name]
+    return "".join(lines)
+
+
+def _labels(labels: dict[str, str]) -> str:
+    # The three characters that the format escapes in the value of a label.
+    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    pairs = ",".join(f'{key}="{value.translate(escapes)}"' for key, value in labels.items())
+    return f"{{{pairs}}}" if pairs else ""
+
+
+def _of_store(counted: Overview) -> Iterator[_Sample]:
+    yield "store_bytes", counted.size_bytes, {}
+    for experiment in counted.experiments:
+        own = {"experiment": experiment.name}
+        for kind, count in experiment.events.items():
+            yield "events_total", count, own | {"kind": kind}
+        yield "experiences_total", experiment.experiences, own
+        yield "planned_rollouts_total", experiment.plans.planned, own
+        yield "missing_rollouts", experiment.plans.missing, own
+        if experiment.published is not None:
+            yield "policy_version", experiment.published, own
+        for reason, count in experiment.refused.items():
+            yield "refused_experiences_total", count, own | {"reason": reason}
+        for name, reasons in experiment.guests.items():
+            yield from _rejected(own, name, reasons)
+        for terms in experiment.strategies:
+            labels = own | {"set": terms.consumer}
+            yield "annotated_experiences_total", terms.annotated, labels
+            yield "unseen_experiences", terms.unseen, labels
+            yield "waiting_experiences", terms.waiting, labels
+            yield from _rejected(own, terms.consumer, terms.rejected)
+        for trainer in experiment.trainers:
+            yield from _of_trainer(own, trainer)
+
+
+def _of_trainer(own: dict[str, str], trainer: TrainerProgress) -> Iterator[_Sample]:
+    labels, terms = own | {"trainer": trainer.name}, trainer.counts
+    yield "leased_step", trainer.leased, labels
+    yield "committed_step", trainer.committed, labels
+    yield "ready_rows", terms.ready, labels
+    yield "leased_rows", terms.leased, labels
+    yield "committed_rows", terms.committed, labels
+    if trainer.staleness is not None:
+        yield "staleness_mean", trainer.staleness, labels
+    yield from _rejected(own, trainer.name, terms.rejected)
+
+
+def _rejected(own: dict[str, str], by: str, reasons: dict[str, int]) -> Iterator[_Sample]:
+    for reason, count in reasons.items():
+        yield "rejected_experiences_total", count, own | {"by": by, "reason": reason}
+
 
 STATIC = Path(__file__).parent / "static"
 STATUS: dict[type[TrinityBufferError], int] = {
