@@ -62,15 +62,15 @@ FAULTS = [
     Fault(
         "a commit is not told to those who wait in its process",
         "store/database.py",
-        "        self._changes.notify()\n",
+        "                self._changes.notify()\n",
         "",
         "tests/store/test_notify.py::test_a_commit_of_this_process_is_told_to_it_and_not_looked_for",
     ),
     Fault(
         "two sessions at once, without the write lock",
         "store/connection.py",
-        "        if not writes:\n",
-        "        if True:\n",
+        "async with self._write_lock if writes else nullcontext():",
+        "async with nullcontext():",
         "tests/contract/test_sessions.py::test_on_sqlite_a_second_session_begins_when_the_first_is_over",
     ),
     Fault(
@@ -97,8 +97,8 @@ FAULTS = [
     Fault(
         "who was prepared ahead hears of a busy store and is written all the same",
         "pipeline/write/group_commit.py",
-        "ahead, self._ahead = self._ahead, None",
-        "ahead = self._ahead",
+        "            self._ahead = []\n            self._waiting.clear()\n",
+        "            self._waiting.clear()\n",
         "tests/contract/test_overlapping.py::test_who_was_prepared_ahead_hears_that_the_store_is_busy_and_is_not_written",
     ),
     Fault(

@@ -87,12 +87,12 @@ class SyncTrainStream(StepStream):
         Raises:
             StoreUseError: the stream is closed, or this is a forked child.
         """
-        self._experiment.database.require_open()
+        self._experiment.database.owner.require_open()
         return self._portal.call(f, *args)
 
     @override
     def __next__(self) -> TrainStep:
-        self._experiment.database.require_same_process()
+        self._experiment.database.owner.require_same_process()
         step = self._stream.wait_for_step()
         if step is None:
             raise StopIteration

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -64,7 +64,10 @@ class Owner:
     def __init__(self, name: str) -> None:
         self._name = name
         self._pid = os.getpid()
-        self._loop = _running_loop(name)
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise StoreUseError(f"{name} {_NO_LOOP}") from error
         self._closed = False
 
     @property
@@ -106,20 +109,20 @@ class Owner:
         """
         if self._closed or os.getpid() != self._pid:
             self.require_open()
-        if _running_loop(self._name) is not self._loop:
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise StoreUseError(f"{self._name} {_NO_LOOP}") from error
+        if here is not self._loop:
             raise StoreUseError(
                 f"{self._name} was opened in another event loop: open it in each loop that uses it"
             )
 
 
-def _running_loop(name: str) -> asyncio.AbstractEventLoop:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError as error:
-        raise StoreUseError(
-            f"{name} needs an event loop of asyncio, and none runs here (trio is not supported): "
-            "use asyncio.run, or anyio.run with the backend asyncio"
-        ) from error
+_NO_LOOP = (
+    "needs an event loop of asyncio, and none runs here (trio is not supported): use asyncio.run, "
+    "or anyio.run with the backend asyncio"
+)
 
 
 _Identity = tuple[int, int] | None
@@ -191,33 +194,30 @@ POOLED = (
 )
 
 
-class foreign_errors:  # noqa: N801 - read as a statement: `with foreign_errors(name)`
+@contextmanager
+def foreign_errors(name: str) -> Iterator[None]:
     """Turn the database's errors into ours, the most specific first."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, (DBAPIError, dbapi2.Error)):
-            raise _translate(error, self.name) from error
-        if isinstance(error, OSError) and not isinstance(error, StoreError):
-            raise StoreUnavailableError(
-                f"{self.name}: cannot reach the database: {str(error) or 'it does not answer'}"
-            ) from error
-        if isinstance(error, OverflowError):
-            raise InvalidArgumentError(f"{self.name}: {_TOO_LARGE} ({error})") from error
-        if isinstance(error, UnicodeEncodeError):  # bytes of a command line that are not UTF-8
-            raise InvalidArgumentError(
-                f"{self.name}: {error.object!r:.80} is not valid UTF-8, and nothing in the store "
-                f"has that name ({error.reason})"
-            ) from error
-        if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes a damaged schema
-            raise StoreError(
-                f"{self.name} is damaged, its schema is not valid text ({error}): put a copy back"
-            ) from error
+    try:
+        yield
+    except StoreError:
+        raise
+    except (DBAPIError, dbapi2.Error) as error:
+        raise _translate(error, name) from error
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"{name}: cannot reach the database: {str(error) or 'it does not answer'}"
+        ) from error
+    except OverflowError as error:
+        raise InvalidArgumentError(f"{name}: {_TOO_LARGE} ({error})") from error
+    except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
+        raise InvalidArgumentError(
+            f"{name}: {error.object!r:.80} is not valid UTF-8, and nothing in the store has that "
+            f"name ({error.reason})"
+        ) from error
+    except UnicodeDecodeError as error:  # SQLite's message quotes a damaged schema
+        raise StoreError(
+            f"{name} is damaged, its schema is not valid text ({error}): put a copy back"
+        ) from error
 
 
 def _translate(error: Exception, name: str) -> Exception:
@@ -331,8 +331,8 @@ class SQLiteTransaction(Transaction):
         So room is made for what is long, and filled piece by piece: that takes less than half as
         long, and no memory beside SQLite's own pages.
         """
-        short = [row for row in rows if len(row[-1]) < FILLED_BYTES]
-        super().insert_blobs(table, short)
+        short = [(*row[:-1], bytes(row[-1])) for row in rows if len(row[-1]) < FILLED_BYTES]
+        self.insert_many(table, short)
         for *others, blob in (row for row in rows if len(row[-1]) >= FILLED_BYTES):
             sql, name = _insert_room(table)
             row = self._driver.execute(sql, (*others, len(blob))).lastrowid
@@ -517,10 +517,15 @@ class ConnectionPool:
 
         Once it has begun, a cancellation waits for its end.
         """
-        if not writes:
-            return await self._run_in_thread(work)
-        async with self._write_lock:
-            return await self._run_in_thread(work)
+        async with self._write_lock if writes else nullcontext():
+            with anyio.CancelScope(shield=True):
+                async with self._free:
+                    thread = self._idle.pop() if self._idle else await self._opened()
+                    try:
+                        done = await thread.run(work)
+                    finally:
+                        self._idle.append(thread)
+        return done
 
     @asynccontextmanager
     async def dedicated_connection(self) -> AsyncIterator[ConnectionPool]:
@@ -531,16 +536,6 @@ class ConnectionPool:
         finally:
             with anyio.CancelScope(shield=True):
                 await connection.close()
-
-    async def _run_in_thread(self, work: Callable[[SQLiteTransaction], T]) -> T:
-        with anyio.CancelScope(shield=True):
-            async with self._free:
-                thread = self._idle.pop() if self._idle else await self._opened()
-                try:
-                    done = await thread.run(work)
-                finally:
-                    self._idle.append(thread)
-        return done
 
     async def _opened(self) -> ConnectionThread:
         thread = ConnectionThread(self._connected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
@@ -54,6 +55,7 @@ class Database:
         path: the file of a SQLite store, whatever folder the process goes to later.
         version: of the database library or server.
         segments: where the blobs of its segments are kept.
+        owner: says who may use it.
     """
 
     def __init__(self, url: URL, *, read_only: bool, durability: Durability) -> None:
@@ -71,7 +73,7 @@ class Database:
         self._checkpointer = Checkpointer(self.path) if writes_file else None
         self._connections: ConnectionPool | Server
         self._changes: Changes
-        self._owner: Owner
+        self.owner: Owner
         self._any_revision = False
         self._still = False
         self._schema = -1
@@ -86,34 +88,10 @@ class Database:
         """News of commits.
 
         Raises:
-            StoreUseError: as `require_usable`.
-        """
-        self._owner.require()
-        return self._changes
-
-    def require_usable(self) -> None:
-        """Raise unless the database is open, and this is the event loop that opened it.
-
-        Raises:
             StoreUseError: it is closed, or this is another process or event loop.
         """
-        self._owner.require()
-
-    def require_open(self) -> None:
-        """Raise unless the database is open; any thread of the process may ask.
-
-        Raises:
-            StoreUseError: it is closed, or this is a forked child.
-        """
-        self._owner.require_open()
-
-    def require_same_process(self) -> None:
-        """Raise unless this process opened the database, closed or not.
-
-        Raises:
-            StoreUseError: this is a forked child.
-        """
-        self._owner.require_same_process()
+        self.owner.require()
+        return self._changes
 
     def require_writable(self) -> None:
         """Raise if the store is open read-only.
@@ -146,7 +124,6 @@ class Database:
         Raises:
             TakenKeyError: a unique key is taken.
         """
-        self.require_writable()
         return await self.session(lambda s: s.write(f, *args, **kwargs))
 
     async def try_to_write(
@@ -156,52 +133,49 @@ class Database:
 
         For the last write of a process that ends: it does not wait for a server that is away.
         """
-        self._owner.require()
+        self.owner.require()
         with suppress(StoreError):
-            self.require_writable()
-            await self._in_session(lambda s: s.write(f, *args, **kwargs), writes=True, once=True)
+            await self.session(lambda s: s.write(f, *args, **kwargs), once=True)
 
-    async def session(self, work: Callable[[Session], T]) -> T:
+    async def read_session(self, work: Callable[[ReadSession], T]) -> T:
+        """Return ``work(session)`` of a `session` that does not write, and blocks no writer."""
+        return await self.session(work, writes=False)
+
+    async def session(
+        self, work: Callable[[Session], T], *, writes: bool = True, once: bool = False
+    ) -> T:
         """Return ``work(session)``: short transactions, and what is computed between them.
 
         It runs as a whole in the thread of a connection: going there and back once costs less than
         doing so for each transaction. On SQLite no other task of this process writes as long as it
         runs.
+
+        Args:
+            work: is run once.
+            writes: whether it may write.
+            once: where a server is away, do not try again.
         """
-        return await self._in_session(work, writes=True)
-
-    async def read_session(self, work: Callable[[ReadSession], T]) -> T:
-        """Return ``work(session)`` of a `session` that does not write, and blocks no writer."""
-        return await self._in_session(work, writes=False)
-
-    async def _in_session(
-        self, work: Callable[[Session], T], *, writes: bool, once: bool = False
-    ) -> T:
-        self._owner.require()
-        session = _Session(self, once=once)
+        self.owner.require()
+        session = _Session(self, once)
         try:
             return await self._connections.run_in_thread(partial(session.run, work), writes=writes)
         finally:
-            if session.wrote:
-                self._noticed()
+            if session.wrote:  # tasks of this process that wait for a commit
+                self._changes.notify()
+                if self._checkpointer is not None:
+                    self._checkpointer.notify()
 
     @asynccontextmanager
     async def dedicated_connection(self) -> AsyncIterator[DedicatedConnection]:
         """Open one more connection, for tables and views that are temporary."""
-        self._owner.require()
+        self.owner.require()
         async with self._connections.dedicated_connection() as connections:
             yield DedicatedConnection(self, connections)
 
     async def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(...)``, computed in a thread."""
-        self._owner.require()
+        self.owner.require()
         return await anyio.to_thread.run_sync(partial(f, *args, **kwargs), limiter=self._computing)
-
-    def _noticed(self) -> None:
-        """Wake tasks of this process that wait for a commit."""
-        self._changes.notify()
-        if self._checkpointer is not None:
-            self._checkpointer.notify()
 
     def _require_schema(self, tx: Transaction) -> None:
         """Raise unless the schema is the one of this version: another process may migrate it."""
@@ -221,14 +195,14 @@ class Database:
             create: False where a store that is not there is an error.
             any_revision: take the schema as it is and create nothing; for migrations.
         """
-        self._owner = Owner(self.name)
+        self.owner = Owner(self.name)
         self._any_revision = any_revision
         if self.dialect == "sqlite":
             prepare = not self.read_only and not any_revision
             await self._open_file(stack, prepare=prepare, create=create)
         else:
             await self._open_server(stack)
-        stack.callback(self._owner.close)
+        stack.callback(self.owner.close)
         if not any_revision and not await self.read(schema.inspect, self.name):
             if self.read_only or not create:
                 raise nothing_in(self.name, read_only=self.read_only)
@@ -252,7 +226,7 @@ class Database:
         )
         stack.push_async_callback(self._close)
         with foreign_errors(self.name):
-            self._changes = SQLiteChanges(self.path, self._owner, files, still=self._still)
+            self._changes = SQLiteChanges(self.path, self.owner, files, still=self._still)
         stack.push_async_callback(self._changes.close)
         await self.read(_first_look)
         stack.enter_context(here.keep_log())
@@ -263,13 +237,13 @@ class Database:
         is_timed = not self._any_revision  # a migration takes as long as it takes
         self._connections = server = Server(url, self.name, self._outage, is_timed=is_timed)
         stack.push_async_callback(self._close)
-        self._changes = PostgresChanges(url, self.name, self._owner, self._outage)
+        self._changes = PostgresChanges(url, self.name, self.owner, self._outage)
         stack.push_async_callback(self._changes.close)
         with foreign_errors(self.name):
             self.version = await server.require_suitable()
 
     async def _close(self) -> None:
-        if self._owner.forked:  # the threads are the parent's, and the files are its to close
+        if self.owner.forked:  # the threads are the parent's, and the files are its to close
             return
         self._outage.closed.set()
         with anyio.CancelScope(shield=True):
@@ -314,7 +288,7 @@ class DedicatedConnection:
     async def _run(
         self, f: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, writes: bool
     ) -> T:
-        self._database.require_usable()
+        self._database.owner.require()
         with foreign_errors(self._database.name):
             return await self._connections.run_in_thread(
                 lambda connection: connection.run(f, args, kwargs, writes=writes), writes=writes
@@ -326,33 +300,33 @@ def _first_look(tx: Transaction) -> None:
     tx.fetch_all("SELECT count(*) FROM sqlite_master", ())
 
 
+@dataclass(slots=True)
 class _Session:
     """A session in the thread of a connection, where everything is a plain call."""
 
-    def __init__(self, database: Database, *, once: bool) -> None:
-        self._database = database
-        self._once = once
-        self._connection: SQLiteTransaction | PostgresConnection
-        self.wrote = False
+    database: Database
+    once: bool
+    wrote: bool = False
+    connection: SQLiteTransaction | PostgresConnection = field(init=False)
 
     def run(
         self, work: Callable[[Session], T], connection: SQLiteTransaction | PostgresConnection
     ) -> T:
-        self._connection = connection
+        self.connection = connection
         return work(self)
 
     def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        with foreign_errors(self._database.name):
-            return self._connection.run(f, args, kwargs, writes=False)
+        with foreign_errors(self.database.name):
+            return self.connection.run(f, args, kwargs, writes=False)
 
     def write(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        self._database.require_writable()
-        with foreign_errors(self._database.name):
-            done = self._connection.run(f, args, kwargs, writes=True, once=self._once)
+        self.database.require_writable()
+        with foreign_errors(self.database.name):
+            done = self.connection.run(f, args, kwargs, writes=True, once=self.once)
         self.wrote = True
         return done
 
@@ -360,7 +334,7 @@ class _Session:
         return f(*args, **kwargs)
 
     def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-        return self._database.segments.get(self, keys, families)
+        return self.database.segments.get(self, keys, families)
 
 
 @asynccontextmanager

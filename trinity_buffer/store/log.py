@@ -101,9 +101,10 @@ def append_of_actors(
     """
     for actor in {actor for actor, _ in events}:
         require_name("an actor's name", actor)
-    # Under the lock, so that no other event comes between the end that is read and ours.
-    lock_experiment(tx, experiment_id)
-    last = last or end(tx, experiment_id)
+    if last is None:
+        # Under the lock, so that no other event comes between the end that is read and ours.
+        lock_experiment(tx, experiment_id)
+        last = end(tx, experiment_id)
     places, facts, rows = [], [], []
     for actor, new in events:
         event_says = (last.position + 1, new.kind, actor, now_us, new.encoded)
@@ -111,12 +112,11 @@ def append_of_actors(
         places.append(last)
         rows.append((experiment_id, *event_says, last.head))
         facts.append(PlacedFact(last.position, actor, new.fact))
-    # Where a server does not answer a commit, `PostgresConnection.run` looks for this place before
-    # it writes again.
+    # Announced at the commit. Where a server does not answer that, `PostgresConnection.run` looks
+    # for this place before it writes again.
     tx.appended[experiment_id] = last
     tx.insert_many(event, rows)
     fold.fold_all(tx, experiment_id, facts)
-    tx.announce()
     return places
 
 

@@ -376,7 +376,7 @@ class PostgresTransaction(Transaction):
             return
         if self.asked_at is None and len(self._later) == 1 and not self._announces:
             return  # it has not even begun
-        if self._announces:
+        if self._announces or self.appended:
             self._later.append((f"NOTIFY {CHANNEL}", ()))
         self._later.append(("COMMIT", ()))
         self.in_doubt = True

@@ -227,23 +227,21 @@ class Statement:
 
     def fetch_all(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
         """Execute it, and return all rows."""
-        return tx.fetch_all(*self._bound(tx, values))
+        if tx.dialect.name == "sqlite":  # which binds by name, and passes over the others
+            return tx.fetch_all(self._sqlite, values)
+        return tx.fetch_all(self._postgresql, [values[name] for name in self._names])
 
     def execute_later(self, tx: Transaction, **values: object) -> None:
         """Execute it, as `Transaction.execute_later` does."""
-        tx.execute_later(*self._bound(tx, values))
+        if tx.dialect.name == "sqlite":
+            tx.execute_later(self._sqlite, values)
+        else:
+            tx.execute_later(self._postgresql, [values[name] for name in self._names])
 
     def value(self, tx: Transaction, **values: object) -> Any:
         """Execute it, and return the first column of its first row; None without rows."""
         rows = self.fetch_all(tx, **values)
         return rows[0][0] if rows else None
-
-    def _bound(self, tx: Transaction, values: Mapping[str, object]) -> tuple[str, Values]:
-        if (
-            tx.dialect.name == "sqlite"
-        ):  # which binds by name, and passes over what it has no use for
-            return self._sqlite, values
-        return self._postgresql, [values[name] for name in self._names]
 
 
 _PLACE = re.compile(r"(?<!:):(\w+)")

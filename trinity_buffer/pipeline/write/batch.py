@@ -50,7 +50,6 @@ class PreparedWrite:
         segments: what the store returned for the blobs.
         open_batches: batches of experiences that are not refused already; if one of them is sealed,
             the write fails.
-        place: of the last event, once it is recorded.
     """
 
     calls: Sequence[WriteCall]
@@ -58,7 +57,6 @@ class PreparedWrite:
     events: Sequence[NewEvent]
     segments: Sequence[SegmentRow]
     open_batches: frozenset[str]
-    place: Place = _NOWHERE
 
 
 @dataclass(eq=False)

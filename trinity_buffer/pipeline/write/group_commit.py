@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from itertools import groupby
+from functools import partial
+from itertools import accumulate, chain, groupby
 from typing import TYPE_CHECKING
 
 import anyio
@@ -30,75 +31,20 @@ _OF_THE_STORE = (StoreBusyError, StoreUnavailableError)
 """Errors of the store, not of a single call."""
 
 
-class _Group:
-    """Calls that share a transaction."""
-
-    def __init__(self, calls: Sequence[WriteCall], commits: GroupCommit) -> None:
-        self.calls = calls
-        self.rows = sum(call.rows for call in calls)
-        self.writes: list[PreparedWrite] = []
-        self.preparing: asyncio.Task[None] | None = None
-        self._is_prepared = False
-        self._commits = commits
-
-    def prepare(self) -> None:
-        """Encode the calls, those of one writer together. Computes: call it off the event loop."""
-        self._is_prepared = True
-        together: dict[object, list[WriteCall]] = {}
-        for call in self.calls:
-            partners = together.setdefault(call.writer or call, [])
-            if sum(other.rows for other in partners) + call.rows > sizes().rows_per_event:
-                self._prepare(partners)
-                partners.clear()
-            partners.append(call)
-        for partners in together.values():
-            self._prepare(partners)
-
-    def _prepare(self, calls: list[WriteCall]) -> None:
-        if calls:
-            self.writes += calls[0].prepare(calls[1:])
-
-    def commit(self, s: Session) -> None:
-        """Commit all calls in one transaction, prepared now at the latest.
-
-        Raises:
-            TakenKeyError: a row is stored already, which the unique index of `experience` tells, or
-                a batch is sealed; nothing was written.
-        """
-        if not self._is_prepared:
-            s.compute(self.prepare)
-        s.write(self._append)
-        # That has committed, so a receipt may name the place.
-        for write in self.writes:
-            for call in write.calls:
-                call.place = write.place
-
-    def _append(self, tx: Transaction) -> None:
-        rows = [row for write in self.writes for row in write.segments]
-        self._commits.database.segments.attach(tx, rows)
-        # Locks are always taken in one order.
-        self.writes.sort(key=lambda write: write.calls[0].experiment)
-        for experiment, same in groupby(self.writes, key=lambda write: write.calls[0].experiment):
-            writes = list(same)
-            lock_experiment(tx, experiment)
-            open_batches = sorted(set[str]().union(*(write.open_batches for write in writes)))
-            last = log.end_if_open(tx, experiment, open_batches)
-            if last is None:
-                raise _BatchSealedError
-            events = [(write.calls[0].actor, event) for write in writes for event in write.events]
-            places = iter(log.append_of_actors(tx, experiment, events, now_us=now_us(), last=last))
-            for write in writes:
-                write.place = max(next(places) for _ in write.events)
-        reached("inside-append")
-        # Heartbeats that are due go along, which saves them a transaction of their own.
-        for writer in sorted(
-            {(write.calls[0].experiment, write.calls[0].actor) for write in self.writes}
-        ):
-            self._commits.presence_of(*writer).note(tx)
-
-
 class _BatchSealedError(TakenKeyError):
     """Rolls the transaction back; its calls are then committed one by one."""
+
+
+def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
+    """Encode ``calls``, those of one writer together. Computes: call it off the event loop."""
+    together: dict[object, list[list[WriteCall]]] = {}
+    for call in calls:
+        events = together.setdefault(call.writer or call, [[]])
+        if sum(other.rows for other in events[-1]) + call.rows > sizes().rows_per_event:
+            events.append([])
+        events[-1].append(call)
+    groups = chain.from_iterable(together.values())
+    return [write for group in groups if group for write in group[0].prepare(group[1:])]
 
 
 class GroupCommit:
@@ -115,7 +61,8 @@ class GroupCommit:
         self._presences: dict[tuple[int, str], Presence] = {}
         self._committer: asyncio.Task[None] | None = None
         self._commits = False  # whether a transaction is under way
-        self._ahead: _Group | None = None  # the next group, prepared during a commit
+        self._ahead: list[WriteCall] = []  # the next group, prepared during a commit
+        self._preparing: asyncio.Task[list[PreparedWrite]] | None = None  # it does that
 
     def presence_of(self, experiment: int, actor: str) -> Presence:
         """Return the presence of an explorer, shared by all its writers; writes renew it."""
@@ -130,7 +77,7 @@ class GroupCommit:
 
         A call that is cancelled while it is queued is not written; later, it may or may not be.
         """
-        self.database.require_usable()  # the committer is a task of that event loop
+        self.database.owner.require()  # the committer is a task of that event loop
         self._waiting.append(call)
         if self._committer is None:
             self._committer = asyncio.create_task(self._commit_waiting())
@@ -151,23 +98,23 @@ class GroupCommit:
                 await asyncio.wait([self._committer])
 
     async def _commit_waiting(self) -> None:
-        group: _Group | None = None
+        calls: list[WriteCall] = []
         try:
-            while self._ahead is not None or self._waiting:
-                group, self._ahead = self._ahead or self._group(), None
-                await self._commit(group)
-                for call in group.calls:
+            while self._ahead or self._waiting:
+                calls, self._ahead = self._ahead or self._group(), []
+                preparing, self._preparing = self._preparing, None
+                await self._commit(calls, preparing)
+                for call in calls:
                     call.answered.set()
         finally:
             self._committer = None
             # None is left, unless the event loop is ending.
-            groups = [cut.calls for cut in (group, self._ahead) if cut is not None]
-            for call in [call for calls in (*groups, self._waiting) for call in calls]:
+            for call in (*calls, *self._ahead, *self._waiting):
                 if not call.answered.is_set():
                     call.error = StoreError(f"{self.database.name} was closed during a write")
                     call.answered.set()
 
-    def _group(self) -> _Group:
+    def _group(self) -> list[WriteCall]:
         """Take queued calls: half of their rows, if that fills two commits, at least one call."""
         rows = sum(call.rows for call in self._waiting)
         if rows >= 2 * sizes().rows_prepared_ahead and not self._commits:
@@ -177,36 +124,81 @@ class GroupCommit:
         while self._waiting and taken < most:
             calls.append(self._waiting.pop(0))
             taken += calls[-1].rows
-        return _Group(calls, self)
+        return calls
 
     def _prepare_ahead(self) -> None:
         """Start preparing queued calls during the current commit."""
         rows = sum(call.rows for call in self._waiting)
-        if self._commits and self._ahead is None and rows >= sizes().rows_prepared_ahead:
-            self._ahead = group = self._group()
-            group.preparing = asyncio.create_task(self.database.compute(group.prepare))
+        if self._commits and not self._ahead and rows >= sizes().rows_prepared_ahead:
+            self._ahead = self._group()
+            self._preparing = asyncio.create_task(self.database.compute(_prepared, self._ahead))
 
-    async def _commit(self, group: _Group) -> None:
+    async def _commit(
+        self, calls: Sequence[WriteCall], preparing: asyncio.Task[list[PreparedWrite]] | None
+    ) -> None:
+        writes: list[PreparedWrite] | None = None
         try:
-            if group.preparing is not None:
-                await group.preparing
-            elif group.rows > sizes().rows_per_trip:
-                await self.database.compute(group.prepare)
+            if preparing is not None:
+                writes = await preparing
+            elif sum(call.rows for call in calls) > sizes().rows_per_trip:
+                writes = await self.database.compute(_prepared, calls)
             self._commits = True
             self._prepare_ahead()
-            await self.database.session(group.commit)
+            await self.database.session(partial(self._write, calls, writes))
         except _OF_THE_STORE as error:  # queued calls have waited through the same timeout
-            ahead, self._ahead = self._ahead, None
-            if ahead is not None and ahead.preparing is not None:
-                await asyncio.wait([ahead.preparing])  # its result does not matter
-            refused = [*group.calls, *(ahead.calls if ahead is not None else ()), *self._waiting]
+            refused = [*calls, *self._ahead, *self._waiting]
+            self._ahead = []
             self._waiting.clear()
+            preparing, self._preparing = self._preparing, None
+            if preparing is not None:
+                await asyncio.wait([preparing])  # its result does not matter
             _refuse(refused, error)
         except Exception:  # noqa: BLE001 - raised to its own caller below
             # Some row is stored already or cannot be stored: find it, call by call.
-            await self._commit_singly([call for call in group.calls if call.error is None])
+            await self._commit_singly([call for call in calls if call.error is None])
         finally:
             self._commits = False
+
+    def _write(
+        self, calls: Sequence[WriteCall], writes: list[PreparedWrite] | None, s: Session
+    ) -> None:
+        """Commit all calls in one transaction, prepared now at the latest.
+
+        Raises:
+            TakenKeyError: a row is stored already, which the unique index of `experience` tells, or
+                a batch is sealed; nothing was written.
+        """
+        if writes is None:
+            writes = s.compute(_prepared, calls)
+        places = s.write(self._append, writes)
+        # That has committed, so a receipt may name the place.
+        for write, place in zip(writes, places, strict=True):
+            for call in write.calls:
+                call.place = place
+
+    def _append(self, tx: Transaction, writes: list[PreparedWrite]) -> list[Place]:
+        """Record ``writes``, in order of their experiments; return the place of each."""
+        self.database.segments.attach(tx, [row for write in writes for row in write.segments])
+        # Locks are always taken in one order.
+        writes.sort(key=lambda write: write.calls[0].experiment)
+        ends: list[Place] = []
+        for experiment, same in groupby(writes, key=lambda write: write.calls[0].experiment):
+            mine = list(same)
+            lock_experiment(tx, experiment)
+            open_batches = sorted(set[str]().union(*(write.open_batches for write in mine)))
+            last = log.end_if_open(tx, experiment, open_batches)
+            if last is None:
+                raise _BatchSealedError
+            events = [(write.calls[0].actor, event) for write in mine for event in write.events]
+            places = log.append_of_actors(tx, experiment, events, now_us=now_us(), last=last)
+            ends += [places[end - 1] for end in accumulate(len(write.events) for write in mine)]
+        reached("inside-append")
+        # Heartbeats that are due go along, which saves them a transaction of their own.
+        for writer in sorted(
+            {(write.calls[0].experiment, write.calls[0].actor) for write in writes}
+        ):
+            self.presence_of(*writer).note(tx)
+        return ends
 
     async def _commit_singly(self, calls: Sequence[WriteCall]) -> None:
         for number, call in enumerate(calls):
@@ -222,18 +214,17 @@ class GroupCommit:
         taken: TakenKeyError | None = None
         # Each conflict removes rows or marks batches as late, so this ends.
         while call.rows:
-            group = _Group([call], self)
-            await self.database.compute(group.prepare)
+            writes = await self.database.compute(_prepared, [call])
             if call.error is not None:
                 return
-            known, sealed, end = await self.database.read(_conflicts, group.writes[0])
+            known, sealed, end = await self.database.read(_conflicts, writes[0])
             if known or sealed:
                 call.learn(known, sealed, end)
                 continue
             if taken is not None:
                 raise StoreError(f"a key is taken: {taken}") from taken
             try:
-                await self.database.session(group.commit)
+                await self.database.session(partial(self._write, [call], writes))
             except TakenKeyError as error:  # another process wrote it meanwhile: check again
                 taken = error
             else:
