@@ -95,25 +95,11 @@ class ObjectPacker:
         """
         return self.pack_all([value], place)[0] or self._pack(None)
 
-    def pack_all(self, values: Sequence[object], place: str) -> list[bytes]:
-        """Return each of ``values`` as `pack` does, and nothing (``b""``) for None."""
-        return self._pack_all(values, place, _plainness(values))
-
-    def pack_twice(self, values: Sequence[object], place: str) -> tuple[list[bytes], list[bytes]]:
-        """Return what `pack_all` returns, and what it returns of a canonical packer.
-
-        Values in canonical order are packed once; most are.
-        """
-        plainness = _plainness(values)
-        pieces = self._pack_all(values, place, plainness)
-        if plainness == (True, True):
-            return pieces, pieces
-        return pieces, ObjectPacker(self._from_tensor, canonical=True).pack_all(values, place)
-
-    def _pack_all(
-        self, values: Sequence[object], place: str, plainness: tuple[bool, bool]
+    def pack_all(
+        self, values: Sequence[object], place: str, plainness: tuple[bool, bool] | None = None
     ) -> list[bytes]:
-        is_plain, in_order = plainness
+        """Return each of ``values`` as `pack` does, and nothing (``b""``) for None."""
+        is_plain, in_order = plainness or _plainness(values)
         if is_plain and (in_order or not self._canonical):
             try:
                 return [b"" if value is None else self._pack(value) for value in values]
@@ -123,6 +109,17 @@ class ObjectPacker:
             b"" if value is None else self._pack(self._plain(value, place, MAX_DEPTH))
             for value in values
         ]
+
+    def pack_twice(self, values: Sequence[object], place: str) -> tuple[list[bytes], list[bytes]]:
+        """Return what `pack_all` returns, and what it returns of a canonical packer.
+
+        Values in canonical order are packed once; most are.
+        """
+        plainness = _plainness(values)
+        pieces = self.pack_all(values, place, plainness)
+        if plainness == (True, True):
+            return pieces, pieces
+        return pieces, ObjectPacker(self._from_tensor, canonical=True).pack_all(values, place)
 
     def _plain(self, value: object, place: Place, depth: int) -> object:
         """Return ``value`` in the types that msgpack knows, extensions included."""

@@ -127,20 +127,18 @@ class RecordBatch:
         return tuple(zip(*map(_address, self.values["eid"]), strict=True)) or ((),) * 5
 
     @cached_property
-    def versions(self) -> list[Any]:
-        """The policy version in each ``info``, unchecked."""
-        return [info.get("model_version") for info in self.values["info"]]
+    def infos(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """What ``info`` says of each row, unchecked: policy version, finish reason, segments.
 
-    @cached_property
-    def reasons(self) -> list[Any]:
-        """Why each generation ended: from ``info``, else ``truncate_status``."""
-        pairs = zip(self.values["info"], self.values["truncate_status"], strict=True)
-        return [info.get("finish_reason") or status for info, status in pairs]
-
-    @cached_property
-    def segments(self) -> list[Any]:
-        """The sampling segments in each ``info``, see `trinity_buffer.sampling`."""
-        return [info.get(SEGMENTS) for info in self.values["info"]]
+        The reason is ``truncate_status`` where ``info`` has none; segments are those of
+        `trinity_buffer.sampling`.
+        """
+        infos, ends = self.values["info"], self.values["truncate_status"]
+        return (
+            [info.get("model_version") for info in infos],
+            [info.get("finish_reason") or end for info, end in zip(infos, ends, strict=True)],
+            [info.get(SEGMENTS) for info in infos],
+        )
 
     @cached_property
     def columns(self) -> dict[str, list[Column]]:
@@ -198,6 +196,7 @@ class RecordBatch:
                 contents.add_column(column)
             if columns or packed:
                 self.families[family] = segment_blob(columns, len(self.experiences), packed)
+        versions, reasons, segments = self.infos
         lengths, responses = self.sizes("tokens"), self.sizes("action_mask")
         if None in lengths:
             lengths = [experience.length for experience in self.experiences]
@@ -206,18 +205,18 @@ class RecordBatch:
         metadata: Iterable[Iterable[Any]] = (
             *self.addresses,
             values["reward"],
-            [None if version is None else int(version) for version in self.versions],
+            [None if version is None else int(version) for version in versions],
             values["prompt_length"],
             lengths,
             responses,
             self._trained_tokens(),
             values["experience_type"],
-            [None if reason is None else str(reason) for reason in self.reasons],
+            [None if reason is None else str(reason) for reason in reasons],
             contents.digests(),
         )
         self.meta = dict(zip(META, map(list, metadata), strict=True))
         # Most rows have no sampling segments, and their events no such column.
-        if any(self.segments):
+        if any(segments):
             rows = zip(values["info"], values["prompt_length"], self.meta["length"], strict=True)
             spans = ((slot, sampled(*row)) for slot, row in enumerate(rows))
             self.sampling = {slot: [*map(list, of)] for slot, of in spans if of} or None

@@ -96,7 +96,9 @@ def bytes_of(tensors: Sequence[Tensor]) -> Bytes:
     flat = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0].detach().clone()
     if not flat.numel():  # it may have a stride of 0, which torch cannot view
         return np.empty(0, np.uint8)
-    joined: Bytes = _raw(flat).cpu().numpy()
+    if dtype == torch.bfloat16:  # which NumPy does not have
+        flat = flat.detach().view(torch.int16)
+    joined: Bytes = flat.numpy(force=True).view(np.uint8)
     # Booleans viewed from other bytes may hold any value, and torch treats all but 0 as true.
     if dtype == torch.bool and joined.max(initial=0) > 1:
         return np.minimum(joined, np.uint8(1))

@@ -39,11 +39,6 @@ class NewEvent:
     fact: Fact
     encoded: bytes
 
-    @property
-    def kind(self) -> str:
-        """In past tense, such as ``ExperiencesRecorded``."""
-        return kind_of(self.fact)
-
 
 class Place(NamedTuple):
     """Where a log ends: the position of its last event, and the head that proves all up to it."""
@@ -107,7 +102,7 @@ def append_of_actors(
         last = end(tx, experiment_id)
     places, facts, rows = [], [], []
     for actor, new in events:
-        event_says = (last.position + 1, new.kind, actor, now_us, new.encoded)
+        event_says = (last.position + 1, kind_of(new.fact), actor, now_us, new.encoded)
         last = Place(event_says[0], head_of(last.head, *event_says))
         places.append(last)
         rows.append((experiment_id, *event_says, last.head))

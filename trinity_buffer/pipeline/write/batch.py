@@ -25,7 +25,6 @@ from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.write.checks import (
     ADDRESS,
     STORABLE,
-    first_above_zero,
     passes,
     require,
     validate,
@@ -114,7 +113,7 @@ class WriteCall:
         calls = [self, *others]
         if self.pending is None:
             rows = [experience for call in calls for experience in call.experiences]
-            batches = list(map(RecordBatch, _events_of(rows)))
+            batches = _batches_of(rows)
             if all(passes(batch, self.schema) for batch in batches) and _are_distinct(batches):
                 for call in calls:
                     call.pending = call.experiences
@@ -125,41 +124,38 @@ class WriteCall:
             if self.pending is None:
                 self._check()
                 self.pending = _distinct(self.experiences)
-            return [self._encoded(list(map(RecordBatch, _events_of(self.pending))), [self])]
+            return [self._encoded(_batches_of(self.pending), [self])]
         except Exception as error:  # noqa: BLE001 - raised to its own caller
             self.error = error
             return []
 
     def _encoded(self, batches: Sequence[RecordBatch], calls: Sequence[WriteCall]) -> PreparedWrite:
-        events, segments = [], list[SegmentRow]()
+        events, segments, names = [], list[SegmentRow](), set[str]()
         for batch in batches:
             batch.encode()
+            names.update(map(str, batch.meta["batch"]))
+            refused: dict[int, str] = {}
+            # Refused rows are recorded too, so that a group is not waited for in vain.
+            if self._late or self._invalid:
+                reasons = enumerate(map(self._refusal, batch.experiences))
+                refused = {slot: reason for slot, reason in reasons if reason is not None}
             key = new_key()
-            events.append(self._event(batch, key))
+            fact = ExperiencesRecorded(
+                segment=key,
+                families={family: len(blob) for family, blob in batch.families.items()},
+                columns=ExperienceColumns(**batch.meta),
+                refused=refused,
+                scorable=is_scorable(batch.columns) or None,
+                sampling=batch.sampling,
+            )
+            events.append(new_event(fact))
             segments += self.store.put(key, batch.families)
         # Rows keep the order of the calls, so each call takes its digests from the front.
         digests = chain.from_iterable(batch.meta["digest"] for batch in batches)
         for call in calls:
             call.batches = batches
             call.digests = list(islice(digests, call.rows))
-        names = {name for batch in batches for name in map(str, batch.meta["batch"])}
         return PreparedWrite(calls, batches, events, segments, frozenset(names) - self._late)
-
-    def _event(self, batch: RecordBatch, key: bytes) -> NewEvent:
-        refused: dict[int, str] = {}
-        # Refused rows are recorded too, so that a group is not waited for in vain.
-        if self._late or self._invalid:
-            reasons = enumerate(map(self._refusal, batch.experiences))
-            refused = {slot: reason for slot, reason in reasons if reason is not None}
-        fact = ExperiencesRecorded(
-            segment=key,
-            families={family: len(blob) for family, blob in batch.families.items()},
-            columns=ExperienceColumns(**batch.meta),
-            refused=refused,
-            scorable=is_scorable(batch.columns) or None,
-            sampling=batch.sampling,
-        )
-        return new_event(fact)
 
     def _refusal(self, experience: Experience) -> str | None:
         is_late = str(experience.eid.batch) in self._late
@@ -196,21 +192,6 @@ class WriteCall:
         self._known |= {_as_stored(eid): digest for eid, (_, digest) in known.items()}
         # Nothing is written yet: if no row remains, the receipt has no position.
         self.place = end._replace(position=0)
-
-    def suspicious_values(self) -> str | None:
-        """Return a warning about values that are valid but probably wrong, or None.
-
-        Covers all rows of the event, so that one check serves every call that shares it.
-        """
-        for batch in self.batches:
-            for column in batch.columns.get("logprobs", ()):
-                highest = first_above_zero(column)
-                if highest is not None:
-                    return (
-                        f"experience {batch.experiences[highest[0]].eid.uid}: logprobs up to "
-                        f"{highest[1]:.3g}: natural logarithms of probabilities are at most 0"
-                    )
-        return None
 
     def receipt(self) -> WriteReceipt:
         """Return the caller's receipt."""
@@ -250,10 +231,10 @@ def listed(experiences: object) -> list[Experience]:
     return rows
 
 
-def _events_of(experiences: Sequence[Experience]) -> list[Sequence[Experience]]:
-    """Split ``experiences`` into one slice per event."""
-    size = sizes().rows_per_event
-    return [experiences[start : start + size] for start in range(0, len(experiences), size)]
+def _batches_of(experiences: Sequence[Experience]) -> list[RecordBatch]:
+    """Return ``experiences`` as one batch per event."""
+    size, number = sizes().rows_per_event, len(experiences)
+    return [RecordBatch(experiences[start : start + size]) for start in range(0, number, size)]
 
 
 def _are_distinct(batches: Sequence[RecordBatch]) -> bool:

@@ -178,17 +178,18 @@ def _scalars(batch: RecordBatch, _schema: str) -> Problem | None:
 
 
 def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
-    for version in batch.versions:
+    versions, reasons, segments = batch.infos
+    for version in versions:
         if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
             field = "info['model_version']"
             return field, f"{field} is {version!r:.40}, it must be an int"
     sizes = zip(batch.values["prompt_length"], batch.sizes("tokens"), strict=True)
-    is_absent = set(map(type, batch.segments)) == _NONE
-    for segments, (prompt, size) in () if is_absent else zip(batch.segments, sizes, strict=True):
-        problem = None if segments is None else problem_of_segments(segments, prompt, size)
+    is_absent = set(map(type, segments)) == _NONE
+    for spans, (prompt, size) in () if is_absent else zip(segments, sizes, strict=True):
+        problem = None if spans is None else problem_of_segments(spans, prompt, size)
         if problem is not None:
             return f"info[{SEGMENTS!r}]", f"info[{SEGMENTS!r}] {problem}"
-    for reason in batch.reasons:
+    for reason in reasons:
         problem = None if not reason else problem_of_text(reason)
         if problem is not None:
             return "info['finish_reason']", f"info['finish_reason'] {problem}"
@@ -372,17 +373,23 @@ def require(experience: Experience, rules: Sequence[Rule], schema: str = "") -> 
         raise error
 
 
-def first_above_zero(column: Column) -> tuple[int, float] | None:
-    """Return the first row with a log-probability well above 0, and the largest of all, or None.
+def suspicious_values(batches: Sequence[RecordBatch]) -> str | None:
+    """Return a warning about values that are valid but probably wrong, or None.
 
     Quarantined rows may hold NaN, which does not count as above 0.
     """
-    if not column.dtype.startswith(("float", "bfloat")):
-        return None
-    numbers = _as_numpy(column)
-    above = np.flatnonzero(numbers > ROUNDING)
-    if not len(above):
-        return None
-    index = int(np.searchsorted(column.offsets, above[0], side="right")) - 1
-    row = index if column.rows is None else int(column.rows[index])
-    return row, float(numbers[above].max())
+    for batch in batches:
+        for column in batch.columns.get("logprobs", ()):
+            if column.dtype not in FLOATS:
+                continue
+            numbers = _as_numpy(column)
+            above = np.flatnonzero(numbers > ROUNDING)
+            if not len(above):
+                continue
+            index = int(np.searchsorted(column.offsets, above[0], side="right")) - 1
+            row = index if column.rows is None else int(column.rows[index])
+            return (
+                f"experience {batch.experiences[row].eid.uid}: logprobs up to "
+                f"{numbers[above].max():.3g}: natural logarithms of probabilities are at most 0"
+            )
+    return None

@@ -24,6 +24,7 @@ from trinity_buffer.pipeline.coordination.presence import (
 from trinity_buffer.pipeline.coordination.waiting import one_line, wait_report_s
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall, listed
+from trinity_buffer.pipeline.write.checks import suspicious_values
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import heartbeats, writer_queries
 from trinity_buffer.store.database import Database
@@ -91,20 +92,17 @@ class SQLWriter(BufferWriter):
             await self._group_commit.submit(call)
             if call.place.position:  # else nothing was new
                 reached("after-append")
-        self._warn_of_suspicious_values(call)
+        if self._calls_to_check:
+            self._calls_to_check -= 1
+            # Of all rows of the event, so that one check serves every call that shares it.
+            warning = suspicious_values(call.batches)
+            if warning is not None:
+                # One warning is enough: the other calls most likely repeat the mistake.
+                self._calls_to_check = 0
+                _logger.warning("%s", one_line(warning))
         # A changed EID would no longer name the stored row.
         freeze(experience.eid for experience in call.experiences)
         return call.receipt()
-
-    def _warn_of_suspicious_values(self, call: WriteCall) -> None:
-        if not self._calls_to_check:
-            return
-        self._calls_to_check -= 1
-        warning = call.suspicious_values()
-        if warning is not None:
-            # One warning is enough: the other calls most likely repeat the mistake.
-            self._calls_to_check = 0
-            _logger.warning("%s", one_line(warning))
 
     @override
     async def plan(
