@@ -96,6 +96,7 @@ class _Open:
         count: turns that are stored.
         last: what the model said last.
         choices: runs that one request began with it.
+        lost: why a turn that was answered is not stored.
         turn: held while a turn is added, or the rollout is closed.
     """
 
@@ -105,14 +106,6 @@ class _Open:
     choices: int = 1
     lost: TrinityBufferError | None = None
     turn: anyio.Lock = field(default_factory=anyio.Lock)
-
-    def require_whole(self, rollout: Rollout) -> None:
-        """Raise ConflictError if a turn that was answered is lost."""
-        if self.lost is not None:
-            raise ConflictError(
-                f"rollout {rollout} lacks a turn that was answered before it was stored, which "
-                f"then failed ({self.lost}): begin another one"
-            )
 
 
 class Recording:
@@ -203,15 +196,19 @@ class Recording:
                 pass
 
     @asynccontextmanager
-    async def _taken(self, rollout: Rollout) -> AsyncIterator[_Open]:
-        """Yield a rollout that is not closed, under its lock."""
+    async def _taken(self, rollout: Rollout, *, closes: bool = False) -> AsyncIterator[_Open]:
+        """Yield a rollout under its lock, if it takes a turn, or its close."""
         state = await self._of(rollout)
         async with state.turn:
-            if state.is_closed:
+            if state.is_closed and not closes:
                 raise ConflictError(
                     f"rollout {rollout} is closed, its reward is known: begin another one"
                 )
-            state.require_whole(rollout)
+            if state.lost is not None:
+                raise ConflictError(
+                    f"rollout {rollout} lacks a turn that was answered before it was stored, which "
+                    f"then failed ({state.lost}): begin another one"
+                )
             yield state
 
     def _lose(self, rollout: Rollout, opened: Sequence[_Open], error: TrinityBufferError) -> None:
@@ -253,9 +250,7 @@ class Recording:
             ConflictError: its batch is sealed, or it lacks a turn.
             ConflictingExperienceError: it was closed with another reward.
         """
-        state = await self._of(rollout)
-        async with state.turn:
-            state.require_whole(rollout)
+        async with self._taken(rollout, closes=True) as state:
             turns = await self._stored_turns(rollout)
             if not turns:
                 raise InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
