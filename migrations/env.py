@@ -1,4 +1,4 @@
-"""Alembic's way into a store: the connection that `store.migrations` hands over, or a URL.
+"""Alembic's way into a store: the connection that `migrate` hands over, or a URL.
 
 For those who write migrations: ``alembic -x url=sqlite:///runs/a.db upgrade head``.
 """

@@ -91,7 +91,6 @@ SEPARATE = {
     f"{PACKAGE}/pipeline/verify/evidence.py": "files and acknowledgements, outside of a store",
     f"{PACKAGE}/pipeline/write/writer.py": "imports torch, which readers do not need",
     f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",
-    f"{PACKAGE}/store/migrations.py": "imports alembic",
     f"{PACKAGE}/trainer/models.py": "imports transformers",
     f"{PACKAGE}/trainer/packed_attention.py": "imports what only a GPU needs",
     f"{PACKAGE}/web/app.py": "imports starlette, an extra",

@@ -16,9 +16,9 @@ from tests.migration.kept import kept
 from tests.pipeline.planting import unguarded
 from tests.sample_run import record_sample_run, rollout
 from trinity_buffer import open_store, run_strategy, verify
+from trinity_buffer.pipeline.history import migrate as migrations
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections
-from trinity_buffer.store import migrations
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.tables import SCHEMA_REVISION, event
 

@@ -18,8 +18,9 @@ from trinity_buffer.errors import (
     StoreError,
     UnknownStoreError,
 )
+from trinity_buffer.pipeline.history import migrate as migrations
 from trinity_buffer.pipeline.history.migrate import migrate
-from trinity_buffer.store import migrations, schema, sqlite, tables
+from trinity_buffer.store import schema, sqlite, tables
 from trinity_buffer.store.database import open_database, open_for_migration
 from trinity_buffer.store.schema import clauses_of
 

@@ -1,20 +1,27 @@
-"""A store of an older version, brought up to date."""
+"""A store of an older version, brought up to date: from one revision of the schema to another."""
 
 from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 
 from trinity_buffer.errors import StoreBusyError, UnknownStoreError
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
-from trinity_buffer.store import migrations, schema, sqlite
+from trinity_buffer.store import schema, sqlite
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.postgres import others
 from trinity_buffer.store.tables import SCHEMA_REVISION
+from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.url import StoreURL
+
+_PACKAGE = Path(__file__).parents[2]
 
 LOOK_AGAIN_S = 1.0
 """Polling interval: processes do not announce that they close the store."""
@@ -55,7 +62,7 @@ async def migrate(url: StoreURL, *, wait: bool = False) -> tuple[str, str]:
             due = time.monotonic() + REPEATED_AFTER * wait_report_s()
         await anyio.sleep(LOOK_AGAIN_S)
     async with open_for_migration(url) as database:
-        await database.write(migrations.upgrade)
+        await database.write(upgrade)
     return before, SCHEMA_REVISION
 
 
@@ -68,3 +75,33 @@ async def _users(url: StoreURL) -> list[str]:
         path = database.path
     used = await anyio.to_thread.run_sync(sqlite.in_use, path)
     return ["another process"] if used else []
+
+
+def folder() -> Path:
+    """Return where the migrations lie: in the package of a wheel, beside it in a checkout."""
+    inside = _PACKAGE / "_migrations"
+    return inside if inside.is_dir() else _PACKAGE.parent / "migrations"
+
+
+def config(tx: Transaction | None = None) -> Config:
+    """Return alembic's configuration, for what happens in a transaction."""
+    settings = Config()
+    settings.set_main_option("script_location", str(folder()).replace("%", "%%"))
+    settings.attributes["connection"] = None if tx is None else tx.connection
+    return settings
+
+
+def revisions() -> list[str]:
+    """Return all revisions, the oldest first."""
+    scripts = ScriptDirectory.from_config(config()).walk_revisions()
+    return [script.revision for script in scripts][::-1]
+
+
+def upgrade(tx: Transaction, revision: str = "head") -> None:
+    """Bring an older (or empty) database up to ``revision``."""
+    command.upgrade(config(tx), revision)
+
+
+def downgrade(tx: Transaction, revision: str) -> None:
+    """Bring a database back to ``revision``; what only newer ones have is gone."""
+    command.downgrade(config(tx), revision)
