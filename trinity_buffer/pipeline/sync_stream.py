@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -139,20 +139,9 @@ class SyncTrainStream(StepStream):
         return self._stream.options
 
     @property
-    def expert_experiment(self) -> str | None:
-        """The experiment whose rows are mixed in as an expert's."""
-        return self._stream.options.expert_experiment
-
-    @property
-    def schema(self) -> str:
-        """The schema of the experiences."""
-        return str(self._experiment.config.get("schema", "experience"))
-
-    @property
-    def rollouts_per_group(self) -> int | None:
-        """Runs per task in the experiment's configuration; None: not configured."""
-        runs: int | None = self._experiment.config.get("rollouts_per_group")
-        return runs
+    def config(self) -> Mapping[str, Any]:
+        """The configuration of the experiment."""
+        return self._experiment.config
 
     def columns(self) -> frozenset[str] | None:
         """Return the fields of the first stored experience, or None if there is none yet."""

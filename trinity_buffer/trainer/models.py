@@ -62,13 +62,14 @@ def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> 
         InvalidArgumentError: they cannot; says what to give.
     """
     weights = list(policy.parameters())
-    if any(map(is_sharded, weights)) and not hasattr(policy, "held"):
+    sharded = [is_sharded(weight) for weight in weights]
+    if any(sharded) and not hasattr(policy, "held"):
         raise InvalidArgumentError(
             f"ranks hold the weights of a {type(policy).__name__} in parts (FSDP2), and it does "
             "not say what a checkpoint keeps of them: give the Trainer the model of transformers "
             "itself, or train in a loop of your own"
         )
-    if any(map(is_sharded, weights)) and not all(map(is_sharded, weights)):
+    if any(sharded) and not all(sharded):
         raise InvalidArgumentError(
             "ranks hold some weights of the model in parts (FSDP2) and others whole: call "
             "fully_shard on the model itself, too, after its layers"
@@ -309,7 +310,15 @@ def require_taken(step: TrainStep, uids: Uids, models: Models) -> None:
         TrainingError: names a row, and the model whose ``takes`` lacks what the row brings.
     """
     for microbatch in step.microbatches:
-        for name, row in _brought(microbatch).items():
+        # What few rows bring -> the first row that brings it.
+        brought = {}
+        pictures = [row for row, inputs in enumerate(microbatch.multi_modal_inputs) if inputs]
+        if pictures:
+            brought["multi_modal_inputs"] = pictures[0]
+        heat = microbatch.get("temperature")
+        if heat is not None and bool((heat != 1).any()):
+            brought["temperature"] = int(rows_of_tokens(microbatch)[heat.flatten() != 1][0])
+        for name, row in brought.items():
             passing = [
                 role
                 for role in READERS[name]
@@ -324,18 +333,6 @@ def require_taken(step: TrainStep, uids: Uids, models: Models) -> None:
                     f"would pass over it: give a {passing[0]} that reads it and says so, takes = "
                     f"{{{name!r}}}. {without(uid)}"
                 )
-
-
-def _brought(microbatch: MicroBatch) -> dict[str, int]:
-    """Return what few rows bring -> the first row of the micro-batch that brings it."""
-    first_rows = {}
-    pictures = [row for row, inputs in enumerate(microbatch.multi_modal_inputs) if inputs]
-    if pictures:
-        first_rows["multi_modal_inputs"] = pictures[0]
-    heat = microbatch.get("temperature")
-    if heat is not None and bool((heat != 1).any()):
-        first_rows["temperature"] = int(rows_of_tokens(microbatch)[heat.flatten() != 1][0])
-    return first_rows
 
 
 def require_known(step: TrainStep, uids: Uids, models: Models) -> None:

@@ -82,22 +82,20 @@ def require(
     algorithm.check_schema(schema)
     for choice in algorithm.strategies:
         made(choice.cls, StagedWriter(), **choice.args)  # refuses arguments of another kind
-    own_teacher = teacher or "teacher_logprobs" in (columns or RECORDED)
-    lacking = [
-        *_lacking_tensors(algorithm, teacher=own_teacher),
-        *_lacking_rows(algorithm, rollouts_per_group, expert, experiments),
-    ]
-    if lacking:
-        raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs {', and '.join(lacking)}")
-
-
-def _lacking_tensors(algorithm: Algorithm, *, teacher: bool) -> list[str]:
-    """Return what its parts read, and nothing in a run of this kind makes."""
     reads, loss = algorithm.reads, algorithm.choices["policy_loss_fn"].name
+    taught = teacher or "teacher_logprobs" in (columns or RECORDED)
     is_mixed = algorithm.choices["sample_strategy"].name == "mix"
+    names = [choice.name for choice in algorithm.strategies]
+    unscored = algorithm.needs_advantages and not any(
+        ADD_STRATEGY.get(name).annotates for name in names
+    )
+    advantage = algorithm.choices.get("advantage_fn")
+    parts = [*names, *([] if advantage is None else [advantage.name])]
+    comparing = next((name for name in parts if name in COMPARE_RUNS), None)
+    is_there = experiments is None or expert in experiments
     lacking = {
         "teacher_logprobs: store them with the experiences, or give the trainer a teacher policy "
-        "(teacher=FILE)": "teacher_logprob" in reads and not teacher,
+        "(teacher=FILE)": "teacher_logprob" in reads and not taught,
         "values of a critic, which algorithm=ppo trains and this one does not": (
             "values" in reads and not algorithm.type.use_critic
         ),
@@ -112,26 +110,6 @@ def _lacking_tensors(algorithm: Algorithm, *, teacher: bool) -> list[str]:
         f"pairs for the loss {loss!r}: algorithm=dpo trains on them": (
             algorithm.policy_loss.pairs and algorithm.type.schema != "dpo"
         ),
-    }
-    return [text for text, is_lacking in lacking.items() if is_lacking]
-
-
-def _lacking_rows(
-    algorithm: Algorithm,
-    rollouts_per_group: int | None,
-    expert: str | None,
-    experiments: Collection[str] | None,
-) -> list[str]:
-    """Return what the data lack: an expert's rows, advantages, runs to compare."""
-    is_mixed = algorithm.choices["sample_strategy"].name == "mix"
-    names = [choice.name for choice in algorithm.strategies]
-    unscored = algorithm.needs_advantages and not any(
-        ADD_STRATEGY.get(name).annotates for name in names
-    )
-    advantage = algorithm.choices.get("advantage_fn")
-    parts = [*names, *([] if advantage is None else [advantage.name])]
-    comparing = next((name for name in parts if name in COMPARE_RUNS), None)
-    lacking = {
         "an expert's rows: record solutions in another experiment of the store, of the schema "
         "'sft', and name it (expert_experiment=NAME)": is_mixed and expert is None,
         f"no expert_experiment={expert!r}: only sample_strategy='mix' reads one": (
@@ -139,10 +117,7 @@ def _lacking_rows(
         ),
         f"expert_experiment={expert!r}, which is not in this store; it holds "
         f"{', '.join(experiments or ()) or 'none'}": (
-            is_mixed
-            and expert is not None
-            and experiments is not None
-            and expert not in experiments
+            is_mixed and expert is not None and not is_there
         ),
         f"advantages, and {'+'.join(names)!r} only chooses: put a strategy that computes them "
         f"behind it (strategy={'+'.join(names)}+grpo)": unscored and bool(names),
@@ -150,7 +125,9 @@ def _lacking_rows(
         f"several runs of a task, which {comparing!r} compares: rollouts_per_group=1; give 2 or "
         "more": comparing is not None and rollouts_per_group == 1,
     }
-    return [text for text, is_lacking in lacking.items() if is_lacking]
+    needed = [text for text, is_lacking in lacking.items() if is_lacking]
+    if needed:
+        raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs {', and '.join(needed)}")
 
 
 def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) -> None:
@@ -167,11 +144,11 @@ def require_of(algorithm: Algorithm, stream: SyncTrainStream, *, teacher: bool) 
     columns = stream.columns()
     require(
         algorithm,
-        schema=stream.schema,
+        schema=stream.config.get("schema", "experience"),
         columns=columns,
-        rollouts_per_group=stream.rollouts_per_group,
+        rollouts_per_group=stream.config.get("rollouts_per_group"),
         teacher=teacher,
-        expert=stream.expert_experiment,
+        expert=stream.options.expert_experiment,
     )
     # Rewards may have been scored anew since: a set was computed from those of its own scoring.
     reads_rewards = algorithm.advantage is not None and algorithm.advantage.reads_rewards

@@ -8,9 +8,9 @@ the rows: its gradient with respect to every log-probability is the term of that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -127,10 +127,15 @@ class Commits:
         pending = begin(self._settings.checkpoints, state, self._writers, self._copies)
         if self._beside:
             self._copies.hold()  # whatever is computed next, a callback's work too
-            self._begin(partial(self._write, pending, step, beside))
-            return False
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            # Once the main thread has ended while we train, no thread can be given work.
+            with suppress(RuntimeError):
+                self._last = self._thread.submit(self._write, pending, step, beside)
+                self._last.add_done_callback(self._tell)
+                return False
         self._write(pending, step, beside)
-        return True
+        return not self._beside
 
     def look(self) -> None:
         """Raise the error of a commit that failed beside the training; do not wait for one."""
@@ -153,16 +158,6 @@ class Commits:
             self._thread.shutdown()
             self._thread = None
         self._copies.close()
-
-    def _begin(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        try:
-            self._last = self._thread.submit(work)
-        except RuntimeError:  # the main thread has ended while we train, and with it all of these
-            work()
-            return
-        self._last.add_done_callback(self._tell)
 
     def _tell(self, done: Future[None]) -> None:
         """End a wait for the next step, which may be for what this commit would have published."""
@@ -231,24 +226,18 @@ def _terms_of_rows(microbatch: MicroBatch, algorithm: Algorithm, policy: Policy)
         if gradient is not None:
             size = gradient.double().abs().nan_to_num(nan=largest, posinf=largest)
             terms = torch.maximum(terms, size)
-    columns = [scores.logprob.detach(), *(microbatch[name] for name in microbatch)]
     rows = rows_of_tokens(microbatch)
-    largest_terms = terms.new_zeros(len(microbatch["sample_index"]))
-    largest_terms.scatter_reduce_(0, rows, terms.flatten(), "amax")
-    for column in columns:
-        _mark_broken(largest_terms, column, rows, of_tokens=terms.shape)
-    return largest_terms
-
-
-def _mark_broken(terms: Tensor, column: object, rows: Tensor, *, of_tokens: Sequence[int]) -> None:
-    """Put infinity where a row of ``column`` (per token or per row) is not finite."""
-    if not isinstance(column, Tensor) or not column.is_floating_point():
-        return
-    broken = torch.where(column.detach().isfinite(), 0.0, torch.inf).double()
-    if column.shape == of_tokens:
-        terms.scatter_reduce_(0, rows, broken.flatten(), "amax")
-    elif column.shape == terms.shape:
-        terms.copy_(torch.maximum(terms, broken))
+    of_rows = terms.new_zeros(len(microbatch["sample_index"]))
+    of_rows.scatter_reduce_(0, rows, terms.flatten(), "amax")
+    for column in (scores.logprob.detach(), *(microbatch[name] for name in microbatch)):
+        if not isinstance(column, Tensor) or not column.is_floating_point():
+            continue
+        broken = torch.where(column.detach().isfinite(), 0.0, torch.inf).double()
+        if column.shape == terms.shape:
+            of_rows.scatter_reduce_(0, rows, broken.flatten(), "amax")
+        elif column.shape == of_rows.shape:
+            of_rows = torch.maximum(of_rows, broken)
+    return of_rows
 
 
 @dataclass(frozen=True, slots=True)

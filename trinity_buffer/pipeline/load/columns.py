@@ -379,7 +379,7 @@ class RowLoader:
             ]
             events = cache.events(s, {position for of in parts for _, position, _ in of})
             for row_ranges, of in zip(ranges, parts, strict=True):
-                row_ranges += [(in_step[rows], events[at], slots) for rows, at, slots in of]
+                row_ranges.extend((in_step[rows], events[at], slots) for rows, at, slots in of)
             order += places
             sources.append(([lease.experiences[place] for place in places], events))
         facts = Facts.of(*sources)
@@ -459,20 +459,14 @@ def _add_modal(
     modal: Sequence[dict[str, Tensor]], name: str, column: Column, rows: Array, slots: range
 ) -> None:
     there = range(len(column.shapes)) if column.rows is None else column.rows.tolist()
+    width = column.elements.itemsize
     for index, slot in enumerate(there):
         if slot in slots:
-            modal[rows[slot - slots.start]][name] = _copied(column, index)
-
-
-def _copied(column: Column, index: int) -> Tensor:
-    """Return a copy of one tensor of a column."""
-    width = column.elements.itemsize
-    begin, end = (column.offsets[index : index + 2] * width).tolist()
-    # A copy, as a view would keep the whole segment in memory.
-    data = np.array(column.data[begin:end])
-    return tensors_of(
-        replace(column, shapes=column.shapes[index : index + 1], data=data, rows=None)
-    )[0]
+            begin, end = (column.offsets[index : index + 2] * width).tolist()
+            # A copy, as a view would keep the whole segment in memory.
+            data, shape = np.array(column.data[begin:end]), column.shapes[index : index + 1]
+            (tensor,) = tensors_of(replace(column, shapes=shape, data=data, rows=None))
+            modal[rows[slot - slots.start]][name] = tensor
 
 
 async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) -> list[Experience]:

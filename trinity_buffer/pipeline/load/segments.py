@@ -120,16 +120,16 @@ def unreadable_among(
     """
     stored = read_segments(s, wanted, families)
     deleted = {key: "deleted" for key, absence in stored.absent.items() if absence.deleted}
-    readable = {} if deleted else {k: v for k, v in wanted.items() if k not in stored.absent}
-    return deleted or dict.fromkeys(s.compute(_damaged, stored.parts, readable), "damaged")
+    if deleted:
+        return deleted
+    by_key: dict[bytes, SegmentParts] = {key: {} for key in wanted if key not in stored.absent}
+    for (key, family), parts in stored.parts.items():
+        by_key[key][key, family] = parts
 
+    def damaged() -> list[bytes]:
+        return [key for key, parts in by_key.items() if not _whole(key, parts, wanted[key])]
 
-def _damaged(parts: SegmentParts, wanted: Mapping[bytes, Collection[str]]) -> list[bytes]:
-    """Return the keys of segments that are missing or incomplete."""
-    by_key: dict[bytes, SegmentParts] = {key: {} for key in wanted}
-    for (key, family), parts_of_blob in parts.items():
-        by_key[key][key, family] = parts_of_blob
-    return [key for key, families in wanted.items() if not _whole(key, by_key[key], families)]
+    return dict.fromkeys(s.compute(damaged), "damaged")
 
 
 def _whole(key: bytes, parts: SegmentParts, families: Collection[str]) -> bool:

@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from msgspec import structs
 
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.codec.blob import mapped
@@ -29,6 +30,7 @@ from trinity_buffer.events import BatchLeased
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs
 from trinity_buffer.pipeline.load.columns import Array, Block, Field, LoadedRows, field_of_values
+from trinity_buffer.pipeline.load.events import Facts
 from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
 from trinity_buffer.pipeline.train.microbatch import (
     Column,
@@ -92,23 +94,29 @@ def collate_step(
         raise InvalidArgumentError(f"step {lease.step} is dealt to {ranks} ranks, not to {world}")
     if not lease.groups:
         return []
-    columns, size = _inputs(lease, rows)
+    size = 2 if rows.field("chosen").blocks else 1
+    if size == 2:
+        rows = _halves(rows)
+        groups = [group for group in lease.groups for _ in range(size)]
+        lease = structs.replace(lease, groups=groups)
     wide = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans if p.rank == rank]
-    places = _places(columns, wide, padded=lease.layout == "padded")
-    flat = _columns_of_step(columns, places, memory or StepMemory()) | _temperature(rows, places)
-    per_row = _per_row(lease, rows, columns.recorded, size)
-    layout = _layout(lease, columns, per_row, world)
+    places = _places(rows.facts, wide, padded=lease.layout == "padded")
+    responses, recorded = _responses(rows, pairs=size == 2)
+    sources = _sources(rows, responses, rewards_of(lease, rows), padded=places.padded)
+    flat = _columns_of_step(sources, responses, places, memory or StepMemory())
+    flat |= _temperature(rows, places)
+    per_row = _per_row(lease, rows, recorded, size)
+    layout = _layout(lease, rows, per_row, world)
     mover = mover or Mover("cpu")
     batches = []
     for part in places.parts:
         tensors = _tensors(flat, per_row, places, part, mover)
-        chosen = [row // size for row in range(part.rows.start, part.rows.stop)]
         batches.append(
             MicroBatch(
                 LazyTensors(tensors),
                 replace(layout, cu_seqlens=tensors.get("cu_seqlens")),
-                [mover.inputs(modal) if (modal := rows.multi_modal[row]) else {} for row in chosen],
-                [rows.facts.policy_versions[row] for row in chosen],
+                [mover.inputs(modal) if modal else {} for modal in rows.multi_modal[part.rows]],
+                [*rows.facts.policy_versions[part.rows]],
                 rows.unrecorded,
                 rows.unscorable,
             )
@@ -145,85 +153,60 @@ def _tensors(
     return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """The inputs of collation, per row of the step; ``responses`` begin at the prompt length.
-
-    ``recorded`` tells which rows have log-probabilities, None if all or none have.
-    """
-
-    tokens: Field
-    lengths: Array
-    prompts: Array
-    masks: Field
-    responses: dict[str, Field]
-    rewards: Array
-    trained_tokens: Array
-    recorded: Array | None = None
-
-
-def _inputs(lease: BatchLeased, rows: LoadedRows) -> tuple[Inputs, int]:
-    """Return the inputs, and their number of rows per row of the manifest: 2 for pairs."""
-    if rows.field("chosen").blocks:
-        return _halves(rows), 2
-    facts, expert, tokens, masks = (
-        rows.facts,
-        rows.expert,
-        rows.field("tokens"),
-        rows.field("action_mask"),
+def _halves(rows: LoadedRows) -> LoadedRows:
+    """Return pairs as alternating rows: prompt + chosen, prompt + rejected."""
+    values = [rows.field(name).values() for name in ("tokens", "chosen", "rejected")]
+    answers: list[Any] = [
+        (prompt, half) for prompt, *both in zip(*values, strict=True) for half in both
+    ]
+    tokens = [np.concatenate(parts) for parts in answers]
+    trained = np.array([len(half) for _, half in answers])
+    pair_of = np.arange(len(answers)) // 2
+    facts = replace(
+        rows.facts.reordered(pair_of.tolist()),
+        rewards=np.full(len(answers), np.nan),
+        lengths=np.array([len(ids) for ids in tokens]),
+        prompt_lengths=np.array([len(prompt) for prompt, _ in answers]),
+        trained_tokens=trained,
+        sampling=[None] * len(answers),
     )
+    masks = [np.ones(number, np.bool_) for number in trained]
+    return replace(
+        rows,
+        facts=facts,
+        expert=rows.expert[pair_of],
+        fields={"tokens": field_of_values(tokens), "action_mask": field_of_values(masks)},
+        multi_modal=[modal for modal in rows.multi_modal for _ in range(2)],
+    )
+
+
+def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Array | None]:
+    """Return the response-aligned columns, and which rows have log-probabilities.
+
+    The latter is None if all or none have.
+    """
+    expert, tokens = rows.expert, rows.field("tokens")
     responses = {name: rows.field(stored) for name, stored in RESPONSES.items()}
-    rewards = rewards_of(lease, rows)
     if expert.any():
         # Log-probabilities of an expert's rows are not the policy's, so they become 0.
         responses = {name: field.without(expert) for name, field in responses.items()}
-        rewards = np.where(expert, np.nan, rewards)
     for name, stored in OPTIONAL.items():
         if not (field := rows.field(stored)).missing():
             responses[name] = field
     recorded = responses["rollout_logprob"].present()
     # A mixed step may have only the expert's rows left, whose zeros no loss reads.
-    has_logprobs = bool(recorded.any() or expert.all())
+    has_logprobs = bool(recorded.any() or expert.all()) and not pairs
     if not has_logprobs:
         del responses["rollout_logprob"]  # zeros would mean probabilities of 1
-    if masks.missing():
+    if rows.field("action_mask").missing():
         raise InvalidArgumentError(
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
-    if (tokens.sizes() != facts.lengths).any():
+    if (tokens.sizes() != rows.facts.lengths).any():
         raise DamagedSegmentError(
             "a row of the step is not as long as its event tells: run `verify`"
         )
-    inputs = Inputs(
-        tokens,
-        facts.lengths,
-        facts.prompt_lengths,
-        masks,
-        responses,
-        rewards,
-        facts.trained_tokens,
-        recorded if has_logprobs and not recorded.all() else None,
-    )
-    return inputs, 1
-
-
-def _halves(rows: LoadedRows) -> Inputs:
-    """Return the inputs of pairs as alternating rows: prompt + chosen, prompt + rejected."""
-    values = [rows.field(name).values() for name in ("tokens", "chosen", "rejected")]
-    answers: list[Any] = [
-        (prompt, half) for prompt, *both in zip(*values, strict=True) for half in both
-    ]
-    tokens = [np.concatenate([prompt, half]) for prompt, half in answers]
-    trained = np.array([len(half) for _, half in answers])
-    return Inputs(
-        field_of_values(tokens),
-        np.array([len(ids) for ids in tokens]),
-        np.array([len(prompt) for prompt, _ in answers]),
-        field_of_values([np.ones(number, np.bool_) for number in trained]),
-        {name: Field(len(answers)) for name in ("advantages", "returns", REWARDS)},
-        np.full(len(answers), np.nan),
-        trained,
-    )
+    return responses, recorded if has_logprobs and not recorded.all() else None
 
 
 def rewards_of(lease: BatchLeased, rows: LoadedRows) -> Array:
@@ -304,26 +287,26 @@ def _per_row(
     """Return the columns ``[rows]`` that identify each row."""
     number = len(lease.groups)
     columns = {
-        "sample_index": np.arange(number, dtype=np.int32),
+        "sample_index": np.arange(number, dtype=np.int32) // np.int32(size),
         "group_index": np.array(lease.groups, np.int32),
         "step": np.full(number, lease.step, np.int32),
     }
     if lease.sources:
-        columns["expert_mask"] = rows.expert
+        columns["expert_mask"] = rows.expert.copy()
     if recorded is not None:
         columns["logprob_mask"] = recorded
     if lease.by_run:
         columns["run_index"] = _run_numbers(lease, rows)
-    return {name: column.repeat(size) for name, column in columns.items()}
+    return columns
 
 
 def _layout(
-    lease: BatchLeased, columns: Inputs, per_row: Mapping[str, Array], world: int
+    lease: BatchLeased, rows: LoadedRows, per_row: Mapping[str, Array], world: int
 ) -> BatchLayout:
     """Return the denominators over all rows, over the usual and over the expert's rows."""
 
     def totals(of: Array) -> Totals:
-        tokens = columns.trained_tokens[of]
+        tokens = rows.facts.trained_tokens[of]
         return Totals(
             tokens=int(tokens.sum()),
             sequences=len(tokens),
@@ -331,9 +314,8 @@ def _layout(
             active_sequences=int(np.count_nonzero(tokens)),
         )
 
-    every = np.ones(len(columns.lengths), np.bool_)
-    expert = per_row.get("expert_mask", ~every)
-    total = totals(every)
+    expert = rows.expert
+    total = totals(np.ones(len(expert), np.bool_))
     return BatchLayout(
         total=total,
         usual=totals(~expert) if expert.any() else total,
@@ -422,9 +404,9 @@ class Places:
         return Rectangle(first, distance, len(rows), prompt, length, extent)
 
 
-def _places(columns: Inputs, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
+def _places(facts: Facts, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
     """Return the places of rows in the micro-batches of a rank, one after the other."""
-    lengths = columns.lengths
+    lengths = facts.lengths
     begins, extents = np.full(len(lengths), -1, np.int64), lengths.copy()
     size, parts = 0, list[Part]()
     for plan in plans:
@@ -439,7 +421,7 @@ def _places(columns: Inputs, plans: Sequence[MicroBatchPlan], *, padded: bool) -
             begins[rows] = size + np.cumsum(own_lengths) - own_lengths
         parts.append(Part(rows, slice(size, size + math.prod(shape)), shape))
         size = parts[-1].elements.stop
-    return Places(begins, columns.prompts, lengths, extents, parts, size, padded)
+    return Places(begins, facts.prompt_lengths, lengths, extents, parts, size, padded)
 
 
 class Source(NamedTuple):
@@ -460,20 +442,24 @@ class Source(NamedTuple):
     zeros: bool = True
 
 
-def _sources(columns: Inputs, *, padded: bool) -> dict[str, Source]:
+def _sources(
+    rows: LoadedRows, responses: Mapping[str, Field], rewards: Array, *, padded: bool
+) -> dict[str, Source]:
     """Return what each column is made of."""
+    tokens, masks = rows.field("tokens").blocks, rows.field("action_mask").blocks
     sources = {
-        "input_ids": Source(np.int64, deque(columns.tokens.blocks), after_prompt=False),
+        "input_ids": Source(np.int64, deque(tokens), after_prompt=False),
         "position_ids": Source(np.int64, deque(), finish=_put_positions, zeros=False),
         "attention_mask": Source(np.bool_, deque(), finish=_put_text, zeros=False),
-        "action_mask": Source(np.bool_, deque(columns.masks.blocks)),
+        "action_mask": Source(np.bool_, deque(masks)),
     }
     if padded:
         del sources["position_ids"]  # one row of positions serves all padded rows
-    for name, of in columns.responses.items():
+    for name, of in responses.items():
         sources[name] = Source(np.float32, deque(of.blocks))
-    # The reward of a row without token-level rewards is that of its last token.
-    last = np.where(columns.responses[REWARDS].present(), np.nan, columns.rewards)
+    # The reward of a row without token-level rewards is that of its last token; an expert's rows
+    # have none.
+    last = np.where(responses[REWARDS].present() | rows.expert, np.nan, rewards)
     sources[REWARDS] = sources[REWARDS]._replace(finish=partial(_put_last, last))
     return sources
 
@@ -640,56 +626,53 @@ def _part(column: Array, part: Part) -> Array:
 
 
 def _columns_of_step(
-    columns: Inputs, places: Places, memory: StepMemory
+    sources: dict[str, Source],
+    responses: Mapping[str, Field],
+    places: Places,
+    memory: StepMemory,
 ) -> dict[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or lazy."""
-    sources, masks = _sources(columns, padded=places.padded), columns.masks.blocks
-
-    def lazy(*names: str, weights: Weights) -> dict[str, Array | LazyColumn]:
+    masks = [*sources["action_mask"].blocks]
+    width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
+    if places.size * width > sizes().bytes_made_ahead:
+        late, ahead, weights = set(sources), dict[str, Array](), partial(_weights, masks, places)
+    else:
+        # Few losses read returns, rewards, or advantages that were not computed. They stay lazy
+        # only if that keeps no more than the mask and one number per row alive.
+        by_mask = all(block.data.dtype == np.bool_ for block in masks)
+        late = {
+            name
+            for name, field in responses.items()
+            if not field.blocks
+            or (name == "returns" and by_mask and all(block.scaled for block in field.blocks))
+        }
+        if not places.padded:
+            late.add("attention_mask")
+        dtypes = {name: of.dtype for name, of in sources.items() if name not in late}
+        ahead = memory.columns(places.size, dtypes)
+        # The mask first: scaled columns are multiples of it.
+        others = dict(ahead)
+        mask = others.pop("action_mask")
+        _fill({"action_mask": mask}, sources, places)
+        factors = _weights(masks, places, mask)
+        _fill(others, sources, places, lambda: factors)
+        # Copies, since the memory of the mask and of the segments may change before they are read.
+        scaled = any(sources[name].blocks for name in late)
+        bits = np.packbits(factors) if scaled and factors is not None else None
+        weights = partial(_unpacked, bits, places.size)
+        for name in late:
+            blocks = deque(replace(b, data=b.data.copy()) for b in sources[name].blocks)
+            sources[name] = sources[name]._replace(blocks=blocks)
+    flat: dict[str, Array | LazyColumn] = {**ahead}
+    together = [name for name in WITH_IDS if name in late]
+    for names in (together, *([name] for name in late.difference(together))):
         of = {name: sources[name] for name in names}
         # The weights hold the blocks of the mask, which other columns do not need.
         scaled = any(block.scaled for source in of.values() for block in source.blocks)
         made = LazyColumns(of, places, weights if scaled else None)
-        return {name: partial(made.part, name) for name in of}
+        flat |= {name: partial(made.part, name) for name in of}
+    return {name: flat[name] for name in sources}
 
-    width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
-    if places.size * width > sizes().bytes_made_ahead:
-        weights = partial(_weights, masks, places)
-        with_ids = [name for name in WITH_IDS if name in sources]
-        made = lazy(*with_ids, weights=weights)
-        for name in sources.keys() - with_ids:
-            made |= lazy(name, weights=weights)
-        return {name: made[name] for name in sources}
-    # Few losses read returns, rewards, or advantages that were not computed. They stay lazy only if
-    # that keeps no more than the mask and one number per row alive.
-    by_mask = all(block.data.dtype == np.bool_ for block in masks)
-    late = {
-        name
-        for name, field in columns.responses.items()
-        if not field.blocks
-        or (name == "returns" and by_mask and all(block.scaled for block in field.blocks))
-    }
-    if not places.padded:
-        late.add("attention_mask")
-    ahead = memory.columns(places.size, {n: of.dtype for n, of in sources.items() if n not in late})
-    # The mask first: scaled columns are multiples of it.
-    others = dict(ahead)
-    mask = others.pop("action_mask")
-    _fill({"action_mask": mask}, sources, places)
-    factors = _weights(masks, places, mask)
-    _fill(others, sources, places, lambda: factors)
-    # The bits of the mask are copied, since the memory of its column may change before they are
-    # read; without scaled columns they need not be kept at all.
-    scaled = any(sources[name].blocks for name in late)
-    bits = np.packbits(factors) if scaled and factors is not None else None
 
-    def unpacked() -> Array | None:
-        return None if bits is None else np.unpackbits(bits, count=places.size).view(np.bool_)
-
-    for name in late:
-        blocks = deque(replace(b, data=b.data.copy()) for b in sources[name].blocks)
-        sources[name] = sources[name]._replace(blocks=blocks)
-    return {
-        name: ahead[name] if name in ahead else lazy(name, weights=unpacked)[name]
-        for name in sources
-    }
+def _unpacked(bits: Array | None, size: int) -> Array | None:
+    return None if bits is None else np.unpackbits(bits, count=size).view(np.bool_)

@@ -50,10 +50,10 @@ def measured_event(
 
     Encodes: call it off the event loop.
     """
-    number, columns = len(next(iter(measures.rows.values()))), []
-    for name, values in measures.rows.items():
-        data = np.ascontiguousarray(values, np.dtype("<f4")).view(np.uint8)
-        columns.append(Column(name, "float32", np.zeros((number, 0), np.int64), data))
+    number = len(next(iter(measures.rows.values())))
+    arrays = {n: np.ascontiguousarray(of, np.dtype("<f4")) for n, of in measures.rows.items()}
+    shapes = np.zeros((number, 0), np.int64)
+    columns = [Column(n, "float32", shapes, of.view(np.uint8)) for n, of in arrays.items()]
     families = {MEASURED_ROWS: encode_segment(columns, {}, number)}
     if measures.tokens:
         of_tokens = [
@@ -236,7 +236,18 @@ class LastCommits:
         checkpoint, _ = request.paths
         if checkpoint is not None:
             self._saved_at = step
-            self._warn_of_same_path(step, checkpoint)
+            earlier = [at for at, (path, _) in self._named.items() if path == checkpoint]
+            if earlier and not self._warned_of_path:
+                self._warned_of_path = True
+                _logger.warning(
+                    "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
+                    "while the next one is written, a crash leaves no checkpoint to go on from, "
+                    "and explorers may read half of it; give each step a path of its own",
+                    self._trainer,
+                    step,
+                    earlier[-1],
+                    checkpoint,
+                )
         elif self._saved_at and not self._warned:
             self._warned = True
             _logger.warning(
@@ -251,20 +262,6 @@ class LastCommits:
         if len(self._named) > COMMITS_KEPT:
             self._unknown = min(self._named)
             del self._named[self._unknown]
-
-    def _warn_of_same_path(self, step: int, checkpoint: Path) -> None:
-        earlier = [at for at, (path, _) in self._named.items() if path == checkpoint]
-        if earlier and not self._warned_of_path:
-            self._warned_of_path = True
-            _logger.warning(
-                "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
-                "while the next one is written, a crash leaves no checkpoint to go on from, and "
-                "explorers may read half of it; give each step a path of its own",
-                self._trainer,
-                step,
-                earlier[-1],
-                checkpoint,
-            )
 
 
 NON_FINITE = "non_finite"

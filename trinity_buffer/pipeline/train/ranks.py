@@ -111,8 +111,8 @@ class RankSession:
             if not absent:
                 break
             self._lacking = (
-                f"{_ranks(absent)} of {self._world} to open the stream: start every rank with "
-                f"world_size={self._world}"
+                f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self._world} to "
+                f"open the stream: start every rank with world_size={self._world}"
             )
             await self.wait.changed(state, timeout_s=self._ttl_s / 4)
             if lease.lost is not None:
@@ -284,9 +284,14 @@ class RankSession:
 
     async def _read(self) -> None:
         """Apply the events of ranks since the last call."""
+        key, kinds, limit = self._experiment.key, kinds_of(OfRanks), sizes().events_per_page
+
+        def page_of_ranks(tx: Transaction) -> tuple[int, list[StoredEvent]]:
+            head, after = log.head(tx, key), self._read_up_to
+            return head, log.read_after(tx, key, after, limit=limit, kinds=kinds, up_to=head)
+
         while True:
-            limit = sizes().events_per_page
-            head, page = await self._database.read(self._page, limit)
+            head, page = await self._database.read(page_of_ranks)
             for stored in page:
                 fact = decoded(self._experiment.name, stored).fact
                 assert isinstance(fact, OfRanks)
@@ -296,12 +301,6 @@ class RankSession:
                 self._read_up_to = max(self._read_up_to, head)
                 return
             self._read_up_to = page[-1].position
-
-    def _page(self, tx: Transaction, limit: int) -> tuple[int, list[StoredEvent]]:
-        key, after = self._experiment.key, self._read_up_to
-        head = log.head(tx, key)
-        page = log.read_after(tx, key, after, limit=limit, kinds=kinds_of(OfRanks), up_to=head)
-        return head, page
 
     def _apply(self, position: int, fact: OfRanks) -> None:
         match fact:
@@ -345,7 +344,3 @@ class RankSession:
                 f"trainer {self._name!r}: {self._superseded}; start all ranks again, they resume "
                 "from the last commit"
             )
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"

@@ -103,14 +103,30 @@ class TrainStep:
 
         Per-token tensors that it adds or replaces are put back into the micro-batches. A new action
         mask also changes the denominators.
+
+        Raises:
+            InvalidArgumentError: one does not have the shape of the tokens.
         """
         if not self.microbatches:
             return {}
         batch, layout = _joined(self.microbatches)
         before = dict(batch)
         metrics = change(batch, layout)
-        names = _changed(before, batch)
-        _scatter(batch, self.microbatches, names)
+        shape = batch["input_ids"].shape
+        names = [name for name, value in batch.items() if before.get(name) is not value]
+        for name in names:
+            if batch[name].shape != shape:
+                raise InvalidArgumentError(
+                    f"{name} has the shape {tuple(batch[name].shape)}; what is computed over a "
+                    f"step has one value per token, {tuple(shape)}"
+                )
+        start = 0
+        for microbatch in self.microbatches:
+            ids = microbatch["input_ids"]
+            own = slice(start, start := start + len(ids))
+            for name in names:
+                value: Tensor = batch[name][own]
+                microbatch[name] = value if ids.dim() == 1 else value[:, : ids.shape[1]]
         if "action_mask" in names:
             _recount(batch, self.microbatches, reduce)
         return dict(metrics)
@@ -128,42 +144,19 @@ def _joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
     for name in names:
         values = [m[name] for m in microbatches]
         if name == "cu_seqlens":
-            batch[name] = _boundaries(values)
+            ends = [values[0]]
+            for value in values[1:]:
+                ends.append(value[1:] + ends[-1][-1])
+            batch[name] = torch.cat(ends)
         elif isinstance(values[0], Tensor):
-            batch[name] = torch.cat(values if packed else _of_one_width(values))
+            if not packed and values[0].dim() > 1:
+                width = max(value.shape[1] for value in values)
+                pad = torch.nn.functional.pad
+                values = [pad(value, (0, width - value.shape[1])) for value in values]
+            batch[name] = torch.cat(values)
         elif name == "max_seqlen":
             batch[name] = max(values)
     return batch, replace(first.layout, cu_seqlens=batch.get("cu_seqlens"))
-
-
-def _scatter(
-    batch: Mapping[str, Any], microbatches: Sequence[MicroBatch], names: Sequence[str]
-) -> None:
-    """Split the tensors ``names`` of a joined batch back into the micro-batches."""
-    start = 0
-    for microbatch in microbatches:
-        ids = microbatch["input_ids"]
-        place = slice(start, start + len(ids))
-        for name in names:
-            value: Tensor = batch[name][place]
-            microbatch[name] = value if ids.dim() == 1 else value[:, : ids.shape[1]]
-        start = place.stop
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of per-token tensors that were added to a batch or replaced.
-
-    Raises:
-        InvalidArgumentError: one does not have the shape of the tokens.
-    """
-    names = [name for name, value in after.items() if before.get(name) is not value]
-    for name in names:
-        if after[name].shape != after["input_ids"].shape:
-            raise InvalidArgumentError(
-                f"{name} has the shape {tuple(after[name].shape)}; what is computed over a step "
-                f"has one value per token, {tuple(after['input_ids'].shape)}"
-            )
-    return names
 
 
 def _recount(
@@ -185,22 +178,6 @@ def _recount(
         microbatch.layout = replace(
             microbatch.layout, total=denominators[0], usual=denominators[1], expert=denominators[2]
         )
-
-
-def _boundaries(pieces: Sequence[Tensor]) -> Tensor:
-    ends = [pieces[0]]
-    for piece in pieces[1:]:
-        ends.append(piece[1:] + ends[-1][-1])
-    return torch.cat(ends)
-
-
-def _of_one_width(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``[N, T]`` tensors padded on the right; ``[N]`` tensors as they are."""
-    if pieces[0].dim() == 1:
-        return list(pieces)
-    width = max(piece.shape[1] for piece in pieces)
-    pad = torch.nn.functional.pad
-    return [pad(piece, (0, width - piece.shape[1])) for piece in pieces]
 
 
 @dataclass(slots=True)

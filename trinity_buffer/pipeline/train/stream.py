@@ -334,16 +334,17 @@ class LeadingStream(TrainStream):
 
     async def _gather(self) -> None:
         """Group recorded rows in the background, for sets that no strategy annotates."""
+
+        async def record(key: int, consumer: StrategyConsumer) -> None:
+            report = await consumer.run(follow=self.options.follow)
+            if key == self.experiment.key:
+                self.incomplete_groups = report.waiting_groups
+            del self._recorders[key]
+            self._database.changes.notify()
+
         async with task_group() as tasks:
             for key, consumer in list(self._recorders.items()):
-                tasks.start_soon(self._record, key, consumer)
-
-    async def _record(self, key: int, consumer: StrategyConsumer) -> None:
-        report = await consumer.run(follow=self.options.follow)
-        if key == self.experiment.key:
-            self.incomplete_groups = report.waiting_groups
-        del self._recorders[key]
-        self._database.changes.notify()
+                tasks.start_soon(record, key, consumer)
 
     async def _next(self) -> bool:
         """Make the next step, and more while they are asked for; return False at the end."""
@@ -430,18 +431,16 @@ class LeadingStream(TrainStream):
 
     async def _waiting_for(self) -> str:
         lacking = await self._database.read(self._sampler.waiting_for)
-        return f"trainer {self.options.consumer!r} waits for {lacking}{self._not_committed()}"
-
-    def _not_committed(self) -> str:
-        """Return the uncommitted steps that keep explorers waiting, as text; "" if none do."""
+        text = f"trainer {self.options.consumer!r} waits for {lacking}"
         rules, steps = Admission.of(self.experiment.config), self._next_step - 1 - self._committed
         most = rules.most_uncommitted_steps
+        # Uncommitted steps may keep explorers waiting.
         if most is None or steps < most or self.options.consumer != rules.trainer:
-            return ""
+            return text
         return (
-            f"; {counted(steps, 'step')} are handed out and not committed, and with max_staleness="
-            f"{rules.max_staleness} explorers wait for their commit: commit at least once in "
-            f"{counted(most, 'step')}"
+            f"{text}; {counted(steps, 'step')} are handed out and not committed, and with "
+            f"max_staleness={rules.max_staleness} explorers wait for their commit: commit at least "
+            f"once in {counted(most, 'step')}"
         )
 
     async def _report_untrained(self, served: int) -> None:
