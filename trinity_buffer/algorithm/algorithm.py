@@ -160,8 +160,7 @@ class AlgorithmType(ABC, metaclass=ConstantMeta):
     @classmethod
     def name(cls) -> str:
         """Return the registered name, or the class's own if it is not registered."""
-        names = ALGORITHM_TYPE.names()
-        return next((n for n in names if ALGORITHM_TYPE.get(n) is cls), cls.__name__)
+        return ALGORITHM_TYPE.name_of(cls)
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:

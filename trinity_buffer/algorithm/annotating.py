@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -26,6 +27,7 @@ from trinity_buffer.algorithm.group_scores import (
 )
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience, group_by
+from trinity_buffer.metrics import gather_metrics
 
 Unit = Literal["group", "batch"]
 
@@ -187,18 +189,12 @@ def unusable(experience: Experience, fields: Sequence[str]) -> str | None:
     return None
 
 
-def run_problem(steps: list[Experience], rewarded: Experience | None) -> Problem | None:
-    """Return what keeps a run from being scored, or None.
-
-    All steps need a mask, and ``rewarded`` a reward; the steps of a run are of use together or not
-    at all.
-    """
-    for step in steps:
-        needs = ("reward", "action_mask") if step is rewarded else ("action_mask",)
-        problem = unusable(step, needs)
-        if problem is not None:
-            return Problem(steps, step, problem)
-    return None
+def problems_of(exps: Sequence[Experience], fields: Sequence[str]) -> Iterator[Problem]:
+    """Yield which experiences lack one of ``fields``, each of use without the others."""
+    for experience in exps:
+        text = unusable(experience, fields)
+        if text is not None:
+            yield Problem([experience], experience, text)
 
 
 def reward_of(experience: Experience) -> float:
@@ -237,9 +233,20 @@ def runs_by_task(exps: Sequence[Experience]) -> dict[str, StepsByRun]:
 def run_problems(
     exps: Sequence[Experience], rewarded: Callable[[list[Experience]], Experience | None]
 ) -> Iterator[Problem]:
-    """Yield what keeps runs from being scored; ``rewarded`` names the step whose reward counts."""
-    for runs in runs_by_task(exps).values():
-        for steps in runs.values():
-            problem = run_problem(steps, rewarded(steps))
-            if problem is not None:
-                yield problem
+    """Yield what keeps runs from being scored; ``rewarded`` names the step whose reward counts.
+
+    All steps need a mask; the steps of a run are of use together or not at all.
+    """
+    for steps in chain.from_iterable(runs.values() for runs in runs_by_task(exps).values()):
+        counts = rewarded(steps)
+        for step in steps:
+            needs = ("reward", "action_mask") if step is counts else ("action_mask",)
+            text = unusable(step, needs)
+            if text is not None:
+                yield Problem(steps, step, text)
+                break
+
+
+def gather_groups(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of groups as ``group_advantages/<name>/{mean,max,min}``."""
+    return gather_metrics(metrics, "group_advantages") if metrics else {}

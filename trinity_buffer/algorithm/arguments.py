@@ -10,7 +10,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -53,6 +53,25 @@ def default_arguments(cls: type, *, leave_out: Iterable[str] = ()) -> dict[str, 
         for name, default in declared_arguments(cls).items()
         if default is not REQUIRED and name not in skipped
     }
+
+
+class Configured:
+    """A part that is configured by the arguments of its constructor.
+
+    Class attributes:
+        runtime_args: arguments that a run supplies, not a configuration.
+        tuned: defaults for configurations where they differ from the constructor's.
+        reference_args: arguments with which the class computes what the reference does.
+    """
+
+    runtime_args: ClassVar[tuple[str, ...]] = ()
+    tuned: ClassVar[Mapping[str, Any]] = {}
+    reference_args: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Return the arguments for a configuration: the constructor's defaults, then `tuned`."""
+        return default_arguments(cls, leave_out=cls.runtime_args) | dict(cls.tuned)
 
 
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:

@@ -456,7 +456,4 @@ def _chosen(
 
 def _name_of(part: str, wanted: Any) -> str:
     """Return the registered name of a part, or the name of a class that is not registered."""
-    if isinstance(wanted, str):
-        return wanted
-    registry = REGISTRY_OF[part]
-    return next((n for n in registry.names() if registry.get(n) is wanted), wanted.__name__)
+    return wanted if isinstance(wanted, str) else REGISTRY_OF[part].name_of(wanted)

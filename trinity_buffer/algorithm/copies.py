@@ -43,6 +43,12 @@ def copy_experience(experience: Experience, *, task: Key, suffix: str) -> Experi
     return made
 
 
+def copy_group(group: Sequence[Experience], taken: set[str], start: int = 1) -> list[Experience]:
+    """Return copies of ``group`` as a group of its own, under an id that is not in ``taken``."""
+    task, number = fresh_task(group[0].eid, taken, start)
+    return [copy_experience(e, task=task, suffix=f"{e.eid.suffix}c{number}") for e in group]
+
+
 def fresh_task(eid: EID, taken: set[str], start: int = 1) -> tuple[str, int]:
     """Return a task id for a copy of the group of ``eid``, and its number: the first that is free.
 

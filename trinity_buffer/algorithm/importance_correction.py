@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import default_arguments, require
+from trinity_buffer.algorithm.arguments import Configured, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     Metrics,
@@ -38,7 +37,7 @@ from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
 
-class ImportanceCorrection(ABC):
+class ImportanceCorrection(Configured, ABC):
     """A correction: a class that says which weight a ratio becomes."""
 
     by_sequence = False
@@ -91,11 +90,6 @@ class ImportanceCorrection(ABC):
                 "rollout_is/kl": masked_mean(rollout - old, action_mask),
             }
         return weights, metrics
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        """Return the constructor's arguments for a configuration."""
-        return default_arguments(cls)
 
 
 IMPORTANCE_CORRECTION: Registry[type[ImportanceCorrection]] = Registry("importance_correction")

@@ -90,6 +90,10 @@ class Registry(Generic[T]):
             place = "" if line is None else f" ({line})"
             raise UnknownNameError(f"no {self.kind} at {path!r}: {reason}{place}") from error
 
+    def name_of(self, cls: type) -> str:
+        """Return the name under which ``cls`` is filed; the class's own if it is not."""
+        return next((name for name in self.names() if self.get(name) is cls), cls.__name__)
+
     def names(self) -> tuple[str, ...]:
         """Return the names that `get` knows, those of installed packages included, sorted."""
         installed = {entry.name for entry in entry_points(group=self._group)}

@@ -7,7 +7,7 @@ what it keeps to its writer, and rejects the rest with a reason.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -20,14 +20,15 @@ from trinity_buffer.algorithm.annotating import (
     Problem,
     WholeUnits,
     annotate_group,
+    gather_groups,
+    problems_of,
     reward_of,
     runs_of,
     share_rewards,
-    unusable,
 )
 from trinity_buffer.algorithm.arguments import (
+    Configured,
     declared_arguments,
-    default_arguments,
     one_of,
     refuse_unknown,
 )
@@ -42,7 +43,6 @@ from trinity_buffer.algorithm.group_scores import (
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
-from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.writer import BufferWriter, invalid
 
 __all__ = [
@@ -59,13 +59,11 @@ __all__ = [
 OnUnknown = Literal["error", "ignore"]
 
 
-class AddStrategy(WholeUnits, ABC):
+class AddStrategy(WholeUnits, Configured, ABC):
     """Takes experiences from an explorer, gives them to a writer: annotated, filtered, or both.
 
     Class attributes, which the consumer reads beside those of `WholeUnits`:
         annotates: whether `add` sets advantages (False: it only chooses).
-        reference_args: constructor arguments with which the class computes what the reference
-            implementation does.
 
     An experience without the fields that the class ``needs`` is rejected as ``invalid``.
 
@@ -85,8 +83,8 @@ class AddStrategy(WholeUnits, ABC):
 
     families: ClassVar[tuple[str, ...]] = ("light", "tokens", "text")
     annotates: ClassVar[bool] = True
-    reference_args: ClassVar[Mapping[str, Any]] = {}
-    runtime_args: ClassVar[tuple[str, ...]] = ("writer", "on_unknown", "rng")
+    # In a run ``over`` is ``"runs"``, unless it is said otherwise.
+    runtime_args: ClassVar[tuple[str, ...]] = ("writer", "on_unknown", "rng", "over")
 
     def __init__(
         self, writer: BufferWriter, *, on_unknown: OnUnknown = "error", **kwargs: Any
@@ -103,14 +101,6 @@ class AddStrategy(WholeUnits, ABC):
 
         All input is examined before the first write. ``step`` counts the calls.
         """
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        """Return the defaults of the constructor, without run-time arguments like the writer.
-
-        Nor is ``over`` among them: in a run it is ``"runs"``, unless it is said otherwise.
-        """
-        return default_arguments(cls, leave_out=(*cls.runtime_args, "over"))
 
     @classmethod
     def takes_over(cls) -> bool:
@@ -141,14 +131,20 @@ class AddStrategy(WholeUnits, ABC):
         Raises:
             InvalidExperienceError: one lacks a field and the writer cannot record a rejection.
         """
-        sound = []
-        for experience in experiences:
-            problem = unusable(experience, self.needs if needs is None else needs)
-            if problem is None:
-                sound.append(experience)
-            else:
-                self.refuse(Problem([experience], experience, problem))
-        return sound
+        return self.sound(
+            experiences, problems_of(experiences, self.needs if needs is None else needs)
+        )
+
+    def sound(
+        self, experiences: Sequence[Experience], problems: Iterable[Problem]
+    ) -> list[Experience]:
+        """Return the experiences without ``problems``; refuse the others."""
+        # By identity: experiences are compared by their content, which tensors make slow.
+        useless: set[int] = set()
+        for problem in problems:
+            self.refuse(problem)
+            useless.update(map(id, problem.together))
+        return [e for e in experiences if id(e) not in useless]
 
     def refuse(self, problem: Problem) -> None:
         """Reject what ``problem`` makes useless as ``invalid``.
@@ -207,7 +203,7 @@ class GroupAdvantageStrategy(AddStrategy):
             await self._write(group, chosen)
         metrics = [of_group for _, _, of_group in scored]
         count = sum(len(chosen) for _, chosen, _ in scored)
-        return count, gather_metrics(metrics, "group_advantages") if metrics else {}
+        return count, gather_groups(metrics)
 
     async def _write(self, group: list[Experience], members: list[Experience]) -> None:
         """Write ``kept`` and reject the rest of ``group``."""

@@ -85,21 +85,12 @@ class AdvantageAddStrategy(AddStrategy):
         """Score all groups, then write them one by one, in order of first appearance."""
         if not experiences:
             return 0, {}
-        sound = self._sound(experiences)
+        sound = self.sound(experiences, self.advantage.problems(experiences))
         scored, metrics = self.advantage.process(sound)
         self.reject(left_out(sound, scored), "zero_variance")
         for group in group_by(scored, "task").values():
             await self.writer.write_async(group)
         return len(scored), metrics
-
-    def _sound(self, experiences: list[Experience]) -> list[Experience]:
-        """Return the experiences that can be scored; refuse the others."""
-        # By identity: experiences are compared by their content, which tensors make slow.
-        useless: set[int] = set()
-        for problem in self.advantage.problems(experiences):
-            self.refuse(problem)
-            useless.update(id(experience) for experience in problem.together)
-        return [e for e in experiences if id(e) not in useless]
 
 
 @ADD_STRATEGY.register_module("asymre")

@@ -144,7 +144,12 @@ def compose(
             does not take.
     """
     by_name = dict(arguments or {})
-    classes = {strategy_name(strategy): strategy_class(strategy) for strategy in strategies}
+    classes: dict[str, type[AddStrategy]] = {}
+    for strategy in strategies:
+        if isinstance(strategy, str):
+            classes[strategy] = ADD_STRATEGY.get(strategy)
+        else:
+            classes[ADD_STRATEGY.name_of(strategy)] = strategy
     if len(classes) != len(strategies) or not classes:
         raise InvalidArgumentError("a list of strategies needs at least one, and each only once")
     for name in by_name.keys() - classes.keys():
@@ -169,21 +174,3 @@ def compose(
         "ComposedAddStrategy", (CompositeAddStrategy,), attributes
     )
     return made(writer, stages)
-
-
-def strategy_class(strategy: StrategyName) -> type[AddStrategy]:
-    """Return the class of ``strategy``.
-
-    Raises:
-        UnknownNameError: there is none of this name.
-    """
-    return ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
-
-
-def strategy_name(strategy: StrategyName) -> str:
-    """Return the registered name of ``strategy``, or the name of a class that is not registered."""
-    if isinstance(strategy, str):
-        return strategy
-    return next(
-        (n for n in ADD_STRATEGY.names() if ADD_STRATEGY.get(n) is strategy), strategy.__name__
-    )

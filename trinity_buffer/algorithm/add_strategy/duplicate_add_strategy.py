@@ -13,10 +13,9 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import (
     RewardVarianceAddStrategy,
 )
 from trinity_buffer.algorithm.arguments import one_of
-from trinity_buffer.algorithm.copies import copy_experience, fresh_task
+from trinity_buffer.algorithm.copies import copy_experience, copy_group
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import Key
 from trinity_buffer.writer import BufferWriter
 
 Group = list[Experience]
@@ -116,22 +115,13 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
 
     def _copy(self, group: Group, turn: int, taken: set[str], num_groups: int) -> Group:
         """Return copies of ``group`` as a group of its own, under an id not in ``taken``."""
-        first = group[0].eid
-        if self.copy_ids == "offset":
-            task = _offset_task(first.task, turn * num_groups)
-            return [copy_experience(e, task=task, suffix=e.eid.suffix) for e in group]
-        name, number = fresh_task(first, taken, turn)
-        return [copy_experience(e, task=name, suffix=f"{e.eid.suffix}c{number}") for e in group]
-
-
-def _offset_task(task: Key, offset: int) -> Key:
-    """Return ``task + offset``.
-
-    Raises:
-        InvalidArgumentError: the task is a text.
-    """
-    if not isinstance(task, int):
-        raise InvalidArgumentError(
-            f"copy_ids='offset' needs whole numbers as task ids, not {task!r}; use copy_ids='fresh'"
-        )
-    return task + offset
+        if self.copy_ids == "fresh":
+            return copy_group(group, taken, turn)
+        task = group[0].eid.task
+        if not isinstance(task, int):
+            raise InvalidArgumentError(
+                f"copy_ids='offset' needs whole numbers as task ids, not {task!r}; use "
+                "copy_ids='fresh'"
+            )
+        task += turn * num_groups
+        return [copy_experience(e, task=task, suffix=e.eid.suffix) for e in group]

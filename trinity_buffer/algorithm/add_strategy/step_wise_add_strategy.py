@@ -9,10 +9,16 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
-from trinity_buffer.algorithm.annotating import StepsByRun, annotate_runs, reward_of, run_problem
+from trinity_buffer.algorithm.annotating import (
+    StepsByRun,
+    annotate_runs,
+    gather_groups,
+    reward_of,
+    run_problems,
+    runs_by_task,
+)
 from trinity_buffer.algorithm.arguments import one_of
-from trinity_buffer.experience import Experience, group_by
-from trinity_buffer.metrics import gather_metrics
+from trinity_buffer.experience import Experience
 from trinity_buffer.writer import BufferWriter
 
 
@@ -66,10 +72,9 @@ class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
     @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all tasks, then write run by run, in order of first appearance."""
-        tasks = [self._sound(group_by(task, "run")) for task in group_by(exps, "task").values()]
+        tasks = runs_by_task(self.sound(exps, run_problems(exps, self._last))).values()
         metrics = []
-        # A task whose runs were all refused has no statistics.
-        for runs in filter(None, tasks):
+        for runs in tasks:
             scores, of_task = self.calculate_group_advantage(
                 {run: self._last(steps) for run, steps in runs.items()}
             )
@@ -79,20 +84,9 @@ class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
             for steps in runs.values():
                 await self.writer.write_async(steps)
         count = sum(len(steps) for runs in tasks for steps in runs.values())
-        return count, gather_metrics(metrics, "group_advantages") if metrics else {}
+        return count, gather_groups(metrics)
 
     def _last(self, steps: list[Experience]) -> Experience:
         """Return the step that carries the reward of its run."""
         # By position, as in the reference: the consumer delivers runs sorted by step.
         return steps[-1] if self.last_step == "list" else max(steps, key=lambda e: e.eid.step)
-
-    def _sound(self, runs: StepsByRun) -> StepsByRun:
-        """Return the runs whose steps all have a mask and the last a reward; refuse the others."""
-        sound = {}
-        for run_id, steps in runs.items():
-            problem = run_problem(steps, self._last(steps))
-            if problem is None:
-                sound[run_id] = steps
-            else:
-                self.refuse(problem)
-        return sound

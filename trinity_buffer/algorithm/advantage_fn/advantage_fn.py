@@ -21,13 +21,14 @@ from trinity_buffer.algorithm.annotating import (
     Problem,
     WholeUnits,
     annotate_group,
+    gather_groups,
+    problems_of,
     reward_of,
     share_rewards,
-    unusable,
 )
 from trinity_buffer.algorithm.arguments import (
+    Configured,
     declared_arguments,
-    default_arguments,
     one_of,
     refuse_unknown,
 )
@@ -44,20 +45,17 @@ from trinity_buffer.algorithm.group_scores import (
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
-from trinity_buffer.metrics import gather_metrics
 
 __all__ = ["ADVANTAGE_FN", "AdvantageFn", "GroupAdvantage", "PipelineAdvantage", "TrainerAdvantage"]
 
 
-class AdvantageFn(ABC):
+class AdvantageFn(Configured, ABC):
     """Computes advantages and returns.
 
     Class attributes:
-        reference_args: constructor arguments with which the class computes what the reference does.
         reads_old_logprob: whether it reads the log-probabilities that the explorer recorded, which
             every row must have then.
         reads_rewards: the same of rewards, where the advantages are computed in the trainer.
-        tuned: defaults for configurations where they differ from the constructor's.
 
     Args:
         on_unknown: ``"ignore"`` swallows misspelt arguments.
@@ -67,10 +65,8 @@ class AdvantageFn(ABC):
         InvalidArgumentError: an argument that no class in the line of inheritance declares.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {}
     reads_old_logprob: ClassVar[bool] = False
     reads_rewards: ClassVar[bool] = True
-    tuned: ClassVar[Mapping[str, Any]] = {}
     runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
 
     def __init__(self, *, on_unknown: Literal["error", "ignore"] = "error", **kwargs: Any) -> None:
@@ -81,11 +77,6 @@ class AdvantageFn(ABC):
     @abstractmethod
     def __call__(self, exps: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Return ``exps`` with their advantages, and metrics."""
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        """Return the arguments for a configuration: the constructor's defaults, then `tuned`."""
-        return default_arguments(cls, leave_out=cls.runtime_args) | dict(cls.tuned)
 
     @classmethod
     @abstractmethod
@@ -99,16 +90,8 @@ ADVANTAGE_FN: Registry[type[AdvantageFn]] = Registry("advantage_fn")
 class PipelineAdvantage(WholeUnits, AdvantageFn):
     """Computes advantages of lists of experiences; the strategy around it hands on its unit."""
 
-    @classmethod
-    @override
-    def default_args(cls) -> dict[str, Any]:
-        """Return the arguments for a configuration.
-
-        ``over`` is not among them: in a run it is ``"runs"``, unless it is said otherwise.
-        """
-        arguments = super().default_args()
-        arguments.pop("over", None)
-        return arguments
+    # In a run ``over`` is ``"runs"``, unless it is said otherwise.
+    runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng", "over")
 
     @classmethod
     @override
@@ -118,10 +101,7 @@ class PipelineAdvantage(WholeUnits, AdvantageFn):
 
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield what keeps experiences from being scored."""
-        for experience in exps:
-            problem = unusable(experience, self.needs)
-            if problem is not None:
-                yield Problem([experience], experience, problem)
+        return problems_of(exps, self.needs)
 
     def check(self, exps: Sequence[Experience]) -> None:
         """Raise unless all of ``exps`` can be scored.
@@ -173,9 +153,7 @@ class GroupAdvantage(PipelineAdvantage):
         """
         share_rewards(exps, self.over)
         for group in self.group_experiences(list(exps)).values():
-            needs = self.needs_of(group)
-            texts = ((e, unusable(e, needs)) for e in group)
-            yield from (Problem([e], e, text) for e, text in texts if text is not None)
+            yield from problems_of(group, self.needs_of(group))
 
     @abstractmethod
     def calculate_group_advantage(
@@ -319,8 +297,3 @@ class GroupScoredAdvantage(TrainerAdvantage):
         on_tokens = scores.to(sums.device).to(like.dtype).unsqueeze(-1).expand_as(like)
         advantages = on_tokens.where(rows.mask, 0.0)
         return Result(advantages, advantages.clone())
-
-
-def gather_groups(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of groups as ``group_advantages/<name>/{mean,max,min}``."""
-    return gather_metrics(metrics, "group_advantages") if metrics else {}

@@ -15,18 +15,18 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     GroupAdvantage,
     GroupScoredAdvantage,
-    gather_groups,
 )
 from trinity_buffer.algorithm.annotating import (
     Unit,
     annotate,
+    gather_groups,
     num_runs,
     rank_penalized,
     reward_of,
     runs_of,
 )
 from trinity_buffer.algorithm.arguments import one_of
-from trinity_buffer.algorithm.copies import copy_experience, fresh_task
+from trinity_buffer.algorithm.copies import copy_group
 from trinity_buffer.algorithm.group_scores import Rewards
 from trinity_buffer.experience import Experience
 
@@ -158,14 +158,8 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         # Seeded by the batch: a restarted consumer draws what the first one drew.
         draw = random.choice if self.seed is None else random.Random(key).choice
         taken = {group[0].eid.tid for group in groups}
-        copies = []
-        for _ in range(len(groups) - len(sources)):
-            source = draw(list(sources))
-            task, number = fresh_task(source[0].eid, taken)
-            copies.append(
-                [copy_experience(e, task=task, suffix=f"{e.eid.suffix}c{number}") for e in source]
-            )
-        return copies
+        lacking = len(groups) - len(sources)
+        return [copy_group(draw(list(sources)), taken) for _ in range(lacking)]
 
 
 @ADVANTAGE_FN.register_module("grpo_verl")

@@ -12,13 +12,13 @@ from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     PipelineAdvantage,
-    gather_groups,
 )
 from trinity_buffer.algorithm.annotating import (
     Problem,
     StepsByRun,
     Unit,
     annotate_runs,
+    gather_groups,
     reward_of,
     run_problems,
     runs_by_task,

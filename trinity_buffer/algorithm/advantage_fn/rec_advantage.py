@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
-from trinity_buffer.algorithm.annotating import annotate, reward_of, runs_of
+from trinity_buffer.algorithm.annotating import annotate, annotate_group, reward_of, runs_of
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups
 from trinity_buffer.experience import Experience
@@ -75,17 +75,12 @@ class RECGroupedAdvantage(GroupAdvantage):
         rewards = group_scores.as_rewards([reward_of(e) for e in exps])
         runs = runs_of(exps, self.over)
         stay = self._staying(group_id, group_scores.run_means(rewards, runs))
-        dropped = 1.0 - float(stay.mean())
         counts = stay if runs is None else stay[runs]
-        # Renumbered: statistics take runs from 0 on, without gaps.
-        left = None if runs is None else group_scores.numbered(runs[counts].tolist())
-        of_runs = group_scores.by_run(rewards[counts], left)
-        mean, std = map(float, group_scores.moments(*of_runs, ddof=0, std_floor=self.std_floor))
-        centred = rewards - mean
-        scores = group_scores.scaled(centred, std, self.epsilon) if self.std_normalize else centred
-        for experience, score in zip(exps, np.where(counts, scores, 0.0), strict=True):
-            annotate(experience, float(score))
-        return exps, {"drop_balance": dropped, "reward_mean": mean, "reward_std": std}
+        left = [e for e, stays in zip(exps, counts.tolist(), strict=True) if stays]
+        _, metrics = annotate_group(left, rewards[counts], self.score_groups, self.over)
+        for experience in (e for e, stays in zip(exps, counts.tolist(), strict=True) if not stays):
+            annotate(experience, 0.0)
+        return exps, metrics | {"drop_balance": 1.0 - float(stay.mean())}
 
     def _staying(self, group_id: str, rewards: Rewards) -> NDArray[np.bool_]:
         """Return which members stay: all, or as many below the mean as not below it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import default_arguments
+from trinity_buffer.algorithm.arguments import Configured
 from trinity_buffer.algorithm.functional import Metrics, aggregate_loss, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
@@ -18,7 +17,7 @@ from trinity_buffer.errors import InvalidArgumentError
 
 
 @dataclass(eq=False)
-class EntropyLossFn:
+class EntropyLossFn(Configured):
     """An aggregated entropy and its coefficient.
 
     Args:
@@ -29,7 +28,6 @@ class EntropyLossFn:
     """
 
     usual_rows_only: ClassVar[bool] = False
-    reference_args: ClassVar[Mapping[str, Any]] = {}
 
     entropy_coef: float = 0.0
 
@@ -62,11 +60,6 @@ class EntropyLossFn:
     ) -> tuple[Tensor, Tensor, BatchLayout | None]:
         """Return the entropies that count, their mask, and the layout with their denominators."""
         return entropy, mask, layout
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        """Return the constructor's arguments for a configuration."""
-        return default_arguments(cls)
 
 
 ENTROPY_LOSS_FN: Registry[type[EntropyLossFn]] = Registry("entropy_loss_fn")

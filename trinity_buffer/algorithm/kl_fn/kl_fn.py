@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.rows import as_mapping
-from trinity_buffer.algorithm.arguments import default_arguments, require
+from trinity_buffer.algorithm.arguments import Configured, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     Metrics,
@@ -34,7 +34,7 @@ Batch = TypeVar("Batch")
 
 
 @dataclass(eq=False)
-class KLFn(ABC):
+class KLFn(Configured, ABC):
     """A divergence and its coefficient; subclasses say what it is per token.
 
     Args:
@@ -47,7 +47,6 @@ class KLFn(ABC):
         reads_old_logprob: whether it weighs by the log-probabilities of the policy that sampled.
     """
 
-    reference_args: ClassVar[Mapping[str, Any]] = {}
     reads_old_logprob: ClassVar[bool] = False
 
     adaptive: bool = False
@@ -151,9 +150,10 @@ class KLFn(ABC):
         self.kl_coef *= 1.0 + error * batch_size / self.horizon
 
     @classmethod
+    @override
     def default_args(cls) -> dict[str, Any]:
-        """Return the constructor's arguments for a configuration."""
-        return {k: v for k, v in default_arguments(cls).items() if v is not None}
+        """Return the constructor's arguments for a configuration; None: not given."""
+        return {k: v for k, v in super().default_args().items() if v is not None}
 
 
 KL_FN: Registry[type[KLFn]] = Registry("kl_fn")

@@ -47,11 +47,9 @@ class TwoKindsLossFn(PolicyLossFn):
     """
 
     tuned = {"clip_range": 0.2}
-    run_time = frozenset(
-        {
-            *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"),
-            *("ngpus_trainer", "train_batch_size_usual", "train_batch_size_expert"),
-        }
+    runtime_args = (
+        *("backend", "use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu"),
+        *("ngpus_trainer", "train_batch_size_usual", "train_batch_size_expert"),
     )
 
     _: KW_ONLY

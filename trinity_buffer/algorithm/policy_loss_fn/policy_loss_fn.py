@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import default_arguments, did_you_mean
+from trinity_buffer.algorithm.arguments import Configured, did_you_mean
 from trinity_buffer.algorithm.functional import (
     Metrics,
     Tokens,
@@ -63,7 +63,7 @@ NOT_SELECTED = frozenset({"logprob", "layout"})
 
 
 @dataclass(eq=False)
-class PolicyLossFn(ABC):
+class PolicyLossFn(Configured, ABC):
     """A policy loss: a class whose ``__call__`` names the tensors that it needs.
 
     Subclasses write ``__call__(self, logprob, ..., *, layout=None)`` with the names that this
@@ -81,18 +81,13 @@ class PolicyLossFn(ABC):
         backend: whose names callers may use.
 
     Attributes:
-        tuned: defaults for configuration files where they differ from the constructor's.
-        run_time: constructor arguments that describe a run, hence have no default to offer.
-        reference_args: constructor arguments that reproduce the reference where it is wrong.
         per_microbatch: True if the loss looks at the micro-batch as a whole, so that cutting a step
             differently changes its gradient.
         row_metrics: names of the metrics that are means over rows.
         pairs: True if rows are the chosen and the rejected answers of pairs, in turn.
     """
 
-    tuned: ClassVar[Mapping[str, Any]] = {}
-    run_time: ClassVar[frozenset[str]] = frozenset()
-    reference_args: ClassVar[Mapping[str, Any]] = {}
+    runtime_args: ClassVar[tuple[str, ...]] = ("backend",)
     per_microbatch: ClassVar[bool] = False
     row_metrics: ClassVar[tuple[str, ...]] = ()
     pairs: ClassVar[bool] = False
@@ -141,13 +136,11 @@ class PolicyLossFn(ABC):
         return "layout" in self._tensors
 
     @classmethod
+    @override
     def default_args(cls) -> dict[str, Any]:
         """Return the constructor's arguments for a configuration: signature, then `tuned`."""
-        arguments = default_arguments(cls, leave_out={"backend", *cls.run_time})
         # None stands for "not given", which no configuration has to say.
-        return {name: value for name, value in arguments.items() if value is not None} | dict(
-            cls.tuned
-        )
+        return {name: v for name, v in super().default_args().items() if v is not None}
 
 
 POLICY_LOSS_FN: Registry[type[PolicyLossFn]] = Registry("policy_loss_fn")

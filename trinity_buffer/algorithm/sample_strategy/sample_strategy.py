@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.annotating import reward_of
 from trinity_buffer.algorithm.arguments import (
+    Configured,
     declared_arguments,
-    default_arguments,
     refuse_unknown,
     require,
 )
@@ -64,7 +64,7 @@ class SampleReader(Protocol):
         """Go on from ``state``."""
 
 
-class SampleStrategy(ABC):
+class SampleStrategy(Configured, ABC):
     """Plans what a step takes (`plan`), and takes it (`sample`).
 
     Args:
@@ -100,11 +100,6 @@ class SampleStrategy(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
         _required(self.reader).load_state_dict(state)
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        """Return the defaults of the constructor, without readers and sizes."""
-        return default_arguments(cls, leave_out=cls.runtime_args)
 
 
 SAMPLE_STRATEGY: Registry[type[SampleStrategy]] = Registry("sample_strategy")

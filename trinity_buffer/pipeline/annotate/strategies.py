@@ -42,9 +42,7 @@ def _class_of(strategy: str | StrategyClass) -> tuple[str, type[AddStrategy]]:
         raise UnknownNameError(
             f"{strategy!r} is not an AddStrategy{hint}; known are {', '.join(ADD_STRATEGY.names())}"
         )
-    name = strategy if isinstance(strategy, str) else kind.__name__
-    if not isinstance(strategy, str):  # all names are those of installed packages too: slow
-        name = next((n for n in ADD_STRATEGY.names() if ADD_STRATEGY.get(n) is kind), name)
+    name = strategy if isinstance(strategy, str) else ADD_STRATEGY.name_of(kind)
     if issubclass(kind, PipelineAdvantage):
         return name, type(kind.__name__, (AdvantageAddStrategy,), {"advantage_fn": kind})
     return name, kind
