@@ -7,7 +7,7 @@ function explains one link of that ring, and continues with the next if that pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -211,8 +211,7 @@ def abandoned_groups(tx: Transaction, experiment: int) -> int:
     # A plan and its first heartbeat are one transaction, so absence means that it ended.
     gone = [batch.key for batch in batches if around.who("explorer", batch.actor) is None]
     rows = writer_queries.batches(tx, experiment, gone).values() if gone else ()
-    lacks = (_planned(row, writer_queries.runs_of(tx, experiment, row.batch)) for row in rows)
-    return sum(lack.groups for lack in lacks if lack is not None)
+    return sum(len(_missing_runs(tx, experiment, row)) for row in rows)
 
 
 def lacks_of(
@@ -233,36 +232,29 @@ def lacks_of(
     rows = writer_queries.batches(tx, experiment, sorted({*stored, *planned}))
     lacks = []
     for key in islice(dict.fromkeys((*planned, *stored)), counts.BATCHES_LOOKED_AT):
-        row = rows.get(key)
+        row, groups = rows.get(key), stored.get(key, {})
         if row is not None and row.sealed_at is not None:
             continue  # sealed: no more runs will come
-        if row is None or row.rollouts_per_group is None:
-            lack = _unplanned(key, stored.get(key, {}), size)
+        if row is not None:
+            short = _missing_runs(tx, experiment, row)
         else:
-            lack = _planned(row, writer_queries.runs_of(tx, experiment, key))
+            short = [] if size is None else [size - n for n in groups.values() if n < size]
+        actor, at = ("", None) if row is None else (row.actor, row.planned_at)
+        if row is None and size is None and groups:
+            lacks.append(Lack(key, actor, at, len(groups), None, None))
+        elif short:
+            lacks.append(Lack(key, actor, at, len(short), min(short), max(short)))
         # Complete groups of an unsealed batch still wait, if the strategy decides whole batches.
-        if lack is None and whole_batches and key in stored:
-            at = None if row is None else row.planned_at
-            lack = Lack(key, "" if row is None else row.actor, at, len(stored[key]), 0, 0)
-        if lack is not None:
-            lacks.append(lack)
+        elif whole_batches and groups:
+            lacks.append(Lack(key, actor, at, len(groups), 0, 0))
     return lacks
 
 
-def _unplanned(key: str, stored: dict[str, int], size: int | None) -> Lack | None:
-    """Return the incomplete groups of an unplanned batch."""
-    if size is None:
-        return Lack(key, "", None, len(stored), None, None) if stored else None
-    short = [size - count for count in stored.values() if count < size]
-    return Lack(key, "", None, len(short), min(short), max(short)) if short else None
-
-
-def _planned(row: BatchRow, runs: Collection[tuple[str, int]]) -> Lack | None:
-    """Return the incomplete groups of a planned batch, given its stored (task, run) pairs."""
+def _missing_runs(tx: Transaction, experiment: int, row: BatchRow) -> list[int]:
+    """Return how many runs each incomplete group of a planned batch lacks."""
     size = row.rollouts_per_group or 0
     # Runs beyond the plan do not make a group complete.
-    stored = Counter(task for task, run in runs if run < size)
-    short = [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]
-    if not short:
-        return None
-    return Lack(str(row.batch), row.actor, row.planned_at, len(short), min(short), max(short))
+    stored = Counter(
+        task for task, run in writer_queries.runs_of(tx, experiment, str(row.batch)) if run < size
+    )
+    return [size - stored[str(task)] for task in row.tasks if stored[str(task)] < size]

@@ -59,18 +59,9 @@ _OWNERS = set[str]()
 """The owners of this process that may hold a lease."""
 
 
-def forget_owner(owner: str) -> None:
-    """Note that an owner of this process has ended: a lease that it could not give back is free."""
-    _OWNERS.discard(owner)
-
-
-def owner_of_process() -> str:
-    """Return the `owner_name` that all of this process share."""
-    return _owner_of(os.getpid())
-
-
 @cache
-def _owner_of(_pid: int) -> str:  # a forked child has another name
+def owner_of_process(_pid: int) -> str:
+    """Return the `owner_name` that all of this process share; a forked child has another."""
     return owner_name()
 
 
@@ -112,19 +103,15 @@ class LeaseWatch:
         elif now - self._looked > self._ttl_s / HEARTBEATS_PER_TTL + LOOKED_EVERY_S:
             self._since = now
         self._looked = now
-        return self.silent_s >= self._ttl_s
-
-    @property
-    def silent_s(self) -> float:
-        """For how many seconds the lease was held just as it is."""
-        return time.monotonic() - self._since
+        return now - self._since >= self._ttl_s
 
     @property
     def renewed_s(self) -> float:
         """How many seconds ago it was renewed; by its holder's clock where we did not see it."""
+        silent_s = time.monotonic() - self._since
         if self._renewed or self._seen is None:
-            return self.silent_s
-        return max(self.silent_s, (now_us() - self._seen[2]) / 1e6 + self._ttl_s)
+            return silent_s
+        return max(silent_s, (now_us() - self._seen[2]) / 1e6 + self._ttl_s)
 
 
 _logger = logging.getLogger(__name__)
@@ -225,7 +212,9 @@ class StrategyLease(Lease):
 
     def __init__(self, experiment: ExperimentHandle, name: str, *, alone: bool = False) -> None:
         ttl_s = float(experiment.config.get("lease_ttl_s", TTL_S))
-        super().__init__(experiment.database, experiment.key, name, ttl_s, owner_of_process())
+        super().__init__(
+            experiment.database, experiment.key, name, ttl_s, owner_of_process(os.getpid())
+        )
         self._alone = self.is_held = alone
         self._patience_s = ttl_s
         self._took = False
@@ -426,7 +415,7 @@ class TrainerLease(Lease):
 
     async def release(self) -> None:
         """Give the lease back; its holder is not there any more."""
-        forget_owner(self.owner)
+        _OWNERS.discard(self.owner)  # also if it cannot be given back, it is free
         await self.presence.gone()
         await self._database.try_to_write(self.give_back)
 

@@ -84,7 +84,9 @@ def process_has_ended(pid: int, seen_us: int) -> bool:
     ticks = start_of(pid)
     if not ticks:
         return False
-    started_us = _boot_us() + int(ticks) * _SECOND_US // os.sysconf("SC_CLK_TCK")
+    lines = (PROC / "stat").read_text().splitlines()
+    boot_s = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), 0)
+    started_us = boot_s * _SECOND_US + int(ticks) * _SECOND_US // os.sysconf("SC_CLK_TCK")
     return started_us > seen_us + 2 * _SECOND_US  # btime in /proc/stat has whole seconds
 
 
@@ -95,13 +97,6 @@ def _told_of(pid: int) -> tuple[str, str]:
     except OSError:
         return "", ""
     return fields[0], fields[19]
-
-
-def _boot_us() -> int:
-    for line in (PROC / "stat").read_text().splitlines():
-        if line.startswith("btime "):
-            return int(line.split()[1]) * _SECOND_US
-    return 0
 
 
 FIRST_AFTER_S = 1.0
@@ -215,9 +210,7 @@ class Presence:
         first = at_once and not self._started_at
         if not (due or first) or self._database.read_only:
             return None
-        self._started_at = self._started_at or now_us()
-        self._reported, self._next = self.waiting_for, time.monotonic() + SEEN_EVERY_S
-        return self._row()
+        return self.first()
 
     def _row(self) -> PresenceRow:
         return PresenceRow(

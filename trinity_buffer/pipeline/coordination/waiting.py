@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError, TrainingError
 from trinity_buffer.identity import TURNS
@@ -31,14 +31,6 @@ LOOKS = 4
 
 LATE_S = 10.0
 """A check delayed by more than this factor shows that the machine is overloaded."""
-
-
-class _Seen(NamedTuple):
-    mark: tuple[
-        int, frozenset[PresenceRow]
-    ]  # changes with the heads of the logs and with heartbeats of work
-    after_s: float
-    at_work: bool
 
 
 class Stall:
@@ -86,31 +78,32 @@ class Stall:
             self._next = now + first_look_s
         if now < self._next:
             return self._next - now
-        seen = await self._database.read(self._load)
+        mark, at_work, after_s = await self._database.read(self._load)
         now = time.monotonic()
         # Time in which this process could not check is not counted against the run.
         self._since += max(0.0, now - self._next - LATE_S)
-        if seen.at_work or seen.mark != self._mark:
-            self._mark, self._since = seen.mark, now
-        if now - self._since >= seen.after_s:
+        if at_work or mark != self._mark:
+            self._mark, self._since = mark, now
+        if now - self._since >= after_s:
             raise RunStalledError(
-                f"nothing has moved for {seen.after_s:g} s (stalled_after_s): no event came, and "
-                f"no rollout is under way; {await tell()}. `trinity-buffer doctor` says "
+                f"nothing has moved for {after_s:g} s (stalled_after_s): no event came, and "
+                f"no rollout is under way; {one_line(await tell())}. `trinity-buffer doctor` says "
                 "what would help"
             )
-        step_s = self._since + seen.after_s - now
-        pause_s = min(step_s, seen.after_s / LOOKS, LONGEST_PAUSE_S)
+        pause_s = min(self._since + after_s - now, after_s / LOOKS, LONGEST_PAUSE_S)
         self._next = now + pause_s
         return pause_s
 
-    def _load(self, tx: Transaction) -> _Seen:
+    def _load(self, tx: Transaction) -> tuple[object, bool, float]:
+        """Return what changes with progress, whether a process is at work, and the limit."""
         stored = writer_queries.config_of(tx, self._experiment)
-        after_s: float | None = STALLED_AFTER_S
-        if stored is not None:
-            after_s = stored[0].get("stalled_after_s", STALLED_AFTER_S)
-        rows = _others(tx, self._experiment, self._presence)
+        config = {} if stored is None else stored[0]
+        after_s: float | None = config.get("stalled_after_s", STALLED_AFTER_S)
+        own = self._presence
+        rows = heartbeats.processes(tx, self._experiment)
+        rows = [row for row in rows if own is None or not own.is_own(row)]
         names = [log.experiment_name(tx, self._experiment) + TURNS]  # a recorder writes there
-        if stored is not None and isinstance(expert := stored[0].get("expert_experiment"), str):
+        if isinstance(expert := config.get("expert_experiment"), str):
             names.append(expert)
         beside = [log.find_experiment(tx, name) for name in names]
         keys = {self._experiment, *(key for key in beside if key is not None)}
@@ -118,8 +111,7 @@ class Stall:
         head = sum(log.head(tx, key) for key in keys)
         # A changed heartbeat is progress, however wrong the clock of its process may be.
         mark = head, frozenset(row for row in rows if row.role == AT_WORK)
-        at_work = any(map(_is_at_work, rows))
-        return _Seen(mark, math.inf if after_s is None else after_s, at_work)
+        return mark, any(map(_is_at_work, rows)), math.inf if after_s is None else after_s
 
 
 LONGEST_PAUSE_S = 600.0
@@ -128,11 +120,6 @@ LONGEST_PAUSE_S = 600.0
 def is_at_work(tx: Transaction, experiment: int) -> bool:
     """Return whether any process of an experiment is at work."""
     return any(map(_is_at_work, heartbeats.processes(tx, experiment)))
-
-
-def _others(tx: Transaction, experiment: int, but: Presence | None) -> list[PresenceRow]:
-    rows = heartbeats.processes(tx, experiment)
-    return [row for row in rows if but is None or not but.is_own(row)]
 
 
 def _is_at_work(row: PresenceRow) -> bool:
@@ -225,9 +212,6 @@ class ReportedWait:
         if self._presence is not None:
             self._presence.waiting_for = None
 
-    async def _describe(self) -> str:
-        return one_line(await self._tell())
-
     async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
         """Return after a commit later than ``state``, after ``timeout_s``, or spuriously.
 
@@ -239,7 +223,7 @@ class ReportedWait:
         if self._due is None:
             self._due = time.monotonic() + wait_report_s()
         elif time.monotonic() >= self._due:
-            message = await self._describe()
+            message = one_line(await self._tell())
             _logger.log(logging.WARNING if self._aloud else logging.DEBUG, "%s", message)
             if self._presence is not None:
                 self._presence.waiting_for = message
@@ -249,7 +233,7 @@ class ReportedWait:
             # While the process works on earlier results, the run is not stalled.
             if not self.is_waited_for():
                 self._stall.begin()
-            left_s = min(left_s, await self._stall.require_moving(self._describe, wait_report_s()))
+            left_s = min(left_s, await self._stall.require_moving(self._tell, wait_report_s()))
         if self._presence is not None:
             await self._presence.seen()
             left_s = min(left_s, self._presence.due_s)
