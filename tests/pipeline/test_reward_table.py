@@ -32,7 +32,7 @@ from trinity_buffer.algorithm.add_strategy import (
 from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
-from trinity_buffer.pipeline.annotate.deciding import Decision, GroupTable
+from trinity_buffer.pipeline.annotate.deciding import Decision, table_of
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.handle import new_event, now_us
@@ -156,7 +156,7 @@ def by_rewards(
     decision, strategy = covering(groups), make(StagedWriter())
     score = strategy.from_rewards()
     assert score is not None
-    decision.score(groups, GroupTable.of(groups, events), score, strategy.over)
+    decision.score(groups, table_of(groups, events), score, strategy.over)
     decision.encode(segments.TableSegments(), calls=len(groups))
     return decision
 

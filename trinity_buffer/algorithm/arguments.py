@@ -96,25 +96,6 @@ def refuse_unknown(owner: str, arguments: Mapping[str, Any], accepted: Iterable[
             )
 
 
-def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
-    """Return ``cls(*parts, **arguments)``.
-
-    Raises:
-        InvalidArgumentError: an argument is of another kind than the constructor says, or one with
-            which it cannot be made.
-    """
-    if isinstance(cls, type):
-        _refuse_other_kinds(cls, arguments)
-    try:
-        return cls(*parts, **arguments)
-    except InvalidArgumentError:
-        raise
-    except (TypeError, ValueError) as error:
-        listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        name = getattr(cls, "__name__", str(cls))
-        raise InvalidArgumentError(f"{name}({listed}): {error}") from error
-
-
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "float": lambda value: isinstance(value, Real) and not isinstance(value, bool),
     "int": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
@@ -125,26 +106,32 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 """What a plain annotation accepts; others say nothing here."""
 
 
-def _refuse_other_kinds(cls: type, arguments: Mapping[str, Any]) -> None:
-    """Raise unless every argument is of the type that its plain annotation names.
-
-    A text in place of a number would otherwise be met in the middle of the first step.
+def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
+    """Return ``cls(*parts, **arguments)``.
 
     Raises:
-        InvalidArgumentError: names the argument, its value and what it must be.
+        InvalidArgumentError: an argument is of another kind than the constructor says, or one with
+            which it cannot be made.
     """
-    for name, parameter in _parameters(cls).items():
+    name = getattr(cls, "__name__", str(cls))
+    # A text in place of a number would otherwise be met in the middle of the first step.
+    for argument, parameter in (_parameters(cls) if isinstance(cls, type) else {}).items():
         annotation = parameter.annotation
-        kinds = (
-            annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-        ).split(" | ")
-        if name not in arguments or not set(kinds) <= _KINDS.keys():
+        text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        kinds = text.split(" | ")
+        if argument not in arguments or not set(kinds) <= _KINDS.keys():
             continue
-        if not any(_KINDS[kind](arguments[name]) for kind in kinds):
+        if not any(_KINDS[kind](arguments[argument]) for kind in kinds):
             raise InvalidArgumentError(
-                f"{cls.__name__}({name}={arguments[name]!r}): it must be of the type "
-                f"{' | '.join(kinds)}"
+                f"{name}({argument}={arguments[argument]!r}): it must be of the type {text}"
             )
+    try:
+        return cls(*parts, **arguments)
+    except InvalidArgumentError:
+        raise
+    except (TypeError, ValueError) as error:
+        listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise InvalidArgumentError(f"{name}({listed}): {error}") from error
 
 
 def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:

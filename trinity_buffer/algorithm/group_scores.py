@@ -335,19 +335,18 @@ def _asked(score: Callable[..., ScoredGroups], rewards: Rewards) -> ScoredGroups
             f"`score_groups` returned {type(answer).__name__}, it must return `ScoredGroups`, as "
             "in `ScoredGroups(scores=rewards)`"
         )
-    _require_shape("scores", answer.scores, rewards.shape)
-    _require_shape("kept", answer.kept, rewards.shape)
-    for name, values in answer.metrics.items():
-        _require_shape(f"metric {name!r}", values, rewards.shape[:1])
+    shapes = {
+        "scores": (answer.scores, rewards.shape),
+        "kept": (answer.kept, rewards.shape),
+        **{f"metric {name!r}": (of, rewards.shape[:1]) for name, of in answer.metrics.items()},
+    }
+    for what, (values, shape) in shapes.items():
+        if values is not None and np.shape(values) != shape:
+            raise InvalidArgumentError(
+                f"`score_groups` returned {what} of shape {list(np.shape(values))}: it must have "
+                f"{list(shape)}, as the rewards of so many groups (of so many experiences each)"
+            )
     return answer
-
-
-def _require_shape(what: str, values: Any, shape: tuple[int, ...]) -> None:
-    if values is not None and np.shape(values) != shape:
-        raise InvalidArgumentError(
-            f"`score_groups` returned {what} of shape {list(np.shape(values))}: it must have "
-            f"{list(shape)}, as the rewards of so many groups (of so many experiences each)"
-        )
 
 
 def scorer_of(scorer: object, needs: Collection[str]) -> RewardScorer | None:

@@ -62,10 +62,15 @@ def encode_annotations(experiences: Sequence[Experience]) -> bytes:
 
 def _same(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
     """Return whether two fields are bit for bit equal, and not None in every row."""
-    pairs = zip_longest(columns_of("", tensors), columns_of("", others))
-    return any(t is not None for t in tensors) and all(
-        map(_same_columns, *zip(*pairs, strict=True))
-    )
+    if all(tensor is None for tensor in tensors):
+        return False
+    for column, other in zip_longest(columns_of("", tensors), columns_of("", others)):
+        if column is None or other is None or column.dtype != other.dtype:
+            return False
+        parts = (column.shapes, other.shapes), (_rows(column), _rows(other))
+        if not all(np.array_equal(*pair) for pair in (*parts, (column.data, other.data))):
+            return False
+    return True
 
 
 def _columns(
@@ -141,17 +146,6 @@ def _candidates(values: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor
     scalars = values[index] / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
     scalars[[row for row, place in enumerate(places) if place < 0]] = 0.0
     return scalars
-
-
-def _same_columns(column: Column | None, other: Column | None) -> bool:
-    return (
-        column is not None
-        and other is not None
-        and column.dtype == other.dtype
-        and np.array_equal(column.shapes, other.shapes)
-        and np.array_equal(_rows(column), _rows(other))
-        and np.array_equal(column.data, other.data)
-    )
 
 
 def _rows(column: Column) -> npt.NDArray[np.int64]:

@@ -15,6 +15,14 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
+__all__ = [
+    "ENTROPY_LOSS_FN",
+    "DefaultEntropyLossFn",
+    "DummyEntropyLossFn",
+    "EntropyLossFn",
+    "MixEntropyLossFn",
+]
+
 
 @dataclass(eq=False)
 class EntropyLossFn(Configured):

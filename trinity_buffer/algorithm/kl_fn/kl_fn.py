@@ -29,6 +29,18 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
+__all__ = [
+    "KL_FN",
+    "AbsFn",
+    "CorrectedK3Fn",
+    "DummyKLFn",
+    "K1Fn",
+    "K2Fn",
+    "K3Fn",
+    "KLFn",
+    "LowVarKLFn",
+]
+
 Batch = TypeVar("Batch")
 """A mutable mapping, or a ``DataProto``."""
 

@@ -39,9 +39,9 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate.deciding import (
     Decision,
-    GroupTable,
     blame_strategy,
     metrics_of,
+    table_of,
 )
 from trinity_buffer.pipeline.annotate.grouping import Deadlines, ReadyUnit, UnitReader, chunks
 from trinity_buffer.pipeline.annotate.strategies import (
@@ -291,6 +291,8 @@ class StrategyConsumer:
                 f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
                 "annotation set a name of its own with name="
             )
+        if row.config == self.config:
+            return
         args = with_over(self._args, self._classes, row.config)
         if args != with_over(self._args, self._classes, None):
             _logger.warning("%s", one_line(_COUNTS_ROWS.format(self.name)))
@@ -453,10 +455,11 @@ class StrategyConsumer:
             decision.after = self._reader.cursor
         for group in chain.from_iterable(units):
             decision.planned["/".join(group.key)] = group.planned
-            if group.short and self.rules.on_incomplete_group != "keep":
-                decision.reject(group.members, "incomplete_group")
         if self.rules.on_incomplete_group == "keep":
             return decision, list(units)
+        for group in chain.from_iterable(units):
+            if group.short:
+                decision.reject(group.members, "incomplete_group")
         return decision, [[group for group in unit if not group.short] for unit in units]
 
     def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:
@@ -472,12 +475,11 @@ class StrategyConsumer:
         # Rewards are in the event, but rows without tensors have to be rejected one by one.
         if s.read(segments.archived_at, [event.segment for event in events.values()]):
             return False
-        assigned = self._assigned(s, addresses)
         # Each group counts as one call of `add`, whichever way it is decided.
         self._calls += len(groups)
         if groups:
             with blame_strategy(self.name, _uid_at(addresses[0], events)):
-                table = GroupTable.of(groups, events, assigned)
+                table = table_of(groups, events, self._assigned(s, addresses))
                 decision.score(groups, table, self._scorer, self.strategy.over)
         self._commit(s, decision, units)
         return True

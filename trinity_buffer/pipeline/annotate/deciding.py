@@ -41,69 +41,46 @@ _COPYING = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GroupTable:
-    """The members of some groups as columns; rows are ordered by group, run and step.
+def table_of(
+    groups: Sequence[Group],
+    events: Mapping[int, ExperiencesRecorded],
+    assigned: Mapping[int, float] | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Return columns of the members of ``groups``, ordered by group, run and step.
 
-    Attributes:
-        addresses: of the experiences, ``[n]``.
-        group: the number of each row's group, ascending, ``[n]``.
-        rewards: NaN for a missing reward, ``[n]``.
-        runs: the number of each row's run, equal for rows of one run of one group, ``[n]``.
-        tokens: how many the action mask covers, ``[n]``.
-        trained: how many it selects, ``[n]``.
+    Beside what is recorded of each row, they are its ``address`` and the number of its ``group``.
+    A missing reward is NaN.
+
+    Args:
+        groups: each with members.
+        events: position -> what was recorded there, for all members.
+        assigned: address -> reward, in place of the recorded ones.
     """
-
-    addresses: Integers
-    group: Integers
-    rewards: Numbers
-    runs: Integers
-    tokens: Integers
-    trained: Integers
-
-    @classmethod
-    def of(
-        cls,
-        groups: Sequence[Group],
-        events: Mapping[int, ExperiencesRecorded],
-        assigned: Mapping[int, float] | None = None,
-    ) -> GroupTable:
-        """Return the members of ``groups`` as a table.
-
-        Args:
-            groups: each with members.
-            events: position -> what was recorded there, for all members.
-            assigned: address -> reward, in place of the recorded ones.
-        """
-        sizes = [len(group.members) for group in groups]
-        addresses = np.fromiter(chain.from_iterable(g.members for g in groups), np.int64)
-        group = np.repeat(np.arange(len(groups)), sizes)
-        positions = np.array(sorted(events), np.int64)
-        columns = [events[position].columns for position in positions.tolist()]
-        starts = np.cumsum([0, *(len(each.run) for each in columns)])
-        event = np.searchsorted(positions, addresses >> SLOT_BITS)
-        rows = starts[event] + (addresses & (MAX_ROWS_PER_EVENT - 1))
-        dtypes: dict[str, Any] = dict.fromkeys(
-            ("step", "run", "response_length", "trained_tokens"), np.int64
-        )
-        dtypes |= {"suffix": np.str_, "task": object, "batch": object, "reward": np.float64}
-        column: dict[str, NDArray[Any]] = {
-            name: np.array([value for each in columns for value in getattr(each, name)], dtype)[
-                rows
-            ]
-            for name, dtype in dtypes.items()
-        }
-        # Batch and task of one group read alike as text; 7 and "7" still sort apart, as in
-        # `sort_key`.
-        texts = [[isinstance(key, str) for key in column[name]] for name in ("task", "batch")]
-        by = [column[name] for name in ("suffix", "step", "run")]
-        order = np.lexsort([*by, *map(np.array, texts), group])
-        members = addresses[order]
-        rewards = column["reward"][order]
-        if assigned is not None:
-            rewards = np.array([assigned.get(a, np.nan) for a in members.tolist()], np.float64)
-        tokens, trained = column["response_length"][order], column["trained_tokens"][order]
-        return cls(members, group, rewards, column["run"][order], tokens, trained)
+    addresses = np.fromiter(chain.from_iterable(g.members for g in groups), np.int64)
+    group = np.repeat(np.arange(len(groups)), [len(group.members) for group in groups])
+    positions = np.array(sorted(events), np.int64)
+    columns = [events[position].columns for position in positions.tolist()]
+    starts = np.cumsum([0, *(len(each.run) for each in columns)])
+    event = np.searchsorted(positions, addresses >> SLOT_BITS)
+    rows = starts[event] + (addresses & (MAX_ROWS_PER_EVENT - 1))
+    dtypes: dict[str, Any] = dict.fromkeys(
+        ("step", "run", "response_length", "trained_tokens"), np.int64
+    )
+    dtypes |= {"suffix": np.str_, "task": object, "batch": object, "reward": np.float64}
+    table: dict[str, NDArray[Any]] = {
+        name: np.array([value for each in columns for value in getattr(each, name)], dtype)[rows]
+        for name, dtype in dtypes.items()
+    }
+    # Batch and task of one group read alike as text; 7 and "7" still sort apart, as in `sort_key`.
+    texts = [[isinstance(key, str) for key in table[name]] for name in ("task", "batch")]
+    by = [table[name] for name in ("suffix", "step", "run")]
+    order = np.lexsort([*by, *map(np.array, texts), group])
+    table = {name: column[order] for name, column in table.items()}
+    table |= {"address": addresses[order], "group": group[order]}
+    if assigned is not None:
+        rewards = [assigned.get(address, np.nan) for address in table["address"].tolist()]
+        table["reward"] = np.array(rewards, np.float64)
+    return table
 
 
 @dataclass(slots=True)
@@ -142,30 +119,36 @@ class Decision:
         self.reasons.update(dict.fromkeys(addresses, reason))
 
     def score(
-        self, groups: Sequence[Group], table: GroupTable, score: RewardScorer, over: Over = "rows"
+        self,
+        groups: Sequence[Group],
+        table: Mapping[str, NDArray[Any]],
+        score: RewardScorer,
+        over: Over = "rows",
     ) -> None:
-        """Decide ``groups`` by the rewards in their table, those of one size at a time.
+        """Decide ``groups`` by the rewards in their `table_of`, those of one size at a time.
 
         Rows without a finite reward are rejected as ``invalid`` before scoring, rows without a
         finite score after it. Over runs, a row without a reward takes that of the last row of its
         run.
         """
-        rewards, runs = table.rewards, None
-        keys = list(zip(table.group.tolist(), table.runs.tolist(), strict=True))
+        rewards, runs = table["reward"], None
+        keys = list(zip(table["group"].tolist(), table["run"].tolist(), strict=True))
         if over == "runs" and len(set(keys)) < len(keys):
             last = dict(zip(keys, rewards.tolist(), strict=True))  # the last of a run's rows
             rewards = np.where(np.isnan(rewards), [last[key] for key in keys], rewards)
-            runs = table.runs
+            runs = table["run"]
         usable = np.isfinite(rewards)
-        self.reject(table.addresses[~usable].tolist(), invalid("reward"))
-        addresses, group = table.addresses[usable], table.group[usable]
+        self.reject(table["address"][~usable].tolist(), invalid("reward"))
+        addresses, group = table["address"][usable], table["group"][usable]
         sizes = np.bincount(group, minlength=len(groups))
         scored = score(rewards[usable], sizes, None if runs is None else runs[usable])
         is_kept, reasons = scored.verdicts(len(addresses))
         self.reasons |= zip(addresses[~is_kept].tolist(), reasons[~is_kept].tolist(), strict=True)
         weights = None
         if scored.scores is not None:
-            weights = _weights(scored.scores, table.tokens[usable], table.trained[usable])
+            weights = _weights(
+                scored.scores, table["response_length"][usable], table["trained_tokens"][usable]
+            )
             broken = is_kept & ~np.isfinite(weights)
             self.reject(addresses[broken].tolist(), invalid("advantages", "returns"))
             is_kept = is_kept & ~broken
