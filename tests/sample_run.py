@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from tests.handles import Experiment, Store
+from tests.handles import Experiment
+from tests.raw_store import append
 from trinity_buffer import assign_rewards, open_store, run_strategy
 from trinity_buffer.events import SegmentsArchived
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.store import log
 
 TASKS = 4
 RUNS = 4
@@ -75,7 +74,9 @@ async def record_sample_run(url: str, folder: Path, name: str = "sort") -> Sampl
         await run_strategy(experiment, ["reward_variance", "grpo"], name="varied")
         await assign_rewards(experiment, "length", lambda e: float(len(e.tokens)))
         await _train(experiment, sample)
-        await _archive_nothing(store, experiment)
+        # Of a segment that was never there: the table of archived ones has a row by that.
+        archived = SegmentsArchived(segments=[bytes(16)], uri=None)
+        await append(experiment, archived, actor="compact")
     return sample
 
 
@@ -107,11 +108,3 @@ async def _train(experiment: Experiment, sample: SampleRun) -> None:
             weights = sample.checkpoint.parent / f"policy-{step.step}"
             weights.write_text("weights")
             await experiment.publish_policy(step.step, str(weights))
-
-
-async def _archive_nothing(store: Store, experiment: Experiment) -> None:
-    """Record that a segment was archived that was never there: the table has a row by that."""
-    event = new_event(SegmentsArchived(segments=[bytes(16)], uri=None))
-    await store.database.write(
-        log.append, experiment.key, [event], actor="compact", now_us=now_us()
-    )

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import anyio
 import pytest
-from sqlalchemy import update
 
 from tests.cli.calling import Cli
 from tests.pipeline.planting import delete_event, unguarded
+from tests.raw_store import sql
 from tests.sample_run import SampleRun, record_sample_run
 from trinity_buffer import open_store
-from trinity_buffer.store.tables import experience
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +173,8 @@ def test_a_folder_of_checkpoints_is_told_with_the_newest_of_them(
 
 
 def test_rebuild_says_what_it_mended(cli: Cli, own_sample_run: SampleRun) -> None:
-    wrong = update(experience).where(experience.c.task == "2").values(reward=9.0)
-    anyio.run(unguarded, own_sample_run.url, lambda tx: tx.execute(wrong))
+    wrong = sql("UPDATE experience SET reward = 9.0 WHERE task = '2'")
+    anyio.run(unguarded, own_sample_run.url, wrong)
     assert cli("verify", "--store", own_sample_run.url).code == 1
     assert "mended: experience 4" in cli("rebuild", "--store", own_sample_run.url).out
     assert cli("rebuild", "--store", own_sample_run.url, "--json").json == [
@@ -300,7 +299,6 @@ ASKING = (
 ASK_AND_LIST_MODULES = """
 import json, sys
 from trinity_buffer.cli.main import run_command
-from trinity_buffer.store.transaction import Transaction
 for command in json.loads(sys.argv[1]):
     sys.argv = ["trinity-buffer", *command]
     try:

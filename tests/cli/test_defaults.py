@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.raw_store import append, appending
 from trinity_buffer import GroupingRules, StreamOptions, open_store
 from trinity_buffer.cli.roles import settings_of
 from trinity_buffer.cli.run_config import overridden, read_file, resolved
@@ -17,8 +18,7 @@ from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.explorer.explore import ExploreOptions
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.config import ExplorerConfig, ModelConfig, OptimizerConfig, RunConfig
-from trinity_buffer.pipeline.handle import new_event
-from trinity_buffer.store import log
+from trinity_buffer.store.log import create_experiment
 from trinity_buffer.trainer.settings import TrainerSettings
 
 SECTIONS: tuple[Any, ...] = (RunConfig, ModelConfig, OptimizerConfig, ExplorerConfig)
@@ -91,9 +91,9 @@ def test_older_names_of_keywords_are_taken_with_a_warning() -> None:
 async def test_what_was_recorded_under_older_names_is_read(sqlite_url: str) -> None:
     old = {"deadline_s": 3.0, "incomplete": "reject", "rollouts_per_group": 2}
     async with open_store(sqlite_url) as store:
-        key = await store.database.write(log.create_experiment, "run")
-        created = [new_event(ExperimentCreated(config={"schema": "experience", **old}))]
-        await store.database.write(log.append, key, created, actor="old", now_us=1)
+        key = await store.database.write(create_experiment, "run")
+        created = ExperimentCreated(config={"schema": "experience", **old})
+        await store.database.write(appending(key, created))
         experiment = await store.experiment("run")
         assert GroupingRules.of(experiment.config).group_timeout_s == 3.0
         again = {"group_timeout_s": 3.0, "on_incomplete_group": "reject"}
@@ -110,9 +110,7 @@ async def test_a_run_with_which_an_older_version_went_on_is_opened(
         experiment = await store.experiment("run", config={"max_queued_groups": 3})
         both = {**experiment.config, "max_waiting_groups": later}
         changed = ConfigurationChanged(changes={"max_waiting_groups": [None, later]}, config=both)
-        await store.database.write(
-            log.append, experiment.key, [new_event(changed)], actor="old", now_us=1
-        )
+        await append(experiment, changed)
         experiment = await store.experiment("run")
         assert experiment.config == {"schema": "experience", "max_queued_groups": later}
         experiment = await store.experiment("run", config={"max_queued_groups": 5})

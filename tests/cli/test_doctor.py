@@ -17,19 +17,15 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import update
 
 from tests.cli.calling import Cli
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
+from tests.raw_store import note_presence, sql, take_lease
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.pipeline.coordination.presence import this_host
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import heartbeats, leases
 from trinity_buffer.store.database import open_database
-from trinity_buffer.store.heartbeats import PresenceRow
-from trinity_buffer.store.tables import presence
 
 
 def bury(url: str) -> None:
@@ -39,7 +35,7 @@ def bury(url: str) -> None:
 
     async def write() -> None:
         async with open_database(url) as database:
-            await database.write(lambda tx: tx.execute(update(presence).values(pid=gone.pid)))
+            await database.write(sql("UPDATE presence SET pid = :pid", pid=gone.pid))
 
     anyio.run(write)
 
@@ -139,11 +135,11 @@ def test_a_trainer_that_waits_for_a_set_is_stuck_since_it_began(cli: Cli, sqlite
 
     async def write() -> None:
         async with opened(sqlite_url) as experiment:
-            row = PresenceRow(
-                *("trainer", "t", this_host(), os.getpid()),
-                *(began, now_us(), "trainer 't' waits: no set"),
+            await note_presence(
+                *(experiment, "trainer", "t", os.getpid()),
+                started_at=began,
+                waiting_for="trainer 't' waits: no set",
             )
-            await experiment.database.write(heartbeats.record, experiment.key, row)
 
     anyio.run(write)
     assert stuck(cli, sqlite_url) == [
@@ -198,19 +194,10 @@ def test_nothing_is_stuck_in_what_is_finished(cli: Cli, store_url: str) -> None:
 
 async def _silent(url: str, role: str, ago_s: int, *, lease_s: int | None, pid: int) -> None:
     """Let a process that lives be seen last so long ago; a lease ends in ``lease_s``."""
-    seen = now_us() - ago_s * 1_000_000
     async with opened(url) as experiment:
-        row = PresenceRow(role, "p", this_host(), pid, now_us(), seen, None)
-        await experiment.database.write(heartbeats.record, experiment.key, row)
+        await note_presence(experiment, role, "p", pid, silent_s=ago_s)
         if lease_s is not None:
-            await experiment.database.write(
-                lambda tx: leases.acquire(
-                    *(tx, experiment.key, "p"),
-                    owner=f"{this_host()}:{pid}:0:x",
-                    now_us=now_us(),
-                    ttl_us=lease_s * 1_000_000,
-                )
-            )
+            await take_lease(experiment, "p", f"{this_host()}:{pid}:0:x", ttl_s=lease_s)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Small experiences, stores to put them in, and what the database itself says of them."""
+"""Small experiences, stores to put them in, and what must hold of these."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from typing import Any, TypeVar
 
 import anyio
 import torch
-from sqlalchemy import Table, func, select, text
 
-from tests.handles import Database, Experiment, Transaction
+from tests.handles import Experiment, Transaction
+from tests.raw_store import note_presence, rows
 from trinity_buffer import open_store
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.coordination.presence import this_host
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import heartbeats, tables
-from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.heartbeats import PresenceRow
 
 T = TypeVar("T")
 
@@ -71,40 +66,8 @@ async def opened(url: str, **config: Any) -> AsyncIterator[Experiment]:
 async def living(experiment: Experiment, actor: str) -> AsyncIterator[int]:
     """Yield the number of another process that is there as an explorer, and then ends."""
     async with await anyio.open_process([sys.executable, "-c", "input()"]) as process:
-        now = now_us()
-        row = PresenceRow("explorer", actor, this_host(), process.pid, now, now, None)
-        await experiment.database.write(heartbeats.record, experiment.key, row)
+        await note_presence(experiment, "explorer", actor, process.pid)
         yield process.pid
-
-
-async def rows(database: Database, table: Table) -> list[dict[str, Any]]:
-    """Return all rows of a table, in the order of its key."""
-    query = select(table).order_by(*table.primary_key.columns)
-    return await database.read(lambda tx: [dict(row) for row in tx.execute(query).mappings()])
-
-
-async def count(database: Database, table: Table) -> int:
-    """Return how many rows a table has."""
-    query = select(func.count()).select_from(table)
-    return await database.read(lambda tx: int(tx.execute(query).scalar_one()))
-
-
-async def contents(url: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Return every row of every table of a database: what "the store is as it was" means."""
-    async with open_for_migration(url) as database:
-        return await database.read(_contents)
-
-
-def _contents(tx: Transaction) -> dict[str, list[tuple[Any, ...]]]:
-    if tx.dialect.name == "sqlite":
-        query = "SELECT name FROM sqlite_master WHERE type = 'table'"
-    else:
-        query = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
-    found = {}
-    for name in sorted(tx.execute(text(query)).scalars()):
-        every = tx.execute(text(f'SELECT * FROM "{name}"')).all()
-        found[name] = sorted((tuple(row) for row in every), key=repr)
-    return found
 
 
 async def kinds(experiment: Experiment) -> list[str]:
@@ -117,16 +80,15 @@ async def assert_conserved(experiment: Experiment) -> None:
 
     Of sets of addresses, read off the tables: not of counts, nor with the program's own queries.
     """
-    database = experiment.database
-    stored = await rows(database, tables.experience)
-    decided = await rows(database, tables.rejection)
-    for one in await rows(database, tables.consumer):
+    stored = await rows(experiment, "experience")
+    decided = await rows(experiment, "rejection")
+    for one in await rows(experiment, "consumer"):
         name = one["name"]
         left_out = [row["address"] for row in decided if row["consumer"] == name]
         if one["kind"] == "strategy":
-            of_set = await rows(database, tables.annotation)
+            of_set = await rows(experiment, "annotation")
             annotated = {row["experience"] for row in of_set if row["consumer"] == name}
-            waiting = await rows(database, tables.waiting)
+            waiting = await rows(experiment, "waiting")
             open_rows = [row for row in stored if row["refused"] is None]
             places = [
                 [row["address"] for row in open_rows if row["address"] >> 20 > one["cursor"]],
@@ -137,9 +99,9 @@ async def assert_conserved(experiment: Experiment) -> None:
             ]
             everything = [row["address"] for row in stored]
         else:
-            held = await rows(database, tables.delivery)
+            held = await rows(experiment, "delivery")
             delivered = [row["address"] for row in held if row["consumer"] == name]
-            of_set = await rows(database, tables.annotation)
+            of_set = await rows(experiment, "annotation")
             everything = [
                 row["address"] for row in of_set if row["consumer"] == one["config"]["strategy"]
             ]

@@ -12,11 +12,11 @@ from typing import Any
 import anyio
 import pytest
 
-from tests.contract.making import group, opened, rows
+from tests.contract.making import group, opened
 from tests.handles import Experiment
+from tests.raw_store import rows
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import ConflictingExperienceError
-from trinity_buffer.store import tables
 
 Call = Callable[[], Awaitable[Any]]
 MOMENTS = 8
@@ -65,8 +65,8 @@ async def whole_calls(experiment: Experiment) -> dict[str, int]:
     In a store that was closed since: closing waits for the writes of cancelled callers, one of
     which might otherwise commit between the two reads.
     """
-    stored = await rows(experiment.database, tables.experience)
-    segments = await rows(experiment.database, tables.segment)
+    stored = await rows(experiment, "experience")
+    segments = await rows(experiment, "segment")
     assert {row["key"] for row in segments} == {row["segment"] for row in stored}
     sizes: dict[str, int] = {}
     for row in stored:
@@ -145,7 +145,7 @@ async def test_a_cancelled_plan_or_seal_is_there_or_not(
             await call()
         events = [(e.kind, e.body["batch"]) async for e in experiment.events(after=1)]
         assert len(events) == len(set(events))
-        planned = await rows(experiment.database, tables.plan)
+        planned = await rows(experiment, "plan")
         assert len(planned) == 2 * sum(kind == "BatchPlanned" for kind, _ in events)
         assert [row["ordinal"] for row in sorted(planned, key=lambda row: row["ordinal"])] == [
             *range(1, len(planned) + 1)
@@ -186,12 +186,10 @@ async def test_a_cancelled_strategy_decides_each_unit_once(
             await cancelled_after(lambda: run_strategy(experiment, "grpo"), delay_s)
         report = await run_strategy(experiment, "grpo")
         assert report.waiting == 0
-        annotated = [
-            row["experience"] for row in await rows(experiment.database, tables.annotation)
-        ]
-        stored = [row["address"] for row in await rows(experiment.database, tables.experience)]
+        annotated = [row["experience"] for row in await rows(experiment, "annotation")]
+        stored = [row["address"] for row in await rows(experiment, "experience")]
         assert sorted(annotated) == stored
-        keys = {row["key"] for row in await rows(experiment.database, tables.segment)}
+        keys = {row["key"] for row in await rows(experiment, "segment")}
         events = [e.body async for e in experiment.events()]
         assert keys == {body["segment"] for body in events if "segment" in body}
 
@@ -219,10 +217,10 @@ async def test_a_cancelled_trainer_leases_and_commits_each_step_once(
             await more()
             await cancelled_after(train, delay_s)
         await train()
-        handed = [row["address"] for row in await rows(experiment.database, tables.delivery)]
-        rows_of_set = await rows(experiment.database, tables.annotation)
+        handed = [row["address"] for row in await rows(experiment, "delivery")]
+        rows_of_set = await rows(experiment, "annotation")
         assert sorted(handed) == [row["address"] for row in rows_of_set]
-        steps = await rows(experiment.database, tables.step)
+        steps = await rows(experiment, "step")
         assert all(row["committed_at"] for row in steps)
         committed = [
             step

@@ -13,7 +13,8 @@ import anyio.to_thread
 import pytest
 from sqlalchemy import make_url
 
-from tests.contract.making import contents, group, opened
+from tests.contract.making import group, opened
+from tests.raw_store import contents
 from trinity_buffer import open_store
 from trinity_buffer.cli.maintenance import migrate
 from trinity_buffer.cli.options import chosen_experiment

@@ -11,13 +11,13 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from sqlalchemy import select, update
 
 from tests.codec.test_validation import BAD
 from tests.codec.test_validation import rollout as of_five_tokens
-from tests.contract.making import group, kinds, opened, rollout, rows
-from tests.handles import Experiment, Transaction
-from tests.pipeline.planting import unguarded
+from tests.contract.making import group, kinds, opened, rollout
+from tests.handles import Experiment
+from tests.pipeline.planting import unguarded, write_body
+from tests.raw_store import append, record_unchecked, rows, sql
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.errors import (
     ConflictError,
@@ -26,12 +26,9 @@ from trinity_buffer.errors import (
     InvalidExperienceError,
     UnknownExperimentError,
 )
-from trinity_buffer.events import ConfigurationChanged, ExperienceColumns, ExperiencesRecorded
+from trinity_buffer.events import ConfigurationChanged
 from trinity_buffer.experience import EID, CustomField, Experience
 from trinity_buffer.identity import problem_of_name
-from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.store import log, segments, tables
 
 NAMELESS = [
     "a\nb",
@@ -235,12 +232,10 @@ async def test_a_key_that_nothing_reads_is_refused_with_the_one_that_was_meant(
 
 async def test_a_stored_configuration_with_other_keys_still_opens(store_url: str) -> None:
     old = {"schema": "experience", "colour": "red"}
-    event = new_event(ConfigurationChanged(changes={"colour": [None, "red"]}, config=old))
     async with open_store(store_url) as store:
         experiment = await store.experiment("run", config={"seed": 1})
-        await store.database.write(
-            log.append, experiment.key, [event], actor="old", now_us=now_us()
-        )
+        changed = ConfigurationChanged(changes={"colour": [None, "red"]}, config=old)
+        await append(experiment, changed)
     async with open_store(store_url) as store:
         experiment = await store.experiment("run")
         assert experiment.config["colour"] == "red"
@@ -289,29 +284,10 @@ async def test_a_value_that_nothing_can_be_made_with_is_refused(
             await store.experiment("run", config={key: value})
 
 
-async def record(experiment: Experiment, experiences: list[Experience]) -> None:
-    """Record ``experiences`` past the door, as older versions did."""
-    encoded, key = encode_experiences(experiences), segments.new_key()
-    store = experiment.database.segments
-    families = {family: len(blob) for family, blob in encoded.families.items()}
-    fact = ExperiencesRecorded(
-        segment=key, families=families, columns=ExperienceColumns(**encoded.meta), refused={}
-    )
-
-    def append(tx: Transaction) -> None:
-        store.attach(tx, store.put(key, encoded.families))
-        log.append(tx, experiment.key, [new_event(fact)], actor="old", now_us=now_us())
-
-    await experiment.database.write(append)
-
-
 async def decided(experiment: Experiment, strategy: str = "grpo") -> list[tuple[str, str | None]]:
     """Return uid -> why it was rejected by a strategy, of each that is decided."""
     await run_strategy(experiment, strategy, rollouts_per_group=4)
-    found = await experiment.database.read(
-        lambda tx: tx.execute(select(tables.rejection.c.address, tables.rejection.c.reason)).all()
-    )
-    reasons = {int(row[0]): str(row[1]) for row in found}
+    reasons = {row["address"]: row["reason"] for row in await rows(experiment, "rejection")}
     return [(one.eid.uid, reasons.get(one.address or 0)) async for one in experiment.read()]
 
 
@@ -321,7 +297,7 @@ async def test_a_row_that_is_no_experience_is_damaged_and_stops_nobody(
     some = group("old")
     some[1].metrics = [1.0]  # type: ignore[assignment]
     async with opened(store_url) as experiment:
-        await record(experiment, some)
+        await record_unchecked(experiment, some)
         await experiment.writer("e0").write(group("new"))
         found = [one async for one in experiment.read()]
         assert [one.eid for one in found] == [one.eid for one in (*some, *group("new"))]
@@ -338,10 +314,7 @@ async def test_a_damaged_event_takes_only_its_own_rows_with_it(store_url: str, b
     async with opened(store_url) as experiment:
         await experiment.writer("e0").write(group("old"))
         await experiment.writer("e0").write(group("new"))
-    where = tables.event.c.position == 2
-    await unguarded(
-        store_url, lambda tx: tx.execute(update(tables.event).where(where).values(body=body))
-    )
+    await write_body(store_url, 2, body)
     async with opened(store_url) as experiment:
         assert [reason for _, reason in await decided(experiment)] == [
             *["damaged"] * 4,
@@ -355,10 +328,9 @@ async def lose_a_segment(url: str) -> None:
     """Write two groups, of which one loses its tensors."""
     async with opened(url) as experiment:
         await experiment.writer("e0").write(group("old"))
-        first = (await rows(experiment.database, tables.experience))[0]["segment"]
+        first = (await rows(experiment, "experience"))[0]["segment"]
         await experiment.writer("e0").write(group("new"))
-    where = tables.segment.c.key == first
-    await unguarded(url, lambda tx: tx.execute(tables.segment.delete().where(where)))
+    await unguarded(url, sql("DELETE FROM segment WHERE key = :key", key=first))
 
 
 async def test_a_segment_that_is_gone_takes_only_its_own_rows_with_it(store_url: str) -> None:
@@ -378,7 +350,7 @@ async def test_a_segment_that_is_gone_and_was_not_needed_for_a_score_stops_no_tr
         assert [reason for _, reason in await decided(experiment)] == [None] * 8
         async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
             served = [one async for step in stream for one in step.manifest.experiences]
-        reasons = {row["reason"] for row in await rows(experiment.database, tables.rejection)}
+        reasons = {row["reason"] for row in await rows(experiment, "rejection")}
         assert (len(served), reasons) == (4, {"damaged"})
 
 

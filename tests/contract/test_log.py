@@ -12,13 +12,13 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from tests.conftest import Resize
-from tests.contract.making import contents, dawdling, group, kinds, opened, rollout, rows
+from tests.contract.making import dawdling, group, kinds, opened, rollout
 from tests.handles import Experiment, Transaction
+from tests.raw_store import append, appending, contents, rows, sql
 from trinity_buffer import open_store
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import StreamEnded
-from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.store import log, segments, tables
+from trinity_buffer.store.segments import new_key
 
 
 async def note(experiment: Experiment, writer: int, number: int) -> int:
@@ -29,13 +29,8 @@ async def note(experiment: Experiment, writer: int, number: int) -> int:
 
 async def notes(experiment: Experiment, writer: int, numbers: Sequence[int]) -> list[int]:
     """Append an event for each number, in one transaction; return their positions."""
-    some = [
-        new_event(StreamEnded(consumer="t", assembly=writer, step=number)) for number in numbers
-    ]
-    places = await experiment.database.write(
-        log.append, experiment.key, some, actor=f"w{writer}", now_us=now_us()
-    )
-    return [place.position for place in places]
+    some = [StreamEnded(consumer="t", assembly=writer, step=number) for number in numbers]
+    return await append(experiment, *some, actor=f"w{writer}")
 
 
 async def test_positions_have_no_gaps_and_events_say_who_and_what(store_url: str) -> None:
@@ -158,7 +153,9 @@ async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url:
 
     async def write_slowly(experiment: Experiment) -> None:
         """Begin first, take the first position, commit after everybody had time to pass by."""
-        event = new_event(StreamEnded(consumer="t", assembly=0, step=0))
+        early = appending(
+            experiment.key, StreamEnded(consumer="t", assembly=0, step=0), actor="slow"
+        )
 
         async def wait() -> None:
             has_position.set()
@@ -167,13 +164,13 @@ async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url:
 
         dawdle = dawdling(wait)
 
-        def append(tx: Transaction) -> None:
+        def record(tx: Transaction) -> None:
             blobs = experiment.database.segments
-            blobs.attach(tx, blobs.put(segments.new_key(), {"light": b"early"}))
-            log.append(tx, experiment.key, [event], actor="slow", now_us=now_us())
+            blobs.attach(tx, blobs.put(new_key(), {"light": b"early"}))
+            early(tx)
             dawdle(tx)
 
-        await experiment.database.write(append)
+        await experiment.database.write(record)
 
     async def write_quickly(experiment: Experiment) -> None:
         await has_position.wait()
@@ -212,7 +209,7 @@ async def test_what_is_recorded_is_neither_changed_nor_deleted(
         await experiment.writer("e0").write(group())
         before = await contents(store_url)
         with pytest.raises((StoreError, DBAPIError), match=r"forbidden|only"):
-            await experiment.database.write(lambda tx: tx.execute(text(statement)))
+            await experiment.database.write(sql(statement))
         assert await contents(store_url) == before
 
 
@@ -227,9 +224,10 @@ async def test_positions_and_kinds_are_checked_by_the_database(store_url: str) -
             "body": b"",
             "head": bytes(32),
         }
+        insert = f"INSERT INTO event ({', '.join(row)}) VALUES (:{', :'.join(row)})"
         places = ({"position": 0}, {"position": 9, "kind": ""}, {"position": 1})
         for wrong in (*places, {"position": 9, "head": None}):
-            new = partial(Transaction.execute, statement=tables.event.insert().values(row | wrong))
+            new = sql(insert, **row | wrong)
             with pytest.raises(StoreError):
                 await experiment.database.write(new)
 
@@ -257,7 +255,7 @@ async def test_two_who_create_one_experiment_open_the_same(store_url: str) -> No
                 tasks.start_soon(lambda s=store: s.experiment("run", config={"seed": 1}))  # type: ignore[misc]
         found = await one.experiment("run")
         assert await kinds(found) == ["ExperimentCreated"]
-        assert len(await rows(one.database, tables.experiment)) == 1
+        assert len(await rows(one, "experiment")) == 1
 
 
 async def test_a_new_store_may_be_opened_by_many_at_once(store_url: str) -> None:
@@ -314,10 +312,10 @@ async def test_an_event_without_a_head_is_refused_with_the_version_to_install(
     store_url: str,
 ) -> None:
     """As a process writes them that opened the store before it was migrated."""
-    old = text(
+    old = sql(
         "INSERT INTO event (experiment, position, kind, actor, recorded_at, body) "
         "VALUES (1, 2, 'PolicyPublished', 'old', 0, '')"
     )
     async with opened(store_url) as experiment:
         with pytest.raises(StoreError, match="pip install --upgrade trinity-buffer"):
-            await experiment.database.write(partial(Transaction.execute, statement=old))
+            await experiment.database.write(old)

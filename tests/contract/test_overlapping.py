@@ -15,13 +15,14 @@ import pytest
 from typing_extensions import override
 
 from tests.conftest import Resize
-from tests.contract.making import count, group, opened
+from tests.contract.making import group, opened
 from tests.handles import Experiment
+from tests.raw_store import count
 from trinity_buffer.errors import InvalidExperienceError, StoreBusyError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.write.batch import PreparedWrite, WriteCall
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
-from trinity_buffer.store import sqlite, tables
+from trinity_buffer.store import sqlite
 from trinity_buffer.store.sqlite import dbapi2
 
 ROWS = 4
@@ -95,7 +96,7 @@ async def test_calls_that_come_together_take_two_turns(store_url: str, resize: R
         async with anyio.create_task_group() as tasks:
             for task in range(4):
                 tasks.start_soon(write, task)
-        assert await count(experiment.database, tables.experience) == 12 * ROWS
+        assert await count(experiment, "experience") == 12 * ROWS
     each = [positions.count(position) for position in sorted(set(positions))]
     assert each == [2] * 6
 
@@ -120,7 +121,7 @@ async def test_who_was_prepared_ahead_hears_that_the_store_is_busy_and_is_not_wr
                 tasks.start_soon(refused, 1)
             await calls[1].is_prepared()
         await commits.drain()
-        assert await count(experiment.database, tables.experience) == 0
+        assert await count(experiment, "experience") == 0
         assert (await experiment.writer("e0").write(group())).written == 4
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import func, select
 from typing_extensions import override
 
-from tests.contract.making import contents, group, kinds, opened, rollout, rows
+from tests.contract.making import group, kinds, opened, rollout
 from tests.handles import Experiment
+from tests.raw_store import contents, rows
 from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import (
@@ -23,7 +23,6 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.write.planning import Admission
-from trinity_buffer.store import tables
 from trinity_buffer.store.trainer_queries import Backlog
 
 
@@ -375,9 +374,9 @@ async def test_planned_groups_are_counted_in_the_order_of_their_plans(store_url:
     async with opened(store_url) as experiment:
         for number in range(3):
             await experiment.writer("e0").plan(number, [0, 1], 1)
-        query = select(func.count(), func.max(tables.plan.c.ordinal))
-        assert await experiment.database.read(lambda tx: tx.execute(query).one()) == (6, 6)
-        batches = await rows(experiment.database, tables.batch)
+        planned = await rows(experiment, "plan")
+        assert sorted(row["ordinal"] for row in planned) == [1, 2, 3, 4, 5, 6]
+        batches = await rows(experiment, "batch")
         assert [(row["batch"], row["batch_is_int"]) for row in batches] == [
             (str(number), True) for number in range(3)
         ]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.making import contents, group, opened
+from tests.contract.making import group, opened
+from tests.raw_store import contents
 from trinity_buffer import open_store
 from trinity_buffer.errors import ReadOnlyStoreError
 

@@ -7,12 +7,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from sqlalchemy import select
 
 from tests.conftest import Resize
-from tests.contract.making import group, opened, rollout, rows
+from tests.contract.making import group, opened, rollout
 from tests.handles import Event, Experiment, Store, Transaction
-from tests.pipeline.planting import unguarded
+from tests.pipeline.planting import write_body
+from tests.raw_store import rows, sql
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError
@@ -20,7 +20,6 @@ from trinity_buffer.events import Fact
 from trinity_buffer.pipeline.handle import decoded
 from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.train.sampler import ReadyGroup, ReadyGroups
-from trinity_buffer.store import tables
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import first_address
 from trinity_buffer.store.trainer_queries import Reader, annotated_positions, spent_rows
@@ -59,26 +58,17 @@ async def ready(
 
 async def expected(experiment: Experiment, reader: Reader) -> list[tuple[Any, ...]]:
     """Return (annotation, group, planned, experience, length, version), off the projections."""
-    held = {one["address"] for one in await rows(experiment.database, tables.delivery)}
+    held = {one["address"] for one in await rows(experiment, "delivery")}
     gone = {
         one["address"]
-        for one in await rows(experiment.database, tables.rejection)
+        for one in await rows(experiment, "rejection")
         if one["consumer"] == reader.name
     }
-    row, told = tables.annotation, tables.experience
     query = (
-        select(
-            row.c.address,
-            row.c.group_slot,
-            row.c.planned,
-            row.c.experience,
-            told.c.length,
-            told.c.policy_version,
-        )
-        .join(told, told.c.address == row.c.experience)
-        .order_by(row.c.address)
+        "SELECT a.address, a.group_slot, a.planned, a.experience, e.length, e.policy_version "
+        "FROM annotation AS a JOIN experience AS e ON e.address = a.experience ORDER BY a.address"
     )
-    every = await experiment.database.read(lambda tx: list(map(tuple, tx.execute(query))))
+    every = [tuple(row) for row in await experiment.database.read(sql(query))]
     return [one for one in every if one[0] not in held | gone]
 
 
@@ -113,7 +103,7 @@ async def test_the_log_says_what_the_projections_say(
         assert as_rows(left) == await expected(experiment, reader)
         assert await ready(experiment, reader, from_the_start=True) == left
         assert 0 < len(as_rows(left)) < len(as_rows(whole))
-        assert await rows(experiment.database, tables.rejection)
+        assert await rows(experiment, "rejection")
 
 
 async def test_events_of_a_single_row_are_all_found(store_url: str, resize: Resize) -> None:
@@ -183,8 +173,8 @@ async def test_a_group_whose_rows_go_for_different_reasons_counts_once(store_url
         options: dict[str, Any] = {"max_tokens": 20, "needs": ("logprobs",)}
         async with experiment.train_stream(strategy="grpo", groups_per_step=3, **options) as stream:
             steps = [step async for step in stream]
-        consumers = await rows(experiment.database, tables.consumer)
-        reasons = [row["reason"] for row in await rows(experiment.database, tables.rejection)]
+        consumers = await rows(experiment, "consumer")
+        reasons = [row["reason"] for row in await rows(experiment, "rejection")]
     assert [len(step.manifest.annotations) for step in steps] == [len(kept)]
     assert sorted(reasons) == ["invalid: logprobs", "oversize"]
     assert [row["rejected_groups"] for row in consumers if row["kind"] == "trainer"] == [1]
@@ -208,7 +198,7 @@ async def test_an_event_is_decoded_once_while_it_is_in_use(
         monkeypatch.setattr("trinity_buffer.pipeline.load.events.decoded", counted)
         async with experiment.train_stream(strategy="grpo") as stream:
             assert len([step async for step in stream]) == 8
-        annotations = await rows(experiment.database, tables.annotation)
+        annotations = await rows(experiment, "annotation")
     # Once for the groups; the events of the experiences drive it out; once more for all steps.
     assert [times[last] for last in {row["address"] >> 20 for row in annotations}] == [2]
     assert max(times.values()) == 2
@@ -235,17 +225,12 @@ async def test_an_event_that_is_gone_or_damaged_is_named(sqlite_url: str) -> Non
     async with opened(sqlite_url, rollouts_per_group=1) as experiment:
         await experiment.writer("e0").write(group(runs=1))
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
-        (row,) = await rows(experiment.database, tables.experience)
+        (row,) = await rows(experiment, "experience")
         rows_of_log = EventCache(experiment.key, experiment.name)
         with pytest.raises(CodecError, match="no event at position 77"):
             await experiment.database.read_session(lambda s: rows_of_log.events(s, [77]))
     position = row["address"] >> 20
-
-    def change(tx: Transaction) -> None:
-        wrong = tables.event.update().where(tables.event.c.position == position)
-        tx.execute(wrong.values(body=b"\xc1"))
-
-    await unguarded(sqlite_url, change)
+    await write_body(sqlite_url, position, b"\xc1")
     async with (
         opened(sqlite_url, rollouts_per_group=1) as experiment,
         experiment.train_stream(strategy="grpo") as stream,

@@ -6,27 +6,27 @@ import asyncio
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import anyio
 import pytest
 from sqlalchemy import func, select
 
 from tests.conftest import Resize
-from tests.contract.making import contents, kinds, opened
+from tests.contract.making import kinds, opened
 from tests.handles import Experiment, ReadSession, Session, Transaction
+from tests.raw_store import appending, contents
 from trinity_buffer import open_store
 from trinity_buffer.errors import ReadOnlyStoreError
 from trinity_buffer.events import StreamEnded
-from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import log
 from trinity_buffer.store.tables import waiting
 from trinity_buffer.store.transaction import TakenKeyError
 
 
-def noting(experiment: Experiment, step: int) -> Callable[[Transaction], list[log.Place]]:
+def noting(experiment: Experiment, step: int) -> Callable[[Transaction], Any]:
     """Return what appends one event of no consequence."""
-    event = new_event(StreamEnded(consumer="t", assembly=1, step=step))
-    return lambda tx: log.append(tx, experiment.key, [event], actor="t", now_us=now_us())
+    return appending(experiment.key, StreamEnded(consumer="t", assembly=1, step=step))
 
 
 async def head_of(experiment: Experiment) -> int:

@@ -11,7 +11,8 @@ import anyio
 import pytest
 import torch
 
-from tests.contract.making import contents, count, group, kinds, opened, rollout, rows
+from tests.contract.making import group, kinds, opened, rollout
+from tests.raw_store import contents, count, rows
 from trinity_buffer.errors import (
     ConflictingExperienceError,
     ConflictingSealError,
@@ -20,7 +21,7 @@ from trinity_buffer.errors import (
     StoreError,
 )
 from trinity_buffer.experience import Experience
-from trinity_buffer.store import log, tables
+from trinity_buffer.store import log
 from trinity_buffer.writer import WriteReceipt
 
 
@@ -77,7 +78,7 @@ async def test_an_experience_twice_in_one_call_is_one(store_url: str) -> None:
     async with opened(store_url) as experiment:
         receipt = await experiment.writer("e0").write([rollout(), rollout()])
         assert (receipt.written, receipt.duplicates) == (1, 1)
-        assert await count(experiment.database, tables.experience) == 1
+        assert await count(experiment, "experience") == 1
 
 
 async def test_two_contents_under_one_address_refuse_the_whole_call(store_url: str) -> None:
@@ -174,8 +175,8 @@ async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(store_u
             for task in range(30):
                 tasks.start_soon(call, task)
         stored = {e.eid.task async for e in experiment.read(run=1)}
-        referred = {row["segment"] for row in await rows(experiment.database, tables.experience)}
-        assert {row["key"] for row in await rows(experiment.database, tables.segment)} == referred
+        referred = {row["segment"] for row in await rows(experiment, "experience")}
+        assert {row["key"] for row in await rows(experiment, "segment")} == referred
     assert sorted(refused) == list(range(0, 30, 3))
     assert stored == set(range(30)) - set(refused)
 
@@ -245,7 +246,7 @@ async def test_one_address_from_many_at_once_is_stored_once(store_url: str, shar
         async with anyio.create_task_group() as tasks:
             for number in range(8):
                 tasks.start_soon(call, number)
-        assert await count(experiment.database, tables.experience) == 4
+        assert await count(experiment, "experience") == 4
     assert sum(r.written for r in receipts) == 4
     assert sum(r.duplicates for r in receipts) == 28
 
@@ -281,7 +282,7 @@ async def test_late_experiences_are_recorded_as_rejected(store_url: str) -> None
         late = [e async for e in experiment.read(include_refused=True)]
         assert [e.eid.uid for e in late][4:] == ["b/0/9/0/", "c/0/0/0/"]
         assert "b/0/9/0/" not in [e.eid.uid async for e in experiment.read()]
-        found = await rows(experiment.database, tables.experience)
+        found = await rows(experiment, "experience")
         assert [row["refused"] for row in found] == [None] * 4 + ["late", None]
 
 
@@ -306,7 +307,7 @@ async def test_a_seal_between_two_concurrent_calls_refuses_only_what_came_after(
                 tasks.start_soon(call, run)
                 if run == 7:
                     tasks.start_soon(seal)
-        found = await rows(experiment.database, tables.experience)
+        found = await rows(experiment, "experience")
         (sealed,) = [e.position async for e in experiment.events(kinds=["BatchSealed"])]
         for row in found:
             assert (row["refused"] == "late") == (row["address"] >> 20 > sealed)
@@ -318,10 +319,10 @@ async def test_invalid_experiences_are_quarantined_on_request(store_url: str) ->
     async with opened(store_url) as experiment:
         with pytest.raises(InvalidExperienceError, match="b/1/0/0/: reward"):
             await experiment.writer("e0").write([rollout(), bad])
-        assert await count(experiment.database, tables.experience) == 0
+        assert await count(experiment, "experience") == 0
         receipt = await experiment.writer("e0", on_invalid="quarantine").write([rollout(), bad])
         assert (receipt.written, receipt.rejected) == (2, 1)
-        found = await rows(experiment.database, tables.experience)
+        found = await rows(experiment, "experience")
         assert [row["refused"] for row in found] == [None, "invalid: reward"]
 
 
@@ -350,7 +351,7 @@ async def test_a_write_that_is_bigger_than_a_statement_may_bind(store_url: str) 
 async def test_unplanned_batches_are_just_written(store_url: str) -> None:
     async with opened(store_url) as experiment:
         await experiment.writer("import").write(group("2024", "task"))
-        assert await count(experiment.database, tables.batch) == 0
+        assert await count(experiment, "batch") == 0
 
 
 async def test_a_stranger_s_tensors_come_back_as_they_were(store_url: str) -> None:

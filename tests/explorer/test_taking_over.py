@@ -8,17 +8,13 @@ from signal import SIGKILL
 
 import anyio
 import pytest
-from sqlalchemy import delete
 
 import trinity_buffer as tb
 from tests.contract.making import living, opened
 from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
 from tests.handles import Experiment
+from tests.raw_store import note_presence, sql
 from trinity_buffer.pipeline.coordination.presence import this_host
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import heartbeats
-from trinity_buffer.store.heartbeats import PresenceRow
-from trinity_buffer.store.tables import presence
 
 WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
 
@@ -31,7 +27,7 @@ async def die_in_the_first_batch(experiment: Experiment) -> None:
         row = experience()
         row.eid = tb.EID("epoch0-0", 0, 1, 0)
         await writer.write([row])
-    await experiment.database.write(lambda tx: tx.execute(delete(presence)))
+    await experiment.database.write(sql("DELETE FROM presence"))
 
 
 @pytest.mark.parametrize("take_over", [True, False])
@@ -85,9 +81,7 @@ async def test_two_explorers_take_a_batch_over_once(store_url: str) -> None:
 
 async def says(experiment: Experiment, name: str, pid: int, host: str) -> None:
     """Say that a process explores under this name."""
-    now = now_us()
-    row = PresenceRow("explorer", name, host, pid, now, now, None)
-    await experiment.database.write(heartbeats.record, experiment.key, row)
+    await note_presence(experiment, "explorer", name, pid, host)
 
 
 @pytest.mark.parametrize("how", ["seals", "dies"])

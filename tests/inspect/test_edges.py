@@ -10,13 +10,12 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import pytest
 import torch
-from sqlalchemy import delete
 from typing_extensions import override
 
 from tests.conftest import Resize
 from tests.contract.making import rollout
-from tests.handles import Transaction
 from tests.pipeline.planting import unguarded
+from tests.raw_store import sql
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
@@ -37,7 +36,6 @@ from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import trainer_of
 from trinity_buffer.pipeline.coordination.lease import owner_name
-from trinity_buffer.store.tables import event, experience
 
 
 async def test_two_runs_have_a_deviation_and_one_has_none(sqlite_url: str) -> None:
@@ -156,13 +154,8 @@ async def test_a_commit_by_a_clock_that_went_back_took_no_negative_time(sqlite_u
                 await stream.commit(await anext(stream), metrics=metrics)
         compared = await compare_runs(now(experiment), now(experiment))
     assert compared.steps[1]["loss"] == [0.0, 0.0]
-
-    def set_back(tx: Transaction) -> None:
-        first = event.c.kind == "StepsCommitted"
-        earlier = event.update().where(first).values(recorded_at=event.c.recorded_at - 10**9)
-        tx.execute(earlier)
-
-    await unguarded(sqlite_url, set_back)
+    earlier = "recorded_at = recorded_at - 1000000000 WHERE kind = 'StepsCommitted'"
+    await unguarded(sqlite_url, sql(f"UPDATE event SET {earlier}"))
     async with open_store(sqlite_url, read_only=True) as store:
         lines = await steps(now(await store.experiment("run")))
     assert [one.seconds for one in lines] == [None, None]
@@ -201,10 +194,9 @@ async def test_a_row_whose_experience_is_lost_is_shown_without_what_it_knew(
         experiment = await filled(store)
         await taken(experiment, 1)
         (before,) = [row for row in (await blame(now(experiment), 1)).rows if row.experiment]
-        lost = delete(experience).where(
-            experience.c.experiment == (await store.experiment("expert")).key
-        )
-        await store.database.write(lambda tx: tx.execute(lost))
+        expert = (await store.experiment("expert")).key
+        lost = sql("DELETE FROM experience WHERE experiment = :expert", expert=expert)
+        await store.database.write(lost)
         (after,) = [row for row in (await blame(now(experiment), 1)).rows if row.experiment]
     assert (before.length, before.trained_tokens) != (0, 0)
     assert after == replace(before, uid="", run=None, reward=None, length=0, trained_tokens=0)

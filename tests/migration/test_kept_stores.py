@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 from pysqlite3 import dbapi2
-from sqlalchemy import Connection, MetaData, insert, update
+from sqlalchemy import Connection, MetaData, insert
 
 from tests.handles import Transaction
 from tests.migration.kept import kept
 from tests.pipeline.planting import unguarded
+from tests.raw_store import sql
 from tests.sample_run import record_sample_run, rollout
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.pipeline.history import migrate as migrations
 from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.pipeline.history.rebuild import diff_projections
 from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.tables import SCHEMA_REVISION, event
+from trinity_buffer.store.tables import SCHEMA_REVISION
 
 
 def laid_down(revision: str, folder: Path) -> Path:
@@ -103,8 +104,8 @@ async def test_a_kept_store_is_migrated_holds_and_goes_on(
 async def test_what_was_recorded_before_there_were_heads_is_proven_too(tmp_path: Path) -> None:
     url = f"sqlite:///{laid_down('0001', tmp_path)}"
     await migrate(url)
-    old = update(event).where(event.c.position == 3).values(actor="somebody else")
-    await unguarded(url, lambda tx: tx.execute(old), chained=False)
+    old = sql("UPDATE event SET actor = 'somebody else' WHERE position = 3")
+    await unguarded(url, old, chained=False)
     async with open_store(url, read_only=True) as store:
         report = await verify(await store.experiment("sort"))
         events = [e async for e in (await store.experiment("sort")).events()]

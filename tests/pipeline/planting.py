@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Table, select, text
+from sqlalchemy import Table, select
 
 from tests.handles import Event, Transaction
+from tests.raw_store import sql
 from trinity_buffer import open_store
 from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.pipeline.handle import now_us
@@ -45,12 +46,12 @@ async def unguarded(url: str, change: Callable[[Transaction], T], *, chained: bo
 
 def _switch(tx: Transaction, table: str, trigger: str, *, on: bool) -> None:
     if tx.dialect.name == "postgresql":
-        tx.execute(text(f"ALTER TABLE {table} {'ENABLE' if on else 'DISABLE'} TRIGGER {trigger}"))
+        sql(f"ALTER TABLE {table} {'ENABLE' if on else 'DISABLE'} TRIGGER {trigger}")(tx)
     elif on:
         (guard,) = (one for one in guards("sqlite") if one.name == trigger)
         tx.fetch_all(guard.statements("sqlite")[0], ())
     else:
-        tx.execute(text(f"DROP TRIGGER {trigger}"))
+        sql(f"DROP TRIGGER {trigger}")(tx)
 
 
 def chain_anew(tx: Transaction) -> None:
@@ -71,9 +72,15 @@ async def events_of(url: str, kind: str) -> list[Event]:
         return [found async for found in experiment.events(kinds=[kind])]
 
 
+async def write_body(url: str, position: int, body: bytes) -> None:
+    """Let an event have another body."""
+    change = sql("UPDATE event SET body = :body WHERE position = :at", body=body, at=position)
+    await unguarded(url, change)
+
+
 async def delete_event(url: str, position: int) -> None:
     """Take one event out of the log."""
-    await unguarded(url, lambda tx: tx.execute(event.delete().where(event.c.position == position)))
+    await unguarded(url, sql("DELETE FROM event WHERE position = :at", at=position))
 
 
 async def append_unfolded(url: str, kind: str, body: dict[str, Any]) -> int:

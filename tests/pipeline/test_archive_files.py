@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from tests.conftest import Resize
-from tests.contract.making import group, rows
+from tests.contract.making import group
 from tests.pipeline.edits import in_body
 from tests.pipeline.planting import beside_heads, unguarded
 from tests.pipeline.test_compaction import trained
+from tests.raw_store import rows
 from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive import read_archive
 from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.store.segments import blob_of
-from trinity_buffer.store.tables import segment
 
 FORMS = ("typed", "parts")
 
@@ -61,11 +61,9 @@ async def test_an_archive_holds_segments_as_the_store_had_them(
         await run_strategy(experiment, "grpo")
         async with experiment.train_stream(strategy="grpo") as stream:
             await stream.commit(await anext(stream))
-        before = await rows(store.database, segment)
+        before = await rows(store, "segment")
         (name,) = (await compact(experiment, keep_steps=0, archive=tmp_path)).files
-        gone = {row["key"] for row in before} - {
-            row["key"] for row in await rows(store.database, segment)
-        }
+        gone = {row["key"] for row in before} - {row["key"] for row in await rows(store, "segment")}
         archived = pyarrow.parquet.read_table(name).to_pylist()
         recorded = await anext(experiment.events(kinds=["ExperiencesRecorded"]))
         assert {(row["experiment"], row["position"]) for row in archived} == {
@@ -76,7 +74,7 @@ async def test_an_archive_holds_segments_as_the_store_had_them(
             (row["key"], *map(row.get, names)) for row in before if row["key"] in gone
         )
         await restore(experiment)
-        assert await rows(store.database, segment) == before
+        assert await rows(store, "segment") == before
 
 
 async def test_a_row_group_of_an_archive_holds_one_family(

@@ -9,10 +9,10 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import select, text, update
 
 from tests.handles import Transaction, VerifyReport
 from tests.pipeline.planting import chain_anew, events_of, unguarded
+from tests.raw_store import sql
 from tests.sample_run import SampleRun, rollout
 from trinity_buffer import open_store, verify
 from trinity_buffer.codec.objects import decode_body, encode_body
@@ -21,7 +21,6 @@ from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.verify.addresses import Names
 from trinity_buffer.pipeline.verify.evidence import Acknowledged
-from trinity_buffer.store.tables import event, experiment, segment
 
 Change = Callable[[Transaction], object]
 
@@ -39,10 +38,9 @@ def body_edited(position: int, kind: str, field: str, value: object) -> Change:
     """Return what writes another value into the body of an event."""
 
     def change(tx: Transaction) -> None:
-        mine = event.c.position == position
-        body = decode_body(kind, tx.execute(select(event.c.body).where(mine)).scalar_one())
-        body[field] = value
-        tx.execute(update(event).where(mine).values(body=encode_body(kind, body)))
+        ((stored,),) = sql("SELECT body FROM event WHERE position = :at", at=position)(tx)
+        body = encode_body(kind, {**decode_body(kind, stored), field: value})
+        sql("UPDATE event SET body = :body WHERE position = :at", body=body, at=position)(tx)
 
     return change
 
@@ -56,11 +54,11 @@ async def rewarded(sample: SampleRun) -> Change:
 @pytest.mark.parametrize("what", ["actor", "recorded_at", "kind", "body", "head"])
 async def test_an_edited_column_of_an_event_is_named(sample: SampleRun, what: str) -> None:
     scored = (await events_of(sample.url, "RewardsAssigned"))[0]
-    mine = update(event).where(event.c.position == scored.position)
     values = {"actor": "me", "recorded_at": 1, "kind": "Other", "head": bytes(32)}
     change = await rewarded(sample)
     if what != "body":
-        change = lambda tx: tx.execute(mine.values({what: values[what]}))  # noqa: E731
+        edit, at = f"UPDATE event SET {what} = :value WHERE position = :at", scored.position
+        change = sql(edit, value=values[what], at=at)
     await unguarded(sample.url, change, chained=False)
     found = of_chain(await verified(sample, quick=True))
     assert f"chain: position {scored.position}: its head is" in found[0]
@@ -72,8 +70,8 @@ async def test_a_head_that_was_taken_away_is_named_and_nothing_follows_it(
 ) -> None:
     async with open_store(sample.url) as store:
         end = [e async for e in (await store.experiment(sample.name)).events()][-1].position
-    gone = update(event).where(event.c.position == end).values(head=None)
-    await unguarded(sample.url, lambda tx: tx.execute(gone), chained=False)
+    gone = sql("UPDATE event SET head = NULL WHERE position = :at", at=end)
+    await unguarded(sample.url, gone, chained=False)
     (found,) = of_chain(await verified(sample))
     assert f"position {end}: it has no head" in found
     async with open_store(sample.url) as store:
@@ -82,8 +80,7 @@ async def test_a_head_that_was_taken_away_is_named_and_nothing_follows_it(
 
 
 async def test_a_log_without_any_head_is_named(sample: SampleRun) -> None:
-    all_gone = update(event).values(head=None)
-    await unguarded(sample.url, lambda tx: tx.execute(all_gone), chained=False)
+    await unguarded(sample.url, sql("UPDATE event SET head = NULL"), chained=False)
     assert "no event up to here has a head" in of_chain(await verified(sample))[0]
 
 
@@ -119,8 +116,8 @@ async def test_a_head_that_is_none_is_refused(sqlite_sample: SampleRun) -> None:
 async def test_a_renamed_experiment_breaks_its_chain(sqlite_sample: SampleRun) -> None:
 
     def rename(tx: Transaction) -> None:
-        tx.execute(text("DROP TRIGGER experiment_forbids_update"))
-        tx.execute(update(experiment).values(name="mine"))
+        sql("DROP TRIGGER experiment_forbids_update")(tx)
+        sql("UPDATE experiment SET name = 'mine'")(tx)
 
     await unguarded(sqlite_sample.url, rename, chained=False)
     report = await verified(sqlite_sample)
@@ -147,13 +144,11 @@ async def test_exchanged_annotations_are_found_by_the_digest_in_their_events(
     )
 
     def exchange(tx: Transaction) -> None:
-        rows = {
-            key: tx.execute(select(segment).where(segment.c.key == key)).one()
-            for key in (one, other)
-        }
-        for key, given in ((one, rows[other]), (other, rows[one])):
-            mine = segment.c.key == key
-            tx.execute(update(segment).where(mine).values(data=given.data, checksum=given.checksum))
+        read = "SELECT data, checksum FROM segment WHERE key = :key"
+        write = "UPDATE segment SET data = :data, checksum = :checksum WHERE key = :key"
+        (mine,), (others,) = sql(read, key=one)(tx), sql(read, key=other)(tx)
+        sql(write, key=one, **others._asdict())(tx)
+        sql(write, key=other, **mine._asdict())(tx)
 
     await unguarded(sample.url, exchange)
     report = await verified(sample)

@@ -16,17 +16,17 @@ import pytest
 from sqlalchemy import update
 from typer.testing import CliRunner
 
-from tests.contract.making import rows
 from tests.handles import Experiment
 from tests.pipeline.planting import events_of, unguarded
 from tests.pipeline.watching import Killed
+from tests.raw_store import rows, sql
 from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.history.compact import restore
-from trinity_buffer.store.tables import event, segment
+from trinity_buffer.store.tables import event
 
 
 def _group(task: int) -> list[Experience]:
@@ -166,11 +166,11 @@ async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_pa
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})
         await trained(experiment, steps=4)
-        before = await rows(store.database, segment)
+        before = await rows(store, "segment")
         assert await store.database.read(store.database.segments.segment_parts) == len(before)
         archive = tmp_path / "archive"
         gone = await compact(experiment, keep_steps=0, archive=archive)
-        left = len(await rows(store.database, segment))
+        left = len(await rows(store, "segment"))
         assert (
             await store.database.read(store.database.segments.segment_parts) == left < len(before)
         )
@@ -185,7 +185,7 @@ async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_pa
         assert seen == [("restore", 0, 1), ("restore", 1, 1)]
         assert back.files == gone.files
         assert (back.segments, back.bytes) == (gone.segments, gone.bytes)
-        assert await rows(store.database, segment) == before
+        assert await rows(store, "segment") == before
         assert await store.database.read(store.database.segments.segment_parts) == len(before)
         assert (await verify(experiment)).problems == ()
         assert (await restore(experiment)).segments == 0
@@ -266,7 +266,7 @@ async def test_an_archive_of_an_older_version_is_read(store_url: str, tmp_path: 
     async with open_store(store_url) as store:
         experiment = await store.experiment("x", config={})
         await trained(experiment, steps=4)
-        before = await rows(store.database, segment)
+        before = await rows(store, "segment")
         (name,) = (await compact(experiment, keep_steps=0, archive=tmp_path)).files
         parts = [
             {"segment": row["key"], **{k: row[k] for k in ("family", "part", "checksum", "data")}}
@@ -281,13 +281,12 @@ async def test_damaged_segments_stay_and_are_counted(sqlite_url: str, tmp_path: 
         experiment = await store.experiment("x", config={})
         await trained(experiment, steps=4)
     key = (await events_of(sqlite_url, "ExperiencesRecorded"))[0].body["segment"]
-    damage = update(segment).where(segment.c.key == key).values(checksum=0)
-    await unguarded(sqlite_url, lambda tx: tx.execute(damage))
+    await unguarded(sqlite_url, sql("UPDATE segment SET checksum = 0 WHERE key = :key", key=key))
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("x")
         report = await compact(experiment, keep_steps=0, archive=tmp_path)
         assert (report.segments, report.damaged) == (3, 1)
-        assert key in {row["key"] for row in await rows(store.database, segment)}
+        assert key in {row["key"] for row in await rows(store, "segment")}
 
 
 def test_a_deletion_says_how_many_segments_it_could_not_judge(sqlite_url: str) -> None:
@@ -301,7 +300,7 @@ def test_a_deletion_says_how_many_segments_it_could_not_judge(sqlite_url: str) -
 
     async def left() -> list[bytes]:
         async with open_store(sqlite_url) as store:
-            return [row["key"] for row in await rows(store.database, segment)]
+            return [row["key"] for row in await rows(store, "segment")]
 
     kept, *gone = anyio.run(prepare)
     words = ["compact", "--store", sqlite_url, "--keep-steps", "0", "--delete"]

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from sqlalchemy import update
 from typing_extensions import override
 
-from tests.contract.making import assert_conserved, contents, group, kinds, opened, rollout, rows
+from tests.contract.making import assert_conserved, group, kinds, opened, rollout
 from tests.handles import ConsumerReport
 from tests.pipeline.planting import unguarded
 from tests.pipeline.watching import BatchWatcher, Watcher, reasons, rejected_groups
+from tests.raw_store import contents, rows, sql
 from trinity_buffer import StrategyConsumer, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import (
@@ -25,7 +25,6 @@ from trinity_buffer.errors import (
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.annotate.deciding import Decision
-from trinity_buffer.store import tables
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +110,8 @@ async def test_a_group_with_a_damaged_experience_is_incomplete(
     ) as experiment:
         for run in range(2):
             await experiment.writer("e0").write([rollout(run=run)])
-        first = (await rows(experiment.database, tables.experience))[0]["segment"]
-    damage = update(tables.segment).where(tables.segment.c.key == first).values(checksum=0)
-    await unguarded(sqlite_url, lambda tx: tx.execute(damage))
+        first = (await rows(experiment, "experience"))[0]["segment"]
+    await unguarded(sqlite_url, sql("UPDATE segment SET checksum = 0 WHERE key = :key", key=first))
     async with opened(sqlite_url) as experiment:
         await run_strategy(experiment, Watcher, name="all", on_incomplete_group=incomplete)
         also = {} if incomplete == "keep" else {"b/0/1": "incomplete_group"}
@@ -140,13 +138,10 @@ async def test_an_unplanned_task_of_a_planned_batch_closes_no_other_group(store_
             ["b/stray/0/0/", "b/stray/1/0/"],
         ]
         await assert_conserved(experiment)
-        by_uid = {
-            row["address"]: row["task"]
-            for row in await rows(experiment.database, tables.experience)
-        }
+        by_uid = {row["address"]: row["task"] for row in await rows(experiment, "experience")}
         planned = {
             by_uid[row["experience"]]: row["planned"]
-            for row in await rows(experiment.database, tables.annotation)
+            for row in await rows(experiment, "annotation")
         }
         assert planned == {"0": True, "1": True, "stray": False}
 
@@ -164,7 +159,7 @@ async def test_copies_are_rows_of_their_own_group(store_url: str) -> None:
             "b/1/0": "zero_variance",
             "b/1/1": "zero_variance",
         }
-        found = await rows(experiment.database, tables.annotation)
+        found = await rows(experiment, "annotation")
         assert [row["group_slot"] for row in found] == [0, 0, 1, 1]
         assert [row["planned"] for row in found] == [True, True, False, False]
         assert found[0]["experience"] == found[2]["experience"]
@@ -184,7 +179,7 @@ async def test_a_list_filters_first_and_commits_once(store_url: str) -> None:
         report = await run_strategy(experiment, ["reward_variance", "grpo"])
         assert (report.annotated, report.rejected) == (2, 2)
         assert (await kinds(experiment))[-2:] == ["ExperiencesAnnotated", "ExperiencesRejected"]
-        (name,) = {row["name"] for row in await rows(experiment.database, tables.consumer)}
+        (name,) = {row["name"] for row in await rows(experiment, "consumer")}
         assert set((await reasons(experiment, name)).values()) == {"zero_variance"}
         await assert_conserved(experiment)
 
@@ -267,7 +262,7 @@ async def test_advantages_stored_at_another_length_are_not_trained(
             await run_strategy(experiment, Long)
         async with experiment.train_stream(strategy="Long", needs=("advantages",)) as stream:
             assert [step async for step in stream] == []
-        found = await rows(experiment.database, tables.rejection)
+        found = await rows(experiment, "rejection")
         assert [row["reason"] for row in found] == ["invalid: advantages"] * 2
 
 
@@ -276,7 +271,7 @@ async def test_a_class_of_the_user_s_own_is_a_strategy(store_url: str) -> None:
         await experiment.writer("e0").write(group(runs=2))
         report = await run_strategy(experiment, Watcher)
         assert report.annotated == 2
-        (row,) = await rows(experiment.database, tables.consumer)
+        (row,) = await rows(experiment, "consumer")
         assert row["name"] == "Watcher"
 
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import delete
 
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
 from tests.handles import Experiment
+from tests.raw_store import sql
 from trinity_buffer import run_strategy
 from trinity_buffer.pipeline.annotate import grouping
 from trinity_buffer.pipeline.coordination.diagnosis import abandoned_groups
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store.tables import presence
 
 BOUNDS = ({"max_staleness": 0}, {"max_queued_groups": 1})
 SOON: dict[str, Any] = {"rollouts_per_group": 4, "group_timeout_s": 0.05}
@@ -37,7 +36,7 @@ async def abandoned(url: str, **config: Any) -> AsyncIterator[Experiment]:
         async with living(experiment, "gone"):
             await experiment.writer("gone").plan("b", [0, 1], 4, policy_version=0)
             await experiment.writer("gone").write(group())
-        await experiment.database.write(lambda tx: tx.execute(delete(presence)))
+        await experiment.database.write(sql("DELETE FROM presence"))
         yield experiment
 
 

@@ -9,16 +9,13 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from tests.contract.making import group, opened, rows
+from tests.contract.making import group, opened
 from tests.handles import Experiment
 from tests.pipeline.test_waits import NOBODY, spoken, train
+from tests.raw_store import note_presence, rows
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.coordination.presence import UNSEEN_S, this_host
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import heartbeats
-from trinity_buffer.store.heartbeats import PresenceRow
-from trinity_buffer.store.tables import step
+from trinity_buffer.pipeline.coordination.presence import UNSEEN_S
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +27,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def at_work(experiment: Experiment, silent_s: float = 0.0) -> AsyncIterator[int]:
     """Yield the number of a process that is there as the strategy, and is killed at the end."""
     async with await anyio.open_process([sys.executable, "-c", "input()"]) as process:
-        now = now_us() - int(silent_s * 1e6)
-        row = PresenceRow("strategy", "grpo", this_host(), process.pid, now, now, None)
-        await experiment.database.write(heartbeats.record, experiment.key, row)
+        await note_presence(experiment, "strategy", "grpo", process.pid, silent_s=silent_s)
         yield process.pid
         process.kill()
 
@@ -107,7 +102,7 @@ def solution() -> Experience:
 
 async def rows_of_steps(experiment: Experiment) -> list[int]:
     """Return how many rows each step had that was committed."""
-    return [row["rows"] for row in await rows(experiment.database, step) if row["committed_at"]]
+    return [row["rows"] for row in await rows(experiment, "step") if row["committed_at"]]
 
 
 async def test_a_trainer_of_a_finished_experiment_ends_when_its_strategy_is_killed(

@@ -12,11 +12,11 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import update
 from typing_extensions import override
 
-from tests.contract.making import group, living, opened, rows
+from tests.contract.making import group, living, opened
 from tests.handles import Experiment
+from tests.raw_store import rows, sql
 from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
@@ -26,7 +26,7 @@ from trinity_buffer.pipeline.coordination import presence
 from trinity_buffer.pipeline.coordination.lease import is_dead, owner_name
 from trinity_buffer.pipeline.coordination.presence import describe_process, has_ended, is_here
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import leases, tables
+from trinity_buffer.store import leases
 from trinity_buffer.store.heartbeats import PresenceRow
 
 LONG_AGO = 1
@@ -34,15 +34,12 @@ LONG_AGO = 1
 
 async def age(experiment: Experiment) -> None:
     """Let everybody have been seen last long ago."""
-    old = update(tables.presence).values(last_seen=LONG_AGO)
-    await experiment.database.write(lambda tx: tx.execute(old))
+    await experiment.database.write(sql(f"UPDATE presence SET last_seen = {LONG_AGO}"))
 
 
 async def seen(experiment: Experiment) -> dict[str, int]:
     """Return when each role was seen last."""
-    return {
-        row["role"]: row["last_seen"] for row in await rows(experiment.database, tables.presence)
-    }
+    return {row["role"]: row["last_seen"] for row in await rows(experiment, "presence")}
 
 
 async def seen_again(experiment: Experiment, role: str) -> None:
@@ -190,7 +187,7 @@ async def test_only_another_explorer_that_lives_is_a_namesake(
         caplog.clear()
         await work(experiment)  # a crash and a start under the same name
         assert "another process" not in caplog.text
-        left = await rows(experiment.database, tables.presence)
+        left = await rows(experiment, "presence")
         assert os.getpid() not in [row["pid"] for row in left], "it has ended"
 
 

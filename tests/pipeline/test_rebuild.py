@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy import delete, insert, update
 
 from tests.conftest import Resize
-from tests.contract.making import count
 from tests.handles import Store, Transaction
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
+from tests.raw_store import count
 from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import StoreError
@@ -240,7 +240,7 @@ async def test_writers_go_on_while_projections_are_rebuilt(sample: SampleRun) ->
     async with open_store(sample.url) as store, open_store(sample.url) as other:
         await _write_and_rebuild(store, other, sample, stages)
         assert await diff_projections(store.database, 1) == []
-        num_stored = await count(store.database, experience)
+        num_stored = await count(store, "experience")
     assert num_stored == 18 + 50
     assert stages["compare"]
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from sqlalchemy import update
 from typing_extensions import override
 
-from tests.contract.making import assert_conserved, group, opened, rollout, rows
-from tests.handles import Experiment, Transaction
-from tests.pipeline.planting import beside_heads, unguarded
+from tests.contract.making import assert_conserved, group, opened, rollout
+from tests.handles import Experiment
+from tests.pipeline.planting import beside_heads, write_body
+from tests.raw_store import record_unchecked, rows
 from trinity_buffer import assign_rewards, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
@@ -35,9 +35,8 @@ from trinity_buffer.experience import EID, Experience, order_of
 from trinity_buffer.pipeline.annotate.deciding import Decision, table_of
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.store import log, segments, tables
+from trinity_buffer.store import segments
 from trinity_buffer.store.rows import SLOT_BITS, address_of, rows_recorded_by
 from trinity_buffer.writer import StagedWriter
 
@@ -209,7 +208,7 @@ class SlowGRPO(GRPOAddStrategy):
 async def annotated(experiment: Experiment, name: str) -> list[Any]:
     """Return all that the set ``name`` says of each row, its tensors included."""
     groups: dict[tuple[int, int, bool], list[int]] = {}
-    for row in await rows(experiment.database, tables.annotation):
+    for row in await rows(experiment, "annotation"):
         if row["consumer"] == name:
             key = (row["address"] >> SLOT_BITS, row["group_slot"], row["planned"])
             groups.setdefault(key, []).append(row["experience"])
@@ -230,26 +229,10 @@ async def annotated(experiment: Experiment, name: str) -> list[Any]:
         ]
     rejected = [
         (row["address"], row["reason"])
-        for row in await rows(experiment.database, tables.rejection)
+        for row in await rows(experiment, "rejection")
         if row["consumer"] == name
     ]
     return [sorted(found), sorted(map(repr, told)), sorted(map(repr, tensors)), sorted(rejected)]
-
-
-async def record(experiment: Experiment, experiences: list[Experience]) -> None:
-    """Record ``experiences`` as versions did that said nothing of scores."""
-    encoded, key = encode_experiences(experiences), segments.new_key()
-    store = experiment.database.segments
-    families = {family: len(blob) for family, blob in encoded.families.items()}
-    fact = ExperiencesRecorded(
-        segment=key, families=families, columns=ExperienceColumns(**encoded.meta), refused={}
-    )
-
-    def append(tx: Transaction) -> None:
-        store.attach(tx, store.put(key, encoded.families))
-        log.append(tx, experiment.key, [new_event(fact)], actor="old", now_us=now_us())
-
-    await experiment.database.write(append)
 
 
 def plain(batch: str) -> Iterator[list[Experience]]:
@@ -267,7 +250,7 @@ async def test_a_store_says_the_same_whichever_road_was_taken(store_url: str, ol
         for some in plain("new"):
             await writer.write(some)
         for some in plain("old"):
-            await (record(experiment, some) if old else writer.write(some))
+            await (record_unchecked(experiment, some) if old else writer.write(some))
         await writer.seal("new", 17)
         await writer.seal("old", 17)
         how: dict[str, Any] = {"rollouts_per_group": 4, "on_incomplete_group": "keep"}
@@ -337,12 +320,7 @@ async def test_an_event_that_wrongly_says_that_numbers_can_stand_for_its_rows_is
         (recorded,) = [e async for e in experiment.events(kinds=("ExperiencesRecorded",))]
     assert "scorable" not in recorded.body
     body = encode_body(recorded.kind, {**recorded.body, "scorable": True})
-
-    def change(tx: Transaction) -> None:
-        mine = tables.event.c.position == recorded.position
-        tx.execute(update(tables.event).where(mine).values(body=body))
-
-    await unguarded(sqlite_url, change)
+    await write_body(sqlite_url, recorded.position, body)
     async with opened(sqlite_url) as experiment:
         problems = beside_heads(await verify(experiment))
     assert any("one number per row" in problem.what for problem in problems)

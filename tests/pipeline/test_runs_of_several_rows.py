@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 from typing_extensions import override
 
-from tests.contract.making import opened, rollout, rows
+from tests.contract.making import opened, rollout
 from tests.handles import Experiment, Store
 from tests.pipeline.test_reward_table import by_experiences, by_rewards, said
 from tests.pipeline.test_reward_table import recorded as as_events
+from tests.raw_store import rows
 from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY, ADVANTAGE_FN
 from trinity_buffer.algorithm.add_strategy import (
@@ -37,7 +38,7 @@ from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import RowLoader, experiences_of
 from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.train.collate import collate_step
-from trinity_buffer.store import tables, writer_queries
+from trinity_buffer.store import writer_queries
 from trinity_buffer.writer import StagedWriter
 
 Run = float | None | list[float | None]
@@ -111,10 +112,10 @@ async def decided(experiment: Experiment, name: str) -> dict[Place, Any]:
     mine = [experiment.key, name]
     reasons = {
         row["address"]: row["reason"]
-        for row in await rows(experiment.database, tables.rejection)
+        for row in await rows(experiment, "rejection")
         if [row["experiment"], row["consumer"]] == mine
     }
-    for row in await rows(experiment.database, tables.experience):
+    for row in await rows(experiment, "experience"):
         if row["experiment"] == experiment.key and row["address"] in reasons:
             found[int(row["task"]), row["run"], row["step"]] = reasons[row["address"]]
     return found

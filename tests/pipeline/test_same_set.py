@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.contract.making import group, opened, rows
+from tests.contract.making import group, opened
 from tests.pipeline.watching import Watcher
+from tests.raw_store import rows
 from trinity_buffer import GroupingRules, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.errors import ConflictingStrategyError
 from trinity_buffer.pipeline.annotate.strategies import config_diff
-from trinity_buffer.store import tables
 
 DEFAULTS = ADD_STRATEGY.get("grpo").default_args()
 FILTER = ADD_STRATEGY.get("reward_variance").default_args()
@@ -46,9 +46,9 @@ async def test_a_default_is_the_same_spelled_out(
     async with opened(sqlite_url, rollouts_per_group=4) as experiment:
         await experiment.writer("e0").write(group(rewards=[0.0, 1.0, 1.0, 1.0]))
         assert (await run_strategy(experiment, strategy, first)).annotated == 4
-        (before,) = await rows(experiment.database, tables.consumer)
+        (before,) = await rows(experiment, "consumer")
         assert (await run_strategy(experiment, strategy, second)).annotated == 0
-        (after,) = await rows(experiment.database, tables.consumer)
+        (after,) = await rows(experiment, "consumer")
         assert before == after, "what was recorded stays as it is"
 
 

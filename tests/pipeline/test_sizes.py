@@ -16,9 +16,10 @@ from sqlalchemy import delete, select, update
 from torch import Tensor
 
 from tests.conftest import Resize
-from tests.contract.making import rollout, rows
+from tests.contract.making import rollout
 from tests.handles import Experiment, TrainStep, Transaction
 from tests.pipeline.planting import everything, unguarded
+from tests.raw_store import rows
 from tests.sample_run import SampleRun
 from tests.small_sizes import NAMES, small
 from trinity_buffer import assign_rewards, compact, open_store, run_strategy, verify
@@ -190,7 +191,7 @@ async def test_what_may_leave_does_not_depend_on_the_page(store_url: str, resize
         async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:
             for _ in range(5):
                 await stream.commit(await anext(stream))
-        stored = await rows(store.database, experience)
+        stored = await rows(store, "experience")
         done = [row["segment"] for row in stored if int(row["task"]) < 5]
         left = {row["segment"] for row in stored if int(row["task"]) >= 5}
         wanted = [key for key in dict.fromkeys(done) if key not in left]

@@ -13,13 +13,11 @@ import pytest
 import trinity_buffer as tb
 from tests.contract.making import group, living, opened, rollout
 from tests.handles import Experiment
+from tests.raw_store import note_presence, rows
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError
-from trinity_buffer.pipeline.coordination.presence import AT_WORK, this_host
+from trinity_buffer.pipeline.coordination.presence import AT_WORK
 from trinity_buffer.pipeline.coordination.waiting import Stall
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import heartbeats
-from trinity_buffer.store.heartbeats import PresenceRow
 
 AT_ONCE: dict[str, Any] = {"rollouts_per_group": 4, "max_staleness": 0, "stalled_after_s": 0.2}
 STALLED = r"nothing has moved for 0\.2 s \(stalled_after_s\): .*waits"
@@ -60,8 +58,7 @@ async def is_there(experiment: Experiment, role: str) -> None:
     changes, found = experiment.database.changes, False
     while not found:
         state = await changes.state()
-        rows = await experiment.database.read(heartbeats.processes, experiment.key)
-        found = any(row.role == role for row in rows)
+        found = role in [row["role"] for row in await rows(experiment, "presence")]
         if not found:
             await changes.changed(state, 0.1)  # a server sends no news of who is there
 
@@ -156,9 +153,7 @@ async def test_time_in_which_all_of_a_run_was_paused_is_no_stall(
     async with opened(store_url, **config) as experiment, living(experiment, "e0") as pid:
 
         async def says(seconds_ago: float) -> None:
-            at = now_us() - int(seconds_ago * 1e6)
-            row = PresenceRow(AT_WORK, "explorer e0", this_host(), pid, at, at, None)
-            await experiment.database.write(heartbeats.record, experiment.key, row)
+            await note_presence(experiment, AT_WORK, "explorer e0", pid, silent_s=seconds_ago)
 
         async def look() -> float:
             return await stall.require_moving(told, 0)
@@ -198,9 +193,8 @@ async def test_who_says_that_it_works_is_heard_however_wrong_its_clock_is(
         stall = Stall(experiment.database, experiment.key)
         monkeypatch.setattr(time, "monotonic", lambda: clock() + past_s)
         for number in range(8):
-            at = now_us() - 600_000_000 + number
-            row = PresenceRow(AT_WORK, "explorer e0", "another", 1, at, at, None)
-            await experiment.database.write(heartbeats.record, experiment.key, row)
+            ago_s = 600 - number / 1e6
+            await note_presence(experiment, AT_WORK, "explorer e0", 1, "another", silent_s=ago_s)
             past_s += await stall.require_moving(told, 0)
         with pytest.raises(RunStalledError):  # noqa: PT012 - it has ended
             for _ in range(8):

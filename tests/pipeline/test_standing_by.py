@@ -21,6 +21,7 @@ from tests.handles import Experiment, ReadSession, Transaction
 from tests.pipeline import deciding
 from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
+from tests.raw_store import rows, take_lease
 from trinity_buffer import StrategyConsumer, run_strategy, verify
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.experience import Experience
@@ -29,8 +30,6 @@ from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
 from trinity_buffer.pipeline.coordination.presence import is_paused, start_of, this_host
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import heartbeats, writer_queries
 from trinity_buffer.store import leases as store_leases
 from trinity_buffer.store.rows import ConsumerRow
 
@@ -53,8 +52,7 @@ def owner(start: str | None = None) -> str:
 
 async def held_by(experiment: Experiment, who: str) -> None:
     """Let ``who`` hold the lease of the strategy, whoever held it."""
-    take = partial(store_leases.acquire, owner=who, now_us=now_us(), ttl_us=60_000_000)
-    await experiment.database.write(take, experiment.key, NAME)
+    await take_lease(experiment, NAME, who, ttl_s=60)
 
 
 async def let_go(experiment: Experiment, who: str) -> None:
@@ -68,8 +66,8 @@ async def let_go(experiment: Experiment, who: str) -> None:
 
 
 async def holder(experiment: Experiment) -> str:
-    held = await experiment.database.read(store_leases.holder, experiment.key, NAME)
-    return "" if held is None else held[0]
+    held = await rows(experiment, "lease")
+    return next((row["owner"] for row in held if row["consumer"] == NAME), "")
 
 
 async def until(experiment: Experiment, holds: Callable[[], Awaitable[bool]]) -> None:
@@ -88,14 +86,14 @@ async def is_decided_by(experiment: Experiment, pid: int) -> bool:
 
 async def stands_by(experiment: Experiment, pid: int, decider: int) -> bool:
     """Return whether process ``pid`` says that ``decider`` decides."""
-    here = await experiment.database.read(heartbeats.processes, experiment.key)
-    told = next((row.waiting_for for row in here if row.pid == pid), None)
+    here = await rows(experiment, "presence")
+    told = next((row["waiting_for"] for row in here if row["pid"] == pid), None)
     return f"strategy {NAME!r} stands by: pid {decider} on host" in (told or "")
 
 
 async def num_decided(experiment: Experiment) -> int:
-    row = await experiment.database.read(writer_queries.consumer_row, experiment.key, NAME)
-    return 0 if row is None else row.calls
+    sets = await rows(experiment, "consumer")
+    return next((row["calls"] for row in sets if row["name"] == NAME), 0)
 
 
 async def joined(process: Any) -> int | None:

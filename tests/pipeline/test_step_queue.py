@@ -9,12 +9,12 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from tests.contract.making import group, opened, rows
+from tests.contract.making import group, opened
 from tests.handles import Experiment, TrainStep
+from tests.raw_store import rows
 from trinity_buffer import open_train_stream, run_strategy
 from trinity_buffer.pipeline.train import stream as streams
 from trinity_buffer.pipeline.train.step import StepQueue
-from trinity_buffer.store import tables
 
 GROUPS = 8
 
@@ -95,7 +95,7 @@ async def leased(experiment: Experiment, number: int) -> int:
     with anyio.fail_after(10):
         while True:
             state = await changes.state()
-            found = len(await rows(experiment.database, tables.step))
+            found = len(await rows(experiment, "step"))
             if found >= number:
                 return found
             await changes.changed(state)

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from tests.conftest import Resize
-from tests.contract.making import assert_conserved, group, opened, rollout, rows
+from tests.contract.making import assert_conserved, group, opened, rollout
 from tests.handles import ConsumerReport
 from tests.pipeline.watching import (
     BatchWatcher,
@@ -17,9 +17,10 @@ from tests.pipeline.watching import (
     reasons,
     rejected_groups,
 )
+from tests.raw_store import rows
 from trinity_buffer import StrategyConsumer, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.store import counts, tables
+from trinity_buffer.store import counts
 
 
 @pytest.fixture(autouse=True)
@@ -193,9 +194,7 @@ async def test_a_killed_consumer_is_followed_by_one_that_goes_on(
         await assert_conserved(experiment)
         open_rows = 4 if unit is BatchWatcher else 0
         assert report.waiting == open_rows
-        annotated = [
-            row["experience"] for row in await rows(experiment.database, tables.annotation)
-        ]
+        annotated = [row["experience"] for row in await rows(experiment, "annotation")]
         assert len(annotated) == len(set(annotated)) == 16 - open_rows
         assert await rejected_groups(experiment, "all") == 3
     assert (await problems_of(store_url)) == []
@@ -228,9 +227,7 @@ async def test_competing_consumers_of_one_name_decide_each_unit_once(
                         await writer.seal(batch, 3 + bool(batch % 3))
                 await experiment.finish("enough")
         await assert_conserved(experiment)
-        annotated = [
-            row["experience"] for row in await rows(experiment.database, tables.annotation)
-        ]
+        annotated = [row["experience"] for row in await rows(experiment, "annotation")]
         assert len(annotated) == len(set(annotated))
         assert sum(one.annotated for one in report) == len(annotated)
         assert await rejected_groups(experiment, "all") == 3, "of 1, 5 and 9"

@@ -7,8 +7,9 @@ import logging
 import anyio
 import pytest
 
-from tests.contract.making import contents, group, kinds, opened
+from tests.contract.making import group, kinds, opened
 from tests.handles import Experiment
+from tests.raw_store import contents
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import UnknownNameError
 

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from msgspec import structs
-from sqlalchemy import select, update
+from sqlalchemy import update
 
 from tests.handles import Transaction, VerifyReport
 from tests.pipeline.planting import (
@@ -19,17 +19,18 @@ from tests.pipeline.planting import (
     events_of,
     first_row,
     unguarded,
+    write_body,
 )
+from tests.raw_store import append, sql
 from tests.sample_run import RUNS, SampleRun, record_sample_run, rollout
 from trinity_buffer import open_store, verify
-from trinity_buffer.codec.objects import decode_body, encode_body
+from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted, body_of
-from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.manifest import manifest_digest
 from trinity_buffer.pipeline.train.checkpoint import digest_of
-from trinity_buffer.store import log, segments
-from trinity_buffer.store.tables import PROJECTIONS, delivery, event, segment, step
+from trinity_buffer.store import segments
+from trinity_buffer.store.tables import PROJECTIONS
 
 
 async def verified(sample: SampleRun, **options: Any) -> VerifyReport:
@@ -104,11 +105,8 @@ async def test_a_manifest_that_was_committed_twice_is_there_twice(sample: Sample
     commit = (await events_of(sample.url, "StepsCommitted"))[1].fact
     assert isinstance(commit, StepsCommitted)
     async with open_store(sample.url) as store:
-        key = (await store.experiment(sample.name)).key
-        again = [new_event(commit)]
-        ((position, _),) = await store.database.write(
-            log.append, key, again, actor="trainer", now_us=now_us()
-        )
+        experiment = await store.experiment(sample.name)
+        (position,) = await append(experiment, commit, actor="trainer")
     for quick in (False, True):
         report = await verified(sample, quick=quick)
         assert (report.lost, report.duplicated, report.ok) == (0, 1, False)
@@ -169,17 +167,11 @@ async def commit_anew(url: str, sample: SampleRun) -> None:
     """Let both commits name the checkpoint as it lies on the disk now."""
     digest = digest_of(sample.checkpoint)
 
-    def change(tx: Transaction) -> None:
-        for row in tx.execute(select(event).where(event.c.kind == "StepsCommitted")).all():
-            body = decode_body(row.kind, row.body)
-            changed = encode_body(row.kind, {**body, "checkpoint_digest": digest})
-            mine = event.c.position == row.position
-            tx.execute(update(event).where(mine).values(body=changed))
-        tx.execute(
-            update(step).where(step.c.committed_at.is_not(None)).values(checkpoint_digest=digest)
-        )
-
-    await unguarded(url, change)
+    for commit in await events_of(url, "StepsCommitted"):
+        changed = encode_body(commit.kind, {**commit.body, "checkpoint_digest": digest})
+        await write_body(url, commit.position, changed)
+    same = "UPDATE step SET checkpoint_digest = :digest WHERE committed_at IS NOT NULL"
+    await unguarded(url, sql(same, digest=digest))
 
 
 async def test_a_flipped_bit_is_found_where_it_is(sample: SampleRun) -> None:
@@ -208,20 +200,20 @@ async def change_segment(url: str, key: bytes, *, keep_checksum: bool) -> None:
     """Change the last byte of the tokens of a segment."""
 
     def change(tx: Transaction) -> None:
-        mine = (segment.c.key == key, segment.c.family == "tokens")
-        data = bytearray(tx.execute(select(segment.c.data).where(*mine)).scalar_one())
-        data[-1] ^= 1
-        values: dict[str, Any] = {"data": bytes(data)}
+        where = "segment WHERE key = :key AND family = 'tokens'"
+        ((data, checksum),) = sql(f"SELECT data, checksum FROM {where}", key=key)(tx)
+        data = data[:-1] + bytes([data[-1] ^ 1])
         if not keep_checksum:
-            values["checksum"] = segments.checksum(key, "tokens", 0, bytes(data))
-        tx.execute(update(segment).where(*mine).values(values))
+            checksum = segments.checksum(key, "tokens", 0, data)
+        change = where.replace("WHERE", "SET data = :data, checksum = :checksum WHERE")
+        sql(f"UPDATE {change}", key=key, data=data, checksum=checksum)(tx)
 
     await unguarded(url, change)
 
 
 async def test_a_missing_segment_is_named(sample: SampleRun) -> None:
     key = bytes((await events_of(sample.url, "ExperiencesAnnotated"))[0].body["segment"])
-    await unguarded(sample.url, lambda tx: tx.execute(segment.delete().where(segment.c.key == key)))
+    await unguarded(sample.url, sql("DELETE FROM segment WHERE key = :key", key=key))
     report = await verified(sample)
     (problem,) = beside_heads(report)
     assert key.hex() in problem.where
@@ -230,12 +222,7 @@ async def test_a_missing_segment_is_named(sample: SampleRun) -> None:
 
 async def test_a_damaged_body_is_named(sample: SampleRun) -> None:
     position = (await events_of(sample.url, "PolicyPublished"))[0].position
-
-    def change(tx: Transaction) -> None:
-        mine = event.c.position == position
-        tx.execute(update(event).where(mine).values(body=b"\xc1nonsense"))
-
-    await unguarded(sample.url, change)
+    await write_body(sample.url, position, b"\xc1nonsense")
     problem = beside_heads(await verified(sample))[0]
     assert problem.where == f"position {position}"
     assert "its body cannot be read" in problem.what
@@ -255,12 +242,7 @@ async def test_a_body_of_another_form_is_named_and_the_rest_is_read(
 ) -> None:
     damaged, *others = await events_of(sample.url, kind)
     body = encode_body(kind, {**damaged.body, field: value})
-
-    def change(tx: Transaction) -> None:
-        mine = event.c.position == damaged.position
-        tx.execute(update(event).where(mine).values(body=body))
-
-    await unguarded(sample.url, change)
+    await write_body(sample.url, damaged.position, body)
     report = await verified(sample)
     (told,) = [one for one in report.problems if "cannot be read" in one.what]
     assert (told.where, f"$.{field}" in told.what) == (f"position {damaged.position}", True)
@@ -271,14 +253,8 @@ async def test_a_body_of_another_form_is_named_and_the_rest_is_read(
 
 async def test_a_manifest_that_is_not_its_digest_is_named(sample: SampleRun) -> None:
     leased = (await events_of(sample.url, "BatchLeased"))[2]
-    body = {**leased.body, "normalizer": 7.0}
-
-    def change(tx: Transaction) -> None:
-        changed = encode_body("BatchLeased", body)
-        mine = event.c.position == leased.position
-        tx.execute(update(event).where(mine).values(body=changed))
-
-    await unguarded(sample.url, change)
+    body = encode_body("BatchLeased", {**leased.body, "normalizer": 7.0})
+    await write_body(sample.url, leased.position, body)
     report = await verified(sample, quick=True)
     (problem,) = beside_heads(report)
     assert problem.check == "manifests"
@@ -344,11 +320,11 @@ async def test_a_quick_look_counts_rows(sample: SampleRun, table: Any) -> None:
 
 
 async def test_a_row_handed_out_and_not_there_breaks_the_equation(sample: SampleRun) -> None:
-    def change(tx: Transaction) -> None:
-        row = first_row(tx, delivery)
-        tx.execute(delivery.insert().values({**row, "address": row["address"] + 999}))
-
-    await unguarded(sample.url, change)
+    columns = "experiment, consumer, address, step"
+    other = columns.replace("address", "address + 999")
+    await unguarded(
+        sample.url, sql(f"INSERT INTO delivery ({columns}) SELECT {other} FROM delivery LIMIT 1")
+    )
     report = await verified(sample)
     assert not report.trainers[0].holds
     assert "conservation: trainer: the terms do not add up" in told(report)

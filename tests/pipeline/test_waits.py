@@ -16,13 +16,12 @@ import anyio
 import pytest
 
 import trinity_buffer as tb
-from tests.contract.making import group, opened, rollout, rows
+from tests.contract.making import group, opened, rollout
 from tests.handles import Experiment
+from tests.raw_store import note_presence, rows, take_lease
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector.doctor import examine
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import leases, tables
 
 HERE = f"pid {os.getpid()} on host {socket.gethostname()}"
 
@@ -98,14 +97,11 @@ async def test_who_waits_for_explorers_that_are_gone_says_how_a_run_ends_and_end
 async def test_a_line_spells_out_what_a_terminal_would_obey(
     store_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    order, now = "\x1b]52;c;ZXZpbA==\x07\x9b31m\u202e\r", time.time_ns() // 1_000
+    order = "\x1b]52;c;ZXZpbA==\x07\x9b31m\u202e\r"
     async with opened(store_url, rollouts_per_group=4) as experiment:
         await experiment.writer("e0").write(group())
         await run_strategy(experiment, "grpo")
-        here = tables.presence.insert().values(
-            experiment=1, role="explorer", name="e0", host=order, pid=1, started_at=1, last_seen=now
-        )
-        await experiment.database.write(lambda tx: tx.execute(here))
+        await note_presence(experiment, "explorer", "e0", 1, order)
         async with spoken(caplog, lambda: train(experiment), "waits for 1 group", r"host \x1b]52"):
             pass
         assert all(record.getMessage().isprintable() for record in caplog.records)
@@ -170,7 +166,7 @@ async def test_a_strategy_names_the_groups_that_lack_runs_and_their_explorer(
         async with spoken(caplog, follow, lack, f"explorer 'e0' is there ({HERE}, seen "):
             told: list[str] = []
             while not told:  # written after it is said
-                here = await rows(experiment.database, tables.presence)
+                here = await rows(experiment, "presence")
                 told = [row["waiting_for"] for row in here if row["role"] == "strategy"]
                 told = [one for one in told if one]
             assert lack in told[0]
@@ -283,13 +279,7 @@ async def test_a_lease_that_was_left_an_hour_ago_is_not_said_to_be_fresh(
 ) -> None:
     async with opened(store_url) as experiment, opened(store_url) as other:
         await run_strategy(experiment, "grpo")
-        left: dict[str, Any] = {
-            "owner": "far#away:1:2:r",
-            "now_us": now_us() - 3600_000_000,
-            "ttl_us": 30_000_000,
-        }
-        key = experiment.key
-        await experiment.database.write(lambda tx: leases.acquire(tx, key, "trainer", **left))
+        await take_lease(experiment, "trainer", "far#away:1:2:r", ttl_s=30, ago_s=3600)
         async with spoken(caplog, lambda: train(other), "held by pid 1 on host far, renewed 36"):
             pass
 
@@ -351,7 +341,7 @@ async def test_who_ends_says_what_is_left_and_takes_its_presence_back(
         ended = "trainer 'trainer' ended without a step: no process annotates set 'grpo': 1 exp"
         assert ended in caplog.text
         assert "unseen; 1 group of batch b lacks 1 run, no seal; explorer 'e0'" in caplog.text
-        roles = [row["role"] for row in await rows(experiment.database, tables.presence)]
+        roles = [row["role"] for row in await rows(experiment, "presence")]
     assert roles == ["explorer"]
 
 

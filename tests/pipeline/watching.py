@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 import pytest
 from typing_extensions import override
 
-from tests.contract.making import rows
 from tests.handles import Experiment
+from tests.raw_store import rows
 from trinity_buffer import open_store, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer
-from trinity_buffer.store import tables
 
 
 class Watcher(AddStrategy):
@@ -64,18 +63,18 @@ async def reasons(experiment: Experiment, name: str) -> dict[str, str]:
     """Return uid -> why the set ``name`` left it out."""
     uid = {
         row["address"]: f"{row['batch']}/{row['task']}/{row['run']}"
-        for row in await rows(experiment.database, tables.experience)
+        for row in await rows(experiment, "experience")
     }
     return {
         uid[row["address"]]: row["reason"]
-        for row in await rows(experiment.database, tables.rejection)
+        for row in await rows(experiment, "rejection")
         if row["consumer"] == name
     }
 
 
 async def rejected_groups(experiment: Experiment, name: str) -> int:
     """Return how many planned groups the set has left out as a whole."""
-    found = {row["name"]: row for row in await rows(experiment.database, tables.consumer)}
+    found = {row["name"]: row for row in await rows(experiment, "consumer")}
     return int(found[name]["rejected_groups"])
 
 

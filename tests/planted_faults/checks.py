@@ -21,6 +21,7 @@ from tests.handles import Experiment, Transaction
 from tests.pipeline.planting import unguarded
 from tests.planted_faults.dying import write_and_die
 from tests.planted_faults.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
+from tests.raw_store import append, appending, sql
 from tests.sample_run import rollout
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.algorithm import GRPOAddStrategy
@@ -28,9 +29,8 @@ from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceE
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer
-from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.store import leases, log
-from trinity_buffer.store.tables import segment
+from trinity_buffer.pipeline.handle import now_us
+from trinity_buffer.store import leases
 
 # 1 -----------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ async def a_slow_writer_hides_nothing(url: str, folder: Path) -> None:
     holding, release, second_is_through = anyio.Event(), anyio.Event(), anyio.Event()
     seen: list[int] = []
     async with opened(url) as slow, opened(url) as quick, opened(url) as reading:
-        event = new_event(PolicyPublished(number=1, uri="", digest=""))
+        published = PolicyPublished(number=1, uri="", digest="")
 
         async def write_slowly() -> None:
 
@@ -184,19 +184,17 @@ async def a_slow_writer_hides_nothing(url: str, folder: Path) -> None:
                 holding.set()
                 await release.wait()
 
-            dawdle = dawdling(wait)
+            publish, dawdle = appending(slow.key, published, actor="slow"), dawdling(wait)
 
-            def append(tx: Transaction) -> None:
-                log.append(tx, slow.key, [event], actor="slow", now_us=now_us())
+            def publish_slowly(tx: Transaction) -> None:
+                publish(tx)
                 dawdle(tx)
 
-            await slow.database.write(append)
+            await slow.database.write(publish_slowly)
 
         async def write_quickly() -> None:
             await holding.wait()
-            await quick.database.write(
-                log.append, quick.key, [event], actor="quick", now_us=now_us()
-            )
+            await append(quick, published, actor="quick")
             second_is_through.set()
 
         async def read() -> None:
@@ -240,11 +238,13 @@ async def what_is_damaged_is_rejected_and_the_rest_is_trained(url: str, folder: 
         (first, *_) = [event async for event in experiment.events(kinds=("ExperiencesRecorded",))]
 
     def change(tx: Transaction) -> None:
-        chosen = (segment.c.key == first.body["segment"]) & (segment.c.family == "tokens")
-        (data,) = tx.execute(segment.select().with_only_columns(segment.c.data).where(chosen)).one()
-        damaged = bytearray(data)
-        damaged[-1] ^= 1
-        tx.execute(segment.update().where(chosen).values(data=bytes(damaged)))
+        key = first.body["segment"]
+        ((data,),) = sql(
+            "SELECT data FROM segment WHERE key = :key AND family = 'tokens'", key=key
+        )(tx)
+        damaged = data[:-1] + bytes([data[-1] ^ 1])
+        change = "UPDATE segment SET data = :data WHERE key = :key AND family = 'tokens'"
+        sql(change, key=key, data=damaged)(tx)
 
     await unguarded(url, change)
     async with opened(url) as experiment:

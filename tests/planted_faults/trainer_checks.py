@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -16,9 +15,9 @@ import torch
 from tests.contract.making import dawdling
 from tests.handles import Experiment, TrainStep, TrainStream, Transaction
 from tests.planted_faults.scenes import BLOCKED_S, nothing_is_wrong, opened, write_groups
+from tests.raw_store import rows, sql, take_lease
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import LeaseLostError
-from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.store import leases
 
@@ -126,16 +125,13 @@ async def _leased(url: str) -> AsyncIterator[tuple[Experiment, TrainStream, Trai
 
 async def _held(experiment: Experiment) -> tuple[str, int]:
     """Return owner and token of the trainer's lease."""
-    held = await experiment.database.read(leases.holder, experiment.key, "trainer")
-    assert held is not None
-    return held[:2]
+    (held,) = await rows(experiment, "lease")
+    return held["owner"], held["token"]
 
 
 async def take_over(experiment: Experiment) -> None:
     """Take the lease of a trainer that lives, as its successor does once it is silent."""
-    await experiment.database.write(
-        leases.acquire, experiment.key, "trainer", owner="another", now_us=now_us(), ttl_us=1
-    )
+    await take_lease(experiment, "trainer", "another", ttl_s=1e-6)
 
 
 async def a_newer_token_fences(url: str, folder: Path) -> None:
@@ -149,11 +145,7 @@ async def a_newer_token_fences(url: str, folder: Path) -> None:
 
 async def an_expired_lease_that_nobody_took_commits(url: str, folder: Path) -> None:
     async with _leased(url) as (experiment, stream, step):
-        owner, token = await _held(experiment)
-        mine: dict[str, Any] = {"owner": owner, "token": token, "expires_at_us": 1}
-        await experiment.database.write(
-            lambda tx: leases.put(tx, experiment.key, "trainer", **mine)
-        )
+        await experiment.database.write(sql("UPDATE lease SET expires_at = 1"))
         await stream.commit(step)
         nothing_is_wrong(await verify(experiment))
 

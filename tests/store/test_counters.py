@@ -13,8 +13,9 @@ from typing_extensions import override
 from tests.contract.making import group, opened
 from tests.handles import Experiment, Transaction
 from tests.pipeline.planting import unguarded
+from tests.raw_store import append
 from tests.sample_run import RUNS, record_sample_run, rollout
-from tests.store.test_earlier import append, taken_back
+from tests.store.test_earlier import taken_back
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy

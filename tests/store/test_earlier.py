@@ -12,6 +12,7 @@ from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.handles import Experiment, Transaction
 from tests.postgres import PostgresServer
+from tests.raw_store import append, sql
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.errors import StoreError
@@ -27,12 +28,11 @@ from trinity_buffer.events import (
     TrainerRewound,
 )
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.verify.projections import decoded_events
 from trinity_buffer.store import log
 from trinity_buffer.store.refold import Scratch, open_scratch
 from trinity_buffer.store.rows import first_address
-from trinity_buffer.store.tables import PROJECTIONS, delivery
+from trinity_buffer.store.tables import PROJECTIONS
 
 Rows = dict[str, set[tuple[Any, ...]]]
 
@@ -65,11 +65,6 @@ async def require_equal(experiment: Experiment) -> None:
 
 def folded(scratch: Scratch) -> Rows:
     return scratch.ask(shown, scratch.experiment)
-
-
-async def append(experiment: Experiment, *facts: Recorded) -> None:
-    events = [new_event(fact) for fact in facts]
-    await experiment.database.write(log.append, experiment.key, events, actor="somebody", now_us=1)
 
 
 @pytest.mark.long
@@ -139,8 +134,7 @@ async def taken_back(experiment: Experiment) -> list[Recorded]:
 
 
 def of_last_step(tx: Transaction) -> list[Any]:
-    last = select(delivery).order_by(delivery.c.step.desc(), delivery.c.address).limit(4)
-    return list(tx.execute(last).all())
+    return sql("SELECT * FROM delivery ORDER BY step DESC, address LIMIT 4")(tx)
 
 
 @pytest.mark.long

@@ -15,13 +15,12 @@ import anyio.lowlevel
 import pytest
 from pysqlite3 import dbapi2
 
-from tests.handles import Transaction
 from tests.postgres import PostgresServer
+from tests.raw_store import appending
 from trinity_buffer import open_store
 from trinity_buffer.events import PolicyPublished
-from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.store import log, sqlite
 from trinity_buffer.store import notify as module
+from trinity_buffer.store import sqlite
 from trinity_buffer.store.connection import Owner, StoreFiles
 from trinity_buffer.store.notify import SQLiteChanges
 
@@ -77,11 +76,7 @@ async def test_a_commit_of_this_process_is_told_to_it_and_not_looked_for(
     monkeypatch.setattr(module, "watch_file", lambda _: None)
     async with open_store(sqlite_url) as store:
         database, key = store.database, (await store.experiment("e", config={})).key
-
-        def work(tx: Transaction) -> None:
-            event = new_event(PolicyPublished(number=1, uri="", digest=""))
-            log.append(tx, key, [event], actor="t", now_us=now_us())
-
+        work = appending(key, PolicyPublished(number=1, uri="", digest=""))
         with anyio.fail_after(LONG_S / 4):
             async with anyio.create_task_group() as group:
                 group.start_soon(database.changes.changed, await database.changes.state())

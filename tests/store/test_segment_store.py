@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from typing_extensions import override
 
-from tests.contract.making import count, group
+from tests.contract.making import group
 from tests.handles import Experiment, ReadSession, Transaction
+from tests.raw_store import count
 from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.codec.blob import Blob, Buffer
 from trinity_buffer.inspector.overviews import overview
 from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.pipeline.train.commit import StepMeasures
-from trinity_buffer.store import tables
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, TableSegments
 from trinity_buffer.store.transaction import SegmentParts
 
@@ -97,7 +97,7 @@ async def test_a_store_works_whose_segments_lie_elsewhere(store_url: str, tmp_pa
         experiment = await store.experiment("x", config={})
         await trained(experiment)
         assert len(blobs.taken_in) == 2 + 1 + 2, "written, annotated, measured"
-        assert await count(store.database, tables.segment) == 0
+        assert await count(store, "segment") == 0
         assert (await overview(store)).segment_parts == len(list(blobs.folder.iterdir()))
         assert [e.tokens.tolist() for e in [e async for e in experiment.read(task=0)]] == [
             e.tokens.tolist() for e in group("b", 0)

@@ -15,8 +15,9 @@ from typing import cast
 
 import pytest
 
-from tests.contract.making import contents, opened, rollout
+from tests.contract.making import opened, rollout
 from tests.crash.forking import CONTEXT
+from tests.raw_store import contents
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import ReadOnlyStoreError, UnsafeStoreError
 from trinity_buffer.store import sqlite

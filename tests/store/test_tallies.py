@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from sqlalchemy import select
-
 from tests.handles import Experiment, Transaction
+from tests.raw_store import appending, sql
 from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.trainer.test_mixing import filled, taken
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.events import ExperiencesRejected
-from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import counters, counts, log, writer_queries
 from trinity_buffer.store.rows import position_of
-from trinity_buffer.store.tables import annotation, delivery
-from trinity_buffer.store.tables import experience as table
 
 Counts = counts.StrategyCounts | counts.TrainerCounts
 
@@ -75,11 +71,10 @@ async def test_what_lies_behind_a_cursor_is_unseen(sqlite_store_url: str, tmp_pa
         def look(tx: Transaction) -> None:
             key = experiment.key
             row = writer_queries.consumers(tx, key)["grpo"]
-            of = (table.c.experiment == key, table.c.refused.is_(None))
-            taken = tx.execute(select(table.c.address).where(*of)).scalars().all()
+            taken = sql("SELECT address FROM experience WHERE refused IS NULL")(tx)
             for cursor in range(log.head(tx, key) + 1):
                 moved = replace(row, cursor=cursor)
-                expected = sum(position_of(address) > cursor for address in taken)
+                expected = sum(position_of(address) > cursor for (address,) in taken)
                 assert counts.recount_strategy(tx, key, moved).unseen == expected
                 assert counts.unseen(tx, key, moved)[0] == expected
 
@@ -101,15 +96,15 @@ async def test_rows_that_a_trainer_rejects_before_their_turn_are_not_ready(
 
 
 def _reject_one_that_is_ready(tx: Transaction, key: int) -> None:
-    mine = (annotation.c.experiment == key, annotation.c.consumer == "grpo")
-    ready = select(annotation.c.address).where(
-        *mine, annotation.c.address.not_in(select(delivery.c.address))
+    ready = (
+        "SELECT max(address) FROM annotation "
+        "WHERE consumer = 'grpo' AND address NOT IN (SELECT address FROM delivery)"
     )
-    address = int(tx.execute(ready.order_by(annotation.c.address.desc())).scalars().all()[0])
+    ((address,),) = sql(ready)(tx)
     fact = ExperiencesRejected(
         consumer="trainer", by="trainer", experiences=[address], reasons=["stale"], planned_groups=0
     )
-    log.append(tx, key, [new_event(fact)], actor="trainer", now_us=now_us())
+    appending(key, fact, actor="trainer")(tx)
 
 
 async def test_rows_of_an_expert_are_none_of_the_set(store_url: str) -> None:

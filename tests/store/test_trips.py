@@ -14,9 +14,10 @@ import pytest
 from msgspec import structs
 from sqlalchemy import make_url
 
-from tests.contract.making import group, opened, rows
+from tests.contract.making import group, opened
 from tests.handles import Transaction
 from tests.postgres import PostgresServer
+from tests.raw_store import rows
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import StoreUnavailableError
 from trinity_buffer.events import BatchLeased, StepsCommitted, kind_of
@@ -24,7 +25,7 @@ from trinity_buffer.pipeline.coordination.lease import hold_lease
 from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.train.resume import register
 from trinity_buffer.store import log, writer_queries
-from trinity_buffer.store.tables import consumer, policy
+from trinity_buffer.store.tables import policy
 from trinity_buffer.store.transaction import Statement, TakenKeyError, one_statement
 
 SOCKET = ".s.PGSQL.5432"
@@ -181,7 +182,7 @@ async def test_changes_of_one_row_are_made_in_order(store_url: str) -> None:
                 more.execute_later(tx, of=experiment.key, by="t")
 
         await experiment.database.write(change)
-        (row,) = await rows(experiment.database, consumer)
+        (row,) = await rows(experiment, "consumer")
     assert row["calls"] == 3
 
 
@@ -191,7 +192,7 @@ async def test_what_was_kept_and_cannot_be_is_told_by_the_commit(store_url: str)
         await experiment.database.write(lambda tx: tx.insert_many(policy, [taken]))
         with pytest.raises(TakenKeyError):
             await experiment.database.write(lambda tx: tx.insert_many(policy, [taken]))
-        assert len(await rows(experiment.database, policy)) == 1
+        assert len(await rows(experiment, "policy")) == 1
 
 
 async def test_a_connection_that_is_lost_is_told_of_once_at_most(

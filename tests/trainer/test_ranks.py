@@ -10,18 +10,16 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import update
 
 from tests.conftest import Resize
-from tests.handles import Experiment, TrainStep, TrainStream, Transaction
+from tests.handles import Experiment, TrainStep, TrainStream
+from tests.raw_store import append, sql
 from tests.small_sizes import small
 from tests.trainer.data import recorded, rollouts
 from trinity_buffer import open_store
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.events import RankJoined
-from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.train.ranks import RankSession
-from trinity_buffer.store import log, tables
 
 OPTIONS = {"strategy": None, "groups_per_step": 2, "world_size": 2}
 Life = Callable[[TrainStream, int], Coroutine[Any, Any, None]]
@@ -229,7 +227,8 @@ async def test_rank_0_hears_that_the_process_of_another_is_gone(store_url: str) 
     async def wait_for_the_dead(stream: TrainStream, rank: int) -> None:
         step = await anext(stream)
         if rank == 1:
-            await store.database.write(end_process_of, "rank 1")
+            gone = "UPDATE presence SET pid = :pid WHERE role = 'rank 1'"
+            await store.database.write(sql(gone, pid=ended_process()))
             await anyio.sleep_forever()
         await stream.commit(step)
 
@@ -246,12 +245,10 @@ async def test_rank_0_hears_that_the_process_of_another_is_gone(store_url: str) 
     assert found, error
 
 
-def end_process_of(tx: Transaction, role: str) -> None:
-    """Have said of a role that its process was one that has ended."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    mine = tables.presence.c.role == role
-    assert tx.execute(update(tables.presence).where(mine).values(pid=ended.pid)).rowcount == 1
+def ended_process() -> int:
+    """Return the number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        return process.pid
 
 
 async def test_a_rank_hears_that_rank_0_is_gone(sqlite_url: str) -> None:
@@ -314,9 +311,7 @@ async def test_a_rank_hears_that_rank_0_started_again(store_url: str) -> None:
     async def hear(stream: TrainStream, rank: int) -> None:
         if rank == 0:
             await anyio.sleep_forever()
-        await store.database.write(
-            log.append, experiment.key, [new_event(again)], actor="trainer", now_us=now_us()
-        )
+        await append(experiment, again, actor="trainer")
         with pytest.raises(LeaseLostError, match="rank 0 started again"):
             async for _ in stream:
                 pass
