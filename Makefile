@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# One more than there are cores: a third of the time a test waits, for a server or for processes of its own.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+# Twice as many as there are cores: a third of the time a test waits, for a server or for processes of its own.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 2 * (os.cpu_count() or 1)))')
 PYTEST = $(BIN)/python -m pytest -q
 LONG = $(PYTEST) -n $(WORKERS) --dist=load --maxschedchunk=1 -o faulthandler_timeout=900
 # Compiled modules are kept, whatever the shell says: the tests start hundreds of processes.
@@ -27,8 +27,8 @@ $(READY): requirements.lock pyproject.toml
 demo: setup      ## four processes train a small policy through one store
 	$(BIN)/trinity-buffer demo $(ARGS)
 
-test: setup      ## everything that a bare Linux can run, on all cores
-	$(PYTEST) -n $(WORKERS) --dist=worksteal $(ARGS)
+test: setup      ## the quick tests, four cases of each, on all cores
+	$(PYTEST) -n $(WORKERS) --dist=loadgroup --cases 4 --hypothesis-profile quick $(ARGS)
 
 check: setup     ## what CI runs: format, lint, types, dead names, floors, and all tests
 	$(BIN)/ruff format --check .

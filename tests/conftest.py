@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from zlib import crc32
 
 # Before anything imports torch, and inherited by every process that a test starts: the tests run on
 # all cores already.
@@ -38,6 +39,7 @@ Resize = Callable[..., object]
 
 # A deadline per example measures the machine: the first one imports, and all cores are in use.
 settings.register_profile("trinity_buffer", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=20)
 settings.load_profile("trinity_buffer")
 
 
@@ -51,17 +53,40 @@ QUICK_ON_A_SERVER = (
 """Folders and files whose tests run on PostgreSQL in `make test`; of others, in `make check`."""
 
 
+FORKING = ("said_by", "fork_children")
+"""Names from `tests.crash.forking`, by which a module forks processes."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `make test` run some cases of each test, and `make check` all."""
+    what = "run N cases of each parametrized test, chosen by the checksums of their names"
+    parser.addoption("--cases", type=int, metavar="N", help=what)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Count what is tested once more on a server, above the store, among the long tests."""
+    """Count what is tested once more on a server, above the store, among the long tests.
+
+    With ``--dist=loadgroup``, one process starts the server, and one that from which others fork.
+    """
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     is_quick = {folder, item.path.name} & set(QUICK_ON_A_SERVER)
-    if "postgresql" in item.name.partition("[")[2] and not is_quick:
+    on_a_server = "postgresql" in item.name.partition("[")[2]
+    if on_a_server and not is_quick:
         item.add_marker(pytest.mark.long)
+    assert isinstance(item, pytest.Function)
+    if on_a_server or any(name.startswith("postgres") for name in item.fixturenames):
+        item.add_marker(pytest.mark.xdist_group("server"))
+    elif not vars(item.module).keys().isdisjoint(FORKING):
+        item.add_marker(pytest.mark.xdist_group("forks"))
 
 
 @pytest.hookimpl(trylast=True)  # when others have left out what is not asked for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what takes longest, and spread what waits among what computes."""
+    if most := config.getoption("--cases"):
+        left_out = _beyond(most, items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     first = [item for item in items if item.path.name in LONGEST]
     waiting = [item for item in items if item.path.name == WAITS]
     others = [item for item in items if item.path.name not in (*LONGEST, WAITS)]
@@ -69,6 +94,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for number, item in enumerate(waiting):
         others.insert(number * (apart + 1), item)
     items[:] = [*first, *others]
+
+
+def _beyond(most: int, items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return all but ``most`` cases of each parametrized test.
+
+    Not every so manyth: in a product of parameters these would be all of one value.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    by_checksum = [
+        sorted(cases, key=lambda case: crc32(case.name.encode())) for cases in tests.values()
+    ]
+    return {case for cases in by_checksum for case in cases[most:]}
 
 
 def pytest_collection_finish() -> None:
@@ -117,7 +156,7 @@ async def _create(url: str) -> None:
 
 
 @pytest.fixture
-def sqlite_url(tmp_path: Path) -> str:
+def new_sqlite_url(tmp_path: Path) -> str:
     """URL of an SQLite file that does not exist yet."""
     return f"sqlite:///{tmp_path / 'store.db'}"
 
@@ -138,7 +177,7 @@ def sqlite_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sqlite_store_url(sqlite_store: Path, tmp_path: Path) -> str:
+def sqlite_url(sqlite_store: Path, tmp_path: Path) -> str:
     """URL of an empty store in a file."""
     return f"sqlite:///{shutil.copy(sqlite_store, tmp_path)}"
 
@@ -146,6 +185,6 @@ def sqlite_store_url(sqlite_store: Path, tmp_path: Path) -> str:
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store_url(request: pytest.FixtureRequest) -> str:
     """URL of an empty store, on each backend in turn: for tests of the store's contract."""
-    fixture = {"sqlite": "sqlite_store_url", "postgresql": "postgres_store_url"}[request.param]
+    fixture = {"sqlite": "sqlite_url", "postgresql": "postgres_store_url"}[request.param]
     url: str = request.getfixturevalue(fixture)
     return url

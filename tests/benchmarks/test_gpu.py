@@ -25,6 +25,7 @@ def test_every_part_runs_and_its_bits_are_the_same(
     assert "MISSED" not in said.out
 
 
+@pytest.mark.long
 def test_a_part_that_fails_is_no_success(capfd: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--device", "cpu", "--tiny", "--only", "losses", "--minutes", "0"]) == 1
     assert "losses: no time was left" in capfd.readouterr().err
@@ -36,11 +37,13 @@ def test_figures_of_a_cpu_are_not_recorded(capfd: pytest.CaptureFixture[str]) ->
     assert "figures of a GPU" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_where_figures_come_from_is_known_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert provenance("python -m benchmarks.gpu --record")["commit"] == ""
 
 
+@pytest.mark.long
 def test_a_wheel_that_is_no_wheel_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "nothing-1-py3-none-any.whl").write_text("no zip")
     with pytest.raises(SystemExit, match="pip"):

@@ -70,6 +70,7 @@ def test_another_store_begins_each_round(monkeypatch: pytest.MonkeyPatch) -> Non
     assert began == ["a", "b", "c", "c", "a"]
 
 
+@pytest.mark.long
 def test_a_process_that_fails_is_told_with_its_last_words() -> None:
     with pytest.raises(MeasurementError, match=r"exit code 1\n[^$]*ModuleNotFoundError"):
         comparison.measured_by(Job("benchmarks.peers.stores.nowhere", "write", 256), sys.executable)

@@ -29,9 +29,9 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> SampleRun:
 
 
 @pytest.fixture
-def own_sample_run(sqlite_url: str, tmp_path: Path) -> SampleRun:
+def own_sample_run(new_sqlite_url: str, tmp_path: Path) -> SampleRun:
     """A store for one test alone."""
-    return anyio.run(record_sample_run, sqlite_url, tmp_path / "run")
+    return anyio.run(record_sample_run, new_sqlite_url, tmp_path / "run")
 
 
 def test_stats_say_what_is_there(cli: Cli, sample: SampleRun) -> None:
@@ -48,6 +48,7 @@ def test_stats_say_what_is_there(cli: Cli, sample: SampleRun) -> None:
     assert one["trainers"][0]["counts"]["ready"] == 4
 
 
+@pytest.mark.long
 def test_stats_of_a_server_are_the_same(cli: Cli, postgres_url: str, tmp_path: Path) -> None:
     sample = anyio.run(record_sample_run, postgres_url, tmp_path / "run")
     (found,) = cli("stats", "--store", sample.url, "--json").json
@@ -311,6 +312,7 @@ for command in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_who_only_asks_does_not_wait_for_torch(own_sample_run: SampleRun) -> None:
     """One process for all: what a command imports stays until the next is asked."""
     commands = json.dumps([[*args, "--store", own_sample_run.url] for args in ASKING])

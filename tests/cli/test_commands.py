@@ -44,6 +44,7 @@ def test_a_question_loads_what_it_asks_with_and_no_more() -> None:
     assert "trinity_buffer.cli.run" not in modules
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["show", "groups", "steps", "why", "tokens"])
 def test_a_question_about_tensors_loads_no_torch(command: str) -> None:
     words = (command, "b/0/0/0/") if command in {"show", "why", "tokens"} else (command,)

@@ -88,9 +88,9 @@ def test_older_names_of_keywords_are_taken_with_a_warning() -> None:
         TrainerSettings(checkpoints=Path("c"), min_lr_ratio=1, **older(lowest_rate=1))
 
 
-async def test_what_was_recorded_under_older_names_is_read(sqlite_url: str) -> None:
+async def test_what_was_recorded_under_older_names_is_read(new_sqlite_url: str) -> None:
     old = {"deadline_s": 3.0, "incomplete": "reject", "rollouts_per_group": 2}
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_sqlite_url) as store:
         key = await store.database.write(create_experiment, "run")
         created = ExperimentCreated(config={"schema": "experience", **old})
         await store.database.write(appending(key, created))
@@ -103,10 +103,10 @@ async def test_what_was_recorded_under_older_names_is_read(sqlite_url: str) -> N
 
 @pytest.mark.parametrize("later", [7, None])
 async def test_a_run_with_which_an_older_version_went_on_is_opened(
-    sqlite_url: str, later: int | None
+    new_sqlite_url: str, later: int | None
 ) -> None:
     """It left the name of today as it was, and recorded its own beside it."""
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_sqlite_url) as store:
         experiment = await store.experiment("run", config={"max_queued_groups": 3})
         both = {**experiment.config, "max_waiting_groups": later}
         changed = ConfigurationChanged(changes={"max_waiting_groups": [None, later]}, config=both)

@@ -122,6 +122,7 @@ def test_every_model_of_a_run_goes_where_it_is_trained(
     assert moved[-1] == ("TransformerCritic", "cpu")
 
 
+@pytest.mark.long
 def test_a_model_of_transformers_goes_where_it_is_trained(
     tmp_path: Path, moved: list[tuple[str, str]]
 ) -> None:

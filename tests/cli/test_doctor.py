@@ -69,10 +69,10 @@ def test_a_run_whose_processes_are_gone_says_who_would_move_it(
 
 
 def test_the_remedy_for_a_trainer_of_another_name_starts_that_one(
-    cli: Cli, sqlite_url: str
+    cli: Cli, new_sqlite_url: str
 ) -> None:
     async def write() -> None:
-        async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+        async with opened(new_sqlite_url, rollouts_per_group=4) as experiment:
             await experiment.writer("e0").write(group())
             await run_strategy(experiment, "grpo")
             for name in ("trainer", "my own"):
@@ -80,7 +80,7 @@ def test_the_remedy_for_a_trainer_of_another_name_starts_that_one(
                     pass
 
     anyio.run(write)
-    remedies = {one["what"]: one["remedy"] for one in stuck(cli, sqlite_url)}
+    remedies = {one["what"]: one["remedy"] for one in stuck(cli, new_sqlite_url)}
     command = "`trinity-buffer train --follow"
     (own,) = (told for what, told in remedies.items() if "trains as 'my own'" in what)
     assert own == f"start trainer 'my own' again ({command} --set 'trainer=my own'`)"
@@ -88,13 +88,13 @@ def test_the_remedy_for_a_trainer_of_another_name_starts_that_one(
     assert first == f"start trainer 'trainer' again ({command}`)"
 
 
-def test_another_explorer_brings_nothing_of_one_that_is_gone(cli: Cli, sqlite_url: str) -> None:
+def test_another_explorer_brings_nothing_of_one_that_is_gone(cli: Cli, new_sqlite_url: str) -> None:
     async def main() -> list[dict[str, Any]]:
-        async with opened(sqlite_url) as experiment:
+        async with opened(new_sqlite_url) as experiment:
             await experiment.writer("e0").plan("b", [0], 2)
-            await anyio.to_thread.run_sync(bury, sqlite_url)
+            await anyio.to_thread.run_sync(bury, new_sqlite_url)
             async with living(experiment, "e1"):
-                return await anyio.to_thread.run_sync(stuck, cli, sqlite_url)
+                return await anyio.to_thread.run_sync(stuck, cli, new_sqlite_url)
 
     (found,) = anyio.run(main)
     assert found["what"] == "1 group of batch b lacks 2 runs, no seal"
@@ -106,10 +106,10 @@ def test_another_explorer_brings_nothing_of_one_that_is_gone(cli: Cli, sqlite_ur
 
 
 def test_a_trainer_that_publishes_no_weights_is_named(
-    cli: Cli, sqlite_url: str, tmp_path: Path
+    cli: Cli, new_sqlite_url: str, tmp_path: Path
 ) -> None:
     async def train(steps: int, *, publishes: bool) -> None:
-        async with opened(sqlite_url, max_staleness=1, rollouts_per_group=4) as experiment:
+        async with opened(new_sqlite_url, max_staleness=1, rollouts_per_group=4) as experiment:
             for step in range(steps):
                 batch = f"{publishes}{step}"
                 await experiment.writer("e0").write(group(batch=batch))
@@ -119,7 +119,7 @@ def test_a_trainer_that_publishes_no_weights_is_named(
                     await stream.commit(await anext(stream), weights, None if publishes else False)
 
     anyio.run(partial(train, 2, publishes=False))
-    (found,) = stuck(cli, sqlite_url)
+    (found,) = stuck(cli, new_sqlite_url)
     assert found["what"] == (
         "trainer 'trainer' has committed step 2, and the newest published weights are those of "
         "version 0, so that max_staleness=1 cannot hold; the newest rollout was made with version 0"
@@ -127,14 +127,16 @@ def test_a_trainer_that_publishes_no_weights_is_named(
     assert found["since"] > 1.7e9
     assert found["remedy"].startswith("commit(step, checkpoint=PATH) publishes the checkpoint")
     anyio.run(partial(train, 1, publishes=True))
-    assert stuck(cli, sqlite_url) == []
+    assert stuck(cli, new_sqlite_url) == []
 
 
-def test_a_trainer_that_waits_for_a_set_is_stuck_since_it_began(cli: Cli, sqlite_url: str) -> None:
+def test_a_trainer_that_waits_for_a_set_is_stuck_since_it_began(
+    cli: Cli, new_sqlite_url: str
+) -> None:
     began = 1_800_000_000_000_000
 
     async def write() -> None:
-        async with opened(sqlite_url) as experiment:
+        async with opened(new_sqlite_url) as experiment:
             await note_presence(
                 *(experiment, "trainer", "t", os.getpid()),
                 started_at=began,
@@ -142,7 +144,7 @@ def test_a_trainer_that_waits_for_a_set_is_stuck_since_it_began(cli: Cli, sqlite
             )
 
     anyio.run(write)
-    assert stuck(cli, sqlite_url) == [
+    assert stuck(cli, new_sqlite_url) == [
         {
             "experiment": "run",
             "what": "trainer 't' waits: no set",
@@ -230,7 +232,7 @@ def process(*, paused: bool) -> Iterator[int]:
 )
 def test_a_process_that_is_paused_or_hangs_is_stuck(
     cli: Cli,
-    sqlite_url: str,
+    new_sqlite_url: str,
     role: str,
     ago_s: int,
     lease_s: int | None,
@@ -238,8 +240,8 @@ def test_a_process_that_is_paused_or_hangs_is_stuck(
     is_stuck: bool,
 ) -> None:
     with process(paused=paused) as pid:
-        anyio.run(lambda: _silent(sqlite_url, role, ago_s, lease_s=lease_s, pid=pid))
-        found = stuck(cli, sqlite_url)
+        anyio.run(lambda: _silent(new_sqlite_url, role, ago_s, lease_s=lease_s, pid=pid))
+        found = stuck(cli, new_sqlite_url)
         assert len(found) == is_stuck
         if is_stuck:
             what = rf"{role} 'p' has not been seen for \d+ s: pid {pid} on host [^#]+"
@@ -248,11 +250,11 @@ def test_a_process_that_is_paused_or_hangs_is_stuck(
             assert f"`kill -CONT {pid}`" in found[0]["remedy"]
 
 
-def test_nobody_is_stuck_who_is_silent_in_what_is_finished(cli: Cli, sqlite_url: str) -> None:
-    anyio.run(_finished, sqlite_url)
+def test_nobody_is_stuck_who_is_silent_in_what_is_finished(cli: Cli, new_sqlite_url: str) -> None:
+    anyio.run(_finished, new_sqlite_url)
     with process(paused=True) as pid:
-        anyio.run(lambda: _silent(sqlite_url, "trainer", 126, lease_s=-99, pid=pid))
-        assert stuck(cli, sqlite_url) == []
+        anyio.run(lambda: _silent(new_sqlite_url, "trainer", 126, lease_s=-99, pid=pid))
+        assert stuck(cli, new_sqlite_url) == []
 
 
 @contextmanager
@@ -327,9 +329,9 @@ sys.stdin.readline()
 
 
 def test_a_log_that_a_reader_lets_grow_is_said_and_names_the_reader(
-    cli: Cli, sqlite_url: str, resize: Resize, caplog: pytest.LogCaptureFixture
+    cli: Cli, new_sqlite_url: str, resize: Resize, caplog: pytest.LogCaptureFixture
 ) -> None:
     resize(wal_pages_limit=16, wal_pages_per_checkpoint=1)
-    pid, doctor, stats = anyio.run(_grown, sqlite_url, cli, caplog)
+    pid, doctor, stats = anyio.run(_grown, new_sqlite_url, cli, caplog)
     assert any("write-ahead log has" in line and f"{pid}" in line for line in doctor), doctor
     assert any("write-ahead log has" in line for line in stats), stats

@@ -38,10 +38,10 @@ async def _recorded(url: str, **config: object) -> None:
 
 @pytest.mark.parametrize("path", ["{}.Mine", "{}:Mine"])
 def test_a_strategy_in_the_current_folder_is_found(
-    cli: Cli, sqlite_url: str, module: str, path: str
+    cli: Cli, new_sqlite_url: str, module: str, path: str
 ) -> None:
-    anyio.run(_recorded, sqlite_url)
-    words = ("--store", sqlite_url, "--name", "own")
+    anyio.run(_recorded, new_sqlite_url)
+    words = ("--store", new_sqlite_url, "--name", "own")
     ended = cli("reannotate", *words, "--strategy", path.format(module))
     assert ended.out.startswith("set own: 4 annotated, 0 rejected"), ended.err
     sys.modules.pop(module)
@@ -50,21 +50,21 @@ def test_a_strategy_in_the_current_folder_is_found(
 
 
 def test_a_strategy_beside_the_file_of_the_run_is_found(
-    cli: Cli, sqlite_url: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, new_sqlite_url: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
 
     async def record() -> None:
-        await _recorded(sqlite_url, folder=str(tmp_path), strategy=f"{module}.Mine")
+        await _recorded(new_sqlite_url, folder=str(tmp_path), strategy=f"{module}.Mine")
 
     anyio.run(record)
-    ended = cli("annotate", "--store", sqlite_url)
+    ended = cli("annotate", "--store", new_sqlite_url)
     assert " 4 annotated, 0 rejected" in ended.out, ended.err
 
 
-def test_names_alone_leave_the_path_as_it_is(cli: Cli, sqlite_url: str, module: str) -> None:
-    anyio.run(_recorded, sqlite_url)
-    ended = cli("reannotate", "--store", sqlite_url, "--name", "own", "--strategy", "grpo")
+def test_names_alone_leave_the_path_as_it_is(cli: Cli, new_sqlite_url: str, module: str) -> None:
+    anyio.run(_recorded, new_sqlite_url)
+    ended = cli("reannotate", "--store", new_sqlite_url, "--name", "own", "--strategy", "grpo")
     assert ended.code == 0, ended.err
     assert str(Path.cwd()) not in sys.path

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import anyio
+import pytest
 
 from tests.sample_run import rollout
 from trinity_buffer import open_store
@@ -49,6 +50,7 @@ def ran(folder: Path, *words: str | bytes) -> subprocess.CompletedProcess[bytes]
     )
 
 
+@pytest.mark.long
 def test_uids_are_written_read_and_printed_in_a_posix_locale(tmp_path: Path) -> None:
     recorded = ran(tmp_path, "-c", RECORDING, str(tmp_path))
     assert recorded.returncode == 0, recorded.stderr
@@ -69,6 +71,7 @@ def test_uids_are_written_read_and_printed_in_a_posix_locale(tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_an_argument_that_is_no_utf_8_is_an_error_in_a_sentence(tmp_path: Path) -> None:
     record(tmp_path)
     command = ("-m", "trinity_buffer", "show", b"b-\xff/0/0/0", "--store", "store.db")
@@ -81,6 +84,7 @@ def test_an_argument_that_is_no_utf_8_is_an_error_in_a_sentence(tmp_path: Path) 
         assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_json_is_json_where_the_output_is_ascii(tmp_path: Path) -> None:
     record(tmp_path)
     done = subprocess.run(

@@ -264,7 +264,7 @@ def test_tokens_stand_one_a_line(cli: Cli, sample: SampleRun) -> None:
 
 @pytest.mark.parametrize("named", ["of the tokenizer", "of the model, from that of the file"])
 def test_tokens_have_texts_where_the_experiment_names_a_tokenizer(
-    cli: Cli, sqlite_url: str, tmp_path: Path, named: str
+    cli: Cli, new_sqlite_url: str, tmp_path: Path, named: str
 ) -> None:
     words = {f"<{at}>": at for at in range(98)} | {"\x1b[31mred\n": 98}
     (tmp_path / "model").mkdir()
@@ -276,15 +276,15 @@ def test_tokens_have_texts_where_the_experiment_names_a_tokenizer(
     given.tokens[0] = 98
 
     async def written() -> None:
-        async with tb.open_store(sqlite_url) as store:
+        async with tb.open_store(new_sqlite_url) as store:
             experiment = await store.experiment("named", config=config)
             await experiment.writer("e0").write([given])
 
     anyio.run(written)
     texts = ["\x1b[31mred\n", *(f"<{int(one)}>" for one in given.tokens[1:])]
-    (found,) = cli("show", "b0/0/0/0/", "--tokens", "--store", sqlite_url, "--json").json
+    (found,) = cli("show", "b0/0/0/0/", "--tokens", "--store", new_sqlite_url, "--json").json
     assert found["tokens"]["text"] == texts
-    shown = cli("show", "b0/0/0/0/", "--tokens", "--store", sqlite_url).out
+    shown = cli("show", "b0/0/0/0/", "--tokens", "--store", new_sqlite_url).out
     assert all(repr(text) in shown for text in texts)
     assert "\x1b" not in shown
 
@@ -326,16 +326,16 @@ def test_what_was_rejected_is_found_by_its_kind_as_by_its_reason(cli: Cli, store
 
 
 @pytest.mark.parametrize("field", FAMILIES["text"])
-def test_every_text_of_a_rollout_is_searched(cli: Cli, sqlite_url: str, field: str) -> None:
+def test_every_text_of_a_rollout_is_searched(cli: Cli, new_sqlite_url: str, field: str) -> None:
     given = rollout("b0", 0, 0, 1.0)
     setattr(given, field, "a NEEDLE" if field.endswith("_text") else [{"content": "a NEEDLE"}])
 
     async def written() -> None:
-        async with tb.open_store(sqlite_url) as store:
+        async with tb.open_store(new_sqlite_url) as store:
             await (await store.experiment("run", config={})).writer("e0").write([given])
 
     anyio.run(written)
-    (found,) = cli("search", "needle", "--store", sqlite_url, "--json").json
+    (found,) = cli("search", "needle", "--store", new_sqlite_url, "--json").json
     assert found["field"].partition("[")[0] == field
     told = " ".join(cli("search", "--help").out.replace("│", " ").split())
     assert field.split("_")[-1].removesuffix("s") in told
@@ -347,15 +347,15 @@ def test_help_says_who_writes_what_verify_compares(cli: Cli) -> None:
     assert "acknowledgements=PATH" in told
 
 
-def test_a_follower_begins_with_the_last_events(cli: Cli, sqlite_url: str) -> None:
+def test_a_follower_begins_with_the_last_events(cli: Cli, new_sqlite_url: str) -> None:
     async def written() -> None:
-        async with tb.open_store(sqlite_url) as store:
+        async with tb.open_store(new_sqlite_url) as store:
             experiment = await store.experiment("run", config={})
             await experiment.writer("e0").write([rollout("b0", 0, 0, 1.0)])
             await experiment.finish("enough")
 
     anyio.run(written)
-    told = ("events", "--store", sqlite_url, "--follow", "--json")
+    told = ("events", "--store", new_sqlite_url, "--follow", "--json")
     assert [one["position"] for one in cli(*told, "--limit", 2).json] == [2, 3]
     assert [one["position"] for one in cli(*told, "--limit", 1, "--after", 1).json] == [2, 3]
 

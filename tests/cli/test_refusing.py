@@ -246,7 +246,7 @@ def test_a_wrong_word_changes_nothing(
     assert not list(tmp_path.glob("runs/*"))
 
 
-@pytest.mark.parametrize("url", ["sqlite_url", "postgres_url"])
+@pytest.mark.parametrize("url", ["new_sqlite_url", "postgres_url"])
 @pytest.mark.parametrize(
     "words", [("qq=1",), ("algorithm=jsd",), ("algorithm=mix", "expert_experiment=nobody")]
 )

@@ -71,6 +71,7 @@ def report(url: str, *words: str) -> tuple[int, dict[str, Any]]:
     return done.exit_code, json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_it_restores_the_threads_and_says_what_differs_before_the_first_step(
     run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,6 +83,7 @@ def test_it_restores_the_threads_and_says_what_differs_before_the_first_step(
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_other_bits")
 def test_without_a_tolerance_bits_are_compared_and_the_largest_difference_is_told(run: str) -> None:
     done = replayed(run)
@@ -95,6 +97,7 @@ def test_without_a_tolerance_bits_are_compared_and_the_largest_difference_is_tol
     assert told["tensor"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_other_bits")
 @pytest.mark.parametrize(("tolerance", "code"), [("0.01", 0), ("1e-9", 1)])
 def test_a_tolerance_decides_and_its_last_line_says_so(run: str, tolerance: str, code: int) -> None:
@@ -129,6 +132,7 @@ def test_without_recorded_weights_on_the_disk_it_says_so(run: str, tmp_path: Pat
     assert last.startswith("largest relative difference unknown: the recorded weights are not on")
 
 
+@pytest.mark.long
 def test_what_replays_otherwise_and_cannot_be_compared_is_within_no_tolerance(
     run: str, tmp_path: Path
 ) -> None:

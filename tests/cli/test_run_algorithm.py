@@ -34,12 +34,12 @@ def test_rows_that_stand_alone_wait_for_no_others(algorithm: str, runs: int) -> 
 @pytest.mark.parametrize("config", [{}, {"rollouts_per_group": 4}])
 @pytest.mark.parametrize("overrides", [[], ["groups_per_step=2"]])
 async def test_recorded_rows_stand_alone_unless_their_experiment_says_otherwise(
-    sqlite_url: str, tmp_path: Path, config: dict[str, Any], overrides: list[str]
+    new_sqlite_url: str, tmp_path: Path, config: dict[str, Any], overrides: list[str]
 ) -> None:
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_sqlite_url) as store:
         await store.experiment("x", schema="sft", config=config)
-    await prepare(sqlite_url, "x", {"algorithm": "sft", "model": str(tmp_path)}, overrides)
-    async with open_store(sqlite_url) as store:
+    await prepare(new_sqlite_url, "x", {"algorithm": "sft", "model": str(tmp_path)}, overrides)
+    async with open_store(new_sqlite_url) as store:
         found = (await store.experiment("x")).config["rollouts_per_group"]
     assert found == config.get("rollouts_per_group", 1)
 

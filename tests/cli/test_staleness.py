@@ -27,9 +27,9 @@ async def _by_two(url: str) -> None:
                     await steps.commit(step, checkpoint=None)
 
 
-def test_staleness_says_whose_grew(cli: Cli, sqlite_url: str) -> None:
-    anyio.run(_by_two, sqlite_url)
-    told = cli("staleness", "--store", sqlite_url).out.splitlines()[-3:]
+def test_staleness_says_whose_grew(cli: Cli, new_sqlite_url: str) -> None:
+    anyio.run(_by_two, new_sqlite_url)
+    told = cli("staleness", "--store", new_sqlite_url).out.splitlines()[-3:]
     assert told == [
         "steps 1 to 11: new mean 0 (steps 1 to 2: 0; steps 10 to 11: 0), greatest 0, over 20 rows",
         "steps 1 to 11: old mean 5 (steps 1 to 2: 0.5; steps 10 to 11: 9.5), greatest 10, "
@@ -37,9 +37,9 @@ def test_staleness_says_whose_grew(cli: Cli, sqlite_url: str) -> None:
         "steps 1 to 11: all actors mean 2.62 (steps 1 to 2: 0.333; steps 10 to 11: 4.75), "
         "greatest 10, over 42 rows",
     ]
-    few = cli("staleness", "--store", sqlite_url, "--after", 0, "--limit", 2).out.splitlines()
+    few = cli("staleness", "--store", new_sqlite_url, "--after", 0, "--limit", 2).out.splitlines()
     assert few[-3] == (
         "steps 1 to 2: new mean 0 (step 1: no rows; step 2: 0), greatest 0, over 2 rows"
     )
-    last = cli("staleness", "--store", sqlite_url, "--limit", 1).out.splitlines()
+    last = cli("staleness", "--store", new_sqlite_url, "--limit", 1).out.splitlines()
     assert last[-2] == "step 11: old mean 10, greatest 10, over 2 rows"

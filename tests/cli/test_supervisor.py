@@ -99,16 +99,16 @@ def test_a_child_whose_parent_died_while_it_imported_ends(tmp_path: Path) -> Non
 
 
 def test_a_trainer_that_trained_nothing_has_failed(
-    cli: Cli, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, new_sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENDS_WITH_PARENT, raising=False)
 
     async def empty() -> None:
-        async with open_store(sqlite_url) as store:
+        async with open_store(new_sqlite_url) as store:
             await store.experiment("run", config={"algorithm": "rloo", "model": {}})
 
     anyio.run(empty)
-    code, _, err = cli("train", "--store", sqlite_url)
+    code, _, err = cli("train", "--store", new_sqlite_url)
     assert code == 1
     assert err.startswith("error: no step was trained of run: nothing is ready for the trainer")
     assert "What a trainer rejected it never takes again" in err

@@ -21,11 +21,11 @@ OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 @pytest.fixture
-def url(sqlite_url: str, tmp_path: Path) -> str:
+def url(new_sqlite_url: str, tmp_path: Path) -> str:
     """A store of an older day, whose door let any text into a name."""
 
     async def write() -> None:
-        async with open_store(sqlite_url) as store:
+        async with open_store(new_sqlite_url) as store:
             experiment = await store.experiment("sort", config={})
             said: dict[str, Any] = {"info": {EVIL: EVIL}, "response_text": EVIL}
             await experiment.writer("e0").write(
@@ -45,7 +45,7 @@ def url(sqlite_url: str, tmp_path: Path) -> str:
         for trigger in triggers.values():
             database.execute(trigger)
     database.close()
-    return sqlite_url
+    return new_sqlite_url
 
 
 def assert_harmless(told: Ended) -> None:

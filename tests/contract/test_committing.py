@@ -285,9 +285,9 @@ async def test_commits_at_the_same_time_are_recorded_one_after_the_other(
 
 
 async def test_a_commit_that_was_cancelled_and_went_on_is_not_made_once_more(
-    sqlite_store_url: str,
+    sqlite_url: str,
 ) -> None:
-    async with annotated(sqlite_store_url) as experiment:
+    async with annotated(sqlite_url) as experiment:
         with closing(dbapi2.connect(experiment.database.path, isolation_level=None)) as other:
             async with experiment.train_stream(**OPTIONS) as stream:
                 first, second = await anext(stream), await anext(stream)

@@ -75,6 +75,7 @@ def test_a_slip_in_a_runs_file_does_not_tell_it(tmp_path: Path, slip: str) -> No
     assert PASSWORD not in "".join(traceback.format_exception(raised.value))
 
 
+@pytest.mark.long
 def test_the_command_line_does_not_tell_it_either() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trinity_buffer", "stats", "--json"],

@@ -84,12 +84,10 @@ def test_what_was_encoded_does_not_change_with_the_tensors() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "uint8"])
-async def test_a_mask_of_any_dtype_selects_what_has_advantages(
-    dtype: str, sqlite_store_url: str
-) -> None:
+async def test_a_mask_of_any_dtype_selects_what_has_advantages(dtype: str, sqlite_url: str) -> None:
     """They are stored as one number of the mask's dtype; NumPy has no bfloat16."""
     mask = torch.tensor([1, 0, 1, 1, 0]).to(TORCH_DTYPES[dtype])
-    async with opened(sqlite_store_url, rollouts_per_group=2) as experiment:
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
         await experiment.writer("e0").write([odd(run, action_mask=mask) for run in range(2)])
         await run_strategy(experiment, "grpo")
         async with experiment.train_stream(strategy="grpo", groups_per_step=1) as stream:

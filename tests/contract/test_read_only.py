@@ -32,23 +32,23 @@ async def test_a_read_only_store_refuses_to_write(store_url: str) -> None:
 
 
 async def test_a_read_only_store_changes_neither_the_file_nor_its_log(
-    sqlite_url: str, tmp_path: Path
+    new_sqlite_url: str, tmp_path: Path
 ) -> None:
     path, wal = tmp_path / "store.db", tmp_path / "store.db-wal"
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         await experiment.writer("e0").write(group())
         before = path.read_bytes(), wal.read_bytes()
         assert before[1], "there is something in the log that could be moved"
-        async with open_store(sqlite_url, read_only=True) as store:
+        async with open_store(new_sqlite_url, read_only=True) as store:
             found = await store.experiment("run")
             assert len([e async for e in found.read()]) == 4
         assert (path.read_bytes(), wal.read_bytes()) == before
 
 
 async def test_a_read_only_store_leaves_a_dead_writer_s_log_alone(
-    sqlite_url: str, tmp_path: Path
+    new_sqlite_url: str, tmp_path: Path
 ) -> None:
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         await experiment.writer("e0").write(group())
         left = tmp_path / "left by kill -9"
         left.mkdir()

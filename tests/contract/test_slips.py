@@ -25,22 +25,27 @@ NO_EXPERIENCES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("told", NO_EXPERIENCES)
-async def test_what_is_no_list_of_experiences_is_named(sqlite_url: str, told: str) -> None:
-    async with opened(sqlite_url) as experiment:
+async def test_what_is_no_list_of_experiences_is_named(new_sqlite_url: str, told: str) -> None:
+    async with opened(new_sqlite_url) as experiment:
         with pytest.raises(InvalidArgumentError, match=re.escape(told)):
             await experiment.writer("e0").write(NO_EXPERIENCES[told])
 
 
-async def test_a_commit_of_something_else_than_a_step_is_refused(sqlite_url: str) -> None:
-    async with annotated(sqlite_url) as experiment, experiment.train_stream(**OPTIONS) as stream:
+async def test_a_commit_of_something_else_than_a_step_is_refused(new_sqlite_url: str) -> None:
+    async with (
+        annotated(new_sqlite_url) as experiment,
+        experiment.train_stream(**OPTIONS) as stream,
+    ):
         step: Any = await anext(stream)
         with pytest.raises(InvalidArgumentError, match=r"takes a step of the stream, not 1$"):
             await stream.commit(step.step)
 
 
-async def test_numbers_of_a_commit_come_back_by_the_names_that_they_had(sqlite_url: str) -> None:
+async def test_numbers_of_a_commit_come_back_by_the_names_that_they_had(
+    new_sqlite_url: str,
+) -> None:
     metrics: dict[Any, float] = {"loss": 0.5, 1: 2.0}
-    async with annotated(sqlite_url) as experiment:
+    async with annotated(new_sqlite_url) as experiment:
         async with experiment.train_stream(**OPTIONS) as stream:
             await stream.commit(await anext(stream), metrics=metrics, environment=metrics)
         (event,) = [e async for e in experiment.events(kinds=["StepsCommitted"])]
@@ -48,8 +53,8 @@ async def test_numbers_of_a_commit_come_back_by_the_names_that_they_had(sqlite_u
 
 
 @pytest.mark.parametrize("slip", [5, None, b"enough"])
-async def test_what_could_not_be_read_again_is_not_recorded(sqlite_url: str, slip: Any) -> None:
-    async with opened(sqlite_url) as experiment:
+async def test_what_could_not_be_read_again_is_not_recorded(new_sqlite_url: str, slip: Any) -> None:
+    async with opened(new_sqlite_url) as experiment:
         with pytest.raises(InvalidArgumentError, match=r"reason=.*, it must be a text$"):
             await experiment.finish(slip)
         with pytest.raises(InvalidArgumentError, match=r"contents='x', it must be bytes, or None$"):
@@ -60,14 +65,14 @@ async def test_what_could_not_be_read_again_is_not_recorded(sqlite_url: str, sli
 
 
 async def test_logprobs_above_zero_are_doubted_once(
-    sqlite_url: str, caplog: pytest.LogCaptureFixture
+    new_sqlite_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sound, without, wrong = (rollout(run=run) for run in range(3))
     without.logprobs = None
     wrong.logprobs = torch.tensor([-0.5, 0.0, 0.7, 0.9, 0.1])
     rounded = rollout(task=1)
     rounded.logprobs = torch.full((5,), 1e-3)
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write([rounded])
         assert not caplog.messages
@@ -98,9 +103,9 @@ async def test_logprobs_above_zero_are_doubted_in_calls_that_share_an_event(
 
 
 async def test_logprobs_above_zero_are_doubted_in_every_type_of_number(
-    sqlite_url: str, caplog: pytest.LogCaptureFixture
+    new_sqlite_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         for task, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float64)):
             one = rollout(task=task)
             one.logprobs = torch.tensor([-0.5, 0.0, 0.005, 0.75, -3.0], dtype=dtype)

@@ -206,10 +206,10 @@ async def test_another_event_loop_is_refused_by_name(store_url: str) -> None:
     assert len(said) == 3
 
 
-def test_without_an_event_loop_of_asyncio_a_store_is_not_opened(sqlite_url: str) -> None:
+def test_without_an_event_loop_of_asyncio_a_store_is_not_opened(new_sqlite_url: str) -> None:
     with pytest.raises(StoreUseError, match="needs an event loop of asyncio"):
-        open_store(sqlite_url).__aenter__().send(None)
-    assert not Path(sqlite_url.removeprefix("sqlite:///")).exists()
+        open_store(new_sqlite_url).__aenter__().send(None)
+    assert not Path(new_sqlite_url.removeprefix("sqlite:///")).exists()
 
 
 FORK = """
@@ -294,6 +294,7 @@ child_opens()
 """
 
 
+@pytest.mark.long
 def test_a_child_opens_no_file_that_was_open_when_it_was_forked(file: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORK_AND_OPEN, str(file)],

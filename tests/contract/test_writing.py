@@ -338,6 +338,7 @@ async def test_a_big_write_is_several_events_of_one_transaction(store_url: str) 
     assert found == [e.eid for e in many]
 
 
+@pytest.mark.long
 async def test_a_write_that_is_bigger_than_a_statement_may_bind(store_url: str) -> None:
     many = [rollout(task=task) for task in range(7000)]
     async with opened(store_url) as experiment:

@@ -31,9 +31,9 @@ CONFIG = {
 
 @pytest.mark.long
 def test_a_kill_at_any_place_loses_nothing_and_doubles_nothing(
-    sqlite_url: str, tmp_path: Path
+    new_sqlite_url: str, tmp_path: Path
 ) -> None:
-    kill_everywhere(sqlite_url, tmp_path, second_explorer_dies=False)
+    kill_everywhere(new_sqlite_url, tmp_path, second_explorer_dies=False)
 
 
 @pytest.mark.long  # twenty seconds each

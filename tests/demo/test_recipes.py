@@ -109,6 +109,7 @@ def recorded(experience: Experience) -> Tensor:
     return experience.logprobs
 
 
+@pytest.mark.long
 def test_the_recipe_of_the_sorter_learns_one_digit() -> None:
     task, recipe = SortDigits(1), RECIPES["grpo"]
     policy = policy_for(task)

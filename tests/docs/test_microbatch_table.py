@@ -29,12 +29,12 @@ FORMS = {
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("name", ["grpo", "mix"])
 def test_every_tensor_has_its_row(
-    name: str, layout: Literal["padded", "packed"], sqlite_url: str
+    name: str, layout: Literal["padded", "packed"], new_sqlite_url: str
 ) -> None:
     algorithm = build(name)
-    anyio.run(prepared, sqlite_url, algorithm)
+    anyio.run(prepared, new_sqlite_url, algorithm)
     with open_train_stream(
-        sqlite_url,
+        new_sqlite_url,
         experiment="run",
         strategy=strategy_of(algorithm),
         layout=layout,
@@ -53,11 +53,11 @@ def test_every_tensor_has_its_row(
     assert ("cu_seqlens" in microbatch) == (layout == "packed")
 
 
-async def test_what_is_stored_and_not_handed_out_is_named(sqlite_url: str) -> None:
+async def test_what_is_stored_and_not_handed_out_is_named(new_sqlite_url: str) -> None:
     """Below the table; and of the rewards, where they lie."""
     routed = torch.ones((5, 2, 1), dtype=torch.uint8)
     custom = CustomField("score", "own_score", torch.float32)
-    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+    async with opened(new_sqlite_url, rollouts_per_group=2) as experiment:
         given = [
             Experience(
                 eid=EID("b", 0, run),

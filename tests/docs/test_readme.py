@@ -22,6 +22,7 @@ ASKED = re.findall(
 )
 
 
+@pytest.mark.long
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=False

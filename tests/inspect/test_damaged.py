@@ -111,12 +111,12 @@ def test_a_comparison_goes_on_behind_what_is_damaged(
 @pytest.mark.parametrize("how", ["moved", "cut"])
 def test_search_and_export_name_what_an_archive_that_cannot_be_read_holds(
     cli: Cli,  # noqa: F811
-    sqlite_store_url: str,
+    sqlite_url: str,
     tmp_path: Path,
     how: str,
 ) -> None:
-    anyio.run(record_sample_run, sqlite_store_url, tmp_path / "run")
-    given = ("--store", sqlite_store_url)
+    anyio.run(record_sample_run, sqlite_url, tmp_path / "run")
+    given = ("--store", sqlite_url)
     assert cli("compact", "--keep-steps", 0, "--archive", tmp_path / "archive", *given).code == 0
     file = tmp_path / "run.jsonl"
     assert len(cli("search", "and", *given, "--json").json) == 17
@@ -139,13 +139,13 @@ def test_search_and_export_name_what_an_archive_that_cannot_be_read_holds(
 
 
 def test_who_takes_no_list_of_damaged_rows_is_told_at_the_end(
-    sqlite_store_url: str, tmp_path: Path
+    sqlite_url: str, tmp_path: Path
 ) -> None:
-    damaged_store(sqlite_store_url, tmp_path, "ExperiencesRecorded", "changed")
+    damaged_store(sqlite_url, tmp_path, "ExperiencesRecorded", "changed")
     found: list[str] = []
 
     async def look() -> None:
-        async with tb.open_store(sqlite_store_url, read_only=True) as store:
+        async with tb.open_store(sqlite_url, read_only=True) as store:
             async for one in search(now(await store.experiment("sort")), "and"):
                 found.append(one.uid)
 
@@ -154,11 +154,9 @@ def test_who_takes_no_list_of_damaged_rows_is_told_at_the_end(
     assert len(found) == 13
 
 
-def test_a_page_of_a_search_names_what_cannot_be_read(
-    sqlite_store_url: str, tmp_path: Path
-) -> None:
-    position = damaged_store(sqlite_store_url, tmp_path, "ExperiencesRecorded", "changed")
-    with TestClient(inspector(sqlite_store_url), base_url="http://127.0.0.1") as client:
+def test_a_page_of_a_search_names_what_cannot_be_read(sqlite_url: str, tmp_path: Path) -> None:
+    position = damaged_store(sqlite_url, tmp_path, "ExperiencesRecorded", "changed")
+    with TestClient(inspector(sqlite_url), base_url="http://127.0.0.1") as client:
         page = client.get("/sort/search?text=and").text
     assert page.count(f"event {position} cannot be read") == RUNS
     assert page.count("<tr data-row>") == 13
@@ -176,13 +174,13 @@ def test_a_page_of_a_search_names_what_cannot_be_read(
 )
 def test_who_shows_what_is_damaged_names_the_row_and_the_event(
     cli: Cli,  # noqa: F811
-    sqlite_store_url: str,
+    sqlite_url: str,
     tmp_path: Path,
     kind: str,
     words: tuple[str, ...],
     how: str,
 ) -> None:
-    position = damaged_store(sqlite_store_url, tmp_path, kind, how)
-    ended = cli(*words, "--store", sqlite_store_url)
+    position = damaged_store(sqlite_url, tmp_path, kind, how)
+    ended = cli(*words, "--store", sqlite_url)
     assert ended.code == 2
     assert f"{DAMAGED[0]}: event {position} cannot be read: " in ended.err

@@ -68,6 +68,7 @@ def plainly(made: list[Experience], wanted: str, *, exact: bool) -> list[tuple[i
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))]
 )

@@ -88,6 +88,7 @@ def test_a_wrong_row_is_told_with_its_line_and_what_it_holds(
     assert exit_code_of(told.value) == 2
 
 
+@pytest.mark.long
 def test_a_wrong_row_far_down_says_how_to_go_on(tmp_path: Path, tokenizer: Path) -> None:
     url, good = f"sqlite:///{tmp_path}/run.db", [SFT] * (PER_WRITE + 1)
     asked = ["import", "sft", str(tmp_path / "x.jsonl"), "--store", url, "--experiment", "run"]

@@ -8,6 +8,6 @@ import pytest
 @pytest.fixture(params=["sqlite", "postgresql"])
 def store_url(request: pytest.FixtureRequest) -> str:
     """URL of a file that does not exist, or of an empty database."""
-    fixture = {"sqlite": "sqlite_url", "postgresql": "postgres_url"}[request.param]
+    fixture = {"sqlite": "new_sqlite_url", "postgresql": "postgres_url"}[request.param]
     url: str = request.getfixturevalue(fixture)
     return url

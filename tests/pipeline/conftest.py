@@ -34,12 +34,14 @@ def postgres_original(
 
 
 @pytest.fixture
-def sqlite_sample(sqlite_original: SampleRun, sqlite_url: str, tmp_path: Path) -> SampleRun:
+def sqlite_sample(sqlite_original: SampleRun, new_sqlite_url: str, tmp_path: Path) -> SampleRun:
     """A sample run of the test's own, in a file."""
-    original, copy = (url.removeprefix("sqlite:///") for url in (sqlite_original.url, sqlite_url))
+    original, copy = (
+        url.removeprefix("sqlite:///") for url in (sqlite_original.url, new_sqlite_url)
+    )
     assert not Path(f"{original}-wal").exists()
     shutil.copy(original, copy)
-    return _moved(sqlite_original, sqlite_url, tmp_path)
+    return _moved(sqlite_original, new_sqlite_url, tmp_path)
 
 
 @pytest.fixture

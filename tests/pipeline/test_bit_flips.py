@@ -188,13 +188,13 @@ def cell_of_blob(path: Path, family: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("tokens", [8, 2_000, 11_000, 100_000])  # no number, 2, NULL, a long one
 async def test_a_flipped_bit_that_makes_no_blob_of_a_blob_damages_its_rows_alone(
-    sqlite_store_url: str, tmp_path: Path, tokens: int
+    sqlite_url: str, tmp_path: Path, tokens: int
 ) -> None:
-    async with opened(sqlite_store_url) as experiment:
+    async with opened(sqlite_url) as experiment:
         writer = experiment.writer("e0")
         for task in range(2):
             await writer.write([rollout(task=task, length=tokens)])
-    original = Path(sqlite_store_url.removeprefix("sqlite:///"))
+    original = Path(sqlite_url.removeprefix("sqlite:///"))
     start, size = cell_of_blob(original, "tokens")
     for place, bit in [(start + n, 7) for n in range(size - 1)] + [(start + size - 1, 0)]:
         path = tmp_path / f"{place}-{bit}.db"

@@ -356,6 +356,7 @@ def test_a_file_that_cannot_be_written_is_told_with_its_folder(sqlite_url: str) 
     anyio.run(main)
 
 
+@pytest.mark.long
 def test_a_pyarrow_that_cannot_be_imported_is_one_sentence(sqlite_url: str, tmp_path: Path) -> None:
     async def prepare() -> None:
         async with open_store(sqlite_url) as store:

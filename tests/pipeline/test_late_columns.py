@@ -190,6 +190,7 @@ def read_by_a_loss(batch: MicroBatch) -> torch.Tensor:
     return found
 
 
+@pytest.mark.long
 async def test_a_compiled_function_may_be_the_first_to_look(
     sqlite_url: str, resize: Resize
 ) -> None:

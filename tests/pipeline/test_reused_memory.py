@@ -26,6 +26,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what the allocator of glibc does")
 def test_a_process_with_a_store_keeps_the_memory_of_a_step_for_the_next(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FREED_AND_ASKED_FOR, str(tmp_path / "run.db")]
@@ -52,6 +53,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.system() != "Linux", reason="asks /proc")
 def test_to_open_a_store_again_takes_no_more_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OPENED_AGAIN, str(tmp_path / "run.db")]

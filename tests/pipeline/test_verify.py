@@ -320,7 +320,7 @@ async def test_a_quick_look_counts_rows(sample: SampleRun, table: Any) -> None:
 
 
 async def test_a_row_handed_out_and_not_there_breaks_the_equation(sample: SampleRun) -> None:
-    columns = "experiment, consumer, address, step"
+    columns = "experiment, consumer, source, address, step"
     other = columns.replace("address", "address + 999")
     await unguarded(
         sample.url, sql(f"INSERT INTO delivery ({columns}) SELECT {other} FROM delivery LIMIT 1")

@@ -361,6 +361,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_it_is_seen_where_nobody_has_set_up_logging(sqlite_url: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITING_TRAINER, sqlite_url], stderr=subprocess.PIPE, text=True

@@ -172,12 +172,12 @@ async def test_the_fault_is_found(
     part: FaultyPart,
     check: Check,
     said: str,
-    sqlite_url: str,
+    new_sqlite_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part(monkeypatch)
-    await red(check, sqlite_url, tmp_path, said)
+    await red(check, new_sqlite_url, tmp_path, said)
 
 
 @pytest.mark.parametrize(("part", "check", "said"), PLANTED_ON_POSTGRESQL, ids=_name)

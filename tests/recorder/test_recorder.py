@@ -142,7 +142,7 @@ async def test_each_turn_says_which_weights_made_it(
 
 @pytest.mark.parametrize("status", [404, 401])
 async def test_an_upstream_that_names_no_weights_is_named_once(
-    sqlite_store_url: str, tiny: Path, caplog: pytest.LogCaptureFixture, status: int
+    sqlite_url: str, tiny: Path, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     app = VLLM(tiny, has_dev_mode=False).app()
 
@@ -152,17 +152,17 @@ async def test_an_upstream_that_names_no_weights_is_named_once(
     app.router.routes.append(Route("/weight_info", refuse))
     async with plain_http(timeout=60) as http:
         with served(app) as upstream:
-            async with recording(sqlite_store_url, upstream) as url:
+            async with recording(sqlite_url, upstream) as url:
                 for _ in range(2):
                     at = f"{url}/rollouts/t/0/v1/chat/completions"
                     assert (await http.post(at, json={"messages": HELLO})).is_success
                 assert (await reward(url, "t/0", 1.0)).status_code == 200
     assert caplog.text.count(f"{upstream} does not say which weights it answers with") == 1
-    assert {one.policy_version for one in await stored(sqlite_store_url)} == {None}
+    assert {one.policy_version for one in await stored(sqlite_url)} == {None}
 
 
 async def test_a_server_that_names_its_weights_after_a_restart_is_asked_again(
-    sqlite_store_url: str,
+    sqlite_url: str,
     tiny: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -176,7 +176,7 @@ async def test_a_server_that_names_its_weights_after_a_restart_is_asked_again(
 
     app.router.routes.append(Route("/weight_info", info))
     with served(app) as upstream:
-        async with recording(sqlite_store_url, upstream) as url, plain_http(timeout=60) as http:
+        async with recording(sqlite_url, upstream) as url, plain_http(timeout=60) as http:
             asks = partial(http.post, json={"messages": HELLO})
             async with anyio.create_task_group() as group:  # at once, and one warning
                 for run in range(3):
@@ -186,7 +186,7 @@ async def test_a_server_that_names_its_weights_after_a_restart_is_asked_again(
             for run in range(4):
                 assert (await reward(url, f"t/{run}", 1.0)).status_code == 200
     assert caplog.text.count("does not say which weights it answers with") == 1
-    versions = {one.eid.run: one.policy_version for one in await stored(sqlite_store_url)}
+    versions = {one.eid.run: one.policy_version for one in await stored(sqlite_url)}
     assert versions == {0: None, 1: None, 2: None, 3: 7}
 
 
@@ -455,9 +455,9 @@ async def test_a_reward_behind_the_seal_of_its_batch_is_refused(
 @pytest.mark.parametrize("place", ["v1/rollouts/t/0", "rollouts/t/0", "rollouts/t/0/v1"])
 @pytest.mark.parametrize("what", ["reward", "seal"])
 async def test_a_rollout_is_closed_behind_each_form_of_its_url(
-    sqlite_store_url: str, upstream: str, place: str, what: str
+    sqlite_url: str, upstream: str, place: str, what: str
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+    async with recording(sqlite_url, upstream) as url, plain_http() as http:
         await http.post(f"{url}/rollouts/t/0/v1/chat/completions", json={"messages": HELLO})
         closed = await http.post(f"{url}/{place}/{what}", json={"reward": 1.0})
     assert closed.json()["uids"] == ["recorded/t/0/0/"]
@@ -472,9 +472,9 @@ async def test_a_rollout_is_closed_behind_each_form_of_its_url(
     ],
 )
 async def test_a_path_that_is_not_there_is_told_which_are(
-    sqlite_store_url: str, upstream: str, method: str, path: str, status: int
+    sqlite_url: str, upstream: str, method: str, path: str, status: int
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+    async with recording(sqlite_url, upstream) as url, plain_http() as http:
         answer = await http.request(method, f"{url}{path}")
     said = answer.json()["error"]["message"]
     assert answer.status_code == status

@@ -40,6 +40,7 @@ async def talk(store: Path, upstream: str) -> None:
                 assert (await reward(url, f"{task}/{run}", float(run))).status_code == 200
 
 
+@pytest.mark.long
 def test_what_was_recorded_is_trained_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +176,7 @@ OpenAI().chat.completions.create(model="tiny", messages=messages)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the recipe needs curl")
 def test_the_recipe_of_the_page_annotates_its_runs(tmp_path: Path) -> None:
     """As it is printed, but for the server and the port."""

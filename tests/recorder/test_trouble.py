@@ -186,16 +186,16 @@ async def test_a_turn_goes_to_another_run_only_where_one_request_made_both(
     ids=range(10),
 )
 async def test_a_stream_that_breaks_off_is_told_and_no_turn(
-    sqlite_store_url: str, upstream: str, scripted: Scripted, chunks: list[Any]
+    sqlite_url: str, upstream: str, scripted: Scripted, chunks: list[Any]
 ) -> None:
     scripted.chunks = chunks
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         *_, last = (await chat(url, "t/0", stream=True)).text.strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "InferenceServerError"
         assert (await reward(url, "t/0", 1.0)).status_code == 400  # nothing was said in it
         scripted.chunks = [{**piece("stop"), "error": None}, "[DONE]"]
         assert (await chat(url, "t/0", stream=True)).text.endswith("data: [DONE]\n\n")
-    assert len(await stored(sqlite_store_url, "agent.turns")) == 1
+    assert len(await stored(sqlite_url, "agent.turns")) == 1
 
 
 @pytest.mark.parametrize(
@@ -217,13 +217,13 @@ async def test_a_stream_that_breaks_off_is_told_and_no_turn(
     ids=range(12),
 )
 async def test_an_answer_that_is_none_is_told_as_the_upstreams_fault(
-    sqlite_store_url: str, upstream: str, scripted: Scripted, answer: Any
+    sqlite_url: str, upstream: str, scripted: Scripted, answer: Any
 ) -> None:
     scripted.answer = answer
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         told = await chat(url, "t/0")
     assert (told.status_code, upstream in told.json()["error"]["message"]) == (502, True)
-    assert await stored(sqlite_store_url, "agent.turns") == []
+    assert await stored(sqlite_url, "agent.turns") == []
 
 
 def lines(answer: Any) -> list[Any]:
@@ -254,34 +254,34 @@ async def test_an_answer_that_lacks_sampled_tokens_is_no_turn(
 
 
 async def test_of_several_choices_all_tokens_are_counted(
-    sqlite_store_url: str, upstream: str, scripted: Scripted
+    sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:
     many = whole(choice(), choice(index=1))
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         for sampled, status in ((2, 502), (3, 502), (4, 200)):
             scripted.answer = {**many, **usage(sampled)}
             assert (await chat(url, "t/0", n=2)).status_code == status
-    assert len(await stored(sqlite_store_url, "agent.turns")) == 2
+    assert len(await stored(sqlite_url, "agent.turns")) == 2
 
 
 @pytest.mark.parametrize("logprobs", [None, {"content": [LOGPROB]}, {"content": [LOGPROB] * 3}])
 async def test_ids_need_a_log_prob_each(
-    sqlite_store_url: str, upstream: str, scripted: Scripted, logprobs: Any
+    sqlite_url: str, upstream: str, scripted: Scripted, logprobs: Any
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         scripted.answer = whole(choice(logprobs=logprobs))
         assert (await chat(url, "t/0")).status_code == 502
         scripted.chunks = [piece("stop", logprobs=logprobs), "[DONE]"]
         assert "2 ids and" in (await chat(url, "t/0", stream=True)).text
-    assert await stored(sqlite_store_url, "agent.turns") == []
+    assert await stored(sqlite_url, "agent.turns") == []
 
 
 async def test_the_usage_of_a_stream_goes_to_who_asked_for_it(
-    sqlite_store_url: str, upstream: str, scripted: Scripted
+    sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:
     scripted.chunks = [{**piece(), **usage(2)}, piece("stop"), {**whole(), **usage(4)}, "[DONE]"]
     options = {"continuous_usage_stats": True}
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         for asks in ({}, {"stream_options": options}, {"stream_options": None}):
             chunks = lines(await chat(url, "t/0", stream=True, **asks))
             assert [(len(one["choices"]), "usage" in one) for one in chunks] == [(1, False)] * 2
@@ -293,9 +293,9 @@ async def test_the_usage_of_a_stream_goes_to_who_asked_for_it(
 
 
 async def test_an_upstream_that_counts_no_tokens_is_named_once(
-    sqlite_store_url: str, upstream: str, caplog: pytest.LogCaptureFixture
+    sqlite_url: str, upstream: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         for _ in range(2):
             assert (await chat(url, "t/0")).status_code == 200
     assert caplog.text.count(f"{upstream} does not say how many tokens it sampled") == 1
@@ -303,9 +303,9 @@ async def test_an_upstream_that_counts_no_tokens_is_named_once(
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 async def test_what_restricts_sampling_is_refused_by_name(
-    sqlite_store_url: str, upstream: str, scripted: Scripted, mode: str
+    sqlite_url: str, upstream: str, scripted: Scripted, mode: str
 ) -> None:
-    async with recording(sqlite_store_url, upstream, logprobs_mode=mode) as url:
+    async with recording(sqlite_url, upstream, logprobs_mode=mode) as url:
         refused = [option for option in RESTRICTING if "tools" not in option]
         for option in refused:
             (key,) = option
@@ -320,7 +320,7 @@ async def test_what_restricts_sampling_is_refused_by_name(
 
 
 async def test_what_leaves_the_choice_to_the_model_passes(
-    sqlite_store_url: str, upstream: str, scripted: Scripted
+    sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:
     options: list[dict[str, Any]] = [
         {"response_format": {"type": "text"}, "tool_choice": "auto", "parallel_tool_calls": False},
@@ -330,21 +330,21 @@ async def test_what_leaves_the_choice_to_the_model_passes(
         {"tools": [{"type": "function", "function": {"name": "look", "strict": False}}]},
         {"top_logprobs": 2, "logprobs": True, "use_beam_search": False, "logit_bias": {}},
     ]
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         for option in options:
             assert (await chat(url, "t/0", **option)).status_code == 200
     assert scripted.asked == len(options)
 
 
 async def test_tools_are_never_forced_into_their_schema(
-    sqlite_store_url: str, upstream: str, scripted: Scripted, caplog: pytest.LogCaptureFixture
+    sqlite_url: str, upstream: str, scripted: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Some agents ask for ``strict`` of every tool: the model is asked all the same, without it."""
     tools = [
         {"type": "function", "function": {"name": "look", "strict": True, "parameters": {}}},
         {"type": "function", "strict": True, "function": {"name": "walk"}},
     ]
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         for _ in range(2):
             assert (await chat(url, "t/0", tools=tools)).status_code == 200
     assert scripted.body["tools"] == [
@@ -355,12 +355,12 @@ async def test_tools_are_never_forced_into_their_schema(
 
 
 async def test_a_request_of_the_wrong_form_is_refused_before_it_is_passed_on(
-    sqlite_store_url: str, upstream: str, scripted: Scripted
+    sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:
     calls: list[Any] = ["x", [5], [{"function": "x"}]]
     wrong: list[dict[str, Any]] = [{"tools": 5}, {"tools": [5]}]
     wrong += [{"messages": [{"role": "assistant", "tool_calls": one}]} for one in calls]
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         told = [await chat(url, "t/0", **body) for body in wrong]
         told += [await chat(url, name) for name in (f"t/{'9' * 5000}", "t%2Fx/0", f"{'t' * 300}/0")]
     assert [one.status_code for one in told] == [400] * 8
@@ -381,9 +381,9 @@ async def test_a_request_of_the_wrong_form_is_refused_before_it_is_passed_on(
     ids=range(5),
 )
 async def test_what_no_server_could_be_sent_is_no_json(
-    sqlite_store_url: str, upstream: str, scripted: Scripted, body: bytes, stream: bytes
+    sqlite_url: str, upstream: str, scripted: Scripted, body: bytes, stream: bytes
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+    async with recording(sqlite_url, upstream) as url, plain_http() as http:
         told = await http.post(
             f"{url}/rollouts/t/0/v1/chat/completions", content=body.replace(b"STREAM", stream)
         )
@@ -393,31 +393,29 @@ async def test_what_no_server_could_be_sent_is_no_json(
 
 
 async def test_when_to_come_again_is_passed_on(
-    sqlite_store_url: str, upstream: str, scripted: Scripted
+    sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:
     scripted.status, scripted.headers = 429, {"retry-after": "7"}
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         told = await chat(url, "t/0")
     assert (told.status_code, told.headers["retry-after"]) == (429, "7")
 
 
-async def test_a_reward_under_another_key_closes_nothing(
-    sqlite_store_url: str, upstream: str
-) -> None:
-    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+async def test_a_reward_under_another_key_closes_nothing(sqlite_url: str, upstream: str) -> None:
+    async with recording(sqlite_url, upstream) as url, plain_http() as http:
         await chat(url, "t/0")
         for body in ({"score": 1.0}, {}):
             told = await http.post(f"{url}/v1/rollouts/t/0/reward", json=body)
             assert (told.status_code, "no key 'reward'" in told.text) == (400, True)
         assert (await reward(url, "t/0", 1.0)).status_code == 200
-    (made,) = await stored(sqlite_store_url)
+    (made,) = await stored(sqlite_url)
     assert made.reward == 1.0
 
 
 async def test_an_answer_that_nobody_waited_for_is_no_turn(
-    sqlite_store_url: str, upstream: str, scripted: Scripted
+    sqlite_url: str, upstream: str, scripted: Scripted
 ) -> None:
-    async with recording(sqlite_store_url, upstream) as url:
+    async with recording(sqlite_url, upstream) as url:
         scripted.delay_s = 0.5
         with pytest.raises(httpx2.TimeoutException):
             await chat(url, "t/0", patience_s=0.2)
@@ -464,12 +462,12 @@ class Endless:
     ids=["whole", "stream", "stream with tools"],
 )
 async def test_a_client_that_leaves_stops_the_generation(
-    sqlite_store_url: str, body: dict[str, Any]
+    sqlite_url: str, body: dict[str, Any]
 ) -> None:
     endless = Endless()
     routes = [Route("/v1/chat/completions", endless.chat, methods=["POST"])]
     with served(Starlette(routes=routes)) as upstream:
-        async with recording(sqlite_store_url, upstream) as url:
+        async with recording(sqlite_url, upstream) as url:
             async with anyio.create_task_group() as group:
                 group.start_soon(partial(chat, url, "t/0", **body))
                 assert await anyio.to_thread.run_sync(endless.asked.wait, 20)
@@ -547,7 +545,7 @@ FORM = "application/x-www-form-urlencoded"
     ],
 )
 async def test_a_page_of_a_browser_can_make_a_recorder_do_nothing(
-    sqlite_store_url: str,
+    sqlite_url: str,
     upstream: str,
     scripted: Scripted,
     headers: dict[str, str],
@@ -557,22 +555,22 @@ async def test_a_page_of_a_browser_can_make_a_recorder_do_nothing(
     known = {"authorization": "Bearer secret"}
     body = json.dumps({"messages": HELLO, "reward": 1_000_000}).encode()
     async with (
-        recording(sqlite_store_url, upstream, token=token) as url,
+        recording(sqlite_url, upstream, token=token) as url,
         plain_http(headers=known) as http,
     ):
         for path in POSTS:
             told = await http.post(f"{url}{path}", content=body, headers=headers)
             assert (told.status_code, told.json()["error"]["type"]) == (status, "recorder")
     assert scripted.asked == 0
-    assert await stored(sqlite_store_url) == []
+    assert await stored(sqlite_url) == []
 
 
 @pytest.mark.parametrize("host", ["attacker.example", "localhost.attacker.example:80", "[::1", ""])
 async def test_a_foreign_name_that_leads_to_this_machine_is_not_answered(
-    sqlite_store_url: str, upstream: str, scripted: Scripted, host: str
+    sqlite_url: str, upstream: str, scripted: Scripted, host: str
 ) -> None:
     headers = {"host": host, "origin": f"http://{host}"}
-    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+    async with recording(sqlite_url, upstream) as url, plain_http() as http:
         for path in POSTS:
             told = await http.post(f"{url}{path}", json={"messages": HELLO}, headers=headers)
             assert (told.status_code, "--token" in told.text) == (421, True)
@@ -582,21 +580,21 @@ async def test_a_foreign_name_that_leads_to_this_machine_is_not_answered(
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8400", "localhost", "LOCALHOST:1", "[::1]:8400"])
 async def test_this_machine_is_answered_under_each_of_its_names(
-    sqlite_store_url: str, upstream: str, host: str
+    sqlite_url: str, upstream: str, host: str
 ) -> None:
     headers = {"host": host, "content-type": "Application/JSON; charset=utf-8"}
     body = json.dumps({"messages": HELLO}).encode()
-    async with recording(sqlite_store_url, upstream) as url, plain_http() as http:
+    async with recording(sqlite_url, upstream) as url, plain_http() as http:
         told = await http.post(f"{url}{POSTS[0]}", content=body, headers=headers)
     assert told.status_code == 200
 
 
 async def test_with_a_token_any_name_of_the_machine_is_answered(
-    sqlite_store_url: str, upstream: str
+    sqlite_url: str, upstream: str
 ) -> None:
     headers = {"host": "trainer-3.example:8400", "authorization": "Bearer secret"}
     async with (
-        recording(sqlite_store_url, upstream, token="secret") as url,
+        recording(sqlite_url, upstream, token="secret") as url,
         plain_http(headers=headers) as http,
     ):
         assert (await http.post(f"{url}{POSTS[0]}", json={"messages": HELLO})).is_success

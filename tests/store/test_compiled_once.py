@@ -18,10 +18,10 @@ async def asked(url: str) -> list[str]:
 
 
 async def test_another_connection_compiles_nothing_again(
-    sqlite_store_url: str, monkeypatch: pytest.MonkeyPatch
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await asked(sqlite_store_url)  # makes it
-    await asked(sqlite_store_url)  # finds it
+    await asked(sqlite_url)  # makes it
+    await asked(sqlite_url)  # finds it
     compiled: list[str] = []
     usual = SQLCompiler.__init__
 
@@ -30,5 +30,5 @@ async def test_another_connection_compiles_nothing_again(
         compiled.append(str(compiler))
 
     monkeypatch.setattr(SQLCompiler, "__init__", noted)
-    assert await asked(sqlite_store_url) == ["run"]
+    assert await asked(sqlite_url) == ["run"]
     assert compiled == []

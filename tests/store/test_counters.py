@@ -200,7 +200,7 @@ async def test_reasons_may_be_as_long_as_one_likes(store_url: str) -> None:
 
 
 async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
-    sqlite_store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version whose fold counts wrongly folds the same wrong numbers again."""
     of_events = counters.of_events
@@ -212,8 +212,8 @@ async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
         }
 
     monkeypatch.setattr(counters, "of_events", thrice)
-    sample = await record_sample_run(sqlite_store_url, tmp_path / "run")
-    async with open_store(sqlite_store_url) as store:
+    sample = await record_sample_run(sqlite_url, tmp_path / "run")
+    async with open_store(sqlite_url) as store:
         (problem,) = (await verify(await store.experiment(sample.name))).problems
     assert (problem.check, problem.where) == ("projections", "all")
     assert "please report it" in problem.what

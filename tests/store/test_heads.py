@@ -49,9 +49,9 @@ def test_anybody_can_compute_the_heads_of_a_log(store_url: str, tmp_path: Path) 
     assert heads_of("sort", rows) == [row[-1] for row in rows]
 
 
-def test_one_changed_byte_changes_every_head_after_it(sqlite_url: str, tmp_path: Path) -> None:
-    asyncio.run(record_sample_run(sqlite_url, tmp_path / "run"))
-    rows = rows_of(sqlite_url)
+def test_one_changed_byte_changes_every_head_after_it(new_sqlite_url: str, tmp_path: Path) -> None:
+    asyncio.run(record_sample_run(new_sqlite_url, tmp_path / "run"))
+    rows = rows_of(new_sqlite_url)
     before = heads_of("sort", rows)
     changed = list(rows)
     changed[4] = (*rows[4][:4], rows[4][4][:-1] + bytes([rows[4][4][-1] ^ 1]), None)

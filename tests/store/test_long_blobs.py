@@ -40,9 +40,9 @@ async def test_blobs_of_any_size_and_in_any_pieces_come_back(store_url: str) -> 
 
 @pytest.mark.parametrize("at_once", [1, 7, FILLED_BYTES, FILLED_BYTES + 1])
 async def test_blobs_that_are_read_in_pieces_are_those_that_are_read_whole(
-    at_once: int, sqlite_url: str, resize: Resize
+    at_once: int, new_sqlite_url: str, resize: Resize
 ) -> None:
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         database, key = experiment.database, segments.new_key()
         given = {f"f{size}": (bytes(range(251)) * 200)[:size] for size in (0, 1, 7, 8, 40_000)}
         rows = database.segments.put(key, given)
@@ -58,7 +58,7 @@ async def test_blobs_that_are_read_in_pieces_are_those_that_are_read_whole(
 
 
 async def test_what_is_read_in_pieces_is_no_copy_and_not_the_store(
-    sqlite_url: str, resize: Resize, monkeypatch: pytest.MonkeyPatch
+    new_sqlite_url: str, resize: Resize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
 
@@ -68,7 +68,7 @@ async def test_what_is_read_in_pieces_is_no_copy_and_not_the_store(
 
     monkeypatch.setattr(encoding, "decode_segment", decoded)
     resize(bytes_read_at_once=1)
-    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
+    async with opened(new_sqlite_url, rollouts_per_group=4) as experiment:
         given = group()
         await experiment.writer("e0").write(given)
         for _ in range(2):
@@ -89,8 +89,10 @@ def test_bytes_are_copied_before_they_are_written() -> None:
         assert writable(own) is own
 
 
-async def test_nothing_of_a_long_blob_stays_where_the_transaction_fails(sqlite_url: str) -> None:
-    async with opened(sqlite_url) as experiment:
+async def test_nothing_of_a_long_blob_stays_where_the_transaction_fails(
+    new_sqlite_url: str,
+) -> None:
+    async with opened(new_sqlite_url) as experiment:
         database, key = experiment.database, segments.new_key()
         rows = database.segments.put(key, {"light": bytes(2 * FILLED_BYTES)})
 

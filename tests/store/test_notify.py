@@ -69,12 +69,12 @@ async def test_a_write_wakes_all_who_wait_and_nobody_polls(
 
 @pytest.mark.parametrize("way", ["write", "session"])
 async def test_a_commit_of_this_process_is_told_to_it_and_not_looked_for(
-    sqlite_url: str, way: str, monkeypatch: pytest.MonkeyPatch
+    new_sqlite_url: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FIRST_POLL_S", LONG_S)
     monkeypatch.setattr(module, "SLOWEST_POLL_S", LONG_S)
     monkeypatch.setattr(module, "watch_file", lambda _: None)
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_sqlite_url) as store:
         database, key = store.database, (await store.experiment("e", config={})).key
         work = appending(key, PolicyPublished(number=1, uri="", digest=""))
         with anyio.fail_after(LONG_S / 4):

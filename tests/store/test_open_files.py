@@ -70,10 +70,10 @@ def ask_pythons_library(path: Path) -> None:
 
 @pytest.mark.parametrize("beside", [read, ask_pythons_library])
 async def test_the_log_stays_whoever_opens_the_file_beside(
-    sqlite_url: str, tmp_path: Path, beside: Callable[[Path], None]
+    new_sqlite_url: str, tmp_path: Path, beside: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "store.db"
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         writer = experiment.writer("e0")
         await writer.write(group())
         beside(path)
@@ -83,16 +83,19 @@ async def test_the_log_stays_whoever_opens_the_file_beside(
     assert names(tmp_path) == ["store.db"]  # the last one took it all in
 
 
-async def test_one_of_two_stores_of_a_file_may_be_closed(sqlite_url: str, tmp_path: Path) -> None:
+async def test_one_of_two_stores_of_a_file_may_be_closed(
+    new_sqlite_url: str, tmp_path: Path
+) -> None:
     path = tmp_path / "store.db"
-    async with opened(sqlite_url) as experiment:
-        async with open_store(sqlite_url, read_only=True):
+    async with opened(new_sqlite_url) as experiment:
+        async with open_store(new_sqlite_url, read_only=True):
             pass
         assert not could_close_as_the_last(path)
         await experiment.writer("e0").write(group())
     assert names(tmp_path) == ["store.db"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["closed", "killed"])
 def test_a_forked_child_keeps_nothing_open(tmp_path: Path, end: str) -> None:
     path = tmp_path / "store.db"

@@ -134,7 +134,7 @@ async def test_a_server_too_finds_it_by_key(postgres_url: str, name: str) -> Non
 
 @pytest.mark.parametrize("name", ASKED_FOR_EACH_BATCH)
 async def test_a_batch_is_found_without_a_walk_through_the_experiment(
-    sqlite_url: str, name: str
+    new_sqlite_url: str, name: str
 ) -> None:
     asked: list[str] = []
 
@@ -144,11 +144,11 @@ async def test_a_batch_is_found_without_a_walk_through_the_experiment(
         ASKED_FOR_EACH_BATCH[name](tx)
         driver.set_trace_callback(None)
 
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_sqlite_url) as store:
         await store.experiment("long", config={})
         await store.database.write(ask)
     assert asked
-    with closing(dbapi2.connect(sqlite_url.removeprefix("sqlite:///"))) as connection:
+    with closing(dbapi2.connect(new_sqlite_url.removeprefix("sqlite:///"))) as connection:
         for statement in asked:
             steps = connection.execute(f"EXPLAIN QUERY PLAN {statement}").fetchall()
             walks = [step for *_, step in steps if step.endswith((*WALKS, *WALKS_OF.get(name, ())))]

@@ -47,11 +47,11 @@ def test_a_library_that_cannot_is_taken(version: str) -> None:
 
 
 async def test_no_store_is_opened_with_an_affected_library(
-    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dbapi2, "sqlite_version", "3.40.1")
     with pytest.raises(UnsafeStoreError, match="WAL-reset bug"):
-        async with open_store(sqlite_url):
+        async with open_store(new_sqlite_url):
             pass
     assert names_in(tmp_path) == []
 
@@ -75,6 +75,7 @@ except UnsafeStoreError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("version", "said"),
     [
@@ -83,9 +84,9 @@ except UnsafeStoreError as error:
     ],
 )
 def test_where_the_wheel_is_missing_a_fixed_library_of_python_serves(
-    sqlite_url: str, version: str, said: str
+    new_sqlite_url: str, version: str, said: str
 ) -> None:
-    command = [sys.executable, "-c", WITHOUT_THE_WHEEL, sqlite_url, version]
+    command = [sys.executable, "-c", WITHOUT_THE_WHEEL, new_sqlite_url, version]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(said)
 
@@ -132,11 +133,11 @@ def test_a_local_disk_inside_a_network_file_system_is_local(tmp_path: Path) -> N
 
 
 async def test_no_store_is_opened_on_a_network_file_system(
-    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite, "file_system_of", lambda *_: "nfs4")
     with pytest.raises(UnsafeStoreError, match="nfs4"):
-        async with open_store(sqlite_url):
+        async with open_store(new_sqlite_url):
             pass
     assert names_in(tmp_path) == []
 
@@ -154,17 +155,17 @@ def _write(url: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(16, marks=pytest.mark.long)])
-def test_many_processes_write_and_none_finds_it_locked(sqlite_url: str, processes: int) -> None:
+def test_many_processes_write_and_none_finds_it_locked(new_sqlite_url: str, processes: int) -> None:
     """Whoever had ended with "database is locked" would have another exit code than 0."""
-    asyncio.run(_create(sqlite_url))
-    writers = [CONTEXT.Process(target=_write, args=(sqlite_url, n)) for n in range(processes)]
+    asyncio.run(_create(new_sqlite_url))
+    writers = [CONTEXT.Process(target=_write, args=(new_sqlite_url, n)) for n in range(processes)]
     for process in writers:
         process.start()
     for process in writers:
         process.join()
     assert [process.exitcode for process in writers] == [0] * processes
-    assert len(asyncio.run(contents(sqlite_url))["experience"]) == processes * CALLS * 2
-    assert asyncio.run(_problems(sqlite_url)) == ()
+    assert len(asyncio.run(contents(new_sqlite_url))["experience"]) == processes * CALLS * 2
+    assert asyncio.run(_problems(new_sqlite_url)) == ()
 
 
 async def _create(url: str) -> None:
@@ -179,7 +180,7 @@ async def _problems(url: str) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("read_only", [False, True])
 async def test_a_file_of_two_names_is_refused_under_both(
-    sqlite_store_url: str, tmp_path: Path, *, read_only: bool
+    sqlite_url: str, tmp_path: Path, *, read_only: bool
 ) -> None:
     path = tmp_path / "store.db"
     (tmp_path / "other.db").hardlink_to(path)
@@ -188,14 +189,14 @@ async def test_a_file_of_two_names_is_refused_under_both(
             async with open_store(one, read_only=read_only):
                 pass
     (tmp_path / "other.db").unlink()
-    async with opened(sqlite_store_url) as experiment:
+    async with opened(sqlite_url) as experiment:
         assert (await experiment.writer("e0").write([rollout()])).written == 1
 
 
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
 def test_a_file_that_is_mounted_by_itself_is_refused(
-    sqlite_store_url: str, tmp_path: Path, suffix: str, *, read_only: bool
+    sqlite_url: str, tmp_path: Path, suffix: str, *, read_only: bool
 ) -> None:
     """A container's ``-v FILE:FILE``: its log would lie elsewhere than that of the file itself."""
     path, mounts = tmp_path / "store.db", tmp_path / "mounts"
@@ -225,7 +226,7 @@ except UnsafeStoreError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_a_mount_over_another_file_is_seen(sqlite_store_url: str, tmp_path: Path) -> None:
+def test_a_mount_over_another_file_is_seen(sqlite_url: str, tmp_path: Path) -> None:
     path, other = tmp_path / "store.db", tmp_path / "with space" / "store.db"
     other.parent.mkdir()
     other.touch()
@@ -249,14 +250,14 @@ def _enter_wal(connection: sqlite.dbapi2.Connection) -> None:
 
 @pytest.mark.parametrize("until", [_make_a_page, _enter_wal])
 async def test_a_store_whose_maker_was_killed_is_made_again(
-    sqlite_url: str, tmp_path: Path, until: Callable[[sqlite.dbapi2.Connection], None]
+    new_sqlite_url: str, tmp_path: Path, until: Callable[[sqlite.dbapi2.Connection], None]
 ) -> None:
     """A kill between the statements that make the file leaves a page without tables."""
     path = tmp_path / "store.db"
     with closing(dbapi2.connect(str(path), isolation_level=None)) as connection:
         until(connection)
     assert path.stat().st_size == 16384
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         assert (await experiment.writer("e0").write([rollout()])).written == 1
     with closing(dbapi2.connect(str(path))) as connection:
         found = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in MADE_WITH]
@@ -267,10 +268,10 @@ MADE_WITH = {"page_size": 16384, "journal_mode": "wal", "application_id": sqlite
 
 
 async def test_no_new_store_is_made_beside_the_log_of_one_that_was_moved(
-    sqlite_url: str, tmp_path: Path
+    new_sqlite_url: str, tmp_path: Path
 ) -> None:
     path, elsewhere = tmp_path / "store.db", tmp_path / "elsewhere.db"
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         await experiment.writer("e0").write([rollout()])
         for name in ("store.db", "store.db-wal"):  # as a kill leaves them
             shutil.copy(tmp_path / name, tmp_path / f"killed-{name}")
@@ -278,11 +279,11 @@ async def test_no_new_store_is_made_beside_the_log_of_one_that_was_moved(
     path.rename(elsewhere)
     before = log.read_bytes()
     with pytest.raises(UnsafeStoreError, match=r"its log store\.db-wal may hold the last"):
-        async with open_store(sqlite_url):
+        async with open_store(new_sqlite_url):
             pass
     assert (path.exists(), log.read_bytes()) == (False, before)
     (tmp_path / "killed-store.db").rename(path)
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         assert len([one async for one in experiment.read()]) == 1
 
 
@@ -294,9 +295,9 @@ def closed_folders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("closed_folders")
 async def test_what_is_read_as_it_lies_gets_no_files_beside_it(
-    sqlite_store_url: str, tmp_path: Path
+    sqlite_url: str, tmp_path: Path
 ) -> None:
-    async with open_store(sqlite_store_url, read_only=True) as store:
+    async with open_store(sqlite_url, read_only=True) as store:
         assert await store.experiments() == []
         assert names_in(tmp_path) == ["store.db"]
 
@@ -320,9 +321,9 @@ def test_a_file_lies_still_where_no_log_holds_commits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["journal_mode=DELETE", "VACUUM INTO"])
 async def test_a_store_that_lost_its_log_mode_gets_it_again(
-    sqlite_url: str, tmp_path: Path, how: str
+    new_sqlite_url: str, tmp_path: Path, how: str
 ) -> None:
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         await experiment.writer("e0").write([rollout()])
     path = tmp_path / "store.db"
     with closing(dbapi2.connect(path)) as shell:
@@ -338,9 +339,11 @@ async def test_a_store_that_lost_its_log_mode_gets_it_again(
         assert (await verify(experiment)).ok
 
 
-async def test_the_log_of_a_store_behind_a_link_is_found(sqlite_url: str, tmp_path: Path) -> None:
+async def test_the_log_of_a_store_behind_a_link_is_found(
+    new_sqlite_url: str, tmp_path: Path
+) -> None:
     (tmp_path / "link.db").symlink_to(tmp_path / "store.db")
-    async with opened(sqlite_url) as experiment:
+    async with opened(new_sqlite_url) as experiment:
         await experiment.writer("e0").write([rollout()])
         state = log_state(tmp_path / "link.db")
         assert state.size_bytes == log_state(tmp_path / "store.db").size_bytes > 0

@@ -63,9 +63,9 @@ async def test_tallies_are_what_is_counted(store_url: str, tmp_path: Path) -> No
     assert (trainer.rows, trainer.ready, trainer.leased, trainer.committed) == (16, 4, 4, 8)
 
 
-async def test_what_lies_behind_a_cursor_is_unseen(sqlite_store_url: str, tmp_path: Path) -> None:
-    sample = await record_sample_run(sqlite_store_url, tmp_path / "run")
-    async with open_store(sqlite_store_url) as store:
+async def test_what_lies_behind_a_cursor_is_unseen(sqlite_url: str, tmp_path: Path) -> None:
+    sample = await record_sample_run(sqlite_url, tmp_path / "run")
+    async with open_store(sqlite_url) as store:
         experiment = await store.experiment(sample.name)
 
         def look(tx: Transaction) -> None:
@@ -119,10 +119,10 @@ async def test_rows_of_an_expert_are_none_of_the_set(store_url: str) -> None:
 
 
 async def test_steps_of_another_experiments_trainer_are_not_waited_for(
-    sqlite_store_url: str, tmp_path: Path
+    sqlite_url: str, tmp_path: Path
 ) -> None:
-    sample = await record_sample_run(sqlite_store_url, tmp_path / "run")
-    async with open_store(sqlite_store_url) as store:
+    sample = await record_sample_run(sqlite_url, tmp_path / "run")
+    async with open_store(sqlite_url) as store:
         done = await store.experiment("done", config={"rollouts_per_group": 1})
         await done.writer("e0").write([rollout("b0", 0, 0, 1.0)])
         await run_strategy(done, "grpo")

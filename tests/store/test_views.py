@@ -29,10 +29,10 @@ async def asked(store: Store, query: str) -> list[tuple[Any, ...]]:
 
 
 async def test_an_overview_says_when_the_first_and_the_last_thing_happened(
-    sqlite_url: str, tmp_path: Path
+    new_sqlite_url: str, tmp_path: Path
 ) -> None:
-    sample = await record_sample_run(sqlite_url, tmp_path / "run")
-    async with open_store(sqlite_url, read_only=True) as store:
+    sample = await record_sample_run(new_sqlite_url, tmp_path / "run")
+    async with open_store(new_sqlite_url, read_only=True) as store:
         (counted,) = (await overview(store, sample.name)).experiments
         times = [e.recorded_at async for e in (await store.experiment(sample.name)).events()]
     assert (counted.first_at, counted.last_at) == (times[0], times[-1])
@@ -90,8 +90,8 @@ async def test_the_views_say_what_the_questions_say(store_url: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("view", ["rollouts", "gradient_steps"])
-async def test_a_view_can_only_be_read(sqlite_url: str, view: str) -> None:
-    async with open_store(sqlite_url) as store:
+async def test_a_view_can_only_be_read(new_sqlite_url: str, view: str) -> None:
+    async with open_store(new_sqlite_url) as store:
         with pytest.raises(Exception, match="cannot modify"):
             await store.database.write(lambda tx: tx.execute(text(f"DELETE FROM {view}")))
 
@@ -149,9 +149,9 @@ async def test_what_is_done_to_the_schema_of_a_server_is_named(
 
 
 @pytest.mark.parametrize("view", ["trained_rollouts", "rejected_rollouts"])
-async def test_a_view_finds_annotations_by_their_key(view: str, sqlite_url: str) -> None:
+async def test_a_view_finds_annotations_by_their_key(view: str, new_sqlite_url: str) -> None:
     """Left alone, SQLite walked all of them for each row: six minutes for a demo's store."""
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_sqlite_url) as store:
         await store.experiment("run", config={})
         for query in (f"SELECT batch, count(*) FROM {view} GROUP BY 1", f"SELECT * FROM {view}"):
             plan = [step for *_, step in await asked(store, f"EXPLAIN QUERY PLAN {query}")]

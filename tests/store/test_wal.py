@@ -87,16 +87,16 @@ def test_it_ends_when_it_is_closed_just_before_it_forgets_the_news(
     assert not thread.is_alive()
 
 
-async def test_who_writes_has_one_and_who_reads_has_none(sqlite_url: str) -> None:
+async def test_who_writes_has_one_and_who_reads_has_none(new_sqlite_url: str) -> None:
     def at_work() -> bool:
         return "trinity-buffer-checkpoint" in {one.name for one in threading.enumerate()}
 
-    async with open_store(sqlite_url) as store:
+    async with open_store(new_sqlite_url) as store:
         experiment = await store.experiment("e", config={})
         await experiment.writer("e0").write(group())
         assert at_work()
     assert not at_work()
-    async with open_store(sqlite_url, read_only=True) as store:
+    async with open_store(new_sqlite_url, read_only=True) as store:
         assert await (await store.experiment("e")).columns()
         assert not at_work()
 

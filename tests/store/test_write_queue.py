@@ -301,11 +301,11 @@ def test_without_a_log_nobody_waits(tmp_path: Path) -> None:
 
 
 async def test_a_write_waits_for_its_turn_and_gives_it_back(
-    sqlite_store_url: str, monkeypatch: pytest.MonkeyPatch
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_queue, "PATIENCE_S", LIMIT_S)
-    file = Path(sqlite_store_url.removeprefix("sqlite:///"))
-    async with open_store(sqlite_store_url) as store:
+    file = Path(sqlite_url.removeprefix("sqlite:///"))
+    async with open_store(sqlite_url) as store:
         await store.experiment("run", config={})
         with others(file, 1) as (other,):
             await anyio.to_thread.run_sync(other.do, "take")

@@ -23,9 +23,9 @@ COPIES: list[Callable[[MicroBatch], MicroBatch]] = [
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle"])
 @pytest.mark.parametrize("strategy", ["grpo", "reward_variance"])
 async def test_a_copy_has_the_same_tensors(
-    strategy: str, copied: Callable[[MicroBatch], MicroBatch], sqlite_store_url: str
+    strategy: str, copied: Callable[[MicroBatch], MicroBatch], sqlite_url: str
 ) -> None:
-    async with opened(sqlite_store_url, rollouts_per_group=4) as experiment:
+    async with opened(sqlite_url, rollouts_per_group=4) as experiment:
         await experiment.writer("e0").write(group())
         await run_strategy(experiment, strategy)
         async with experiment.train_stream(strategy=strategy, groups_per_step=1) as stream:

@@ -258,6 +258,7 @@ def test_a_copy_of_a_model_and_its_adapter_attend_by_limits(use: Use) -> None:
         assert len(CALLS) >= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("anew", [False, True], ids=["plain", "computed anew"])
 def test_a_compiled_model_attends_by_limits(use: Use, anew: bool) -> None:
     expected = graded(qwen3().train())

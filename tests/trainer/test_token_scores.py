@@ -187,6 +187,7 @@ def test_a_compiled_model_scores_the_same_without_being_compiled_for_each_batch(
     assert 1 <= len(graphs) <= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_model_that_was_compiled_and_used_before_is_refused_with_the_remedy(
     in_place: bool,
@@ -363,6 +364,7 @@ def test_16k_tokens_of_152k_words_take_less_than_700_mb_with_kernels() -> None:
     assert 500e6 < beyond_gradients((2**14, 151_936, 2048), KERNELS) < 700e6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "shape",

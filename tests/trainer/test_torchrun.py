@@ -137,6 +137,7 @@ def ranks_of(parent: int) -> dict[int, int]:
     return found
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_meet_are_refused(tmp_path: Path) -> None:
     environment = os.environ | {"WORLD_SIZE": "2", "RANK": "1", "PYTHONPATH": str(ROOT)}
     url = f"sqlite:///{tmp_path / 'run.db'}"

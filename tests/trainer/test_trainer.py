@@ -33,6 +33,7 @@ def test_every_algorithm_trains_and_commits(name: str, sqlite_url: str, tmp_path
     assert any(not torch.equal(before[k], w) for k, w in trainer.policy.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
