@@ -9,6 +9,7 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
+from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
@@ -24,6 +25,7 @@ __all__ = [
     "MicroBatch",
     "ReadSession",
     "Session",
+    "StepMeasures",
     "Store",
     "SyncTrainStream",
     "TrainStep",

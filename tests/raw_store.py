@@ -12,13 +12,37 @@ from tests.handles import Experiment, Store, Transaction
 from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded, Recorded
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.coordination.presence import this_host
-from trinity_buffer.pipeline.encoding import encode_experiences
+from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import heartbeats, leases, log
 from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.heartbeats import PresenceRow
+from trinity_buffer.store.schema import guards
 from trinity_buffer.store.segments import new_key
-from trinity_buffer.store.tables import metadata
+from trinity_buffer.store.sqlite import dbapi2
+from trinity_buffer.store.tables import PROJECTIONS, metadata
+
+__all__ = [
+    "PROJECTIONS",
+    "PresenceRow",
+    "append",
+    "appending",
+    "contents",
+    "count",
+    "dbapi2",
+    "decode_experiences",
+    "encode_experiences",
+    "guards",
+    "metadata",
+    "new_event",
+    "note_presence",
+    "now_us",
+    "record_unchecked",
+    "rows",
+    "sql",
+    "take_lease",
+    "this_host",
+]
 
 
 def sql(statement: str, **values: object) -> Callable[[Transaction], list[Any]]:

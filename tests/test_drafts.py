@@ -42,8 +42,8 @@ from trinity_buffer.events import PolicyScored
 from trinity_buffer.inspector.events import event_lines
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.history.rebuild import rebuild
-from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.verify.verify import verify
+from trinity_buffer import open_store
+from trinity_buffer import verify
 from trinity_buffer.store import log
 
 async def main():
@@ -95,9 +95,9 @@ from pathlib import Path
 import trinity_buffer as tb
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.history.compact import compact
+from trinity_buffer import compact
 from trinity_buffer.pipeline.history.compact import restore
-from trinity_buffer.pipeline.verify.verify import verify
+from trinity_buffer import verify
 
 def made(run, drafts=(0.25, 0.5)):
     return Experience(

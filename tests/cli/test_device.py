@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.cli.calling import Cli
 from tests.cli.test_option_matrix import SMALL, stored, words_of
+from tests.raw_store import rows
 from tests.trainer.qwen import qwen2
 from trinity_buffer import open_store
 from trinity_buffer.cli import roles
@@ -22,7 +23,6 @@ from trinity_buffer.demo.policy import KeyValueCache, PolicyConfig, TransformerP
 from trinity_buffer.demo.rollout import evaluate
 from trinity_buffer.demo.tasks import SortDigits
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.models import new_critic
 
 SHAPE = PolicyConfig(vocab_size=12, width=8, layers=1, heads=1, max_length=8)
@@ -201,4 +201,4 @@ def test_without_a_gpu_cuda_is_refused_before_anything_is_recorded(
 async def _consumers(url: str) -> list[str]:
     async with open_store(url, read_only=True) as store:
         experiment = await store.experiment("run")
-        return list(await experiment.database.read(writer_queries.consumers, experiment.key))
+        return [row["name"] for row in await rows(experiment, "consumer")]

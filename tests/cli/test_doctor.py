@@ -21,10 +21,9 @@ import pytest
 from tests.cli.calling import Cli
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
-from tests.raw_store import note_presence, sql, take_lease
+from tests.raw_store import note_presence, now_us, sql, take_lease, this_host
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store, run_strategy
-from trinity_buffer.pipeline.coordination.presence import this_host
 from trinity_buffer.store.database import open_database
 
 
@@ -197,7 +196,7 @@ def test_nothing_is_stuck_in_what_is_finished(cli: Cli, store_url: str) -> None:
 async def _silent(url: str, role: str, ago_s: int, *, lease_s: int | None, pid: int) -> None:
     """Let a process that lives be seen last so long ago; a lease ends in ``lease_s``."""
     async with opened(url) as experiment:
-        await note_presence(experiment, role, "p", pid, silent_s=ago_s)
+        await note_presence(experiment, role, "p", pid, silent_s=ago_s, started_at=now_us())
         if lease_s is not None:
             await take_lease(experiment, "p", f"{this_host()}:{pid}:0:x", ttl_s=lease_s)
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.raw_store import decode_experiences, encode_experiences
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import EID, Experience, group_by, split_dpo_experience
-from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 
 
 def stored(*families: str) -> Experience:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from tests.raw_store import decode_experiences, encode_experiences
 from trinity_buffer.codec.objects import ObjectPacker, decode_fact, encode_body, unpack_object
 from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import CodecError
@@ -25,7 +26,6 @@ from trinity_buffer.pipeline.annotations import (
     decode_annotations,
     encode_annotations,
 )
-from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 
 KIND = "ExperiencesRecorded"
 

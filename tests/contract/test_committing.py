@@ -13,6 +13,8 @@ import pytest
 
 from tests.contract.making import group, kinds, opened
 from tests.handles import Experiment, TrainStep, TrainStream
+from tests.raw_store import dbapi2
+from tests.whole_stores import digest_of, recorded_end
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import (
     CheckpointError,
@@ -21,9 +23,6 @@ from trinity_buffer.errors import (
     LeaseHeldError,
     StoreError,
 )
-from trinity_buffer.pipeline.history.replay import recorded_end
-from trinity_buffer.pipeline.train.checkpoint import digest_of
-from trinity_buffer.store.sqlite import dbapi2
 
 GROUPS = 4
 OPTIONS: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 1}

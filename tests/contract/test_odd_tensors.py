@@ -9,9 +9,9 @@ import torch
 from torch.testing import assert_close
 
 from tests.contract.making import opened
+from tests.raw_store import encode_experiences
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.encoding import encode_experiences
 from trinity_buffer.pipeline.tensors import TORCH_DTYPES
 
 MANY = 40_000

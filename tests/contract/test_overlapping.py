@@ -17,13 +17,12 @@ from typing_extensions import override
 from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.handles import Experiment
-from tests.raw_store import count
+from tests.raw_store import count, dbapi2
 from trinity_buffer.errors import InvalidExperienceError, StoreBusyError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.write.batch import PreparedWrite, WriteCall
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import sqlite
-from trinity_buffer.store.sqlite import dbapi2
 
 ROWS = 4
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.contract.making import group, kinds, opened
 from tests.handles import Experiment
+from tests.whole_stores import recorded_end
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.pipeline.history.replay import recorded_end
 from trinity_buffer.store import trainer_queries
 
 

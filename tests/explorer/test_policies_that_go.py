@@ -12,6 +12,7 @@ import anyio.to_thread
 import pytest
 
 from tests.handles import Experiment
+from tests.whole_stores import digest_of
 from trinity_buffer import open_store
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.rollout import TaskSampler
@@ -21,7 +22,6 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import BatchReport, ExploreOptions, SamplingExplorer
 from trinity_buffer.explorer.weights import Weights
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer.checkpoint import POLICY_FILE, remove_old
 
 TASK = SortDigits(digits=2)

@@ -13,8 +13,7 @@ import trinity_buffer as tb
 from tests.contract.making import living, opened
 from tests.explorer.test_exploring import SMALL, TASKS, Rollouts, answer, experience, runs, sealed
 from tests.handles import Experiment
-from tests.raw_store import note_presence, sql
-from trinity_buffer.pipeline.coordination.presence import this_host
+from tests.raw_store import note_presence, sql, this_host
 
 WHOLE = {"epoch0-0": 4, "epoch0-1": 4, "epoch0-2": 2}
 

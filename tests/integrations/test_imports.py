@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import trinity_buffer as tb
 from tests.integrations.conftest import WORDS
+from tests.raw_store import dbapi2
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.integrations.imports import trinity
@@ -34,7 +35,6 @@ from trinity_buffer.integrations.imports.formats import (
 )
 from trinity_buffer.integrations.imports.rows import Rows, Texts
 from trinity_buffer.integrations.imports.trinity import plain
-from trinity_buffer.store.sqlite import dbapi2
 
 DUMPS = Path(__file__).with_name("dumps")
 PAIRS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from pysqlite3 import dbapi2
 
 from tests.sample_run import record_sample_run
-from trinity_buffer.store.tables import SCHEMA_REVISION
+from tests.whole_stores import SCHEMA_REVISION
 
 STORES = Path(__file__).parent / "stores"
 

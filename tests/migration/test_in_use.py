@@ -14,12 +14,10 @@ from sqlalchemy import text
 from tests.contract.making import group, opened
 from tests.handles import Transaction
 from tests.migration.test_kept_stores import copied_to_postgresql, laid_down
+from tests.whole_stores import SCHEMA_REVISION, migrate, open_for_migration
 from trinity_buffer.errors import SchemaTooNewError, StoreBusyError
 from trinity_buffer.pipeline.coordination.waiting import WAIT_REPORT
 from trinity_buffer.pipeline.history import migrate as module
-from trinity_buffer.pipeline.history.migrate import migrate
-from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.tables import SCHEMA_REVISION
 
 READ = "SELECT count(*) FROM event"
 

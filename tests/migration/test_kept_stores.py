@@ -16,12 +16,9 @@ from tests.migration.kept import kept
 from tests.pipeline.planting import unguarded
 from tests.raw_store import sql
 from tests.sample_run import record_sample_run, rollout
+from tests.whole_stores import SCHEMA_REVISION, diff_projections, migrate, open_for_migration
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.pipeline.history import migrate as migrations
-from trinity_buffer.pipeline.history.migrate import migrate
-from trinity_buffer.pipeline.history.rebuild import diff_projections
-from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.tables import SCHEMA_REVISION
 
 
 def laid_down(revision: str, folder: Path) -> Path:

@@ -10,6 +10,7 @@ from pysqlite3 import dbapi2
 from sqlalchemy import text
 
 from tests.handles import Transaction
+from tests.whole_stores import migrate, open_for_migration
 from trinity_buffer import open_store
 from trinity_buffer.errors import (
     InvalidArgumentError,
@@ -19,9 +20,8 @@ from trinity_buffer.errors import (
     UnknownStoreError,
 )
 from trinity_buffer.pipeline.history import migrate as migrations
-from trinity_buffer.pipeline.history.migrate import migrate
 from trinity_buffer.store import schema, sqlite, tables
-from trinity_buffer.store.database import open_database, open_for_migration
+from trinity_buffer.store.database import open_database
 from trinity_buffer.store.schema import clauses_of
 
 SQLITE_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from tests.contract.making import rollout
 from tests.handles import Experiment, Store, SyncTrainStream, TrainStep
+from tests.whole_stores import diff_projections, rebuild
 from trinity_buffer import compact, open_store, open_train_stream, run_strategy, verify
 from trinity_buffer.errors import (
     ConflictingExperienceError,
@@ -33,7 +34,6 @@ from trinity_buffer.errors import (
     LeaseLostError,
     UnknownNameError,
 )
-from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.store import tables
 
 T = TypeVar("T")

@@ -9,9 +9,10 @@ from sqlalchemy import Table, delete, select, text, update
 
 from tests.handles import Transaction
 from tests.pipeline.planting import first_row
+from tests.raw_store import PROJECTIONS
 from trinity_buffer.codec.objects import decode_body, encode_body
 from trinity_buffer.store import log, segments
-from trinity_buffer.store.tables import PROJECTIONS, event, experiment, segment
+from trinity_buffer.store.tables import event, experiment, segment
 
 Edit = Callable[[Transaction], object]
 

@@ -7,16 +7,14 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Table, select
 
-from tests.handles import Event, Transaction
-from tests.raw_store import sql
+from tests.handles import Event, Transaction, VerifyReport
+from tests.raw_store import PROJECTIONS, guards, now_us, sql
+from tests.whole_stores import open_for_migration
 from trinity_buffer import open_store
 from trinity_buffer.codec.objects import encode_body
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.pipeline.verify.verify import Problem, VerifyReport
+from trinity_buffer.pipeline.verify.verify import Problem
 from trinity_buffer.store import log
-from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.schema import guards
-from trinity_buffer.store.tables import PROJECTIONS, event
+from trinity_buffer.store.tables import event
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from tests.pipeline.edits import in_body
 from tests.pipeline.planting import beside_heads, unguarded
 from tests.pipeline.test_compaction import trained
 from tests.raw_store import rows
+from tests.whole_stores import restore
 from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.pipeline.archive import read_archive
-from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.store.segments import blob_of
 
 FORMS = ("typed", "parts")

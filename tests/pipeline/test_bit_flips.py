@@ -12,11 +12,11 @@ import pytest
 from pysqlite3 import dbapi2
 
 from tests.contract.making import opened, rollout
+from tests.raw_store import metadata
 from tests.sample_run import SampleRun
+from tests.whole_stores import rebuild
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import TrinityBufferError
-from trinity_buffer.pipeline.history.rebuild import rebuild
-from trinity_buffer.store.tables import metadata
 
 PER_TEST = 10
 

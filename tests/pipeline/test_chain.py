@@ -14,11 +14,11 @@ from tests.handles import Transaction, VerifyReport
 from tests.pipeline.planting import chain_anew, events_of, unguarded
 from tests.raw_store import sql
 from tests.sample_run import SampleRun, rollout
+from tests.whole_stores import rebuild
 from trinity_buffer import open_store, verify
 from trinity_buffer.codec.objects import decode_body, encode_body
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.explorer.explore import Acknowledgements
-from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.verify.addresses import Names
 from trinity_buffer.pipeline.verify.evidence import Acknowledged
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.contract.making import group, opened
+from tests.whole_stores import digest_of
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.errors import CheckpointError
-from trinity_buffer.pipeline.train.checkpoint import digest_of, make_durable, read_manifest_chain
+from trinity_buffer.pipeline.train.checkpoint import make_durable, read_manifest_chain
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import pytest
 
 from tests.conftest import Resize
 from tests.pipeline.test_compaction import trained
+from tests.whole_stores import restore
 from trinity_buffer import compact, open_store, verify
 from trinity_buffer.errors import StoreError
 from trinity_buffer.limits import resized
 from trinity_buffer.pipeline import archive
-from trinity_buffer.pipeline.history.compact import restore
 
 
 async def test_two_at_once_leave_one_sound_archive(store_url: str, tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ import pytest
 from tests.conftest import Resize
 from tests.contract.making import group, living, opened, rollout
 from tests.handles import Experiment
-from tests.raw_store import sql
+from tests.raw_store import now_us, sql
 from trinity_buffer import run_strategy
 from trinity_buffer.pipeline.annotate import grouping
 from trinity_buffer.pipeline.coordination.diagnosis import abandoned_groups
-from trinity_buffer.pipeline.handle import now_us
 
 BOUNDS = ({"max_staleness": 0}, {"max_queued_groups": 1})
 SOON: dict[str, Any] = {"rollouts_per_group": 4, "group_timeout_s": 0.05}

@@ -12,6 +12,7 @@ import pytest
 
 from tests.contract.making import group, opened
 from tests.handles import Experiment
+from tests.whole_stores import digest_of
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.limits import resized
@@ -19,7 +20,6 @@ from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train import checkpoint
 from trinity_buffer.pipeline.train.checkpoint import (
     contents_of,
-    digest_of,
     make_durable,
     require_digest,
     write_manifest_chain,

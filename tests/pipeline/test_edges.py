@@ -9,6 +9,8 @@ import pytest
 from msgspec import structs
 
 from tests.contract.making import rollout
+from tests.raw_store import encode_experiences
+from tests.whole_stores import replayed_steps
 from trinity_buffer import assign_rewards, open_store
 from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.codec.segments import decode_segment
@@ -23,8 +25,6 @@ from trinity_buffer.events import (
     TrainerRewound,
     body_of,
 )
-from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.columns import Block, Field
 from trinity_buffer.pipeline.manifest import manifest_digest, plan_microbatches, repartitioned
 from trinity_buffer.pipeline.verify.log_audit import (

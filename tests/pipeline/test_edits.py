@@ -12,12 +12,11 @@ from sqlalchemy import text
 from tests.handles import Transaction, VerifyReport
 from tests.pipeline.edits import EDITS
 from tests.pipeline.planting import chain_anew
+from tests.raw_store import guards
 from tests.sample_run import SampleRun
+from tests.whole_stores import open_for_migration, rebuild
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import TrinityBufferError
-from trinity_buffer.pipeline.history.rebuild import rebuild
-from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.schema import guards
 
 PAGE = Path(__file__).parents[2] / "docs" / "proofs" / "reliability.md"
 LOOKS = ("`verify`", "`--acknowledged`", "`--checkpoint`", "`--head`")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import trinity_buffer as tb
-from trinity_buffer.pipeline.load.columns import experiences_of
+from tests.whole_stores import experiences_of
 
 
 async def test_the_experiences_of_a_step_are_the_rows_of_its_micro_batches(store_url: str) -> None:

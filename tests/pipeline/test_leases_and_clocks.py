@@ -11,13 +11,13 @@ import anyio
 import pytest
 
 from tests.postgres import PostgresServer
+from tests.raw_store import PresenceRow
 from trinity_buffer import open_store
 from trinity_buffer.errors import LeaseHeldError
 from trinity_buffer.pipeline import handle
 from trinity_buffer.pipeline.coordination import lease
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.presence import has_ended
-from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.leases import describe_owner
 
 HOUR_US = 3_600_000_000

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tests.contract.making import group, living, opened
 from tests.handles import Experiment
-from tests.raw_store import rows, sql
+from tests.raw_store import PresenceRow, now_us, rows, sql
 from trinity_buffer import run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
@@ -25,9 +25,7 @@ from trinity_buffer.identity import Key
 from trinity_buffer.pipeline.coordination import presence
 from trinity_buffer.pipeline.coordination.lease import is_dead, owner_name
 from trinity_buffer.pipeline.coordination.presence import describe_process, has_ended, is_here
-from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases
-from trinity_buffer.store.heartbeats import PresenceRow
 
 LONG_AGO = 1
 

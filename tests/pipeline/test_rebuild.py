@@ -14,25 +14,17 @@ from sqlalchemy import delete, insert, update
 from tests.conftest import Resize
 from tests.handles import Store, Transaction
 from tests.pipeline.planting import append_unfolded, events_of, everything, first_row, unguarded
-from tests.raw_store import count
+from tests.raw_store import PROJECTIONS, count, dbapi2
 from tests.sample_run import SampleRun, record_sample_run, rollout
+from tests.whole_stores import diff_projections, rebuild
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import StoreError
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.history.rebuild import RebuildReport, diff_projections, rebuild
+from trinity_buffer.pipeline.history.rebuild import RebuildReport
 from trinity_buffer.pipeline.verify.projections import catch_up, suspects
 from trinity_buffer.store import refold
 from trinity_buffer.store.refold import open_scratch
-from trinity_buffer.store.sqlite import dbapi2
-from trinity_buffer.store.tables import (
-    PROJECTIONS,
-    annotation,
-    consumer,
-    experience,
-    plan,
-    rejection,
-    waiting,
-)
+from trinity_buffer.store.tables import annotation, consumer, experience, plan, rejection, waiting
 
 
 async def rebuilt(url: str, **options: Any) -> RebuildReport:

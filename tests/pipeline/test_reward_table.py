@@ -16,7 +16,8 @@ from typing_extensions import override
 from tests.contract.making import assert_conserved, group, opened, rollout
 from tests.handles import Experiment
 from tests.pipeline.planting import beside_heads, write_body
-from tests.raw_store import record_unchecked, rows
+from tests.raw_store import encode_experiences, record_unchecked, rows
+from tests.whole_stores import experiences_of
 from trinity_buffer import assign_rewards, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
@@ -34,8 +35,6 @@ from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, Exper
 from trinity_buffer.experience import EID, Experience, order_of
 from trinity_buffer.pipeline.annotate.deciding import Decision, table_of
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.encoding import encode_experiences
-from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.store import segments
 from trinity_buffer.store.rows import SLOT_BITS, address_of, rows_recorded_by
 from trinity_buffer.writer import StagedWriter

@@ -13,10 +13,10 @@ import torch
 
 from tests.contract.making import group
 from tests.handles import Experiment
+from tests.whole_stores import replayed_steps
 from trinity_buffer import assign_rewards, compact, inspector, open_store, run_strategy, verify
 from trinity_buffer.errors import ArchivedSegmentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.history.replay import replayed_steps
 
 GONE, KEPT, LATER = 2, 2, 1
 """Groups whose tensors leave, groups that keep theirs, and those that are written afterwards."""

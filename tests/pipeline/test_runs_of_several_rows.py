@@ -18,7 +18,8 @@ from tests.contract.making import opened, rollout
 from tests.handles import Experiment, Store
 from tests.pipeline.test_reward_table import by_experiences, by_rewards, said
 from tests.pipeline.test_reward_table import recorded as as_events
-from tests.raw_store import rows
+from tests.raw_store import new_event, now_us, rows
+from tests.whole_stores import experiences_of
 from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY, ADVANTAGE_FN
 from trinity_buffer.algorithm.add_strategy import (
@@ -34,8 +35,7 @@ from trinity_buffer.errors import ConflictingStrategyError, InvalidArgumentError
 from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.load.columns import RowLoader, experiences_of
+from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.train.collate import collate_step
 from trinity_buffer.store import writer_queries

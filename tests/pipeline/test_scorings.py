@@ -13,9 +13,9 @@ import pytest
 from tests.conftest import Resize
 from tests.contract.making import opened, rollout
 from tests.handles import Experiment
+from tests.whole_stores import experiences_of
 from trinity_buffer import assign_rewards, run_strategy, verify
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.load.columns import experiences_of
 
 RUNS = 3
 

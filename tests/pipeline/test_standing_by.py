@@ -21,7 +21,7 @@ from tests.handles import Experiment, ReadSession, Transaction
 from tests.pipeline import deciding
 from tests.pipeline.test_waits import spoken
 from tests.pipeline.watching import Killed, Watcher, killed_at
-from tests.raw_store import rows, take_lease
+from tests.raw_store import rows, take_lease, this_host
 from trinity_buffer import StrategyConsumer, run_strategy, verify
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.experience import Experience
@@ -29,7 +29,7 @@ from trinity_buffer.inspector import compare_sets, leases
 from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
-from trinity_buffer.pipeline.coordination.presence import is_paused, start_of, this_host
+from trinity_buffer.pipeline.coordination.presence import is_paused, start_of
 from trinity_buffer.store import leases as store_leases
 from trinity_buffer.store.rows import ConsumerRow
 

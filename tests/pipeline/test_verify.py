@@ -21,16 +21,15 @@ from tests.pipeline.planting import (
     unguarded,
     write_body,
 )
-from tests.raw_store import append, sql
+from tests.raw_store import PROJECTIONS, append, sql
 from tests.sample_run import RUNS, SampleRun, record_sample_run, rollout
+from tests.whole_stores import digest_of
 from trinity_buffer import open_store, verify
 from trinity_buffer.codec.objects import encode_body
 from trinity_buffer.errors import CheckpointError, CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted, body_of
 from trinity_buffer.pipeline.manifest import manifest_digest
-from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.store import segments
-from trinity_buffer.store.tables import PROJECTIONS
 
 
 async def verified(sample: SampleRun, **options: Any) -> VerifyReport:

@@ -21,7 +21,7 @@ from tests.handles import Experiment, Transaction
 from tests.pipeline.planting import unguarded
 from tests.planted_faults.dying import write_and_die
 from tests.planted_faults.scenes import BLOCKED_S, RUNS, nothing_is_wrong, opened, write_groups
-from tests.raw_store import append, appending, sql
+from tests.raw_store import append, appending, sql, take_lease
 from tests.sample_run import rollout
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.algorithm import GRPOAddStrategy
@@ -29,8 +29,6 @@ from trinity_buffer.errors import ConflictingExperienceError, InvalidExperienceE
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.annotate import consumer
-from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import leases
 
 # 1 -----------------------------------------------------------------------------------------------
 
@@ -128,13 +126,9 @@ class Superseded(GRPOAddStrategy):
         Superseded.num_computed += 1
         if self.experiments:
             experiment = self.experiments.pop()
-            await experiment.database.write(_taken_and_let_go, experiment.key)
+            await take_lease(experiment, "grpo", "another", ttl_s=1e-6)
+            await experiment.database.write(sql("DELETE FROM lease WHERE owner = 'another'"))
         return await super().add(exps, step)
-
-
-def _taken_and_let_go(tx: Transaction, key: int) -> None:
-    leases.acquire(tx, key, "grpo", owner="another", now_us=now_us(), ttl_us=1)
-    leases.release(tx, key, "grpo", owner="another")
 
 
 async def who_lost_its_lease_commits_nothing(url: str, folder: Path) -> None:

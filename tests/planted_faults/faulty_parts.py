@@ -13,12 +13,12 @@ from sqlalchemy import delete, select, update
 from tests.handles import Experiment, TrainStep, TrainStream
 from tests.pipeline.planting import delete_event
 from tests.planted_faults import checks
+from tests.raw_store import new_event, now_us
 from trinity_buffer import StrategyConsumer, verify
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, PlacedFact, Recorded
 from trinity_buffer.pipeline.annotate import deciding
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
-from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.manifest import LeasedStep, leased_steps
 from trinity_buffer.pipeline.train import checkpoint as checkpoints

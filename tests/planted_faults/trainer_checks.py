@@ -16,9 +16,9 @@ from tests.contract.making import dawdling
 from tests.handles import Experiment, TrainStep, TrainStream, Transaction
 from tests.planted_faults.scenes import BLOCKED_S, nothing_is_wrong, opened, write_groups
 from tests.raw_store import rows, sql, take_lease
+from tests.whole_stores import replayed_steps
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import LeaseLostError
-from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.store import leases
 
 # 4 -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.raw_store import append
 from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.store.test_earlier import taken_back
 from tests.trainer.test_mixing import filled, taken
+from tests.whole_stores import diff_projections, migrate, open_for_migration, rebuild
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.events import PlacedFact
@@ -24,10 +25,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.history.migrate import migrate
-from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
 from trinity_buffer.store import counters, counts, log, migrations, writer_queries
-from trinity_buffer.store.database import open_for_migration
 
 PLAIN = (
     "SELECT '', kind, count(*) FROM event GROUP BY kind",

@@ -12,7 +12,7 @@ from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.handles import Experiment, Transaction
 from tests.postgres import PostgresServer
-from tests.raw_store import append, sql
+from tests.raw_store import PROJECTIONS, append, sql
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.errors import StoreError
@@ -32,7 +32,6 @@ from trinity_buffer.pipeline.verify.projections import decoded_events
 from trinity_buffer.store import log
 from trinity_buffer.store.refold import Scratch, open_scratch
 from trinity_buffer.store.rows import first_address
-from trinity_buffer.store.tables import PROJECTIONS
 
 Rows = dict[str, set[tuple[Any, ...]]]
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import anyio
 import psycopg
 
+from tests.raw_store import new_event
 from trinity_buffer import open_store
 from trinity_buffer.events import StreamEnded
 from trinity_buffer.pipeline.coordination.lease import hold_lease
-from trinity_buffer.pipeline.handle import new_event
 
 LOCK = "SELECT pg_advisory_lock(7, %s)"
 WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"

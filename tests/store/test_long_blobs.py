@@ -13,13 +13,14 @@ import torch
 from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.handles import Transaction
+from tests.raw_store import dbapi2
 from trinity_buffer.codec.blob import Blob, Buffer, mapped, writable
 from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline import encoding
 from trinity_buffer.store import segments
 from trinity_buffer.store.connection import FILLED_BYTES
-from trinity_buffer.store.sqlite import dbapi2, open_blob
+from trinity_buffer.store.sqlite import open_blob
 
 SIZES = (0, 1, FILLED_BYTES - 1, FILLED_BYTES, FILLED_BYTES + 1, 3 * FILLED_BYTES)
 

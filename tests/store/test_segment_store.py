@@ -10,13 +10,12 @@ import numpy as np
 from typing_extensions import override
 
 from tests.contract.making import group
-from tests.handles import Experiment, ReadSession, Transaction
+from tests.handles import Experiment, ReadSession, StepMeasures, Transaction
 from tests.raw_store import count
+from tests.whole_stores import restore
 from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.codec.blob import Blob, Buffer
 from trinity_buffer.inspector.overviews import overview
-from trinity_buffer.pipeline.history.compact import restore
-from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, TableSegments
 from trinity_buffer.store.transaction import SegmentParts
 

@@ -17,11 +17,10 @@ import pytest
 
 from tests.contract.making import opened, rollout
 from tests.crash.forking import CONTEXT
-from tests.raw_store import contents
+from tests.raw_store import contents, dbapi2
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import ReadOnlyStoreError, UnsafeStoreError
 from trinity_buffer.store import sqlite
-from trinity_buffer.store.sqlite import dbapi2
 from trinity_buffer.store.wal import log_state
 
 CALLS = 10
@@ -62,7 +61,7 @@ from sqlite3 import dbapi2
 sys.modules["pysqlite3"] = None
 dbapi2.sqlite_version = sys.argv[2]
 from trinity_buffer.errors import UnsafeStoreError
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 async def main():
     async with open_store(sys.argv[1]) as store:
         experiment = await store.experiment("run", config={})
@@ -211,7 +210,7 @@ MOUNT_AND_OPEN = """
 import subprocess, sys, anyio
 from tests.torture.sites import _hide_mounts
 from trinity_buffer.errors import UnsafeStoreError
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer import open_store
 async def open_it(path):
     async with open_store(path) as store:
         print(await store.experiments())

@@ -17,12 +17,11 @@ from sqlalchemy import make_url
 from tests.contract.making import group, opened
 from tests.handles import Transaction
 from tests.postgres import PostgresServer
-from tests.raw_store import rows
+from tests.raw_store import new_event, rows
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import StoreUnavailableError
 from trinity_buffer.events import BatchLeased, StepsCommitted, kind_of
 from trinity_buffer.pipeline.coordination.lease import hold_lease
-from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.train.resume import register
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.tables import policy

@@ -17,7 +17,7 @@ from pysqlite3 import dbapi2
 from typing_extensions import override
 
 from tests.postgres import PostgresServer
-from trinity_buffer.store.schema import guards
+from tests.raw_store import guards
 
 DISK_BYTES = 512 << 20
 """SQLite's log grows up to its limit of 256 MiB while nobody pauses, and 4 MB a second more while

@@ -18,11 +18,11 @@ import trinity_buffer as tb
 from tests.trainer.data import policy, prepared
 from tests.trainer.gradients import train
 from tests.trainer.qwen import qwen3
+from tests.whole_stores import digest_of
 from trinity_buffer import open_store, verify
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.events import StepsCommitted
-from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer import checkpoint
 from trinity_buffer.trainer.checkpoint import PendingCheckpoint
 from trinity_buffer.trainer.sharded import write_share

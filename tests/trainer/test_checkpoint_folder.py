@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from tests.trainer.data import policy
+from tests.whole_stores import digest_of
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.manifest import ManifestChain
-from trinity_buffer.pipeline.train.checkpoint import being_read, digest_of, make_durable
+from trinity_buffer.pipeline.train.checkpoint import being_read, make_durable
 from trinity_buffer.trainer import checkpoint, sharded
 from trinity_buffer.trainer.checkpoint import (
     POLICY_FILE,

@@ -23,6 +23,7 @@ from tests.trainer.data import RUNS as RUNS_OF_DATA
 from tests.trainer.data import policy, recorded, rollouts, solutions
 from tests.trainer.test_elastic_ranks import life
 from tests.trainer.test_mixing import MIXED
+from tests.whole_stores import diff_projections, replayed_steps
 from trinity_buffer import (
     compact,
     inspector,
@@ -38,9 +39,7 @@ from trinity_buffer.events import ExperiencesRecorded, StepDealt
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.inspector.source import now
 from trinity_buffer.limits import resized
-from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.pipeline.load.columns import FAMILIES
-from trinity_buffer.pipeline.verify.projections import diff_projections
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import step_with_rows
 from trinity_buffer.trainer.numbers import StepReport

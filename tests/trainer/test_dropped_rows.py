@@ -20,13 +20,13 @@ from tests.trainer.test_damaged_steps import OPTIONS, filled, left, replays, tra
 from tests.trainer.test_elastic_ranks import life
 from tests.trainer.test_failing_rows import train, with_a_long_row
 from tests.trainer.test_mixing import MIXED
+from tests.whole_stores import diff_projections
 from trinity_buffer import inspector, open_store, open_train_stream, run_strategy, verify
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError, TrainingError, UnknownNameError
 from trinity_buffer.events import StepDealt
 from trinity_buffer.inspector.source import now
 from trinity_buffer.integrations.torch_data import StepDataset
-from trinity_buffer.pipeline.verify.projections import diff_projections
 
 LATER = "b0/2/1/0/"
 """A row of the second step."""

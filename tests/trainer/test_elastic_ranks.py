@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.handles import Experiment, TrainStep, TrainStream
 from tests.trainer.data import policy, prepared, recorded, rollouts
+from tests.whole_stores import replayed_steps
 from trinity_buffer import inspector, open_store, verify
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.history.replay import replayed_steps
 from trinity_buffer.store.rows import written_as
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.requirements import strategy_of

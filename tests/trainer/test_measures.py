@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.handles import VerifyReport
+from tests.handles import StepMeasures, VerifyReport
 from tests.trainer.data import policy, prepared
 from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer import open_replay_stream, open_store, open_train_stream, verify
@@ -23,7 +23,6 @@ from trinity_buffer.inspector.experience import show
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import StepContents, blame, steps
 from trinity_buffer.inspector.token_table import tokens
-from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.trainer.measuring import StepMeter
 from trinity_buffer.trainer.models import Models, prepare
 from trinity_buffer.trainer.parallel import Processes

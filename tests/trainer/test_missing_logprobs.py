@@ -9,11 +9,11 @@ import torch
 
 from tests.handles import Experiment, MicroBatch, Store, TrainStep
 from tests.trainer.data import RUNS, recorded, rollouts, solutions
+from tests.whole_stores import replayed_steps
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.history.replay import replayed_steps
 
 STEP: dict[str, Any] = {"strategy": "grpo", "groups_per_step": 2, "tokens_per_microbatch": 20}
 LACKING = 1

@@ -18,10 +18,10 @@ import trinity_buffer as tb
 from tests.handles import SyncTrainStream
 from tests.trainer.data import prepared
 from tests.trainer.qwen import qwen2, qwen3
+from tests.whole_stores import digest_of
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.pipeline.history.replay import ReplayStream
-from trinity_buffer.pipeline.train.checkpoint import digest_of
 from trinity_buffer.trainer.causal_lm import CausalLM
 
 DROPOUT: dict[str, Any] = {"attention_dropout": 0.1}

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 import trinity_buffer as tb
-from tests.handles import TrainStep
+from tests.handles import StepMeasures, TrainStep
 from tests.trainer.data import CONFIG, VOCABULARY, policy, recorded, rollouts, solutions
 from tests.trainer.qwen import qwen2
 from trinity_buffer import verify
 from trinity_buffer.algorithm import build
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import InvalidExperienceError, TrainingError
-from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.trainer import StepReport
 

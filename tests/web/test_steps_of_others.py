@@ -9,13 +9,13 @@ import anyio
 import numpy as np
 from starlette.testclient import TestClient
 
+from tests.handles import StepMeasures
 from tests.inspect.test_experts import mixed
 from tests.sample_run import rollout
 from tests.web.conftest import BASE
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.inspector import blame
 from trinity_buffer.inspector.source import now
-from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.web.app import inspector
 
 
