@@ -240,17 +240,15 @@ def experiences_of(
                 _tell_of_a_split()
             stretches.append([turn])
         tokens = [*turn.prompt_ids, *turn.token_ids]
-    shared = {
-        "reward": reward,
-        "messages": [dict(message) for message in messages],
-        "tools": [dict(tool) for tool in tools] or None,
-    }
-    return [_experience(stretch, info, shared) for stretch in stretches]
+    made = [_experience(stretch, info) for stretch in stretches]
+    for experience in made:
+        experience.reward = reward
+        experience.messages = [dict(message) for message in messages]
+        experience.tools = [dict(tool) for tool in tools] or None
+    return made
 
 
-def _experience(
-    turns: Sequence[Completion], info: Mapping[str, Any], shared: Mapping[str, Any]
-) -> Experience:
+def _experience(turns: Sequence[Completion], info: Mapping[str, Any]) -> Experience:
     """Return turns of which each one's prompt continues all that was seen and said before."""
     prompt_length = end = len(turns[0].prompt_ids)
     mask: list[bool] = []
@@ -270,7 +268,6 @@ def _experience(
         logprobs=logprobs if are_known else None,
         info={**_origin(turns), **info},
         response_text="".join(turn.text for turn in turns),
-        **shared,
     )
 
 
