@@ -78,7 +78,6 @@ SEPARATE = {
     f"{PACKAGE}/demo/view.py": "draws a terminal; the demo runs without it",
     f"{PACKAGE}/inspector/rejected.py": "public, loaded by its name",
     f"{PACKAGE}/inspector/searching.py": "public, loaded by its name",
-    f"{PACKAGE}/integrations/imports/formats.py": "the table of formats; its command loads it late",
     f"{PACKAGE}/integrations/trackers.py": "other people's packages, each an extra",
     f"{PACKAGE}/pipeline/annotate/deciding.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/annotate/rewards.py": "public, loaded by its name",
@@ -109,7 +108,7 @@ NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "managers
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save"}
 UNPICKLING = {
-    f"{PACKAGE}/integrations/imports/trinity.py": "an Unpickler whose find_class refuses every name"
+    f"{PACKAGE}/integrations/imports/formats.py": "an Unpickler whose find_class refuses every name"
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

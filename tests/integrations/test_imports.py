@@ -26,15 +26,15 @@ from tests.integrations.conftest import WORDS
 from tests.raw_store import dbapi2
 from trinity_buffer.cli.main import app
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.integrations.imports import trinity
+from trinity_buffer.integrations.imports import formats
 from trinity_buffer.integrations.imports.formats import (
     FORMATS,
     Imported,
     import_file,
+    plain,
     require_readable,
 )
 from trinity_buffer.integrations.imports.rows import Rows, Texts
-from trinity_buffer.integrations.imports.trinity import plain
 
 DUMPS = Path(__file__).with_name("dumps")
 PAIRS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def test_a_buffer_of_trinity_is_trained_as_it_was_recorded(sqlite_url: str) -> N
     assert imported(sqlite_url, "trinity-rft", DUMPS / "trinity.db").written == 8
     again = imported(sqlite_url, "trinity-rft", DUMPS / "trinity.db")
     assert (again.written, again.duplicates, again.batches) == (0, 8, 2)
-    given = list(trinity.read(DUMPS / "trinity.db", Texts(None), Rows("experience")))
+    given = list(formats.read_trinity(DUMPS / "trinity.db", Texts(None), Rows("experience")))
     found = anyio.run(annotated, sqlite_url)
     for one, other in zip(given, found, strict=True):
         assert one.eid == other.eid
@@ -412,8 +412,8 @@ def test_a_damaged_buffer_of_trinity_is_told(tmp_path: Path, change: str, says: 
 
 def _paired(blob: bytes) -> bytes:
     """Return an experience of Trinity-RFT that is a pair."""
-    _, told, _ = trinity.HEADER.unpack_from(blob, len(trinity.MAGIC))
-    start = len(trinity.MAGIC) + trinity.HEADER.size + told
+    _, told, _ = formats.HEADER.unpack_from(blob, len(formats.MAGIC))
+    start = len(formats.MAGIC) + formats.HEADER.size + told
     tensors = {**load(blob[start:]), **{f"0:{k}": torch.ones(2) for k in ("chosen", "rejected")}}
     return blob[:start] + save(tensors)
 

@@ -21,7 +21,7 @@ from trinity_buffer.integrations.checkpointed_steps import (
     last_saved,
     require_temperature,
 )
-from trinity_buffer.integrations.imports.trinity import counted_eid
+from trinity_buffer.integrations.imports.formats import counted_eid
 from trinity_buffer.lazy import TESTED, importing
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
 from trinity_buffer.pipeline.experiment import Experiment

@@ -14,7 +14,7 @@ from trinity.buffer.writer.sql_writer import SQLWriter
 from trinity.common.config import StorageConfig
 
 from trinity_buffer.integrations import trinity_rft
-from trinity_buffer.integrations.imports import trinity
+from trinity_buffer.integrations.imports import formats
 from trinity_buffer.integrations.imports.rows import Rows, Texts
 
 
@@ -32,7 +32,7 @@ async def imported_from_sql(folder: Path, given: list[Any]) -> list[Any]:
     path = folder / "trinity.db"
     places = {"storage_type": "sql", "schema_type": "experience", "path": f"sqlite:///{path}"}
     await write(SQLWriter(config(**places)), given)
-    return list(trinity.read(path, Texts(None), Rows("experience")))
+    return list(formats.read_trinity(path, Texts(None), Rows("experience")))
 
 
 def test_their_sqlite_comes_back_as_they_gave_it(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_their_jsonl_holds_what_we_read(tmp_path: Path, monkeypatch: pytest.Monk
     asyncio.run(write(JSONWriter(config(storage_type="file", path=str(path))), given))
     monkeypatch.setattr(Texts, "prompt", lambda _, said, how: [0] * len(said))
     monkeypatch.setattr(Texts, "answer", lambda _, prompt, said, how: [1] * len(said))
-    found = list(trinity.read(path, Texts(None), Rows("experience")))
+    found = list(formats.read_trinity(path, Texts(None), Rows("experience")))
     assert [one.reward for one in found] == [one.reward for one in given]
     assert [one.response_text for one in found] == [one.response_text for one in given]
     assert [one.info for one in found] == [one.info for one in given]

@@ -1,1 +1,1 @@
-"""What other packages left in files, as experiences: a short module for each format."""
+"""What other packages left in files, as experiences."""
