@@ -14,7 +14,7 @@ from tests.raw_store import rows
 from trinity_buffer import GroupingRules, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY
 from trinity_buffer.errors import ConflictingStrategyError
-from trinity_buffer.pipeline.annotate.strategies import config_diff
+from trinity_buffer.pipeline.annotate.deciding import config_diff
 
 DEFAULTS = ADD_STRATEGY.get("grpo").default_args()
 FILTER = ADD_STRATEGY.get("reward_variance").default_args()

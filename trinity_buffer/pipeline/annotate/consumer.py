@@ -39,17 +39,15 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate.deciding import (
     Decision,
-    blame_strategy,
-    metrics_of,
-    table_of,
-)
-from trinity_buffer.pipeline.annotate.grouping import Deadlines, ReadyUnit, UnitReader, chunks
-from trinity_buffer.pipeline.annotate.strategies import (
     StrategyLike,
+    blame_strategy,
     classes_of,
     config_diff,
+    metrics_of,
+    table_of,
     with_over,
 )
+from trinity_buffer.pipeline.annotate.grouping import Deadlines, ReadyUnit, UnitReader, chunks
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.diagnosis import counted
