@@ -409,7 +409,7 @@ class Mover:
 
     def _made(self, name: str, make: Callable[[], Array]) -> Tensor:
         """Make a column now; `torch.compile` does not trace it."""
-        made = torch.from_numpy(_untraced(make)())
+        made = torch.from_numpy(_untraced(_call)(make))
         return made if self._is_here else self._moved(name, made)
 
     def _moved(self, name: str, column: Tensor) -> Tensor:
@@ -420,12 +420,12 @@ class Mover:
     def _sent_and_received(self, values: Tensor) -> Tensor:
         if self._transfers is None:
             return values.to(self.device)
-        sent: _Sent = _untraced(self._send)({"": values})
+        sent: _Sent = _untraced(Mover._send)(self, {"": values})
         return self._received("", sent)
 
     def _received(self, name: str, sent: _Sent) -> Tensor:
         assert self._transfers is not None
-        _untraced(self._transfers.receive)(sent.there, sent.done)
+        _untraced(_receive)(self._transfers, sent.there, sent.done)
         return sent.columns[name]
 
     def _send(self, columns: Mapping[str, Tensor]) -> _Sent:
@@ -458,11 +458,23 @@ def _place(whole: Tensor, begin: int, column: Tensor) -> Tensor:
     return whole[begin : begin + column.nbytes].view(column.dtype).view(column.shape)
 
 
+def _call(make: Callable[[], Array]) -> Array:
+    return make()
+
+
+def _receive(transfers: Transfers, there: Tensor, done: Event) -> None:
+    transfers.receive(there, done)
+
+
+_UNTRACED: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Functions -> what `torch.compile` does not trace: to make that takes longer than most calls."""
+
+
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that `torch.compile` does not trace."""
-    if (
-        "torch._dynamo" in sys.modules
-    ):  # importing it takes a second, and without it nothing is compiled
-        untraced: Callable[..., Any] = torch.compiler.disable(function)
-        return untraced
-    return function
+    """Return a function of this module as one that `torch.compile` does not trace."""
+    # Importing it takes a second, and without it nothing is compiled.
+    if "torch._dynamo" not in sys.modules:
+        return function
+    if function not in _UNTRACED:
+        _UNTRACED[function] = torch.compiler.disable(function)
+    return _UNTRACED[function]

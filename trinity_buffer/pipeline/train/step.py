@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -33,6 +34,9 @@ from trinity_buffer.store.transaction import ReadSession
 _logger = logging.getLogger(__name__)
 
 Tensors = dict[str, Any]
+
+MOMENT_S = 0.002
+"""Upper bound of the time that a trainer has for the step that it took, before the next is made."""
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over data-parallel ranks."""
@@ -317,6 +321,7 @@ class StepQueue:
         self._steps: SimpleQueue[TrainStep | None] = SimpleQueue()
         self._num_put = self._num_asked = self._num_received = 0
         self._num_waiting = 0
+        self._idle_since = 0.0
         self._news = asyncio.Event()
         self._failure: Exception | None = None
 
@@ -338,6 +343,7 @@ class StepQueue:
 
     async def room(self) -> None:
         """Wait until another step may be made."""
+        self._idle_since = time.monotonic()
         await self._until(self.has_room)
 
     def put(self, step: TrainStep) -> None:
@@ -384,7 +390,10 @@ class StepQueue:
     def _ask(self) -> None:
         # A request that was cancelled while it waited is repeated, not counted twice.
         self._num_asked = self._num_received + 1
-        self._tell()
+        if self._steps.empty():
+            self._tell()
+        elif self._num_waiting:
+            self._loop.call_soon_threadsafe(self._ring_soon)
 
     def _received(self, step: TrainStep | None) -> TrainStep | None:
         if step is None:
@@ -411,6 +420,15 @@ class StepQueue:
     def _tell(self) -> None:
         if self._num_waiting:
             self._loop.call_soon_threadsafe(self._ring)
+
+    def _ring_soon(self) -> None:
+        """Let the next step be made in a moment, where the trainer has computed for long.
+
+        It moves the step that it takes now to its device, which threads that make another one
+        would slow down by the interpreter lock.
+        """
+        idle_s = time.monotonic() - self._idle_since
+        self._loop.call_later(min(MOMENT_S, idle_s / 10), self._ring)
 
     def _ring(self) -> None:
         self._news.set()
