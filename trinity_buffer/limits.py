@@ -98,7 +98,7 @@ class Sizes:
     bytes_per_row_group: int = 16 * _MIB
     wal_pages_per_checkpoint: int = 2_048
     wal_pages_limit: int = 16_384
-    bytes_per_hash: int = 8 * _MIB
+    bytes_per_hash: int = 16 * _MIB
 
 
 _current = Sizes()

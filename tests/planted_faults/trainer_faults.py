@@ -79,8 +79,16 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "weights change while a GPU copies them",
+        "trainer/checkpoint.py",
+        "            copies.hold()\n",
+        "            pass\n",
+        "tests/trainer/test_host_copies.py"
+        "::test_what_is_computed_after_a_commit_waits_for_the_copies",
+    ),
+    Fault(
+        "the state of an optimizer changes while a GPU copies it",
         "trainer/trainer.py",
-        "            self._copies.hold()  # whatever is computed next, a callback's work too\n",
+        "        self._commits.hold()\n",
         "",
         "tests/trainer/test_host_copies.py"
         "::test_what_is_computed_after_a_commit_waits_for_the_copies",

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from tests.trainer.data import policy
+from tests.trainer.qwen import qwen3
 from tests.whole_stores import digest_of
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train.checkpoint import being_read, make_durable
 from trinity_buffer.trainer import checkpoint, sharded
+from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.checkpoint import (
     POLICY_FILE,
     TrainerState,
@@ -304,3 +306,28 @@ def test_the_random_numbers_that_are_kept_are_those_of_the_device_that_computes(
     for device in ("cuda:1", "cuda", "cpu"):
         random_state(device)
     assert asked == ["cuda:1", "cuda", "cuda"]
+
+
+def test_a_large_checkpoint_is_written_in_several_files_and_read_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the trainer, and by transformers as it reads any large model."""
+    model = CausalLM(qwen3())
+    of_model = TrainerSettings(checkpoints=tmp_path).optimizer_of
+    optimizer = of_model(model)
+    for weight in model.parameters():
+        weight.grad = torch.rand_like(weight)
+    optimizer.step()
+    saved = TrainerState(model, optimizer, step=7, manifests=ManifestChain())
+    monkeypatch.setattr(sharded, "FILE_BYTES", 1 << 13)
+    folder = save_checkpoint(tmp_path, saved)
+    assert len([*folder.glob("optimizer-*.safetensors")]) > 1
+    assert len([*folder.glob("policy/model-*.safetensors")]) > 1
+    other = CausalLM(qwen3(1))
+    loaded = load_checkpoint(folder, of_model, other)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        wanted, restored = optimizer.state[mine], loaded.optimizer.state[theirs]
+        assert all(torch.equal(wanted[name], restored[name]) for name in wanted)
+    read = type(model.model).from_pretrained(folder / "policy").state_dict()
+    assert all(torch.equal(read[name], own) for name, own in model.model.state_dict().items())

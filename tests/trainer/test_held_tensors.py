@@ -81,7 +81,7 @@ def test_a_share_that_lies_on_another_disk_is_missed(tmp_path: Path) -> None:
     own, other = checkpoint / "model-1", checkpoint / "model-2"
     for file in (own, other):
         file.write_bytes(b"weights")
-    known = {file: written(file) for file in (own, other)}
+    known = dict(zip((own, other), written([own, other]), strict=True))
     digest = make_durable(checkpoint, dict(known))
     assert digest == make_durable(checkpoint)
     other.unlink()  # this machine never had it

@@ -42,6 +42,7 @@ from trinity_buffer.trainer.parallel import Processes, gather_texts
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, all_finite
 from trinity_buffer.trainer.sharded import (
     HostCopies,
+    files_of,
     opened,
     owners_of,
     part_like,
@@ -448,7 +449,7 @@ def begin(
         _random_of(of): numbers for of, numbers in enumerate(state.random or [random_state()])
     }
     tensors: Mapping[str, Tensor] = {**optimizers[0].tensors, **random}
-    shared = [(folder, OPTIMIZER, tensors, ranks)]
+    shared = [(folder, OPTIMIZER, tensors, files_of(tensors, ranks))]
     numbers: dict[str, Any] = {
         "step": state.step,
         "optimizer": optimizers[0].groups,
@@ -462,9 +463,10 @@ def begin(
         numbers["critic_optimizer"] = optimizers[1].groups
     of_policy = folder / policy.file_name
     if hasattr(policy, "held"):
+        held = policy.held()
         # Of an adapter, peft and inference servers read one file.
-        among = 1 if policy.is_adapted else ranks
-        shared.append((of_policy, policy.stem, policy.held(), among))
+        files = 1 if policy.is_adapted else files_of(held, ranks)
+        shared.insert(0, (of_policy, policy.stem, held, files))
         saves.append(partial(policy.save_config, of_policy))
     else:
         saves.append(partial(copied(policy).save, of_policy))
@@ -472,12 +474,18 @@ def begin(
     saves.append(partial(write_manifest_chain, folder, state.manifests, state.log_head))
     copies.begin()
     shares: list[Callable[[], list[Path]]] = []
-    for place, stem, tensors, among in shared:
-        owners = owners_of(tensors, among)
-        mine = [name for name, owner in owners.items() if owner == rank]
+    for place, stem, tensors, files in shared:
+        owners = owners_of(tensors, files)
+        mine = [name for name, file in owners.items() if file % ranks == rank]
         whole = whole_tensors(tensors, mine, copies)  # every rank gathers
-        if rank < among:
-            shares.append(partial(write_share, place, stem, whole, owners, rank, among))
+        shares += [
+            partial(write_share, place, stem, whole, owners, file, files)
+            for file in range(rank, files, ranks)
+        ]
+        if place == of_policy:
+            # Anything may change the weights next, a callback too. The state of an optimizer
+            # changes in its step alone, before which the trainer holds again.
+            copies.hold()
     return PendingCheckpoint(folder, processes, shares, saves if rank == 0 else [], copies.wait)
 
 
@@ -555,7 +563,8 @@ class PendingCheckpoint:
 
 def _digested(write: Callable[[], list[Path]]) -> list[tuple[str, str]]:
     """Write a share; return its files, which are on the disk then, and their digests."""
-    return [(str(file), written(file)) for file in write()]
+    files = write()
+    return [*zip(map(str, files), written(files), strict=True)]
 
 
 def on_each(processes: Processes, work: Callable[[], str]) -> list[str]:

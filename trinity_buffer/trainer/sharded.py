@@ -164,22 +164,38 @@ class HostCopies:
 
 
 INDEX = "{stem}.safetensors.index.json"
+FILE_BYTES = 1 << 30
+MOST_FILES = 8
+"""Of a rank, and of one kind."""
 
 
-def owners_of(tensors: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Return for each name the rank that writes it: shares of about one size, on every rank alike.
+def files_of(tensors: Mapping[str, Tensor], ranks: int) -> int:
+    """Return into how many files ``ranks`` write ``tensors``, each rank as many.
+
+    A file is written by one thread, and several are written faster than one.
 
     Args:
         tensors: name -> a tensor, whose shape is that of the whole.
-        count: of the ranks.
+        ranks: their number.
+    """
+    of_a_rank = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) // ranks
+    return ranks * min(MOST_FILES, 1 + of_a_rank // FILE_BYTES)
+
+
+def owners_of(tensors: Mapping[str, Tensor], files: int) -> dict[str, int]:
+    """Return for each name the file it is in: files of about one size, on every rank alike.
+
+    Args:
+        tensors: name -> a tensor, whose shape is that of the whole.
+        files: their number.
     """
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    loads, owners = [0] * count, {}
-    # The largest first, each to the rank with the least: all ranks compute the same shares.
+    loads, owners = [0] * files, {}
+    # The largest first, each to the file with the least: all ranks compute the same shares.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = loads.index(min(loads))
-        loads[rank] += sizes[name]
-        owners[name] = rank
+        file = loads.index(min(loads))
+        loads[file] += sizes[name]
+        owners[name] = file
     return owners
 
 
@@ -222,17 +238,22 @@ def write_share(
     stem: str,
     tensors: Mapping[str, Tensor],
     owners: Mapping[str, int],
-    rank: int,
+    number: int,
     count: int,
 ) -> list[Path]:
-    """Write the tensors of ``rank``, whole as they are given; rank 0 writes the index too.
+    """Write one of ``count`` files of ``tensors``; with the first, the index too.
+
+    Args:
+        tensors: whole, those of this file among them.
+        owners: name -> number of the file it is in.
 
     Returns:
-        the files that this rank wrote.
+        the files that were written.
     """
-    file = folder / _file_of(stem, rank, count)
-    save_file(dict(tensors), file, metadata={"format": "pt"})
-    if rank or count == 1:
+    file = folder / _file_of(stem, number, count)
+    own = {name: tensor for name, tensor in tensors.items() if owners[name] == number}
+    save_file(own, file, metadata={"format": "pt"})
+    if number or count == 1:
         return [file]
     places = {name: _file_of(stem, owner, count) for name, owner in owners.items()}
     index = folder / INDEX.format(stem=stem)
@@ -240,10 +261,10 @@ def write_share(
     return [file, index]
 
 
-def _file_of(stem: str, rank: int, count: int) -> str:
+def _file_of(stem: str, number: int, count: int) -> str:
     if count == 1:
         return f"{stem}.safetensors"
-    return f"{stem}-{rank + 1:05d}-of-{count:05d}.safetensors"
+    return f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 class Tensors(Mapping[str, Tensor]):

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,17 +126,14 @@ class Commits:
             return not self._beside
         reached("before-checkpoint")
         pending = begin(self._settings.checkpoints, state, self._writers, self._copies)
-        if self._beside:
-            self._copies.hold()  # whatever is computed next, a callback's work too
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            # Once the main thread has ended while we train, no thread can be given work.
-            with suppress(RuntimeError):
-                self._last = self._thread.submit(self._write, pending, step, beside)
-                self._last.add_done_callback(self._tell)
-                return False
+        if self._beside and self._begin(partial(self._write, pending, step, beside)):
+            return False
         self._write(pending, step, beside)
         return not self._beside
+
+    def hold(self) -> None:
+        """Let what is computed next wait until the states of optimizers are copied, too."""
+        self._copies.hold()
 
     def look(self) -> None:
         """Raise the error of a commit that failed beside the training; do not wait for one."""
@@ -159,6 +157,17 @@ class Commits:
             self._thread = None
         self._copies.close()
 
+    def _begin(self, work: Callable[[], None]) -> bool:
+        """Begin work beside the training, and return whether it is."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # Once the main thread has ended while we train, no thread can be given work.
+        with suppress(RuntimeError):
+            self._last = self._thread.submit(work)
+            self._last.add_done_callback(self._tell)
+            return True
+        return False
+
     def _tell(self, done: Future[None]) -> None:
         """End a wait for the next step, which may be for what this commit would have published."""
         error = done.exception()
@@ -175,10 +184,17 @@ class Commits:
             return
         policy = folder / self._file_name
         self._stream.commit(step, checkpoint=folder, policy=policy, digests=digests, **beside)
+        tidy_up = partial(self._tidy_up, folder)
+        if self._beside:
+            tidy_up()
+        else:
+            self._begin(tidy_up)  # to remove gigabytes takes as long as a step
+
+    def _tidy_up(self, committed: Path) -> None:
         keep = self._settings.keep_checkpoints
         # A trainer that took over may have gone back, to a checkpoint that would be removed here.
         if keep is not None and self._stream.leads():
-            remove_old(self._settings.checkpoints, keep=keep, committed=folder)
+            remove_old(self._settings.checkpoints, keep=keep, committed=committed)
 
 
 LARGEST_ROWS = 4
@@ -548,6 +564,7 @@ class Trainer:
         if self._optimizer is None:
             _set_rate(self.state.optimizer, self._rate(step))
         reached("before-step")
+        self._commits.hold()
         self.state.optimizer.step()
         if self.state.critic is not None:
             _set_rate(self.state.critic[1], self._settings.critic_rate_at(step.step))

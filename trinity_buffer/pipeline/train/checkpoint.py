@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 from trinity_buffer.errors import CheckpointError
@@ -119,24 +120,33 @@ def _joined(hashes: list[bytes]) -> str:
     return _IN_PIECES + hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
+_BUFFERS: SimpleQueue[bytearray] = SimpleQueue()
+"""Memory of the threads that hash, one each, used again: a process that maps new memory halts all
+its threads. The other half of the processors keeps a GPU busy meanwhile."""
+for _ in range(max(2, (os.cpu_count() or 1) // 2)):
+    _BUFFERS.put(bytearray(_LEAST_MEMORY))
+
+
 def _sha256(part: tuple[Path, int, int]) -> bytes:
+    """Return the sha256 of ``length`` bytes of a file, from ``begin`` on."""
     file, begin, length = part
-    digest = hashlib.sha256()
-    for chunk in _chunks(file, begin, length):
-        digest.update(chunk)  # hashlib releases the interpreter lock for large chunks
+    digest, buffer = hashlib.sha256(), _BUFFERS.get()
+    try:
+        with file.open("rb", buffering=0) as handle:
+            # Few large reads: after each, this thread waits for the interpreter lock of the
+            # trainer, which hashlib releases too.
+            at_once = sizes().bytes_per_hash
+            size = min(length, os.fstat(handle.fileno()).st_size, at_once)
+            if size > len(buffer):
+                buffer = bytearray(size)
+            memory = memoryview(buffer)[:at_once]
+            handle.seek(begin)
+            while length and (read := handle.readinto(memory[:length])):
+                length -= read
+                digest.update(memory[:read])
+    finally:
+        _BUFFERS.put(buffer)
     return digest.digest()
-
-
-def _chunks(file: Path, begin: int, length: int) -> Iterator[memoryview]:
-    """Yield the bytes of a part of ``file`` in one reused buffer."""
-    with file.open("rb", buffering=0) as handle:
-        there = max(os.fstat(handle.fileno()).st_size, _LEAST_MEMORY)
-        # Few large reads: after each, this thread waits for the interpreter lock of the trainer.
-        memory = memoryview(bytearray(min(length, there, sizes().bytes_per_hash)))
-        handle.seek(begin)
-        while length and (read := handle.readinto(memory[:length])):
-            length -= read
-            yield memory[:read]
 
 
 MANIFESTS_FILE = "manifests.json"
@@ -169,19 +179,14 @@ def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
                     "rank wrote: all ranks need the same folder, on a file system that they share"
                 )
         new = [file for file in files if not is_content(known.get(file), file.stat().st_size)]
-        known.update(zip(new, _written(new), strict=True))
+        known.update(zip(new, written(new), strict=True))
         for folder in (*folders, checkpoint.parent):
             _fsync(folder)
     return digest_of(checkpoint, known)
 
 
-def written(file: Path) -> str:
-    """Flush a file to disk and return the hash of its content, see `contents_of`."""
-    return _written([file])[0]
-
-
-def _written(files: Sequence[Path]) -> list[str]:
-    """Flush ``files`` to disk and return the hashes of their contents."""
+def written(files: Sequence[Path]) -> list[str]:
+    """Flush ``files`` to disk and return the hash of the content of each, see `contents_of`."""
     if sum(file.stat().st_size for file in files) <= PIECE_BYTES:
         for file in files:
             _fsync(file)
