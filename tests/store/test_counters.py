@@ -25,7 +25,8 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.store import counters, counts, log, migrations, writer_queries
+from trinity_buffer.pipeline.history import migrate as migrations
+from trinity_buffer.store import counters, counts, log, writer_queries
 
 PLAIN = (
     "SELECT '', kind, count(*) FROM event GROUP BY kind",
