@@ -434,76 +434,49 @@ _DIGEST_VERSION = 1
 _NOT_CONTENT = "metrics"
 
 
-class Contents:
-    """Collects, row by row, what a content digest covers; when writing, and when checking again.
+def content_digests(
+    kinds: Sequence[str],
+    prompts: Sequence[int],
+    rewards: Sequence[float | None],
+    content: Iterable[Column | tuple[str, Sequence[bytes]]],
+) -> list[bytes]:
+    """Return the content digest of each experience of one write.
 
     Args:
         kinds, prompts, rewards: of each experience its type, prompt length and reward.
+        content: in the order of the segments, columns, and fields of objects with a piece for each
+            row, its keys in order; an empty piece is no object.
     """
-
-    def __init__(
-        self, kinds: Sequence[str], prompts: Sequence[int], rewards: Sequence[float | None]
-    ) -> None:
-        self._packer = ObjectPacker(canonical=True)
-        self._rows = len(kinds)
-        heads = zip([_DIGEST_VERSION] * self._rows, kinds, prompts, rewards, strict=True)
-        # One list per field, with a piece for each row: the rows are joined at the end, in C.
-        self._heads: list[Sequence[bytes]] = [
-            self._packer.pack_all(list(map(list, heads)), "reward")
-        ]
-        self._buffers: list[Sequence[Buffer]] = []
-
-    def add_objects(self, field: str, pieces: Sequence[bytes]) -> None:
-        """Add one field of objects, packed in order; an empty piece is no object."""
-        if field == _NOT_CONTENT:
-            return
-        name = pack_plain(field)
-        names = (
-            [name] * len(pieces) if all(pieces) else [name if piece else b"" for piece in pieces]
-        )
-        self._heads += [names, pieces]
-
-    def add_packed(self, field: str, pieces: Sequence[bytes]) -> None:
-        """Add one field of objects as it lies in a segment.
-
-        Rows of one write say the same again and again, so each distinct piece is read once; a text
-        is canonical as it is.
-
-        Raises:
-            CodecError: a damaged piece.
-        """
-        if field == _NOT_CONTENT:
-            return
-        known = {piece: self._canonical(piece, field) for piece in set(pieces) if piece}
-        self.add_objects(field, [known.get(piece, b"") for piece in pieces])
-
-    def _canonical(self, piece: bytes, field: str) -> bytes:
-        is_text = 0xA0 <= piece[0] < 0xC0 or 0xD9 <= piece[0] <= 0xDB
-        return piece if is_text else self._packer.pack(unpack_object(piece), field)
-
-    def add_column(self, column: Column) -> None:
-        """Add the tensors of one column."""
-        view, width = column.data.data, DTYPES[column.dtype].itemsize
-        ends = accumulate((column.sizes * width).tolist(), initial=0)
-        shapes = list(map(tuple, column.shapes.tolist()))
-        form = [column.field, column.dtype]
+    rows = len(kinds)
+    firsts = zip([_DIGEST_VERSION] * rows, kinds, prompts, rewards, strict=True)
+    # One list per field, with a piece for each row: the rows are joined at the end, in C.
+    heads: list[Sequence[bytes]] = [
+        ObjectPacker(canonical=True).pack_all(list(map(list, firsts)), "reward")
+    ]
+    buffers: list[Sequence[Buffer]] = []
+    for part in content:
+        if not isinstance(part, Column):
+            name, pieces = part
+            if name != _NOT_CONTENT:
+                packed = pack_plain(name)
+                heads += [[packed if piece else b"" for piece in pieces], pieces]
+            continue
+        view, width = part.data.data, DTYPES[part.dtype].itemsize
+        ends = accumulate((part.sizes * width).tolist(), initial=0)
+        data: list[Buffer] = [view[start:stop] for start, stop in pairwise(ends)]
+        shapes = list(map(tuple, part.shapes.tolist()))
+        form = [part.field, part.dtype]
         known = {shape: pack_plain([*form, list(shape)]) for shape in set(shapes)}
-        heads = list(map(known.__getitem__, shapes))
-        buffers: list[Buffer] = [view[start:stop] for start, stop in pairwise(ends)]
-        if column.rows is not None:
-            rows = column.rows.tolist()
-            heads = _spread(heads, rows, self._rows)
-            buffers = _spread(buffers, rows, self._rows)
-        self._heads.append(heads)
-        self._buffers.append(buffers)
-
-    def digests(self) -> list[bytes]:
-        """Return the `content_digest` of each row."""
-        # Written out, as a call for each row shows in the time of a write.
-        return [
-            sha256(b"".join(row)).digest()[:DIGEST_SIZE]
-            for row in zip(*self._heads, *self._buffers, strict=True)
-        ]
+        forms = list(map(known.__getitem__, shapes))
+        if part.rows is not None:
+            present = part.rows.tolist()
+            forms, data = _spread(forms, present, rows), _spread(data, present, rows)
+        heads.append(forms)
+        buffers.append(data)
+    # Written out, as a call for each row shows in the time of a write.
+    return [
+        sha256(b"".join(row)).digest()[:DIGEST_SIZE] for row in zip(*heads, *buffers, strict=True)
+    ]
 
 
 def _spread(pieces: Sequence[Buffer], rows: Sequence[int], number: int) -> list[Any]:
@@ -526,11 +499,22 @@ def digests_of_segments(
     Raises:
         CodecError: an object is damaged.
     """
-    contents = Contents(meta["kind"], meta["prompt_length"], meta["reward"])
+    packer = ObjectPacker(canonical=True)
+    content: list[Column | tuple[str, Sequence[bytes]]] = []
     for segment in segments:
         for name, objects in segment.objects.items():
-            contents.add_packed(name, objects.pieces)
-        for columns in segment.columns.values():
-            for column in columns:
-                contents.add_column(column)
-    return contents.digests()
+            if name == _NOT_CONTENT:
+                continue
+            pieces = objects.pieces
+            # Rows of one write say the same again and again, so each distinct piece is read once.
+            known = {piece: _canonical(packer, piece, name) for piece in set(pieces)}
+            content.append((name, list(map(known.__getitem__, pieces))))
+        content += [column for columns in segment.columns.values() for column in columns]
+    return content_digests(meta["kind"], meta["prompt_length"], meta["reward"], content)
+
+
+def _canonical(packer: ObjectPacker, piece: bytes, field: str) -> bytes:
+    # Nothing, and a text, are canonical as they are.
+    if not piece or 0xA0 <= piece[0] < 0xC0 or 0xD9 <= piece[0] <= 0xDB:
+        return piece
+    return packer.pack(unpack_object(piece), field)

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from trinity_buffer.codec.blob import Blob, Buffer, writable
 from trinity_buffer.codec.objects import ObjectPacker
-from trinity_buffer.codec.segments import Column, Contents, Segment, decode_segment, segment_blob
+from trinity_buffer.codec.segments import (
+    Column,
+    Segment,
+    content_digests,
+    decode_segment,
+    segment_blob,
+)
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.experience import FAMILIES, CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID
@@ -185,15 +191,14 @@ class RecordBatch:
             InvalidArgumentError: a value that cannot be stored; the message names the field.
         """
         values = self.values
-        contents = Contents(values["experience_type"], values["prompt_length"], values["reward"])
+        content: list[Column | tuple[str, list[bytes]]] = []
         for family, names in FAMILIES.items():
             packed: dict[str, list[bytes]] = {}
             for field in filter(self.objects.__contains__, names):
                 packed[field], in_order = self.objects[field]
-                contents.add_objects(field, in_order)
+                content.append((field, in_order))
             columns = [column for field in names for column in self.columns.get(field, ())]
-            for column in columns:
-                contents.add_column(column)
+            content += columns
             if columns or packed:
                 self.families[family] = segment_blob(columns, len(self.experiences), packed)
         versions, reasons, segments = self.infos
@@ -212,7 +217,9 @@ class RecordBatch:
             self._trained_tokens(),
             values["experience_type"],
             [None if reason is None else str(reason) for reason in reasons],
-            contents.digests(),
+            content_digests(
+                values["experience_type"], values["prompt_length"], values["reward"], content
+            ),
         )
         self.meta = dict(zip(META, map(list, metadata), strict=True))
         # Most rows have no sampling segments, and their events no such column.

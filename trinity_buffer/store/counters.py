@@ -20,6 +20,7 @@ from trinity_buffer.events import (
     ExperiencesRecorded,
     ExperiencesRejected,
     PlacedFact,
+    kind_of,
 )
 from trinity_buffer.store.tables import counter
 from trinity_buffer.store.transaction import Statement, Transaction, bind_list, bind_rows
@@ -81,7 +82,7 @@ def kinds(numbers: Numbers) -> dict[str, int]:
 
 def of_events(events: Sequence[PlacedFact]) -> Numbers:
     """Return the numbers that ``events`` add."""
-    numbers: Counter[tuple[str, str]] = Counter(("", placed.kind) for placed in events)
+    numbers: Counter[tuple[str, str]] = Counter(("", kind_of(placed.fact)) for placed in events)
     versions: set[int] = set()
     for placed in events:
         match placed.fact:

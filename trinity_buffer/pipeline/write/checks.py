@@ -257,7 +257,8 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
     return None
 
 
-def _ids_and_masks(batch: RecordBatch, schema: str) -> Problem | None:
+def _numbers(batch: RecordBatch, schema: str) -> Problem | None:
+    """Check that token ids are not negative, masks 0 or 1, and numbers per token finite."""
     columns = batch.columns
     for column in chain.from_iterable(columns[field] for field in SCHEMAS[schema].tokens):
         if DTYPES[column.dtype].kind == "i" and column.elements.min() < 0:
@@ -271,11 +272,7 @@ def _ids_and_masks(batch: RecordBatch, schema: str) -> Problem | None:
         if len(others):
             what = f"holds {numbers[others[0]].item()} at token {others[0]} of the response"
             return "action_mask", f"action_mask {what}, {ZERO_OR_ONE}"
-    return None
-
-
-def _finite(batch: RecordBatch, _schema: str) -> Problem | None:
-    for column in chain.from_iterable(batch.columns.get(field, ()) for field in PER_TOKEN):
+    for column in chain.from_iterable(columns.get(field, ()) for field in PER_TOKEN):
         numbers = _as_numpy(column)
         with np.errstate(all="ignore"):
             # NaN and Inf survive in a sum of squares, which takes a tenth of the time of
@@ -283,9 +280,9 @@ def _finite(batch: RecordBatch, _schema: str) -> Problem | None:
             passes = float(numbers.dot(numbers)) <= MAX_FLOAT32
             passes = passes or bool(np.isfinite(numbers.astype(np.float32)).all())
         if not passes:
-            what = "holds NaN or Inf, it must be finite"
-            if np.isfinite(numbers).all():
-                what = f"holds a number above {MAX_FLOAT32:.2g}, which is infinite in float32"
+            large = f"holds a number above {MAX_FLOAT32:.2g}, which is infinite in float32"
+            is_large = np.isfinite(numbers).all()
+            what = large if is_large else "holds NaN or Inf, it must be finite"
             return column.field, f"{column.field} {what}"
     return None
 
@@ -332,10 +329,7 @@ ADDRESS: tuple[Rule, ...] = (_eids,)
 """Without an address nothing can be recorded."""
 STORABLE: tuple[Rule, ...] = (_forms, _storable, _scalars, _infos)
 """Without these, a reader could not decode what is recorded."""
-TRAINABLE: tuple[Rule, ...] = (
-    *(_kinds, _vectors, _responses, _ids_and_masks),
-    *(_finite, _experts, _size),
-)
+TRAINABLE: tuple[Rule, ...] = (_kinds, _vectors, _responses, _numbers, _experts, _size)
 """What a schema requires; each rule relies on those before it."""
 
 

@@ -169,7 +169,7 @@ class GroupCommit:
                 a batch is sealed; nothing was written.
         """
         if writes is None:
-            writes = s.compute(_prepared, calls)
+            writes = _prepared(calls)
         places = s.write(self._append, writes)
         # That has committed, so a receipt may name the place.
         for write, place in zip(writes, places, strict=True):
