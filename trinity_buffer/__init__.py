@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.sync_stream import open_train_stream as open_train_stream
     from trinity_buffer.pipeline.train.options import StreamOptions as StreamOptions
     from trinity_buffer.pipeline.verify.verify import verify as verify
-    from trinity_buffer.trainer.numbers import StepReport as StepReport
+    from trinity_buffer.trainer.measuring import StepReport as StepReport
     from trinity_buffer.trainer.token_scores import token_scores as token_scores
     from trinity_buffer.trainer.trainer import Trainer as Trainer
     from trinity_buffer.trainer.trainer import TrainerSettings as TrainerSettings
@@ -66,7 +66,7 @@ _HOMES = {
     "OpenAIModel": "trinity_buffer.explorer.openai_model",
     "run_strategy": "trinity_buffer.pipeline.annotate.consumer",
     "StagedWriter": "trinity_buffer.writer",
-    "StepReport": "trinity_buffer.trainer.numbers",
+    "StepReport": "trinity_buffer.trainer.measuring",
     "StrategyConsumer": "trinity_buffer.pipeline.annotate.consumer",
     "StreamOptions": "trinity_buffer.pipeline.train.options",
     "to_arrow": "trinity_buffer.inspector.table",

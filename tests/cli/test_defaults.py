@@ -19,7 +19,7 @@ from trinity_buffer.explorer.explore import ExploreOptions
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.config import ExplorerConfig, ModelConfig, OptimizerConfig, RunConfig
 from trinity_buffer.store.log import create_experiment
-from trinity_buffer.trainer.settings import TrainerSettings
+from trinity_buffer.trainer.trainer import TrainerSettings
 
 SECTIONS: tuple[Any, ...] = (RunConfig, ModelConfig, OptimizerConfig, ExplorerConfig)
 READERS: tuple[Any, ...] = (

@@ -14,14 +14,14 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "the warm-up ends a step early",
-        "trainer/settings.py",
+        "trainer/trainer.py",
         "step / (self.warmup_steps + 1)",
         "step / max(1, self.warmup_steps)",
         "tests/trainer/test_learning_rate.py::test_the_rate_of_a_step_rises_falls_and_stays",
     ),
     Fault(
         "the learning rate falls below its lowest",
-        "trainer/settings.py",
+        "trainer/trainer.py",
         "* max(falling, self.min_lr_ratio)",
         "* falling",
         "tests/trainer/test_learning_rate.py::test_the_rate_of_a_step_rises_falls_and_stays",

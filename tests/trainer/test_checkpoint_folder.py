@@ -32,7 +32,7 @@ from trinity_buffer.trainer.checkpoint import (
     save_checkpoint,
 )
 from trinity_buffer.trainer.policy import all_finite
-from trinity_buffer.trainer.settings import TrainerSettings
+from trinity_buffer.trainer.trainer import TrainerSettings
 
 
 def state() -> TrainerState[TransformerPolicy]:

@@ -22,7 +22,7 @@ from trinity_buffer import inspector, open_store
 from trinity_buffer.algorithm import build
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.inspector.source import now
-from trinity_buffer.trainer.numbers import Number, StepNumbers, combined
+from trinity_buffer.trainer.measuring import Number, StepNumbers, combined
 
 T = TypeVar("T")
 CHOICES: dict[str, dict[str, Any]] = {

@@ -48,8 +48,7 @@ from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.parallel import Processes, gather_texts, processes_here
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
-from trinity_buffer.trainer.settings import KEPT_CHECKPOINTS
-from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
+from trinity_buffer.trainer.trainer import KEPT_CHECKPOINTS, StepReport, Trainer, TrainerSettings
 from trinity_buffer.user_code import own_code
 
 T = TypeVar("T", str, float | None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from trinity_buffer.errors import CodecError, InvalidArgumentError
@@ -65,22 +66,20 @@ def rows_by_rank(lease: BatchLeased) -> list[int]:
 
 def manifest_digest(lease: BatchLeased) -> bytes:
     """Return blake2b-128 over everything that determines what a step computes."""
+    rows = (lease.annotations, lease.experiences, lease.groups)
+    # Of integers, msgspec writes the same JSON in a tenth of the time; not of all texts and floats.
     content = [
-        lease.step,
-        lease.annotation_set,
-        lease.annotations,
-        lease.experiences,
-        lease.groups,
-        lease.layout,
-        plans_of(lease),
-        lease.normalizer,
+        *(json.dumps(value).encode() for value in (lease.step, lease.annotation_set)),
+        *map(msgspec.json.encode, rows),
+        json.dumps(lease.layout).encode(),
+        msgspec.json.encode(plans_of(lease)),
+        json.dumps(lease.normalizer).encode(),
     ]
     # Steps of a single source leave both columns empty, as all older logs did.
     if lease.sources:
-        content += [lease.sources, lease.source]
-    return hashlib.blake2b(
-        json.dumps(content, separators=(",", ":")).encode(), digest_size=16
-    ).digest()
+        names = json.dumps(lease.sources, separators=(",", ":")).encode()
+        content += [names, msgspec.json.encode(lease.source)]
+    return hashlib.blake2b(b"[%s]" % b",".join(content), digest_size=16).digest()
 
 
 def repartitioned(
