@@ -17,7 +17,7 @@ from tests.raw_store import append
 from tests.sample_run import RUNS, record_sample_run, rollout
 from tests.store.test_earlier import taken_back
 from tests.trainer.test_mixing import filled, taken
-from tests.whole_stores import diff_projections, migrate, open_for_migration, rebuild
+from tests.whole_stores import diff_projections, downgrade, migrate, open_for_migration, rebuild
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.events import PlacedFact
@@ -25,7 +25,6 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.history import migrate as migrations
 from trinity_buffer.store import counters, counts, log, writer_queries
 
 PLAIN = (
@@ -157,7 +156,7 @@ async def test_what_older_versions_did_not_count_is_counted_when_they_are_migrat
         mixing = (await taken(await filled(store), 2))[-1].step
         names = await store.experiments()
     async with open_for_migration(store_url) as database:
-        await database.write(migrations.downgrade, "0003")
+        await database.write(downgrade, "0003")
     await migrate(store_url)
     async with open_store(store_url) as store:
         assert mixing == 2
@@ -190,7 +189,7 @@ async def test_reasons_may_be_as_long_as_one_likes(store_url: str) -> None:
         assert [len(reason) > 6000 for reason in counted["Verbose"]] == [True, True]
         assert sum(counted["Verbose"].values()) == 8
     async with open_for_migration(store_url) as database:
-        await database.write(migrations.downgrade, "0002")
+        await database.write(downgrade, "0002")
     await migrate(store_url)
     async with opened(store_url) as experiment:
         await require_plain(experiment)
