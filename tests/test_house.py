@@ -38,8 +38,6 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/write/group_commit.py:_commit_singly": "handed to its caller",
 }
 LAZY_IMPORTS = {
-    f"{PACKAGE}/inspector/table.py:pyarrow": "pyarrow is an extra",
-    f"{PACKAGE}/inspector/table.py:parquet_writer": "pyarrow is an extra",
     f"{PACKAGE}/pipeline/archive.py:_parquet": "pyarrow is an extra",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
     f"{PACKAGE}/cli/data.py:report": "jinja2, which an export does not need",

@@ -39,12 +39,11 @@ async def row_by_row(source: Source, first: str, second: str) -> dict[str, Any]:
 
     async def told(fate: Fate) -> tuple[str, float | None]:
         state = fate.state if fate.reason is None else f"{fate.state}: {fate.reason}"
-        if not fate.annotations:
+        if fate.first is None:
             return state, None
-        note = fate.annotations[0]
-        events, _ = await readable_events(source, [position_of(note.address)], ["annotation"])
-        segment = events[position_of(note.address)].families["annotation"]
-        return state, mean_of(segment, "advantages", slot_of(note.address))
+        events, _ = await readable_events(source, [position_of(fate.first)], ["annotation"])
+        segment = events[position_of(fate.first)].families["annotation"]
+        return state, mean_of(segment, "advantages", slot_of(fate.first))
 
     return {uid: (await told(a), await told(b)) for uid, a, b in await source.read(look)}
 

@@ -475,8 +475,8 @@ FAULTS = [
     Fault(
         "of an experience's copies the first alone is told",
         "inspector/fates.py",
-        "dict.fromkeys(_summary(row, untaken) for row in self.annotations)",
-        "[_summary(self.annotations[0], untaken)]",
+        "in self.annotations.values())\n        return",
+        "in [*self.annotations.values()][:1])\n        return",
         "tests/inspect/test_edges.py::test_a_fate_tells_of_every_copy_once",
     ),
     Fault(

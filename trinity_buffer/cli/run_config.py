@@ -264,7 +264,7 @@ def _require_consistent(config: RunConfig) -> None:
     rules.require_commits(config.commit_every_steps, "commit_every_steps")
 
 
-def _require_recordable(value: Any, key: str = "") -> None:  # noqa: C901 - a case for each type
+def _require_recordable(value: Any, key: str = "") -> None:
     """Raise InvalidArgumentError for what JSON or 64 bits cannot hold, or NUL in a text."""
     if isinstance(value, Mapping):
         for name, inner in value.items():

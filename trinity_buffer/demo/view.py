@@ -77,7 +77,7 @@ class RunNumbers:
     accuracies: list[tuple[int, float]] = field(default_factory=list)
     finished: str | None = None
 
-    def take(self, event: Event) -> None:  # noqa: C901 - one case per kind
+    def take(self, event: Event) -> None:
         """Fold one event; most kinds change nothing here."""
         fact, at = event.fact, event.recorded_at
         match fact:

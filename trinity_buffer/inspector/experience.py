@@ -32,7 +32,7 @@ from trinity_buffer.events import (
     WithSegment,
 )
 from trinity_buffer.identity import FAMILIES, parse_uid
-from trinity_buffer.inspector.fates import Fate, fates
+from trinity_buffer.inspector.fates import Fate, StepOfRow, fates
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded
@@ -181,6 +181,8 @@ def _decoded(
     return decoded_segments, damaged
 
 
+Numbers = npt.NDArray[Any]
+
 FIRST_VALUES = 8
 
 
@@ -203,7 +205,7 @@ class TensorSummary:
     scaled_mask: bool = False
 
 
-def values_of(column: Column) -> npt.NDArray[Any] | None:
+def values_of(column: Column) -> Numbers | None:
     """Return the elements of a column as numbers, None of dtypes that NumPy cannot read."""
     if column.dtype == "bfloat16":
         # NumPy has no bfloat16: its bits are the upper half of a float32.
@@ -223,43 +225,30 @@ def row_of(column: Column, row: int) -> int | None:
 
 def summaries(segment: Segment, row: int) -> Iterator[tuple[str, TensorSummary]]:
     """Yield field and summary of each tensor in one row of a segment."""
-    for name, columns in segment.columns.items():
-        for column in columns:
-            place = row_of(column, row)
-            if place is not None:
-                yield name, _summary(column, place)
-
-
-def _summary(column: Column, place: int) -> TensorSummary:
-    begin, end = column.offsets[place : place + 2].tolist()
-    shape = tuple(column.shapes[place].tolist())
-    scaled = column.encoding == "scaled_mask"
-    elements = values_of(column)
-    if elements is None or begin == end:
-        return TensorSummary(column.dtype, shape, None, None, None, (), scaled)
-    values = elements[begin:end]
-    numbers = values.astype(np.float64)
-    return TensorSummary(
-        column.dtype,
-        shape,
-        float(numbers.min()),
-        float(numbers.mean()),
-        float(numbers.max()),
-        tuple(values[:FIRST_VALUES].tolist()),
-        scaled,
-    )
+    columns = ((name, column) for name, columns in segment.columns.items() for column in columns)
+    for name, column in columns:
+        place = row_of(column, row)
+        if place is None:
+            continue
+        begin, end = column.offsets[place : place + 2].tolist()
+        values = values_of(column)
+        numbers: tuple[Any, Any, Any, tuple[Any, ...]] = (None, None, None, ())
+        if values is not None and begin < end:
+            own = values[begin:end]
+            real = own.astype(np.float64)
+            first = tuple(own[:FIRST_VALUES].tolist())
+            numbers = (float(real.min()), float(real.mean()), float(real.max()), first)
+        shape, is_scaled = tuple(column.shapes[place].tolist()), column.encoding == "scaled_mask"
+        yield name, TensorSummary(column.dtype, shape, *numbers, is_scaled)
 
 
 def mean_of(segment: Segment, field: str, row: int) -> float | None:
     """Return the mean of one field in one row, of a scaled mask its scale; None if it has none."""
-    for column in segment.columns.get(field, []):
-        place = row_of(column, row)
-        if place is not None:
-            return _summary(column, place).mean
-    return None
+    elements = elements_of(segment, field, row)
+    return None if elements is None or not len(elements) else float(elements.astype(float).mean())
 
 
-def means_of(segment: Segment, field: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def means_of(segment: Segment, field: str) -> tuple[Numbers, Numbers]:
     """Return `mean_of` for all rows, up to rounding, and which of them have one."""
     means, known = np.zeros(segment.rows), np.zeros(segment.rows, bool)
     for column in segment.columns.get(field, []):
@@ -274,19 +263,17 @@ def means_of(segment: Segment, field: str) -> tuple[npt.NDArray[Any], npt.NDArra
     return means, known
 
 
-def elements_of(segment: Segment, field: str, row: int) -> npt.NDArray[Any] | None:
+def elements_of(segment: Segment, field: str, row: int) -> Numbers | None:
     """Return the elements of one field in one row; see `elements_of_rows`."""
     return elements_of_rows(segment, field, [row])[0]
 
 
-def elements_of_rows(
-    segment: Segment, field: str, rows: Sequence[int]
-) -> list[npt.NDArray[Any] | None]:
+def elements_of_rows(segment: Segment, field: str, rows: Sequence[int]) -> list[Numbers | None]:
     """Return the elements of one field in some rows, each flat; None where NumPy can read none.
 
     Of a scaled mask it is the one number that stands before the mask.
     """
-    elements: list[npt.NDArray[Any] | None] = [None] * len(rows)
+    elements: list[Numbers | None] = [None] * len(rows)
     for column in segment.columns.get(field, []):
         values, ends = values_of(column), column.offsets.tolist()
         if values is None:
@@ -299,9 +286,6 @@ def elements_of_rows(
             if place is not None and elements[at] is None:
                 elements[at] = values[ends[place] : ends[place + 1]]
     return elements
-
-
-Numbers = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -488,19 +472,27 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     assert isinstance(fact, ExperiencesRecorded)  # where the row is of
     parts = list(recorded.families.values())
     objects = {name: values[slot] for part in parts for name, values in part.objects.items()}
-    noted = {position_of(fate.annotations[0].address): uid for fate in own if fate.annotations}
+    noted = {position_of(fate.first): uid for fate in own if fate.first is not None}
     notes = await events_with_segments(source, noted, ["annotation"])
-    measures = await _measured(source, own)
+    trained: dict[str, set[int]] = defaultdict(set)
+    for step in (step for fate in own for step in fate.steps):
+        if step.step is not None and step.committed and not step.experiment:
+            trained[step.trainer].add(step.step)
+    measures = {name: await measured(source, name, sorted(trained[name])) for name in trained}
+
+    def step_view(address: int, step: StepOfRow) -> StepView:
+        of_step = measures.get(step.trainer, {}).get(step.step or 0)
+        numbers = {} if of_step is None else of_step.of_row(address)
+        state = (step.trainer, step.step, step.committed, step.reason)
+        return StepView(*state, numbers, step.experiment)
+
     sets = []
     for fate in own:
-        first = fate.annotations[0].address if fate.annotations else None
-        segment = None if first is None else notes[position_of(first)].families.get("annotation")
-        steps = []
-        for address, step in ((n.address, step) for n in fate.annotations for step in n.steps):
-            of_step = measures.get((step.trainer, step.step or 0))
-            numbers = {} if of_step is None else of_step.of_row(address)
-            state = (step.trainer, step.step, step.committed, step.reason)
-            steps.append(StepView(*state, numbers, step.experiment))
+        first, tensors = fate.first, {}
+        if first is not None and "annotation" in notes[position_of(first)].families:
+            segment = notes[position_of(first)].families["annotation"]
+            tensors = dict(summaries(segment, slot_of(first)))
+        steps = [step_view(at, step) for at, held in fate.annotations.items() for step in held]
         sets.append(
             SetView(
                 fate.annotation_set,
@@ -508,7 +500,7 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
                 fate.reason,
                 None if first is None else written_as(first),
                 len(fate.annotations),
-                {} if segment is None else dict(summaries(segment, slot_of(first or 0))),
+                tensors,
                 tuple(steps),
             )
         )
@@ -553,16 +545,3 @@ async def row_and_fates(source: Source, uid: str) -> tuple[ExperienceRow, list[F
         return row, fates(tx, source.key, [row])[row.address]
 
     return await source.read(read)
-
-
-async def _measured(source: Source, own: Sequence[Fate]) -> dict[tuple[str, int], Measured]:
-    """Return (trainer, step) -> what was measured, of the steps that hold the experience."""
-    steps: dict[str, set[int]] = defaultdict(set)
-    for step in (step for fate in own for step in fate.steps):
-        if step.step is not None and step.committed and not step.experiment:
-            steps[step.trainer].add(step.step)
-    return {
-        (trainer, step): measures
-        for trainer, numbers in steps.items()
-        for step, measures in (await measured(source, trainer, sorted(numbers))).items()
-    }

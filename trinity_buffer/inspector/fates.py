@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
@@ -13,7 +13,7 @@ from trinity_buffer.identity import EID, parse_uid
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.store import inspection, trainer_queries, writer_queries
 from trinity_buffer.store.retention import EXPERTS_SET
-from trinity_buffer.store.rows import ConsumerRow, ExperienceRow, position_of
+from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction
 
 
@@ -35,13 +35,11 @@ class StepOfRow:
     experiment: str = ""
     rejected_at: int | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class AnnotationRow:
-    """One annotation of an experience, and its gradient steps."""
-
-    address: int
-    steps: tuple[StepOfRow, ...]
+    @override
+    def __str__(self) -> str:
+        if self.step is None:
+            return f"rejected by {self.trainer}: {self.reason}"
+        return f"{'trained' if self.committed else 'leased'} in step {self.step} of {self.trainer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Fate:
     Attributes:
         state: ``refused`` at the door, ``unseen``, ``waiting``, ``rejected`` or ``annotated``.
         reason: why it was refused or rejected.
-        annotations: more than one where the strategy made copies.
+        annotations: address -> gradient steps; more than one where the strategy made copies.
         is_unread: whether there are trainers, and all of them read other sets.
         rejected_at: position of the event that rejected it.
     """
@@ -59,14 +57,19 @@ class Fate:
     annotation_set: str
     state: str
     reason: str | None
-    annotations: tuple[AnnotationRow, ...] = ()
+    annotations: Mapping[int, Sequence[StepOfRow]] = field(default_factory=dict)
     is_unread: bool = False
     rejected_at: int | None = None
 
     @property
-    def steps(self) -> tuple[StepOfRow, ...]:
+    def first(self) -> int | None:
+        """The address of its first annotation."""
+        return next(iter(self.annotations), None)
+
+    @property
+    def steps(self) -> list[StepOfRow]:
         """The steps of all its annotations."""
-        return tuple(step for row in self.annotations for step in row.steps)
+        return [step for steps in self.annotations.values() for step in steps]
 
     @override
     def __str__(self) -> str:
@@ -74,18 +77,8 @@ class Fate:
             return self.state if self.reason is None else f"{self.state}: {self.reason}"
         # Ready for whom? Where no trainer reads the set, for none.
         untaken = "annotated" if self.is_unread else "ready"
-        return "; ".join(dict.fromkeys(_summary(row, untaken) for row in self.annotations))
-
-
-def _summary(row: AnnotationRow, untaken: str) -> str:
-    if not row.steps:
-        return untaken
-    return ", ".join(
-        f"rejected by {step.trainer}: {step.reason}"
-        if step.step is None
-        else f"{'trained' if step.committed else 'leased'} in step {step.step} of {step.trainer}"
-        for step in row.steps
-    )
+        copies = (", ".join(map(str, steps)) or untaken for steps in self.annotations.values())
+        return "; ".join(dict.fromkeys(copies))
 
 
 def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> dict[int, list[Fate]]:
@@ -99,9 +92,9 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
     addresses = [row.address for row in rows]
     annotated = inspection.annotation_rows(tx, experiment, addresses)
     steps = _steps(tx, experiment, trainers, [note for _, _, note in annotated])
-    notes: dict[tuple[str, int], list[AnnotationRow]] = defaultdict(list)
+    notes: dict[tuple[str, int], dict[int, list[StepOfRow]]] = defaultdict(dict)
     for name, address, note in annotated:
-        notes[name, address].append(AnnotationRow(note, tuple(steps[note])))
+        notes[name, address][note] = steps[note]
     names = [strategy.name for strategy in strategies]
     rejected = {
         (row.consumer, row.address): row
@@ -117,12 +110,12 @@ def fates(tx: Transaction, experiment: int, rows: Sequence[ExperienceRow]) -> di
         if row.refused is not None:
             return Fate(name, "refused", row.refused, is_unread=is_unread)
         if key in notes:
-            return Fate(name, "annotated", None, tuple(notes[key]), is_unread)
+            return Fate(name, "annotated", None, notes[key], is_unread)
         if key in rejected:
             by = rejected[key]
-            return Fate(name, "rejected", by.reason, (), is_unread, by.position)
+            return Fate(name, "rejected", by.reason, {}, is_unread, by.position)
         is_unseen = position_of(row.address) > strategy.cursor and key not in waiting
-        return Fate(name, "unseen" if is_unseen else "waiting", None, (), is_unread)
+        return Fate(name, "unseen" if is_unseen else "waiting", None, {}, is_unread)
 
     return {row.address: [fate(row, strategy) for strategy in strategies] for row in rows}
 
@@ -137,11 +130,8 @@ def _steps(
     # Trainers of other experiments are no consumers of this one.
     guests = [name for name in inspection.who_rejected(tx, experiment) if "/" in name]
     for row in inspection.rejections(tx, experiment, [*guests, *trainers], notes):
-        steps[row.address].append(
-            StepOfRow(
-                row.consumer, None, committed=False, reason=row.reason, rejected_at=row.position
-            )
-        )
+        rejected = StepOfRow(row.consumer, None, False, row.reason, "", row.position)  # noqa: FBT003
+        steps[row.address].append(rejected)
     for guest in inspection.guests(tx, experiment):
         held = inspection.deliveries(tx, guest.key, [guest.trainer], notes, guest.source)
         for _, address, step in held:
@@ -184,6 +174,10 @@ class Why:
     reasons: tuple[Reason, ...]
 
 
+_Reasons = Iterator[tuple[int | None, str]]
+"""Position of each event that decided, and what it did; None: it has not happened."""
+
+
 async def why(source: Source, uid: str) -> Why:
     """Return what decided whether ``uid`` was trained.
 
@@ -194,8 +188,20 @@ async def why(source: Source, uid: str) -> Why:
     eid = parse_uid(uid)
 
     def read(tx: Transaction) -> tuple[bool, str, list[tuple[int | None, str]]]:
-        life = _Life(tx, source, eid)
-        return life.is_trained(), life.verdict(), [*life.reasons()]
+        batch = writer_queries.batch_row(tx, source.key, eid.batch)
+        group = inspection.members(tx, source.key, [(str(eid.batch), str(eid.task))])
+        row = next((row for row in group if row.eid.uid == eid.uid), None)
+        if row is None:
+            _require_planned(f"experiment {source.name!r}", eid, batch, group)
+        own = [] if row is None else fates(tx, source.key, [row])[row.address]
+        trained = any(step.committed for fate in own for step in fate.steps)
+        reasons = [*_of_the_writer(eid, batch, row)]
+        if row is not None and row.refused is None:
+            for fate in own:
+                reasons += _of_a_set(tx, source.key, fate, batch, group)
+            if not own:
+                reasons.append((None, "no strategy has run: `trinity-buffer annotate` runs one"))
+        return trained, _verdict(row, own, trained=trained), reasons
 
     trained, verdict, reasons = await source.read(read)
     # What has not happened has no position, and comes last.
@@ -209,134 +215,114 @@ async def why(source: Source, uid: str) -> Why:
     return Why(uid, trained, verdict, tuple(explained))
 
 
-class _Life:
-    """The life of one experience, read inside one transaction.
+def _require_planned(
+    where: str, eid: EID, batch: BatchRow | None, group: Sequence[ExperienceRow]
+) -> None:
+    """Raise UnknownNameError unless an experience that is not stored was planned."""
+    neither = f"{where} neither holds nor planned {eid.uid!r}"
+    # A slip in the step or the suffix is likelier than a rollout that was never planned.
+    if same_run := [row.eid.uid for row in group if row.eid.run == eid.run]:
+        raise UnknownNameError(
+            f"{where} holds no {eid.uid!r}; of run {eid.run} of task {eid.task} it holds "
+            f"{_shortened(same_run)}"
+        )
+    if batch is None or str(eid.task) not in map(str, batch.tasks):
+        raise UnknownNameError(f"{neither}; `trinity-buffer groups` shows what there is")
+    runs = batch.rollouts_per_group
+    if runs is not None and eid.run >= runs:
+        raise UnknownNameError(
+            f"{neither}: batch {str(eid.batch)!r} was planned with runs 0 to {runs - 1} of each "
+            "task"
+        )
 
-    Raises:
-        UnknownNameError: it is neither stored nor planned.
-    """
 
-    def __init__(self, tx: Transaction, source: Source, eid: EID) -> None:
-        self._tx, self._key, self._eid = tx, source.key, eid
-        self._row = inspection.find(tx, source.key, eid)
-        self._batch = writer_queries.batch_row(tx, source.key, eid.batch)
-        tasks = () if self._batch is None else map(str, self._batch.tasks)
-        self._is_planned = str(eid.task) in tasks
-        self._group = inspection.members(tx, source.key, [(str(eid.batch), str(eid.task))])
-        row, self._fates = self._row, list[Fate]()
-        if row is None:
-            self._require_planned(f"experiment {source.name!r}")
-        else:
-            self._fates = fates(tx, source.key, [row])[row.address]
+def _verdict(row: ExperienceRow | None, own: Sequence[Fate], *, trained: bool) -> str:
+    if row is None:
+        return "planned, and never stored"
+    parts = []
+    # Same words as `groups` and `show`, so that one can be found from the other.
+    for fate in own:
+        is_unread = fate.is_unread and fate.annotations and not fate.steps
+        reader = ", which no trainer reads" if is_unread else ""
+        parts.append(f"{fate} (set {fate.annotation_set}{reader})")
+    states = "; ".join(parts) or "no strategy has run"
+    if row.refused is not None:
+        states = f"refused at the door, {row.refused}"
+    return states if trained else f"never trained: {states}"
 
-    def is_trained(self) -> bool:
-        return any(step.committed for fate in self._fates for step in fate.steps)
 
-    def _require_planned(self, where: str) -> None:
-        eid, runs = self._eid, None if self._batch is None else self._batch.rollouts_per_group
-        # A slip in the step or the suffix is likelier than a rollout that was never planned.
-        if same_run := [row.eid.uid for row in self._group if row.eid.run == eid.run]:
-            raise UnknownNameError(
-                f"{where} holds no {eid.uid!r}; of run {eid.run} of task {eid.task} it holds "
-                f"{_shortened(same_run)}"
-            )
-        if not self._is_planned:
-            raise UnknownNameError(
-                f"{where} neither holds nor planned {eid.uid!r}; "
-                "`trinity-buffer groups` shows what there is"
-            )
-        if runs is not None and eid.run >= runs:
-            raise UnknownNameError(
-                f"{where} neither holds nor planned {eid.uid!r}: batch {str(eid.batch)!r} was "
-                f"planned with runs 0 to {runs - 1} of each task"
-            )
+def _of_the_writer(eid: EID, batch: BatchRow | None, row: ExperienceRow | None) -> _Reasons:
+    if batch is not None and str(eid.task) in map(str, batch.tasks):
+        each = f", {batch.rollouts_per_group} runs each" if batch.rollouts_per_group else ""
+        yield batch.planned_at, f"planned: batch {batch.batch}, {len(batch.tasks)} tasks{each}"
+    if batch is not None and batch.sealed_at is not None:
+        yield batch.sealed_at, f"batch {batch.batch} sealed at {batch.expected} experiences"
+    if row is None:
+        yield None, f"never stored: nobody wrote run {eid.run} of task {eid.task}"
+        return
+    yield position_of(row.address), f"recorded, {row.length} tokens, reward {row.reward}"
+    if row.refused is not None:
+        yield position_of(row.address), f"refused at the door: {row.refused}"
 
-    def verdict(self) -> str:
-        if self._row is None:
-            return "planned, and never stored"
-        if self._row.refused is not None:
-            return f"never trained: refused at the door, {self._row.refused}"
-        if not self._fates:
-            return "never trained: no strategy has run"
-        parts = []
-        # Same words as `groups` and `show`, so that one can be found from the other.
-        for fate in self._fates:
-            is_unread = fate.is_unread and fate.annotations and not fate.steps
-            reader = ", which no trainer reads" if is_unread else ""
-            parts.append(f"{fate} (set {fate.annotation_set}{reader})")
-        return ("" if self.is_trained() else "never trained: ") + "; ".join(parts)
 
-    def reasons(self) -> Iterator[tuple[int | None, str]]:
-        batch, row, eid = self._batch, self._row, self._eid
-        if batch is not None and self._is_planned:
-            each = f", {batch.rollouts_per_group} runs each" if batch.rollouts_per_group else ""
-            yield batch.planned_at, f"planned: batch {batch.batch}, {len(batch.tasks)} tasks{each}"
-        if batch is not None and batch.sealed_at is not None:
-            yield batch.sealed_at, f"batch {batch.batch} sealed at {batch.expected} experiences"
-        if row is None:
-            yield None, f"never stored: nobody wrote run {eid.run} of task {eid.task}"
-            return
-        yield position_of(row.address), f"recorded, {row.length} tokens, reward {row.reward}"
-        if row.refused is not None:
-            yield position_of(row.address), f"refused at the door: {row.refused}"
-            return
-        for fate in self._fates:
-            yield from self._reasons_of(fate)
-        if not self._fates:
-            yield None, "no strategy has run: `trinity-buffer annotate` runs one"
-
-    def _reasons_of(self, fate: Fate) -> Iterator[tuple[int | None, str]]:
-        name = f"set {fate.annotation_set}"
-        if fate.state == "rejected":
-            yield fate.rejected_at, f"{name}: rejected, {fate.reason}"
-        elif fate.state != "annotated":
-            yield None, f"{name}: {self._undecided(fate)}"
-        for note in fate.annotations:
-            yield position_of(note.address), f"{name}: annotated"
-            for step in note.steps:
-                yield from self._reasons_of_step(step)
-            if not note.steps and fate.is_unread:
-                yield None, f"{name}: no trainer reads it"
-            elif not note.steps:
-                finished = (
+def _of_a_set(
+    tx: Transaction,
+    experiment: int,
+    fate: Fate,
+    batch: BatchRow | None,
+    group: Sequence[ExperienceRow],
+) -> _Reasons:
+    name = f"set {fate.annotation_set}"
+    if fate.state == "rejected":
+        yield fate.rejected_at, f"{name}: rejected, {fate.reason}"
+    elif fate.state == "unseen":
+        strategy = writer_queries.consumer_row(tx, experiment, fate.annotation_set)
+        cursor = 0 if strategy is None else strategy.cursor
+        yield None, f"{name}: not seen yet, the strategy has read up to position {cursor}"
+    elif fate.state == "waiting":
+        yield None, f"{name}: waiting for its group, {_lacking(batch, group)}"
+    for note, steps in fate.annotations.items():
+        yield position_of(note), f"{name}: annotated"
+        for step in steps:
+            yield from _of_a_step(tx, experiment, step)
+        if not steps and fate.is_unread:
+            yield None, f"{name}: no trainer reads it"
+        elif not steps:
+            ended = ""
+            if writer_queries.is_finished(tx, experiment):
+                ended = (
                     "; the experiment is finished: nobody will, unless a trainer still runs or is "
                     "started again"
                 )
-                ended = finished if writer_queries.is_finished(self._tx, self._key) else ""
-                yield None, f"{name}: ready, and no trainer has taken it{ended}"
+            yield None, f"{name}: ready, and no trainer has taken it{ended}"
 
-    def _reasons_of_step(self, step: StepOfRow) -> Iterator[tuple[int | None, str]]:
-        trainer = f"trainer {step.trainer}:"
-        if step.step is None:
-            yield step.rejected_at, f"{trainer} rejected, {step.reason}"
-        elif step.experiment:
-            state = "trained" if step.committed else "handed out, and not committed,"
-            where = f"as the log of {step.experiment!r} says"
-            yield None, f"{trainer} {state} in step {step.step}, {where}"
-        else:
-            row = trainer_queries.step_at(self._tx, self._key, step.trainer, step.step)
-            assert row is not None  # its rows were delivered
-            yield row.leased_at, f"{trainer} handed out in step {step.step}"
-            state = "is not committed" if row.committed_at is None else "committed"
-            yield row.committed_at, f"{trainer} step {step.step} {state}"
 
-    def _undecided(self, fate: Fate) -> str:
-        if fate.state == "unseen":
-            strategy = writer_queries.consumer_row(self._tx, self._key, fate.annotation_set)
-            cursor = 0 if strategy is None else strategy.cursor
-            return f"not seen yet, the strategy has read up to position {cursor}"
-        planned = None if self._batch is None else self._batch.rollouts_per_group
-        if self._batch is None or planned is None:
-            return (
-                "waiting for its group, whose batch was never planned: a seal or a deadline ends it"
-            )
-        runs = {row.eid.run for row in self._group if row.refused is None}
-        missing = sorted(set(range(planned)) - runs)
-        return (
-            f"waiting for its group, which has {len(runs)} of {planned} runs"
-            + (f" (missing: {_shortened(missing)})" if missing else "")
-            + f"; the batch is {'not sealed' if self._batch.sealed_at is None else 'sealed'}"
-        )
+def _of_a_step(tx: Transaction, experiment: int, step: StepOfRow) -> _Reasons:
+    trainer = f"trainer {step.trainer}:"
+    if step.step is None:
+        yield step.rejected_at, f"{trainer} rejected, {step.reason}"
+    elif step.experiment:
+        state = "trained" if step.committed else "handed out, and not committed,"
+        where = f"as the log of {step.experiment!r} says"
+        yield None, f"{trainer} {state} in step {step.step}, {where}"
+    else:
+        row = trainer_queries.step_at(tx, experiment, step.trainer, step.step)
+        assert row is not None  # its rows were delivered
+        yield row.leased_at, f"{trainer} handed out in step {step.step}"
+        state = "is not committed" if row.committed_at is None else "committed"
+        yield row.committed_at, f"{trainer} step {step.step} {state}"
+
+
+def _lacking(batch: BatchRow | None, group: Sequence[ExperienceRow]) -> str:
+    """Return what a group that a strategy waits for has and lacks."""
+    planned = None if batch is None else batch.rollouts_per_group
+    if batch is None or planned is None:
+        return "whose batch was never planned: a seal or a deadline ends it"
+    runs = {row.eid.run for row in group if row.refused is None}
+    missing = sorted(set(range(planned)) - runs)
+    lacks = f" (missing: {_shortened(missing)})" if missing else ""
+    state = "not sealed" if batch.sealed_at is None else "sealed"
+    return f"which has {len(runs)} of {planned} runs{lacks}; the batch is {state}"
 
 
 def _shortened(items: Sequence[object]) -> str:

@@ -142,9 +142,9 @@ async def _newest(
     noted: dict[int, str] = {}
     for row in (row for rows in members.values() for row in rows):
         fate = decided[row.address]
-        if fate is not None and fate.annotations:
+        if fate is not None and fate.first is not None:
             # An error about the event names the first of its rows.
-            noted.setdefault(position_of(fate.annotations[0].address), row.eid.uid)
+            noted.setdefault(position_of(fate.first), row.eid.uid)
     events = await events_with_segments(source, noted, ["annotation"])
     return [
         _group(batches.get(batch_key), rows, decided, events)
@@ -173,7 +173,11 @@ def _group(
     runs: list[RunView] = []
     for row in sorted(rows, key=lambda row: (row.eid.run, row.eid.step, row.eid.suffix)):
         fate = decided[row.address]
-        state, advantage = "recorded" if fate is None else str(fate), _advantage(fate, events)
+        state, advantage = "recorded" if fate is None else str(fate), None
+        first = None if fate is None else fate.first
+        if first is not None and "annotation" in events[position_of(first)].families:
+            segment = events[position_of(first)].families["annotation"]
+            advantage = mean_of(segment, "advantages", slot_of(first))
         of_run = (row.eid.uid, row.eid.run, row.eid.step, row.reward, advantage)
         runs.append(RunView(*of_run, row.policy_version, row.length, state))
     # Strategies decide without what was refused or came late, so the moments do too.
@@ -219,11 +223,3 @@ def _moments(rows: Sequence[RunView]) -> tuple[float | None, float | None]:
     # Each row of a run of k rows counts 1 / k, and the sample has n - 1 degrees of freedom.
     squares = sum(statistics.fmean((reward - mean) ** 2 for reward in own) for own in runs.values())
     return mean, math.sqrt(squares / (len(runs) - 1))
-
-
-def _advantage(fate: Fate | None, events: Mapping[int, EventWithSegment]) -> float | None:
-    if fate is None or not fate.annotations:
-        return None
-    address = fate.annotations[0].address
-    segment = events[position_of(address)].families.get("annotation")
-    return None if segment is None else mean_of(segment, "advantages", slot_of(address))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import repeat
 from statistics import fmean
 
-from trinity_buffer.events import BatchLeased, BatchPlanned, BatchSealed, PolicyPublished
+from trinity_buffer.events import BatchPlanned, BatchSealed, PolicyPublished
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
-from trinity_buffer.store.counts import LogEnds, PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.counters import Numbers
+from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.wal import log_state
 
@@ -120,75 +122,26 @@ async def overview(store: Store, experiment: str | None = None) -> Overview:
     return Overview(store.url, version, size, parts, experiments, growth)
 
 
-def _overview(tx: Transaction, name: str, key: int) -> ExperimentOverview:
-    counted, served_at = _projected(tx, name, key)
-    staleness = {}
-    for trainer, positions in served_at.items():
-        steps = leased_steps(tx, key, name, positions).values()
-        rows = _own_rows(step.manifest for step in steps)
-        versions = inspection.known_policy_versions(tx, key, [address for _, address in rows])
-        staleness[trainer] = _mean_lag(rows, versions)
-    return _completed(counted, counts.log_ends(tx, key), staleness)
-
-
 async def overview_of(source: Source) -> ExperimentOverview:
-    """Return one experiment in numbers, as it is or as it was.
-
-    As it was, the projections are on a connection of their own, and the log is read on another one.
-    """
-    counted, served_at = await source.read(_projected, source.name, source.key)
-    ends = await source.database.read(counts.log_ends, source.key, source.position)
-    staleness = {}
-    for trainer, positions in served_at.items():
-        rows = _own_rows((await source.leases(positions)).values())
-        addresses = [address for _, address in rows]
-        versions = await source.read(inspection.known_policy_versions, source.key, addresses)
-        staleness[trainer] = _mean_lag(rows, versions)
-    return _completed(counted, ends, staleness)
+    """Return one experiment in numbers, as it is or as it was."""
+    return await source.read(_overview, source.name, source.key, source.position)
 
 
-def _completed(
-    counted: ExperimentOverview, ends: LogEnds, staleness: Mapping[str, float | None]
+def _overview(
+    tx: Transaction, name: str, key: int, position: int | None = None
 ) -> ExperimentOverview:
-    head, first_at, last_at = ends
-    trainers = tuple(
-        replace(trainer, staleness=staleness[trainer.name]) for trainer in counted.trainers
-    )
-    return replace(counted, head=head, first_at=first_at, last_at=last_at, trainers=trainers)
-
-
-def _projected(
-    tx: Transaction, name: str, key: int
-) -> tuple[ExperimentOverview, dict[str, list[int]]]:
-    """Return what the projections say, and for each trainer where its last steps were handed out.
-
-    What the log alone says is still missing.
-    """
     numbers, consumers = counters.numbers_of(tx, key), writer_queries.consumers(tx, key)
     config, finished = writer_queries.config_of(tx, key) or ({}, False)
     policy = writer_queries.newest_policy(tx, key, config.get("trainer", "trainer"))
-    trainers, served_at = [], {}
-    for row in consumers.values():
-        if row.kind != "trainer":
-            continue
-        counted, delivered, committed = counts.of_trainer(tx, key, row, numbers)
-        strategy = consumers.get(counted.annotation_set)
-        # A rejected group is on its way to no trainer any more.
-        rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
-        groups = numbers.get(("", counters.PLANNED_GROUPS), 0) - rejected
-        progress = (row.name, row.leased_step, row.committed_step, None)
-        trainers.append(TrainerProgress(*progress, groups - delivered, groups - committed, counted))
-        last = row.leased_step - STEPS_OF_STALENESS
-        steps = trainer_queries.steps(tx, key, row.name, after=last)
-        served_at[row.name] = [step.leased_at for step in steps]
+    head, first_at, last_at = counts.log_ends(tx, key, position)
     guests = sorted({consumer for consumer, _ in numbers if "/" in consumer})
-    overview = ExperimentOverview(
+    return ExperimentOverview(
         name=name,
         finished=finished,
-        head=0,
+        head=head,
         events=dict(sorted(counters.kinds(numbers).items())),
-        first_at=None,
-        last_at=None,
+        first_at=first_at,
+        last_at=last_at,
         experiences=numbers.get(("", counters.RECORDED), 0),
         batches=numbers.get(("", BatchPlanned.__name__), 0),
         sealed=numbers.get(("", BatchSealed.__name__), 0),
@@ -198,7 +151,11 @@ def _projected(
             for row in consumers.values()
             if row.kind == "strategy"
         ),
-        trainers=tuple(trainers),
+        trainers=tuple(
+            _progress(tx, name, key, row, consumers, numbers)
+            for row in consumers.values()
+            if row.kind == "trainer"
+        ),
         versions=(
             numbers.get(("", counters.LOWEST_VERSION)),
             numbers.get(("", counters.HIGHEST_VERSION)),
@@ -208,20 +165,38 @@ def _projected(
         refused=counters.reasons(numbers, ""),
         guests={guest: counters.reasons(numbers, guest) for guest in guests},
     )
-    return overview, served_at
 
 
-def _own_rows(steps: Iterable[BatchLeased]) -> list[tuple[int, int]]:
-    """Return (step, address) of each experience that is no expert's."""
+def _progress(
+    tx: Transaction,
+    experiment: str,
+    key: int,
+    row: ConsumerRow,
+    consumers: Mapping[str, ConsumerRow],
+    numbers: Numbers,
+) -> TrainerProgress:
+    counted, delivered, committed = counts.of_trainer(tx, key, row, numbers)
+    strategy = consumers.get(counted.annotation_set)
+    # A rejected group is on its way to no trainer any more.
+    rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
+    groups = numbers.get(("", counters.PLANNED_GROUPS), 0) - rejected
+    steps = trainer_queries.steps(tx, key, row.name, after=row.leased_step - STEPS_OF_STALENESS)
+    leased = leased_steps(tx, key, experiment, [step.leased_at for step in steps]).values()
     # An expert's rows were generated by no version of this trainer's policy.
-    return [
-        (leased.step, address)
-        for leased in steps
-        for address, source in zip(leased.experiences, leased.source or repeat(0), strict=False)
+    rows = [
+        (manifest.step, address)
+        for manifest in (step.manifest for step in leased)
+        for address, source in zip(manifest.experiences, manifest.source or repeat(0), strict=False)
         if source == 0
     ]
-
-
-def _mean_lag(rows: Sequence[tuple[int, int]], versions: Mapping[int, int]) -> float | None:
+    versions = inspection.known_policy_versions(tx, key, [address for _, address in rows])
     lags = [step - 1 - versions[address] for step, address in rows if address in versions]
-    return fmean(lags) if lags else None
+    return TrainerProgress(
+        row.name,
+        row.leased_step,
+        row.committed_step,
+        fmean(lags) if lags else None,
+        groups - delivered,
+        groups - committed,
+        counted,
+    )

@@ -47,7 +47,7 @@ class Source:
         """Return position -> event, of those of ``positions`` that count."""
         # As it was, later events do not exist, even where a row of today names one.
         wanted = sorted(at for at in set(positions) if self.counts(at))
-        stored = await self.database.read(log.read_at, self.key, wanted)
+        stored = await self.read(log.read_at, self.key, wanted)
         return {event.position: decoded(self.name, event) for event in stored}
 
     async def leases(self, positions: Sequence[int]) -> dict[int, BatchLeased]:

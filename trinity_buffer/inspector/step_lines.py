@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.inspector.experience import (
+    Measured,
     Numbers,
     events_with_segments,
     experiments_of,
@@ -140,26 +141,6 @@ class Staleness:
     state: str = "committed"
 
 
-class _Counted(NamedTuple):
-    """`NUMBERS` of the trainer's own rows of a lease, and the group of each in the step."""
-
-    numbers: Numbers
-    groups: Numbers
-
-
-class _Contents(NamedTuple):
-    """Rows of a lease: for each its experience, where it is known, and the experiment it is of."""
-
-    fact: BatchLeased
-    rows: tuple[ExperienceRow | None, ...]
-    experiments: Sequence[str]
-
-    def own(self) -> list[tuple[int, ExperienceRow]]:
-        """Return slot and row of those of the trainer's own experiment that are known."""
-        pairs = enumerate(zip(self.rows, self.experiments, strict=True))
-        return [(slot, row) for slot, (row, of) in pairs if row is not None and not of]
-
-
 async def trainer_of(source: Source, wanted: str | None) -> str:
     """Return the trainer to ask about: the one that is named, or the only or busiest one.
 
@@ -188,6 +169,13 @@ async def steps(
     """
     name = await trainer_of(source, trainer)
     rows = await _step_rows(source, name, after, limit)
+    return [line for line, *_ in await _lines(source, name, rows)]
+
+
+async def _lines(
+    source: Source, trainer: str, rows: Sequence[StepRow]
+) -> list[tuple[StepLine, BatchLeased, StepsCommitted | None, Measured | None]]:
+    """Return steps with what leased each, committed it, and what its trainer measured."""
     positions = [row.leased_at for row in rows] + [row.committed_at or 0 for row in rows]
     events = await source.events(positions)
     facts = {row.leased_at: events[row.leased_at].fact for row in rows}
@@ -195,39 +183,42 @@ async def steps(
     # The lease of a step that was dealt anew is another event.
     leases |= await source.leases(list(facts.keys() - leases.keys()))
     leased = [leases[row.leased_at] for row in rows]
-    measures = await measured(source, name, [row.step for row in rows])
-    lines = []
-    for row, fact, own in zip(rows, leased, await _numbers(source, leased), strict=True):
-        served = events[row.leased_at]
-        commit = None if row.committed_at is None else events[row.committed_at]
-        # Clocks of two machines may differ: a negative time is shown as unknown.
-        seconds = None if commit is None else commit.recorded_at - served.recorded_at
-        numbers, versions = own.numbers, own.numbers["policy_version"]
+    measures = await measured(source, trainer, [row.step for row in rows])
+    lines: list[tuple[StepLine, BatchLeased, StepsCommitted | None, Measured | None]] = []
+    for row, lease, own in zip(rows, leased, await _numbers(source, leased), strict=True):
+        recorded_at, seconds = events[row.leased_at].recorded_at, None
+        numbers, groups = own
+        versions = numbers["policy_version"]
         lags = row.step - 1 - versions[versions != NO_VERSION]
-        metrics: Mapping[str, Any] = {}
-        # A commit of several steps has the metrics of the last one.
-        if commit is not None and isinstance(commit.fact, StepsCommitted):
-            metrics = commit.fact.metrics if commit.fact.steps[-1] == row.step else {}
+        commit, metrics = None, dict[str, Any]()
+        if row.committed_at is not None:
+            # Clocks of two machines may differ: a negative time is shown as unknown.
+            seconds = events[row.committed_at].recorded_at - recorded_at
+            fact = events[row.committed_at].fact
+            assert isinstance(fact, StepsCommitted)  # of which the step says so
+            commit = fact
+            # A commit of several steps has the metrics of the last one.
+            metrics = dict(fact.metrics) if fact.steps[-1] == row.step else {}
         line = StepLine(
-            trainer=name,
+            trainer=trainer,
             step=row.step,
             state="leased" if commit is None else "committed",
             leased_at=row.leased_at,
             committed_at=row.committed_at,
-            recorded_at=served.recorded_at,
+            recorded_at=recorded_at,
             seconds=seconds if seconds is not None and seconds >= 0 else None,
             rows=row.rows,
             groups=row.groups,
-            microbatches=len(fact.microbatches),
+            microbatches=len(lease.microbatches),
             tokens=int(numbers["length"].sum()),
             trained_tokens=int(numbers["trained_tokens"].sum()),
-            reward=mean_over_runs(numbers["reward"], own.groups, numbers["run"], numbers["step"]),
+            reward=mean_over_runs(numbers["reward"], groups, numbers["run"], numbers["step"]),
             staleness=fmean(lags.tolist()) if len(lags) else None,
             oldest=int(lags.max()) if len(lags) else None,
             checkpoint=row.checkpoint,
             metrics=measures[row.step].metrics if row.step in measures else metrics,
         )
-        lines.append(line)
+        lines.append((line, lease, commit, measures.get(row.step)))
     return lines
 
 
@@ -239,37 +230,37 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
         DamagedSegmentError: a checksum of the advantages does not hold.
     """
     name = await trainer_of(source, trainer)
-    contents = await _contents(source, name, step)
-    fact = contents.fact
-    (line,) = await steps(source, trainer=name, after=step - 1, limit=1)
-    proven = None
-    if line.committed_at is not None:
-        commit = (await source.events([line.committed_at]))[line.committed_at].fact
-        assert isinstance(commit, StepsCommitted)  # of which the step says so
-        proven = commit.manifests[list(commit.steps).index(step)] == fact.digest
-    measures = (await measured(source, name, [step])).get(step)
-    own = contents.own()
-    notes = zip(fact.annotations, contents.experiments, contents.rows, strict=True)
+    ((line, fact, commit, measures),) = await _lines(
+        source, name, [await _step_at(source, name, step)]
+    )
+    known, experiments = await _experiences(source, fact), experiments_of(fact)
     # Annotations of an expert are events of another log, and are not read.
-    uids = {position_of(a): "" if row is None else row.eid.uid for a, of, row in notes if not of}
+    uids = {
+        position_of(note): "" if row is None else row.eid.uid
+        for note, of, row in zip(fact.annotations, experiments, known, strict=True)
+        if not of
+    }
     events = await events_with_segments(source, uids, ["annotation"])
+    own = [(slot, row) for slot, row in enumerate(known) if row and not experiments[slot]]
     actors = await _actors(source, (position_of(row.address) for _, row in own))
-    run_rewards = _run_rewards(contents)
+    run_rewards = _run_rewards(fact, own)
+    parts = {
+        slot: (at, rank)
+        for at, (begin, end, _, rank) in enumerate(fact.microbatches)
+        for slot in range(begin, end)
+    }
     rows = []
-    for slot, (row, of) in enumerate(zip(contents.rows, contents.experiments, strict=True)):
+    for slot, (row, of) in enumerate(zip(known, experiments, strict=True)):
         note = fact.annotations[slot]
         segment = None if of else events[position_of(note)].families.get("annotation")
-        at, (_, _, _, rank) = next(
-            (i, span) for i, span in enumerate(fact.microbatches) if span[0] <= slot < span[1]
-        )
         version = None if row is None else row.policy_version
         rows.append(
             EatenRow(
                 slot=slot,
                 uid="" if row is None else row.eid.uid,
                 experiment=of,
-                microbatch=at,
-                rank=rank,
+                microbatch=parts[slot][0],
+                rank=parts[slot][1],
                 group=fact.groups[slot],
                 run=None if row is None else row.eid.run,
                 reward=None if row is None else row.reward,
@@ -287,8 +278,10 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
                 measured={} if measures is None else measures.of_row(note, of),
             )
         )
-    digest = fact.digest.hex()
-    return StepContents(line, fact.annotation_set, fact.layout, digest, proven, tuple(rows))
+    digest, proven = fact.digest, None
+    if commit is not None:
+        proven = commit.manifests[list(commit.steps).index(step)] == digest
+    return StepContents(line, fact.annotation_set, fact.layout, digest.hex(), proven, tuple(rows))
 
 
 async def rows_of_step(
@@ -299,8 +292,10 @@ async def rows_of_step(
     Raises:
         UnknownNameError: no such trainer, or no such step of it.
     """
-    contents = await _contents(source, await trainer_of(source, trainer), step)
-    own = {row.address: row for _, row in contents.own()}
+    at = (await _step_at(source, await trainer_of(source, trainer), step)).leased_at
+    fact = (await source.leases([at]))[at]
+    rows = zip(await _experiences(source, fact), experiments_of(fact), strict=True)
+    own = {row.address: row for row, of in rows if row is not None and not of}
     return [own[address] for address in sorted(own)]
 
 
@@ -316,7 +311,7 @@ async def staleness(
     rows = await _step_rows(source, name, after, limit)
     leases = await source.leases([row.leased_at for row in rows])
     counted = await _numbers(source, [leases[row.leased_at] for row in rows])
-    dated = [own.numbers[own.numbers["policy_version"] != NO_VERSION] for own in counted]
+    dated = [numbers[numbers["policy_version"] != NO_VERSION] for numbers, _ in counted]
     positions = [numbers["address"] >> SLOT_BITS for numbers in dated]
     actors = await _actors(source, chain.from_iterable(places.tolist() for places in positions))
     lines = []
@@ -344,38 +339,37 @@ async def _actors(source: Source, positions: Iterable[int]) -> dict[int, str]:
     return await source.database.read(inspection.actors, source.key, sorted(set(positions)))
 
 
-async def _contents(source: Source, trainer: str, step: int) -> _Contents:
-    """Return the rows of a step; those of another experiment are looked up there."""
+async def _step_at(source: Source, trainer: str, step: int) -> StepRow:
     row = await source.read(trainer_queries.step_at, source.key, trainer, step)
     if row is None:
         raise UnknownNameError(
             f"trainer {trainer!r} was never handed step {step}; `trinity-buffer steps` shows them"
         )
-    fact = (await source.leases([row.leased_at]))[row.leased_at]
-    experiments = experiments_of(fact)
-    names = list(zip(experiments, fact.experiences, strict=True))
-    # An address is unique within its experiment alone.
-    known: dict[tuple[str, int], ExperienceRow] = {}
-    for of in dict.fromkeys(experiments):
-        addresses = sorted({address for by, address in names if by == of})
-        for experience in await _experiences(source, of, addresses):
-            known[of, experience.address] = experience
-    return _Contents(fact, tuple(map(known.get, names)), experiments)
+    return row
 
 
-async def _experiences(source: Source, of: str, addresses: list[int]) -> list[ExperienceRow]:
-    if not of:
-        return await source.read(writer_queries.experience_rows, source.key, addresses)
+async def _experiences(source: Source, fact: BatchLeased) -> list[ExperienceRow | None]:
+    """Return the experience of each row, where it is known; an expert's are looked up there."""
+    names = list(zip(experiments_of(fact), fact.experiences, strict=True))
 
-    def read(tx: Transaction) -> list[ExperienceRow]:
+    def read_others(tx: Transaction, of: str, addresses: list[int]) -> list[ExperienceRow]:
         key = log.find_experiment(tx, of)
         return [] if key is None else writer_queries.experience_rows(tx, key, addresses)
 
-    return await source.database.read(read)
+    # An address is unique within its experiment alone.
+    known: dict[tuple[str, int], ExperienceRow] = {}
+    for of in dict.fromkeys(name for name, _ in names):
+        addresses = sorted({address for by, address in names if by == of})
+        if of:
+            rows = await source.database.read(read_others, of, addresses)
+        else:
+            rows = await source.read(writer_queries.experience_rows, source.key, addresses)
+        known |= {(of, row.address): row for row in rows}
+    return [known.get(name) for name in names]
 
 
-async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[_Counted]:
-    """Return the counts over the trainer's own rows of each lease, where they are known."""
+async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[tuple[Numbers, Numbers]]:
+    """Return `row_numbers` and groups of the trainer's own rows of each lease, where known."""
     own = []
     for fact in facts:
         mine = [not of for of in experiments_of(fact)]
@@ -388,16 +382,15 @@ async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[_Counte
         # Sorted by address: a dict of all rows of some hundred steps would cost more.
         places = np.searchsorted(numbers["address"], addresses)
         known = ended[places] == addresses
-        counted.append(_Counted(numbers[places[known]], np.array(groups, np.int64)[known]))
+        counted.append((numbers[places[known]], np.array(groups, np.int64)[known]))
     return counted
 
 
-def _run_rewards(contents: _Contents) -> dict[int, float]:
+def _run_rewards(fact: BatchLeased, own: Sequence[tuple[int, ExperienceRow]]) -> dict[int, float]:
     """Return slot -> reward of the run, of the trainer's own rows where one is known."""
-    own = contents.own()
     rewards = rewards_by_run(
         np.array([row.reward for _, row in own], np.float64),
-        np.array([contents.fact.groups[slot] for slot, _ in own], np.int64),
+        np.array([fact.groups[slot] for slot, _ in own], np.int64),
         np.array([row.eid.run for _, row in own], np.int64),
         np.array([row.eid.step for _, row in own], np.int64),
     )
@@ -447,31 +440,20 @@ class StalenessGrowth:
 
 def growth_by_actor(ages: Sequence[Staleness]) -> list[StalenessGrowth]:
     """Return the growth for each actor and, if there are several, for all of them at the end."""
-    names: Sequence[str | None] = sorted({age.actor for age in ages})
+    actors: list[str | None] = [*sorted({age.actor for age in ages})]
     steps = sorted({age.step for age in ages})
-    return [
-        _growth(name, [age for age in ages if name in (None, age.actor)], steps)
-        for name in (names if len(names) < 2 else [*names, None])
-    ]
-
-
-def _growth(actor: str | None, own: list[Staleness], steps: list[int]) -> StalenessGrowth:
     tenth = -(-len(steps) // 10)  # rounded up: of few steps at least one
-
-    def end(steps: list[int]) -> Tenth:
-        first, last = steps[0], steps[-1]
-        return Tenth(first, last, _mean([age for age in own if first <= age.step <= last]))
-
-    return StalenessGrowth(
-        actor,
-        first_step=steps[0],
-        last_step=steps[-1],
-        rows=sum(age.rows for age in own),
-        mean=_mean(own) or 0.0,
-        greatest=max(age.greatest for age in own),
-        begin=end(steps[:tenth]),
-        end=end(steps[-tenth:]),
-    )
+    growths = []
+    for actor in actors if len(actors) < 2 else [*actors, None]:
+        own = [age for age in ages if actor in (None, age.actor)]
+        begin, end = (
+            Tenth(part[0], part[-1], _mean([age for age in own if age.step in part]))
+            for part in (steps[:tenth], steps[-tenth:])
+        )
+        greatest, rows = max(age.greatest for age in own), sum(age.rows for age in own)
+        ends = (steps[0], steps[-1])
+        growths.append(StalenessGrowth(actor, *ends, rows, _mean(own) or 0.0, greatest, begin, end))
+    return growths
 
 
 def _mean(ages: list[Staleness]) -> float | None:

@@ -17,7 +17,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,12 @@ from anyio.from_thread import start_blocking_portal
 from trinity_buffer.codec.segments import Segment
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded
-from trinity_buffer.inspector.experience import (
-    Damage,
-    EventWithSegment,
-    elements_of_rows,
-    readable_events,
-)
-from trinity_buffer.inspector.fates import AnnotationRow, Fate, StepOfRow, fates
+from trinity_buffer.inspector.experience import EventWithSegment, elements_of_rows, readable_events
+from trinity_buffer.inspector.fates import Fate, StepOfRow, fates
 from trinity_buffer.inspector.output import strict_json, writable
 from trinity_buffer.inspector.source import Source, as_of, chosen_set
 from trinity_buffer.inspector.step_lines import rows_of_step, trainer_of
+from trinity_buffer.lazy import extra
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store import writer_queries
@@ -62,7 +57,14 @@ def info_column(key: str) -> str:
 def array_of(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
     """Return values, or arrays of numbers, as an array of ``kind``; null in place of any other."""
     if not arrow.types.is_list(kind):
-        return _plain(arrow, values, kind)
+        try:
+            return arrow.array(values, kind)
+        except (ValueError, TypeError):  # of Arrow, and of a text that UTF-8 cannot write
+            if arrow.types.is_string(kind):
+                values = [writable(value) if isinstance(value, str) else None for value in values]
+            else:
+                values = [*map(_number, values)]
+            return arrow.array(values, kind)
     # One array and its offsets: a Python list for each row would be built and thrown away.
     there = [row for row in values if row is not None]
     flat = arrow.array(np.concatenate(there)) if there else arrow.array([], kind.value_type)
@@ -72,18 +74,6 @@ def array_of(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
     return arrow.ListArray.from_arrays(
         arrow.array(ends), flat.cast(kind.value_type), type=kind, mask=absent
     )
-
-
-def _plain(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
-    try:
-        return arrow.array(values, kind)
-    except (ValueError, TypeError):  # of Arrow, and of a text that UTF-8 cannot write
-        fitting = _text if arrow.types.is_string(kind) else _number
-        return arrow.array([fitting(value) for value in values], kind)
-
-
-def _text(value: Any) -> str | None:
-    return writable(value) if isinstance(value, str) else None
 
 
 def _number(value: Any) -> float | None:
@@ -121,23 +111,6 @@ _OF_THE_ROW = (
 _OF_THE_SET = ("set", "state", "reason", "trainer", "trained_step")
 
 
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """What was found to be wanted beside rows: a set, and trainers, the one furthest ahead first.
-
-    Attributes:
-        step: the only step that counts; None: any.
-    """
-
-    annotation_set: str | None
-    trainers: tuple[str, ...]
-    step: int | None
-
-
-_Delivery = tuple[AnnotationRow, StepOfRow | None]
-"""The annotation of a row that its cells are about, and the step or the rejection of it."""
-
-
 def to_arrow(
     url: str,
     experiment: str | None = None,
@@ -173,7 +146,7 @@ def to_arrow(
         InvalidArgumentError: pyarrow is not installed, or there are several experiments.
         UnknownNameError: no such set, step or trainer.
     """
-    arrow = pyarrow()
+    arrow = extra("pyarrow", "parquet")
 
     async def main() -> Any:
         async with open_store(url, read_only=True) as store:
@@ -191,21 +164,6 @@ def to_arrow(
         return portal.call(main)
 
 
-def pyarrow() -> Any:
-    """Return the library.
-
-    Raises:
-        InvalidArgumentError: it is not installed.
-    """
-    try:
-        import pyarrow as arrow  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        raise InvalidArgumentError(
-            "this needs pyarrow: pip install 'trinity-buffer[parquet]'"
-        ) from error
-    return arrow
-
-
 @contextmanager
 def parquet_writer(path: Path) -> Iterator[Callable[[Any], None]]:
     """Yield what writes record batches into a new Parquet file.
@@ -213,9 +171,7 @@ def parquet_writer(path: Path) -> Iterator[Callable[[Any], None]]:
     Raises:
         InvalidArgumentError: pyarrow is not installed.
     """
-    pyarrow()
-    from pyarrow import parquet  # noqa: PLC0415 - an optional extra
-
+    parquet = extra("pyarrow.parquet", "parquet")
     # The schema is known with the first batch, and so the file is opened with it.
     with ExitStack() as stack:
         writers: list[Any] = []
@@ -246,7 +202,7 @@ async def record_batches(
         InvalidArgumentError: pyarrow is not installed.
         UnknownNameError: no such set, step or trainer.
     """
-    arrow = pyarrow()
+    arrow = extra("pyarrow", "parquet")
     consumers = await source.read(writer_queries.consumers, source.key)
     own = chosen_set(consumers, annotation_set)
     if step is None and trainer is None:
@@ -254,10 +210,9 @@ async def record_batches(
         names = [row.name for row in sorted(trainers, key=lambda row: -row.leased_step)]
     else:
         names = [await trainer_of(source, trainer)]
-    chosen = _Beside(own, tuple(names), step)
     schema: Any = None
-    async for rows in _pages(source, chosen):
-        columns = await _columns(source, rows, chosen)
+    async for rows in _pages(source, None if step is None else (step, names[0])):
+        columns = await _columns(source, rows, own, names, step)
         # Batches of one table share a schema, so the first page decides it.
         if schema is None:
             schema = schema_of(arrow, columns)
@@ -265,14 +220,17 @@ async def record_batches(
         arrays = [array_of(arrow, columns.get(f.name, nothing), f.type) for f in schema]
         yield arrow.RecordBatch.from_arrays(arrays, schema=schema)
     if schema is None:
-        schema = schema_of(arrow, {})
-        yield arrow.RecordBatch.from_pylist([], schema=schema)
+        yield arrow.RecordBatch.from_pylist([], schema=schema_of(arrow, {}))
 
 
-async def _pages(source: Source, chosen: _Beside) -> AsyncIterator[list[ExperienceRow]]:
-    limit = 2 * sizes().experiences_per_page  # each page asks the same questions once
-    if chosen.step is not None:
-        rows = await rows_of_step(source, chosen.step, trainer=chosen.trainers[0])
+async def _pages(
+    source: Source, of_step: tuple[int, str] | None
+) -> AsyncIterator[list[ExperienceRow]]:
+    """Yield the rows of a step of a trainer, or all; each page asks the same questions once."""
+    limit = 2 * sizes().experiences_per_page
+    if of_step is not None:
+        step, trainer = of_step
+        rows = await rows_of_step(source, step, trainer=trainer)
         for start in range(0, len(rows), limit):
             yield rows[start : start + limit]
         return
@@ -285,23 +243,38 @@ async def _pages(source: Source, chosen: _Beside) -> AsyncIterator[list[Experien
 
 
 async def _columns(
-    source: Source, rows: Sequence[ExperienceRow], chosen: _Beside
+    source: Source,
+    rows: Sequence[ExperienceRow],
+    annotation_set: str | None,
+    trainers: Sequence[str],
+    step: int | None,
 ) -> dict[str, list[Any]]:
+    """Return the columns of some rows: one set's, and of trainers, the one furthest ahead first.
+
+    Args:
+        step: the only step that counts; None: any.
+    """
     decided = await source.read(fates, source.key, rows)
-    name = chosen.annotation_set
-    own = [next((f for f in decided[r.address] if f.annotation_set == name), None) for r in rows]
-    delivered = [None if fate is None else _delivered(fate, chosen) for fate in own]
+    noted: list[int | None] = []
+    became: list[dict[str, Any]] = []
+    for row in rows:
+        fate = next((f for f in decided[row.address] if f.annotation_set == annotation_set), None)
+        note, cells = _what_became(row, fate, trainers, step)
+        noted.append(note)
+        became.append(cells)
     addresses = [row.address for row in rows]
-    noted = [None if delivery is None else delivery[0].address for delivery in delivered]
     recorded, damaged = await readable_events(source, _by_position(addresses), FAMILIES)
     notes, damaged_notes = await readable_events(source, _by_position(noted), ["annotation"])
-    damaged |= damaged_notes
-    cells = [*map(_what_became, rows, own, delivered)]
     columns = _known(rows)
     columns |= _gathered(addresses, recorded, _recorded)
-    columns |= {name: [cell.get(name) for cell in cells] for name in _OF_THE_SET}
+    columns |= {name: [cells.get(name) for cells in became] for name in _OF_THE_SET}
     columns |= _gathered(noted, notes, _scored)
-    columns["damaged"] = [_damaged(*both, damaged) for both in zip(addresses, noted, strict=True)]
+    damaged |= damaged_notes
+    columns["damaged"] = [None] * len(rows)
+    for place, both in enumerate(zip(addresses, noted, strict=True) if damaged else ()):
+        positions = [position_of(address) for address in both if address is not None]
+        reasons = [f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged]
+        columns["damaged"][place] = "; ".join(reasons) or None
     return columns
 
 
@@ -314,27 +287,15 @@ def _by_position(addresses: Iterable[int | None]) -> dict[int, list[int]]:
     return places
 
 
-def _damaged(address: int, noted: int | None, damaged: Mapping[int, Damage]) -> str | None:
-    if not damaged:
-        return None
-    positions = [position_of(row) for row in (address, noted) if row is not None]
-    reasons = [f"event {at} cannot be read: {damaged[at]}" for at in positions if at in damaged]
-    return "; ".join(reasons) or None
-
-
 def _known(rows: Sequence[ExperienceRow]) -> dict[str, list[Any]]:
     """Return the columns that the log knows without opening a segment."""
     eids = [row.eid for row in rows]
-    addresses: dict[str, list[Any]] = {
-        "uid": [eid.uid for eid in eids],
-        "batch": [str(eid.batch) for eid in eids],
-        "task": [str(eid.task) for eid in eids],
-        "run": [eid.run for eid in eids],
-        "step": [eid.step for eid in eids],
-        "suffix": [eid.suffix for eid in eids],
-        "position": [position_of(row.address) for row in rows],
-    }
-    return addresses | {name: [getattr(row, name) for row in rows] for name in _OF_THE_ROW}
+    columns: dict[str, list[Any]] = {"position": [position_of(row.address) for row in rows]}
+    for name in ("uid", "run", "step", "suffix"):
+        columns[name] = [getattr(eid, name) for eid in eids]
+    for name in ("batch", "task"):
+        columns[name] = [str(getattr(eid, name)) for eid in eids]
+    return columns | {name: [getattr(row, name) for row in rows] for name in _OF_THE_ROW}
 
 
 def _gathered(
@@ -386,42 +347,31 @@ def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, lis
     return cells | flat
 
 
-def _delivered(fate: Fate, chosen: _Beside) -> _Delivery | None:
-    """Return the delivery that the cells are about; None where nothing annotated the row."""
+def _what_became(
+    row: ExperienceRow, fate: Fate | None, trainers: Sequence[str], wanted: int | None
+) -> tuple[int | None, dict[str, Any]]:
+    """Return the annotation that the cells of a row are about, and those of its set."""
+    if fate is None:
+        return None, {"state": None if row.refused is None else "refused", "reason": row.refused}
     known = [
         (note, step)
-        for note in fate.annotations
-        for step in note.steps
-        if step.trainer in chosen.trainers and chosen.step in (None, step.step)
+        for note, steps in fate.annotations.items()
+        for step in steps
+        if step.trainer in trainers and wanted in (None, step.step)
     ]
 
-    def order(delivery: tuple[AnnotationRow, StepOfRow]) -> tuple[bool, bool, int, int]:
+    def order(delivery: tuple[int, StepOfRow]) -> tuple[bool, bool, int, int]:
         step = delivery[1]
-        at = chosen.trainers.index(step.trainer)
-        return not step.committed, step.step is None, at, step.step or 0
+        return not step.committed, step.step is None, trainers.index(step.trainer), step.step or 0
 
     # Committed before leased before rejected; see `to_arrow`.
-    if known:
-        return min(known, key=order)
-    return (fate.annotations[0], None) if fate.annotations else None
-
-
-def _what_became(
-    row: ExperienceRow, fate: Fate | None, delivery: _Delivery | None
-) -> dict[str, Any]:
-    step = None if delivery is None else delivery[1]
-    if fate is None:
-        return {"state": None if row.refused is None else "refused", "reason": row.refused}
-    if step is None:
-        return {"set": fate.annotation_set, "state": fate.state, "reason": fate.reason}
-    delivered = "committed" if step.committed else "leased"
-    return {
-        "set": fate.annotation_set,
-        "state": "rejected" if step.step is None else delivered,
-        "reason": step.reason,
-        "trainer": step.trainer,
-        "trained_step": step.step,
-    }
+    note, step = min(known, key=order, default=(fate.first, None))
+    cells: dict[str, Any] = {"set": fate.annotation_set, "state": fate.state, "reason": fate.reason}
+    if step is not None:
+        state = "committed" if step.committed else "leased" if step.step else "rejected"
+        cells |= {"state": state, "reason": step.reason}
+        cells |= {"trainer": step.trainer, "trained_step": step.step}
+    return note, cells
 
 
 def _scored(note: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:

@@ -78,7 +78,7 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         "reward": _placed(_first(segments, "token_level_reward", slot), row, mask),
     }
     if fate is not None:
-        note = fate.annotations[0].address
+        note = fate.first or 0
         noted = await events_with_segments(source, {position_of(note): uid}, ["annotation"])
         scores = list(noted[position_of(note)].families.values())
         for name in ("advantages", "returns"):
@@ -93,14 +93,14 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
 
 async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
     """Return what the last step of an annotation recorded of each token, if it did."""
-    first = fate.annotations[0]
-    own = [step for step in first.steps if not step.experiment]
+    address, held = next(iter(fate.annotations.items()))
+    own = [step for step in held if not step.experiment]
     steps = [(step.trainer, step.step) for step in own if step.step and step.committed]
     if not steps:
         return {}
     trainer, number = steps[-1]
     measures = (await measured(source, trainer, [number], tokens=True)).get(number)
-    columns = {} if measures is None else measures.of_tokens(first.address)
+    columns = {} if measures is None else measures.of_tokens(address)
     return {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
 
 
