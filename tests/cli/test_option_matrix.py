@@ -277,7 +277,7 @@ def test_every_key_of_the_configuration_is_tried() -> None:
 
 @pytest.mark.parametrize("command", OPTIONS)
 def test_every_option_of_a_command_is_tried(command: str) -> None:
-    function = COMMANDS[command].place.partition(":")[2]
+    function = COMMANDS[command].partition(":")[2]
     made = typer.Typer(add_completion=False)
     made.command()(getattr(run, function))
     options = {one.opts[0] for one in typer.main.get_command(made).params}

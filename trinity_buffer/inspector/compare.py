@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -231,64 +232,40 @@ async def compare_runs(
     configs = [await side.read(writer_queries.config_of, side.key) for side in sides]
     a, b = ({} if config is None else _flat(config[0]) for config in configs)
     config = {k: [a.get(k), b.get(k)] for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
-    totals: list[dict[Any, Any]] = [defaultdict(int), defaultdict(int)]
+    values: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
     shared: dict[int, dict[str, list[Any]]] = {}
-    last = [await _last_step(side) for side in sides]
+    last = []
+    for side in sides:
+        consumers = (await side.read(writer_queries.consumers, side.key)).values()
+        steps_of = (row.leased_step for row in consumers if row.kind == "trainer")
+        last.append(max(steps_of, default=0))
     skipped = [0 if limit is None else max(0, step - limit) for step in last]
     page = sizes().events_per_page
     # Both runs page by page, so that neither has to fit in memory.
     for after in range(min(skipped), max(last), page):
         up_to = after + page
-        pages = [
-            await _steps(side, max(after, left), min(up_to, end))
-            for side, left, end in zip(sides, skipped, last, strict=True)
-        ]
-        for total, lines in zip(totals, pages, strict=True):
-            _add(total, lines.values())
+        pages: list[dict[int, StepLine]] = []
+        for side, own, left, end in zip(sides, values, skipped, last, strict=True):
+            first_step, last_step = max(after, left), min(up_to, end)
+            most = last_step - first_step
+            lines = await steps(side, after=first_step, limit=most) if most > 0 else []
+            pages.append({line.step: line for line in lines if line.step <= last_step})
+            for line in pages[-1].values():
+                own["steps"].append(1)
+                own["committed"].append(line.state == "committed")
+                for name in ("rows", "tokens", *_MEANS):
+                    own[name].append(getattr(line, name))
         both = sorted(pages[0].keys() & pages[1].keys())
         shared |= {step: _side_by_side(pages[0][step], pages[1][step]) for step in both}
         progress("diff", min(up_to, max(last)), max(last))
-    numbers = [_counted(total) for total in totals]
-    counted = {name: [own[name] for own in numbers] for name in numbers[0]}
-    return RunDifference(first.name, second.name, config, counted, shared)
-
-
-async def _last_step(source: Source) -> int:
-    """Return the last step of the busiest trainer, 0 where there is none."""
-    consumers = await source.read(writer_queries.consumers, source.key)
-    trainers = [row for row in consumers.values() if row.kind == "trainer"]
-    return max((row.leased_step for row in trainers), default=0)
-
-
-async def _steps(source: Source, after: int, up_to: int) -> dict[int, StepLine]:
-    if after >= up_to:
-        return {}
-    lines = await steps(source, after=after, limit=up_to - after)
-    return {line.step: line for line in lines if line.step <= up_to}
-
-
-def _add(total: dict[Any, Any], lines: Iterable[StepLine]) -> None:
-    """Count some more steps of a run."""
-    for line in lines:
-        total["steps"] += 1
-        total["committed"] += line.state == "committed"
-        total["rows"] += line.rows
-        total["tokens"] += line.tokens
-        for name in _MEANS:
-            value = getattr(line, name)
-            if value is not None:
-                total[name, "sum"] += value
-                total[name, "steps"] += 1
-
-
-def _counted(total: dict[Any, Any]) -> dict[str, Any]:
-    """Return the counts, and the means over the steps that know the number."""
-    counts = {name: total[name] for name in ("steps", "committed", "rows", "tokens")}
-    means = {
-        name: total[name, "sum"] / total[name, "steps"] if total[name, "steps"] else None
-        for name in _MEANS
+    numbers: dict[str, list[Any]] = {
+        name: [sum(own[name]) for own in values]
+        for name in ("steps", "committed", "rows", "tokens")
     }
-    return counts | means
+    for name in _MEANS:
+        known = [[value for value in own[name] if value is not None] for own in values]
+        numbers[name] = [fmean(own) if own else None for own in known]
+    return RunDifference(first.name, second.name, config, numbers, shared)
 
 
 _MEANS = ("reward", "staleness", "seconds")
@@ -297,12 +274,10 @@ _MEANS = ("reward", "staleness", "seconds")
 def _side_by_side(a: StepLine, b: StepLine) -> dict[str, list[Any]]:
     names = ("rows", "tokens", "reward", "staleness")
     pairs = {name: [getattr(a, name), getattr(b, name)] for name in names}
-    shared = sorted(a.metrics.keys() & b.metrics.keys())
-    return pairs | {name: [*map(_rounded, (a.metrics[name], b.metrics[name]))] for name in shared}
-
-
-def _rounded(number: float) -> float:
-    return 0.0 if abs(number) <= ROUNDING else number
+    for name in sorted(a.metrics.keys() & b.metrics.keys()):
+        both = (a.metrics[name], b.metrics[name])
+        pairs[name] = [0.0 if abs(number) <= ROUNDING else number for number in both]
+    return pairs
 
 
 def _flat(config: Mapping[str, Any], at: str = "") -> dict[str, Any]:
