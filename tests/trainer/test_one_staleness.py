@@ -11,7 +11,7 @@ from tests.trainer.data import prepared
 from tests.trainer.gradients import train
 from trinity_buffer import open_store
 from trinity_buffer.algorithm import build
-from trinity_buffer.demo.view import RunNumbers
+from trinity_buffer.cli.demo_run import RunNumbers
 from trinity_buffer.events import StepsCommitted, kinds_of
 from trinity_buffer.inspector import overview
 

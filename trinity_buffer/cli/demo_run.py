@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -12,22 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from rich.console import Group
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
+from trinity_buffer import events
 from trinity_buffer.cli import run_config
 from trinity_buffer.cli.options import make_folder, make_folder_of
 from trinity_buffer.cli.output import Terminal, progress
 from trinity_buffer.cli.roles import device_here, explore
 from trinity_buffer.cli.run_backends import backend_for, require_policies, task_of
 from trinity_buffer.cli.supervisor import Supervisor, command_of
-from trinity_buffer.demo import view
 from trinity_buffer.demo.recipes import config_for, teacher_config
 from trinity_buffer.demo.solutions import Needs, needs_of, require_solutions
 from trinity_buffer.demo.tiny_model import make_tiny_model
-from trinity_buffer.demo.view import RunNumbers
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.config import RunConfig
 from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.url import named
@@ -44,6 +49,11 @@ LAST_MOMENTS_S = 5
 
 STEPS_WITHOUT_END = 1000
 """Steps that an expert's data suffice for, if the run has no last step."""
+
+WINDOW_S = 5.0
+
+STARTING = "starting: nothing is recorded yet"
+"""What is shown until there are numbers."""
 
 
 def demo_config(
@@ -75,9 +85,13 @@ def demo_config(
     algorithm = options.get("algorithm", values.get("algorithm"))
     if algorithm is not None and not isinstance(algorithm, str):
         raise InvalidArgumentError(f"algorithm={algorithm}: must be the name of one")
-    if model is not None:
-        base = _own_config(model)
-        base["algorithm"] = algorithm or base["algorithm"]
+    if model is not None:  # what `init` writes, with the model in this folder
+        base = run_config.parsed(Path(str(files(OWN_PACKAGE).joinpath("run.toml"))))
+        for key in run_config.PLACES:
+            base.pop(key, None)
+        for key in ("rollout", "tasks", "evaluate"):
+            base[key] = f"{OWN_PACKAGE}.{base[key]}"
+        base |= {"model": str(model.resolve()), "algorithm": algorithm or base["algorithm"]}
     else:
         task = {"name": options.get("task.name"), "digits": options.get("task.digits", 3)}
         task |= values.get("task") or {}
@@ -91,14 +105,6 @@ def demo_config(
         )
     _require_parts(result)  # refused here once, rather than by three processes and a new store
     return result
-
-
-def _own_config(model: Path) -> dict[str, Any]:
-    """Return the configuration that `init` writes, with the model in the folder ``model``."""
-    values = run_config.parsed(Path(str(files(OWN_PACKAGE).joinpath("run.toml"))))
-    functions = {key: f"{OWN_PACKAGE}.{values[key]}" for key in ("rollout", "tasks", "evaluate")}
-    kept = {key: value for key, value in values.items() if key not in run_config.PLACES}
-    return kept | functions | {"model": str(model.resolve())}
 
 
 def _require_parts(config: RunConfig) -> None:
@@ -168,6 +174,203 @@ def demo_place(store: str | None, name: str) -> tuple[str, Path]:
 
 
 @dataclass(slots=True)
+class Rate:
+    """A rate per second, over the last few seconds."""
+
+    total: int = 0
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, number: int, at: float) -> None:
+        """Count ``number`` more at the time ``at``."""
+        self.total += number
+        self._recent.append((at, number))
+
+    def per_second(self, now: float) -> float:
+        """Return the rate over the window that ends at ``now``."""
+        while self._recent and self._recent[0][0] < now - WINDOW_S:
+            self._recent.popleft()
+        return sum(number for _, number in self._recent) / WINDOW_S
+
+
+@dataclass(slots=True)
+class RunNumbers:
+    """A fold of the events of a run into the numbers of the view.
+
+    Attributes:
+        rewards: (gradient step or policy version, mean reward of a write).
+        accuracies: (gradient step, accuracy), as the trainer measured them.
+        skipped: committed steps that did not change the weights.
+        rejected_rows: annotation rows that a trainer has rejected.
+        staleness: of the last step, as its trainer measured it.
+    """
+
+    rollouts: Rate = field(default_factory=Rate)
+    annotated: Rate = field(default_factory=Rate)
+    steps: Rate = field(default_factory=Rate)
+    rejected: int = 0
+    rejected_rows: int = 0
+    leased_rows: int = 0
+    step: int = 0
+    skipped: set[int] = field(default_factory=set)
+    policy: int = 0
+    recent_reward: float = 0.0
+    staleness: float = 0.0
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    accuracies: list[tuple[int, float]] = field(default_factory=list)
+    finished: str | None = None
+
+    def take(self, event: Event) -> None:
+        """Fold one event; most kinds change nothing here."""
+        fact, at = event.fact, event.recorded_at
+        match fact:
+            case events.ExperiencesRecorded():
+                self._recorded(fact, at)
+            case events.ExperiencesAnnotated():
+                self.annotated.add(len(fact.experiences), at)
+            case events.ExperiencesRejected():
+                self.rejected += len(fact.experiences)
+                self.rejected_rows += len(fact.experiences) if fact.by == "trainer" else 0
+            case events.BatchLeased():
+                self.leased_rows += len(fact.annotations)
+            case events.StepDealt():
+                self.leased_rows -= len(fact.dropped)
+            case events.StepsCommitted():
+                self._committed(fact, at)
+            case events.PolicyPublished():
+                self.policy = fact.number
+            case events.ExperimentFinished():
+                self.finished = fact.reason
+            case events.ConfigurationChanged():  # a changed run goes on
+                self.finished = None
+
+    def _committed(self, fact: events.StepsCommitted, at: float) -> None:
+        self.steps.add(len(fact.steps), at)
+        self.step = fact.steps[-1]
+        self.staleness = fact.metrics.get("staleness", self.staleness)
+        self.skipped = {step for step in self.skipped if step < fact.steps[0]}
+        self.skipped |= set(fact.skipped_steps)
+        if "accuracy" in fact.metrics:
+            self.accuracies.append((self.step, fact.metrics["accuracy"]))
+
+    def _recorded(self, fact: events.ExperiencesRecorded, at: float) -> None:
+        columns = fact.columns
+        runs = zip(columns.batch, columns.task, columns.run, strict=True)
+        last = dict(zip(runs, columns.reward, strict=True))
+        rewards = [float(reward) for reward in last.values() if reward is not None]
+        self.rollouts.add(len(last), at)
+        versions = [version for version in columns.policy_version if version is not None]
+        if rewards:
+            mean = sum(rewards) / len(rewards)
+            self.recent_reward += (mean - self.recent_reward) * (0.2 if self.rewards else 1.0)
+            self.rewards.append((versions[0] if versions else self.policy, mean))
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last measured accuracy."""
+        return self.accuracies[-1][1] if self.accuracies else None
+
+    @property
+    def trained(self) -> int:
+        """Number of committed steps that changed the weights."""
+        return self.step - len(self.skipped)
+
+    @property
+    def ready(self) -> int:
+        """Annotation rows that the trainer has neither leased nor rejected."""
+        return max(0, self.annotated.total - self.leased_rows - self.rejected_rows)
+
+    def figures(self) -> dict[str, str]:
+        """Return the numbers as texts, by what they are."""
+        now = time.time()
+        return {
+            "step": str(self.step),
+            "accuracy": "-" if self.accuracy is None else f"{self.accuracy:.3f}",
+            "reward": f"{self.recent_reward:.3f}" if self.rewards else "-",
+            "rollouts/s": f"{self.rollouts.per_second(now):.0f}",
+            "steps/s": f"{self.steps.per_second(now):.1f}",
+            "ready": str(self.ready),
+            "staleness": f"{self.staleness:.1f}",
+        }
+
+    def line(self) -> str:
+        """Return one plain line."""
+        if not self.rollouts.total:
+            return STARTING
+        it = self.figures()
+        return (
+            f"step {it['step']:>4}  accuracy {it['accuracy']}  reward {it['reward']}  "
+            f"{it['rollouts/s']:>6} rollouts/s  {it['steps/s']:>4} steps/s  "
+            f"ready {it['ready']}  staleness {it['staleness']}"
+        )
+
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 60, low: float = 0.0, high: float = 1.0) -> str:
+    """Return a curve in one line of text."""
+    if not values:
+        return ""
+    size = max(1, len(values) // width)
+    means = [
+        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
+    ]
+    scale = (len(BARS) - 1) / max(high - low, 1e-9)
+    return "".join(
+        BARS[round(min(max(value - low, 0.0), high - low) * scale)] for value in means[-width:]
+    )
+
+
+def drawn(title: str, numbers: RunNumbers, supervisor: Supervisor) -> Panel:
+    """Return the live view: the run above, one line per process below."""
+    top, figures = Table.grid(padding=(0, 3)), numbers.figures()
+    top.add_row(*figures, style="dim")
+    figures["accuracy"] = f"[bold green]{figures['accuracy']}"
+    top.add_row(*figures.values())
+    bottom = Table.grid(padding=(0, 2))
+    for child in supervisor.children:
+        state = Text("●", style="green" if child.alive else "red")
+        again = f"restarted {child.restarts}×" if child.restarts else ""
+        bottom.add_row(state, child.name, again, Text(child.last_line()[:90], style="dim"))
+    curve = Text("reward   " + sparkline([reward for _, reward in numbers.rewards]), style="cyan")
+    if not numbers.rollouts.total:
+        top, curve = Table.grid(), Text(STARTING, style="dim")
+    footer = "Ctrl-C ends it; nothing is lost"
+    if supervisor.kills:
+        footer = f"{supervisor.kills} processes killed so far"
+    return Panel(
+        Group(top, curve, Text(), bottom, Text(footer, style="dim")),
+        title=title,
+        border_style="blue",
+    )
+
+
+def save_curve(path: str, numbers: RunNumbers, title: str) -> bool:
+    """Write reward and accuracy over steps as a PNG; False where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra, and slow to import
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(
+        *zip(*numbers.rewards, strict=True), ".", markersize=2, alpha=0.4, label="reward of a write"
+    )
+    if numbers.accuracies:
+        axes.plot(
+            *zip(*numbers.accuracies, strict=True),
+            "-o",
+            markersize=3,
+            label="exact match, fresh problems",
+        )
+    axes.set(xlabel="gradient step (policy version)", ylim=(0, 1.02), title=title)
+    axes.legend(loc="lower right")
+    axes.grid(visible=True, alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+@dataclass(slots=True)
 class Demo:
     """One demo, from opening the store to the last line.
 
@@ -225,24 +428,29 @@ class Demo:
             failed, logs = None, self.base.with_suffix(".logs")
             supervisor = Supervisor(self._commands(), logs, self.chaos_every_s, self.config.seed)
             self._supervisors.append(supervisor)
-            if not await experiment.is_finished():
+            if await experiment.is_finished():
+                self._say(
+                    "this run is finished already; here is how it ended (--name starts another)"
+                )
+                await self._fold(experiment, follow=False)
+            else:
                 supervisor.start()
                 try:
                     failed = await self._watch(experiment, supervisor, begin)
                 finally:
                     with anyio.CancelScope(shield=True):
                         await anyio.to_thread.run_sync(supervisor.stop)
-            else:
-                self._say(
-                    "this run is finished already; here is how it ended (--name starts another)"
-                )
-                await self._fold(experiment, follow=False)
             seconds, numbers = time.monotonic() - begin, self._numbers
             if failed is None and not numbers.trained:
-                failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected" + (
-                    "" if numbers.finished is not None else f": {self._cut_short}"
-                )
-            expert_holds = await self._expert_holds(store)
+                failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected"
+                failed += f": {self._cut_short}" if numbers.finished is None else ""
+            expert_holds = True
+            if self.config.expert_experiment == self._expert:  # which this demo made
+                expert = await store.experiment(self._expert)
+                report = await verify(expert, acknowledged=self._expert_receipts)
+                lost = f"lost {report.lost}, duplicated {report.duplicated}"
+                self._say(f"expert: {report.experiences} solutions, {lost}")
+                expert_holds = report.ok
             code = await self._conclude(experiment, supervisor.kills, seconds, failed)
             return code if expert_holds else 1
 
@@ -251,15 +459,24 @@ class Demo:
         if not needs_of_run(self.config).teacher or self.config.teacher is not None:
             return None
         name = f"{self.experiment}-teacher"
-        if (
-            name not in await store.experiments()
-            or not await (await store.experiment(name)).is_finished()
-        ):
+
+        async def is_finished() -> bool:
+            there = name in await store.experiments()
+            return there and await (await store.experiment(name)).is_finished()
+
+        if not await is_finished():
             self._say(f"first its teacher learns from solutions: experiment {name}")
-            base, config = self.base.with_name(f"{self.base.name}-teacher"), teacher_of(self.config)
-            teacher = replace(self, base=base, experiment=name, config=config, explorers=1)
-            code = await replace(teacher, brief=True, _numbers=RunNumbers()).run_in_loop()
-            if code or not await (await store.experiment(name)).is_finished():
+            teacher = replace(
+                self,
+                base=self.base.with_name(f"{self.base.name}-teacher"),
+                experiment=name,
+                config=teacher_of(self.config),
+                explorers=1,
+                brief=True,
+                _numbers=RunNumbers(),
+            )
+            code = await teacher.run_in_loop()
+            if code or not await is_finished():
                 return code
         checkpoint = await (await store.experiment(name)).last_checkpoint(self.config.trainer)
         policy = str(Path(checkpoint or "") / POLICY_FILE)
@@ -276,7 +493,6 @@ class Demo:
         if not batches or self.config.expert_experiment is not None:
             return
         # All of them before the run begins: its trainer never waits for the expert.
-        receipts = make_folder(self._expert_receipts) / "expert.ack"
         solutions = batches * config.groups_per_batch
         self._say(f"first its expert records {solutions} solutions: experiment {self._expert}")
         await store.experiment(self._expert, config=run_config.recorded(config))
@@ -284,7 +500,7 @@ class Demo:
             self.store,
             self._expert,
             actor="expert",
-            acknowledgements=receipts,
+            acknowledgements=make_folder(self._expert_receipts) / "expert.ack",
             max_batches=batches,
             say=lambda _: None,
         )
@@ -332,17 +548,17 @@ class Demo:
         return f"--store {self._shown} --experiment {self.experiment}"
 
     def _commands(self) -> dict[str, list[str]]:
+        """Return the roles of a run, as anybody starts them by hand."""
         common = ("--store", self.store, "--experiment", self.experiment)
-        receipts = ("--acknowledge", str(self.base.with_suffix(".acks")))
-        commands = {
-            f"explorer-{number}": command_of("explore", *common, "--actor", f"e{number}", *receipts)
+        receipts, checkpoints = (str(self.base.with_suffix(s)) for s in (".acks", ".checkpoints"))
+        roles = {
+            f"explorer-{number}": ["explore", "--actor", f"e{number}", "--acknowledge", receipts]
             for number in range(self.explorers)
         }
         if strategies_of(run_config.algorithm_of(self.config))[0]:
-            commands["strategy"] = command_of("annotate", *common, "--follow")
-        checkpoints = str(self.base.with_suffix(".checkpoints"))
-        commands["trainer"] = command_of("train", *common, "--follow", "--checkpoints", checkpoints)
-        return commands
+            roles["strategy"] = ["annotate", "--follow"]
+        roles["trainer"] = ["train", "--follow", "--checkpoints", checkpoints]
+        return {name: command_of(*role, *common) for name, role in roles.items()}
 
     async def _watch(
         self, experiment: Experiment, supervisor: Supervisor, begin: float
@@ -351,8 +567,8 @@ class Demo:
 
         Returns the last words of a process that cannot be kept alive.
         """
-        failed, numbers = None, self._numbers
-
+        failed, numbers, printed = None, self._numbers, 0.0
+        until = math.inf if self.limit_s is None else begin + self.limit_s
         async with AsyncExitStack() as stack:
             live = None
             if self.console.is_terminal:
@@ -361,41 +577,29 @@ class Demo:
                 )
             group = await stack.enter_async_context(anyio.create_task_group())
             group.start_soon(self._fold, experiment)
-            printed = 0.0
-            while numbers.finished is None and not self._time_is_up(begin):
+            while numbers.finished is None and time.monotonic() <= until:
                 broken = supervisor.tend()
                 if broken is not None:
                     failed = f"{broken.name} gave up: {broken.last_line()} (log: {broken.log})"
                     break
                 if live is not None:
                     title = f"{self.experiment} · {self._shown}"
-                    rows = [
-                        view.Child(c.name, c.alive, c.restarts, c.last_line())
-                        for c in supervisor.children
-                    ]
-                    live.update(view.drawn(title, numbers, rows, supervisor.kills))
+                    live.update(drawn(title, numbers, supervisor))
                 elif time.monotonic() - printed >= PLAIN_LINE_EVERY_S:
                     printed = time.monotonic()
                     kills = f"  killed {supervisor.kills}" if self.chaos_every_s else ""
                     self._say(f"{printed - begin:5.0f} s  {numbers.line()}{kills}")
                 await anyio.sleep(1 / FRAMES_PER_S)
-            if numbers.finished is not None:
-                await self._wait_for_children(supervisor)
+            with anyio.move_on_after(LAST_MOMENTS_S):
+                while numbers.finished is not None and supervisor.running:
+                    supervisor.tend()
+                    await anyio.sleep(0.05)  # not every platform notifies of the end of a process
             group.cancel_scope.cancel()
         return failed
-
-    async def _wait_for_children(self, supervisor: Supervisor) -> None:
-        with anyio.move_on_after(LAST_MOMENTS_S):
-            while supervisor.running:
-                supervisor.tend()
-                await anyio.sleep(0.05)  # not every platform notifies of the end of a process
 
     async def _fold(self, experiment: Experiment, *, follow: bool = True) -> None:
         async for event in experiment.events(follow=follow):
             self._numbers.take(event)
-
-    def _time_is_up(self, begin: float) -> bool:
-        return self.limit_s is not None and time.monotonic() - begin > self.limit_s
 
     async def _conclude(
         self, experiment: Experiment, kills: int, seconds: float, failed: str | None
@@ -407,8 +611,8 @@ class Demo:
         receipts = self.base.with_suffix(".acks")
         with progress() as report_progress:
             report = await verify(experiment, receipts, checkpoint, progress=report_progress)
-        self._say(f"reward   {view.sparkline([reward for _, reward in numbers.rewards])}")
-        self._say(f"accuracy {view.sparkline([value for _, value in numbers.accuracies])}")
+        self._say(f"reward   {sparkline([reward for _, reward in numbers.rewards])}")
+        self._say(f"accuracy {sparkline([value for _, value in numbers.accuracies])}")
         self._say(
             f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps"
             + (f" ({len(numbers.skipped)} skipped: not finite)" if numbers.skipped else "")
@@ -416,7 +620,7 @@ class Demo:
             + (f", {kills} processes killed" if kills else "")
         )
         picture = str(self.base.with_suffix(".png"))
-        if numbers.rewards and view.save_curve(picture, numbers, self.experiment):
+        if numbers.rewards and save_curve(picture, numbers, self.experiment):
             self._say(f"curve: {picture}")
         wrong = "; ".join(map(str, report.problems[:3]))
         verdict = "what was stored holds, but the run failed" if failed else "everything holds"
@@ -441,25 +645,10 @@ class Demo:
     def _say(self, line: str, *, style: str | None = None) -> None:
         self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    async def _expert_holds(self, store: Store) -> bool:
-        """Verify the expert's experiment if this demo made it, and report the result."""
-        if self.config.expert_experiment != self._expert:
-            return True
-        expert = await store.experiment(self._expert)
-        report = await verify(expert, acknowledged=self._expert_receipts)
-        self._say(
-            f"expert: {report.experiences} solutions, "
-            f"lost {report.lost}, duplicated {report.duplicated}"
-        )
-        return report.ok
-
     def _accuracy(self, checkpoint: Path | None) -> float | None:
         """Return the exact-match accuracy of the last committed weights on fresh problems."""
         backend = backend_for(self.config)
-        policy: Any = (
-            backend.policy()
-            if checkpoint is None
-            else backend.load(checkpoint / backend.policy_file)
-        )
+        file = None if checkpoint is None else checkpoint / backend.policy_file
+        policy: Any = backend.policy() if file is None else backend.load(file)
         # Far from the seeds of the trainer's evaluations, which are seed + step.
         return backend.accuracy(policy, problems=1000, seed=self.config.seed + 1_000_000)

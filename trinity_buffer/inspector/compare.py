@@ -250,17 +250,16 @@ async def compare_runs(
             most = last_step - first_step
             lines = await steps(side, after=first_step, limit=most) if most > 0 else []
             pages.append({line.step: line for line in lines if line.step <= last_step})
-            for line in pages[-1].values():
-                own["steps"].append(1)
-                own["committed"].append(line.state == "committed")
-                for name in ("rows", "tokens", *_MEANS):
-                    own[name].append(getattr(line, name))
+            for name in ("step", "state", "rows", "tokens", *_MEANS):
+                own[name] += [getattr(line, name) for line in pages[-1].values()]
         both = sorted(pages[0].keys() & pages[1].keys())
         shared |= {step: _side_by_side(pages[0][step], pages[1][step]) for step in both}
         progress("diff", min(up_to, max(last)), max(last))
     numbers: dict[str, list[Any]] = {
-        name: [sum(own[name]) for own in values]
-        for name in ("steps", "committed", "rows", "tokens")
+        "steps": [len(own["step"]) for own in values],
+        "committed": [own["state"].count("committed") for own in values],
+        "rows": [sum(own["rows"]) for own in values],
+        "tokens": [sum(own["tokens"]) for own in values],
     }
     for name in _MEANS:
         known = [[value for value in own[name] if value is not None] for own in values]
