@@ -111,10 +111,8 @@ def report(
     options.require_no_database(output)
 
     async def main() -> str:
-        url = options.chosen_store(store)
-        name = await options.chosen_experiment(url, experiment)
-        async with open_store(url, read_only=True) as opened:
-            return await page_of(opened, name)
+        async with open_store(options.chosen_store(store), read_only=True) as opened:
+            return await page_of(opened, await options.experiment_in(opened, experiment))
 
     page = options.run(main)
     options.make_folder(output.parent)

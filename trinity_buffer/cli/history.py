@@ -49,8 +49,7 @@ def replay(
     """
     from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
 
-    url = options.chosen_store(store, config)
-    named = options.named_experiment(experiment, config)
+    url, named = options.chosen_place(store, experiment, config)
     name = options.run(lambda: options.chosen_experiment(url, named))
     # Last, so that --loss and --algorithm win over --set.
     changed = [*(overrides or [])]

@@ -25,7 +25,7 @@ from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.source import as_of as opened_as_of
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Store, open_store
 
 STORE_VARIABLE = "TRINITY_BUFFER_STORE"
 
@@ -105,17 +105,15 @@ PlaceOption = Annotated[
 ]
 
 
-def chosen_store(store: str | None, config: Path | None = None) -> str:
-    """Return the store to use: ``store``, else that of the file ``config``, else the usual one.
+def chosen_store(store: str | None) -> str:
+    """Return the store to use: ``store``, else that of the environment, else the newest in runs/.
 
     If it is the newest of several files, standard error says so.
 
     Raises:
         UnknownStoreError: no store is named, and runs/ holds none.
-        InvalidArgumentError: the file has an unknown key, which may have meant the store.
     """
-    in_file = store_of_file(config)  # even if `store` is given: this checks the file's keys
-    named = store or in_file or os.environ.get(STORE_VARIABLE)
+    named = store or os.environ.get(STORE_VARIABLE)
     if named:
         return named
     files = sorted(Path("runs").glob("*.db"), key=lambda path: path.stat().st_mtime)
@@ -128,26 +126,30 @@ def chosen_store(store: str | None, config: Path | None = None) -> str:
     return f"sqlite:///{files[-1]}"
 
 
-def store_of_file(config: Path | None) -> str | None:
-    """Return the store that the file ``config`` names, if any.
+def chosen_place(
+    store: str | None, experiment: str | None, config: Path | None
+) -> tuple[str, str | None]:
+    """Return the store to use, and the experiment that is named: by an option, else by a file.
+
+    Raises:
+        UnknownStoreError: no store is named, and runs/ holds none.
+        InvalidArgumentError: the file has an unknown key, which may have meant the store.
+    """
+    in_file, of_file = place_in(config)  # even if both are given: this checks the file's keys
+    return chosen_store(store or in_file), of_file if experiment is None else experiment
+
+
+def place_in(config: Path | None) -> tuple[str | None, str | None]:
+    """Return the store and the experiment that a file names, if any.
 
     Raises:
         InvalidArgumentError: it has an unknown key, which may have meant the store.
     """
     if config is None:
-        return None
-    from trinity_buffer.cli.run_config import store_in  # noqa: PLC0415 - torch
+        return None, None
+    from trinity_buffer.cli import run_config  # noqa: PLC0415 - torch
 
-    return store_in(config)
-
-
-def named_experiment(experiment: str | None, config: Path | None) -> str | None:
-    """Return the experiment that is named: ``experiment``, else that of the file ``config``."""
-    if experiment is not None or config is None:
-        return experiment
-    from trinity_buffer.cli.run_config import experiment_in  # noqa: PLC0415 - torch
-
-    return experiment_in(config)
+    return run_config.place_in(config)
 
 
 def make_folder_of(url: str) -> None:
@@ -201,14 +203,19 @@ def require_folder(path: Path) -> None:
 
 
 async def chosen_experiment(url: str, experiment: str | None) -> str:
+    """Return the experiment to use of the store at ``url``; see `experiment_in`."""
+    async with open_store(url, read_only=True) as store:
+        return await experiment_in(store, experiment)
+
+
+async def experiment_in(store: Store, experiment: str | None) -> str:
     """Return the experiment to use.
 
     Raises:
         UnknownExperimentError: there is none of this name, or none at all.
         InvalidArgumentError: there are several and none is named.
     """
-    async with open_store(url, read_only=True) as store:
-        names, where = await store.experiments(), store.url
+    names, where = await store.experiments(), store.url
     if experiment is not None and experiment in names:
         return experiment
     if not names:
@@ -285,11 +292,8 @@ async def on_experiment(
     read_only: bool = True,
 ) -> Any:
     """Return what ``work`` returns for the chosen experiment, in a store opened for it."""
-    url = chosen_store(store)
-    name = await chosen_experiment(url, experiment)
-    # create=False: the store may have been deleted since the experiment was chosen.
-    async with open_store(url, read_only=read_only, create=False) as opened:
-        return await work(await opened.experiment(name))
+    async with open_store(chosen_store(store), read_only=read_only, create=False) as opened:
+        return await work(await opened.experiment(await experiment_in(opened, experiment)))
 
 
 Work = Callable[..., Awaitable[Answer]]

@@ -176,35 +176,35 @@ async def prepare(
     Raises:
         InvalidArgumentError: says which key is wrong, or what the run lacks.
     """
-    wanted = _Wanted(file, overrides, explores)
+    settings = partial(_settings, file, overrides, explores)
+
+    async def record(store: Store) -> str:
+        names = await store.experiments()
+        chosen = name or only_one(names) or DEFAULT_NAME
+        if chosen not in names:
+            changed = settings(names)
+            await run_config.require_expert(store, chosen, run_config.of_experiment(changed))
+            await store.experiment(chosen, config=changed)
+            return chosen
+        opened = await store.experiment(chosen)
+        before = opened.config
+        changed = settings(names, before, await opened.columns())
+        run_config.require_model(chosen, {**before, **file}, explores=explores)
+        await run_config.require_expert(store, chosen, run_config.of_experiment(changed))
+        await _require_same_set(opened, run_config.of_experiment(changed))
+        # Keys that are not ours, such as `extra` of a run in Python, stay.
+        await store.experiment(chosen, config={**before, **changed})
+        return chosen
+
     # Two steps: a run that is refused must not leave an empty store behind.
     with suppress(UnknownStoreError):
         async with open_store(url, create=False) as store:
-            return await _record(store, name, wanted)
+            return await record(store)
     require_name("an experiment's name", name or DEFAULT_NAME)
-    wanted.settings()
+    settings()
     make_folder_of(url)
     async with open_store(url) as store:
-        return await _record(store, name, wanted)
-
-
-async def _record(store: Store, name: str | None, wanted: _Wanted) -> str:
-    names = await store.experiments()
-    name = name or only_one(names) or DEFAULT_NAME
-    if name not in names:
-        settings = wanted.settings(names)
-        await run_config.require_expert(store, name, run_config.of_experiment(settings))
-        await store.experiment(name, config=settings)
-        return name
-    opened = await store.experiment(name)
-    before = opened.config
-    changed = wanted.settings(names, before, await opened.columns())
-    run_config.require_model(name, {**before, **wanted.file}, explores=wanted.explores)
-    await run_config.require_expert(store, name, run_config.of_experiment(changed))
-    await _require_same_set(opened, run_config.of_experiment(changed))
-    # Keys that are not ours, such as `extra` of a run in Python, stay.
-    await store.experiment(name, config={**before, **changed})
-    return name
+        return await record(store)
 
 
 async def _require_same_set(experiment: Experiment, config: RunConfig) -> None:
@@ -221,52 +221,40 @@ async def _require_same_set(experiment: Experiment, config: RunConfig) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What a command says of its run; see `prepare`."""
-
-    file: Mapping[str, Any]
-    overrides: Sequence[str]
-    explores: bool
-
-    def settings(
-        self,
-        names: Collection[str] = (),
-        before: Mapping[str, Any] | None = None,
-        columns: Collection[str] | None = None,
-    ) -> dict[str, Any]:
-        """Return what the experiment will record; raise InvalidArgumentError if a part lacks."""
-        before = before or {}
-        known = asdict(run_config.of_experiment(before))
-        if "rollouts_per_group" not in before:
-            del known["rollouts_per_group"]  # its default depends on the algorithm
-        config = run_config.resolved(
-            run_config.overridden(run_config.merged(known, self.file), self.overrides)
-        )
-        settings = run_config.recorded(config)
-        # Everything is checked before it is recorded: all processes of the run will read it.
-        if "/" in config.trainer and config.trainer != before.get("trainer"):
-            raise InvalidArgumentError(f"trainer={config.trainer}: must be a text without '/'")
-        require_policies(config)
-        run_config.require_parts_of(
-            config,
-            schema=before.get("schema", settings["schema"]),
-            columns=columns,
-            experiments=names,
-        )
-        backend = backend_for(config)
-        if self.explores:
-            backend.require_explorable()
-        else:
-            device_here(config.device)
-            backend.require_trainable()
-        return settings
+def _settings(
+    file: Mapping[str, Any],
+    overrides: Sequence[str],
+    explores: bool,
+    names: Collection[str] = (),
+    before: Mapping[str, Any] | None = None,
+    columns: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Return what the experiment will record; raise InvalidArgumentError if a part lacks."""
+    before = before or {}
+    known = asdict(run_config.of_experiment(before))
+    if "rollouts_per_group" not in before:
+        del known["rollouts_per_group"]  # its default depends on the algorithm
+    config = run_config.resolved(run_config.overridden(run_config.merged(known, file), overrides))
+    settings = run_config.recorded(config)
+    # Everything is checked before it is recorded: all processes of the run will read it.
+    if "/" in config.trainer and config.trainer != before.get("trainer"):
+        raise InvalidArgumentError(f"trainer={config.trainer}: must be a text without '/'")
+    require_policies(config)
+    schema = before.get("schema", settings["schema"])
+    run_config.require_parts_of(config, schema=schema, columns=columns, experiments=names)
+    backend = backend_for(config)
+    if explores:
+        backend.require_explorable()
+    else:
+        device_here(config.device)
+        backend.require_trainable()
+    return settings
 
 
-async def _require_parts(
+async def _config_of(
     store: Store, experiment: Experiment, *, expert_rows: bool = False
-) -> None:
-    """Raise InvalidArgumentError unless a run has what its algorithm needs."""
+) -> RunConfig:
+    """Return the configuration of a run; InvalidArgumentError if it lacks what it needs."""
     config = run_config.of_experiment(experiment.config)
     require_policies(config)
     await run_config.require_expert(store, experiment.name, config, rows=expert_rows)
@@ -276,6 +264,7 @@ async def _require_parts(
         columns=await experiment.columns(),
         experiments=await store.experiments(),
     )
+    return config
 
 
 async def explore(
@@ -303,9 +292,8 @@ async def explore(
 
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
-        await _require_parts(store, opened)
+        config = await _config_of(store, opened)
         run_config.require_model(experiment, opened.config, explores=True)
-        config = run_config.of_experiment(opened.config)
         backend = backend_for(config)
         backend.require_explorable()
         if acknowledgements is not None:
@@ -361,10 +349,8 @@ async def annotate(
                 return await run_named(
                     opened, names, args, name=name, follow=follow, **rules, **options
                 )
-        await _require_parts(store, opened)
-        names, configured = strategies_of(
-            run_config.algorithm_of(run_config.of_experiment(opened.config))
-        )
+        config = await _config_of(store, opened)
+        names, configured = strategies_of(run_config.algorithm_of(config))
         if names:
             args = configured if args is None else args
             return await run_named(opened, names, args, name=name, follow=follow)
@@ -393,9 +379,9 @@ async def config_of(url: str, experiment: str, *, expert_rows: bool = False) -> 
     """Return the configuration of a run that can be trained."""
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
-        await _require_parts(store, opened, expert_rows=expert_rows)
+        config = await _config_of(store, opened, expert_rows=expert_rows)
         run_config.require_model(experiment, opened.config)
-        return run_config.of_experiment(opened.config)
+        return config
 
 
 def settings_of(

@@ -59,9 +59,9 @@ def demo(
         raise InvalidArgumentError(f"--model {model}: there is hf; `trinity-buffer init` has yours")
     if chaos_every is not None and not chaos:
         raise InvalidArgumentError(f"--chaos-every {chaos_every:g} needs --chaos")
-    store = store or options.store_of_file(config)
-    name = options.named_experiment(name, config) or ("demo-hf" if model else "demo")
-    url, base = demo_run.demo_place(store, name)
+    in_file, of_file = options.place_in(config)
+    name = (of_file if name is None else name) or ("demo-hf" if model else "demo")
+    url, base = demo_run.demo_place(store or in_file, name)
     named = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
     chosen = {key: value for key, value in named.items() if value is not None}
     own_model = base.with_suffix(".model") if model else None
@@ -103,7 +103,7 @@ def explore(
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
     async def main() -> None:
-        url = options.chosen_store(store, config)
+        url, named = options.chosen_place(store, experiment, config)
         if not actor or "/" in actor:
             raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
         require_name("--actor", actor)
@@ -111,7 +111,7 @@ def explore(
             options.require_folder(acknowledge)
         await roles.explore(
             url,
-            await _prepared(url, experiment, config, overrides, explores=True),
+            await _prepared(url, named, config, overrides, explores=True),
             actor=actor,
             acknowledgements=None if acknowledge is None else acknowledge / f"{actor}.ack",
             max_batches=batches,
@@ -144,8 +144,7 @@ def annotate(
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
     async def main() -> None:
-        url = options.chosen_store(store, config)
-        named = options.named_experiment(experiment, config)
+        url, named = options.chosen_place(store, experiment, config)
         chosen = await (options.awaited_experiment if follow else options.chosen_experiment)(
             url, named
         )
@@ -195,7 +194,7 @@ def train(
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
-    url = options.chosen_store(store, config)
+    url, named = options.chosen_place(store, experiment, config)
     kept = None if keep_checkpoints == "all" else _count("--keep-checkpoints", keep_checkpoints)
     base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
@@ -203,7 +202,7 @@ def train(
     with roles.ranks_of_environment() as processes:
         # One rank creates the experiment, and the others learn its name.
         name = roles.on_rank_0(
-            processes, lambda: anyio.run(_prepared, url, experiment, config, overrides)
+            processes, lambda: anyio.run(_prepared, url, named, config, overrides)
         )
         folder = checkpoints or anyio.run(options.folder_of, base, url, name)
         with options.interruptible(options.RESUMABLE):
@@ -251,5 +250,4 @@ async def _prepared(
     from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
     file = {} if config is None else read_file(config)
-    named = options.named_experiment(experiment, config)
-    return await prepare(url, named, file, overrides or [], explores=explores)
+    return await prepare(url, experiment, file, overrides or [], explores=explores)

@@ -86,31 +86,24 @@ def _yaml(text: str) -> Any:
         raise ValueError("it holds a character that YAML does not allow") from error
 
 
-def store_in(path: Path) -> str | None:
-    """Return the store that a file names: a URL, or a path relative to the folder of the file.
+def place_in(path: Path) -> tuple[str | None, str | None]:
+    """Return store and experiment that a file names: a URL, or a path relative to its folder.
 
     Raises:
         InvalidArgumentError: the file has an unknown key, which may have meant the store.
     """
-    refuse_unknown(parsed(path), f"configuration {path}: ", PLACES)
-    store = _text(path, "store")
-    if store is None or "://" in store:
-        return store
-    return str(path.parent / Path(store).expanduser())
-
-
-def experiment_in(path: Path) -> str | None:
-    """Return the experiment that a file names."""
-    return _text(path, "experiment")
-
-
-def _text(path: Path, key: str) -> str | None:
-    value = parsed(path).get(key)
-    if value is not None and not (isinstance(value, str) and value and "\0" not in value):
-        raise InvalidArgumentError(
-            f"configuration {path}: {key}={value!r}: it must be a text, without NUL"
-        )
-    return value
+    table = parsed(path)
+    refuse_unknown(table, f"configuration {path}: ", PLACES)
+    for key in PLACES:
+        value = table.get(key)
+        if value is not None and not (isinstance(value, str) and value and "\0" not in value):
+            raise InvalidArgumentError(
+                f"configuration {path}: {key}={value!r}: it must be a text, without NUL"
+            )
+    store, experiment = map(table.get, PLACES)
+    if store is not None and "://" not in store:
+        store = str(path.parent / Path(store).expanduser())
+    return store, experiment
 
 
 def read_file(path: Path) -> dict[str, Any]:

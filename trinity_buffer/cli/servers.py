@@ -125,8 +125,7 @@ def sync_weights(
         mode: Requests in flight: wait for them, abort them, or keep them, whose answers then mix
             old and new weights.
     """
-    url = options.chosen_store(store, config)
-    named = options.named_experiment(experiment, config)
+    url, named = options.chosen_place(store, experiment, config)
     from trinity_buffer.cli.roles import plain  # noqa: PLC0415 - torch
     from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
     from trinity_buffer.explorer.weights import PushReport  # noqa: PLC0415
@@ -136,8 +135,8 @@ def sync_weights(
         plain(f"{push.url}: policy {push.version}, checksum {push.checksum or 'not told'}")
 
     async def main() -> None:
-        name = await options.chosen_experiment(url, named)
         async with open_store(url, read_only=True) as opened, AsyncExitStack() as stack:
+            name = await options.experiment_in(opened, named)
             run_ = await opened.experiment(name)
             urls = server or [own for own in (run_.config.get("server"),) if own]
             if not urls:

@@ -38,16 +38,13 @@ def stats(
     """
 
     async def main() -> Overview:
-        url = options.chosen_store(store)
-        name = experiment if as_of is None else await options.chosen_experiment(url, experiment)
-        async with open_store(url, read_only=True) as opened:
-            now = await overview(opened, name)
+        async with open_store(options.chosen_store(store), read_only=True) as opened:
             if as_of is None:
-                return now
-            (one,) = now.experiments
+                return await overview(opened, experiment)
+            name = await options.experiment_in(opened, experiment)
+            now, then = await overview(opened, name), await opened.experiment(name)
             with output.progress() as report:
-                experiment_then = await opened.experiment(one.name)
-                async with at_position(experiment_then, as_of, report) as source:
+                async with at_position(then, as_of, report) as source:
                     return replace(now, experiments=(await overview_of(source),))
 
     if config:
