@@ -50,7 +50,8 @@ def public_names() -> dict[str, list[str]]:
     found = {name: sorted(importlib.import_module(name).__all__) for name in PACKAGES}
     found |= {name: sorted(getattr(algorithm, name).names()) for name in REGISTRIES}
     group: Any = typer.main.get_command(app)
-    commands: dict[str, click.Command] = group.commands
+    names, context = group.list_commands(click.Context(group)), click.Context(group)
+    commands = {name: group.get_command(context, name) for name in names}
     found["commands"] = sorted(commands)
     found |= {f"options of {name}": _options(command) for name, command in commands.items()}
     with tempfile.TemporaryDirectory() as folder:

@@ -80,7 +80,9 @@ def helps() -> dict[str, str]:
     """Return what the help of each ``trinity-buffer`` command says, on one line."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
-    return {name: " ".join((found.help or "").split()) for name, found in group.commands.items()}
+    context = typer.Context(group)
+    commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    return {name: " ".join(((c and c.help) or "").split()) for name, c in commands.items()}
 
 
 def examples() -> dict[str, str]:
