@@ -239,7 +239,8 @@ def experiences_of(
             if stretches:
                 _tell_of_a_split()
             stretches.append([turn])
-        tokens = [*turn.prompt_ids, *turn.token_ids]
+            tokens = []
+        tokens += [*turn.prompt_ids[len(tokens) :], *turn.token_ids]
     made = [_experience(stretch, info) for stretch in stretches]
     for experience in made:
         experience.reward = reward
@@ -257,7 +258,7 @@ def _experience(turns: Sequence[Completion], info: Mapping[str, Any]) -> Experie
         # What came between belongs to others: seen by the model, and not trained.
         between = len(turn.prompt_ids) - end
         mask += [False] * between + [True] * len(turn.token_ids)
-        logprobs += [0.0] * between + list(turn.logprobs or ())
+        logprobs += [0.0] * between + list(() if turn.logprobs is None else turn.logprobs)
         end = len(turn.prompt_ids) + len(turn.token_ids)
     # One turn without log-probs leaves the whole experience without: zeros would be believed.
     are_known = all(turn.logprobs is not None for turn in turns)
