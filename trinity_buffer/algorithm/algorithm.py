@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from trinity_buffer.algorithm.registry import Registry
-from trinity_buffer.errors import InvalidArgumentError
 
 PARTS: tuple[str, ...] = (
     "add_strategy",
@@ -88,21 +87,6 @@ class Recipe:
             args["add_strategy"] = {name: args.pop("advantage_fn")}
         repeated = config.get("rollouts_per_group", config.get("repeat_times"))
         return cls(rollouts_per_group=repeated, args=args, **parts)
-
-
-def default_args_of(what: str, cls: Any) -> dict[str, Any]:
-    """Return the arguments that a part has by default.
-
-    Raises:
-        InvalidArgumentError: ``cls`` is no class of a part; ``what`` says whose it was to be.
-    """
-    if not (isinstance(cls, type) and hasattr(cls, "default_args")):
-        raise InvalidArgumentError(
-            f"{what}: {cls!r} has no default_args, derive a class from the base of its kind in "
-            "trinity_buffer.algorithm (docs/extending.md)"
-        )
-    arguments: dict[str, Any] = cls.default_args()
-    return arguments
 
 
 __all__ = ["ALGORITHM_TYPE", "AlgorithmType", "ConstantMeta", "Recipe"]

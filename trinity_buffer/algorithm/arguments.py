@@ -154,14 +154,3 @@ def require(is_valid: bool, name: str, value: Any, rule: str) -> None:
     """
     if not is_valid:
         raise InvalidArgumentError(f"{name} must {rule}, it is {value!r}")
-
-
-def positive(name: str, value: Any) -> int:
-    """Return ``value`` as a count.
-
-    Raises:
-        InvalidArgumentError: it is not a whole number of at least 1.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgumentError(f"{name} must be a whole number of at least 1, not {value!r}")
-    return value

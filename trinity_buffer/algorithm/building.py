@@ -15,14 +15,13 @@ from trinity_buffer.algorithm.algorithm import (
     PARTS,
     AlgorithmType,
     Recipe,
-    default_args_of,
 )
 from trinity_buffer.algorithm.arguments import (
     REQUIRED,
     declared_arguments,
     made,
-    positive,
     refuse_unknown,
+    require,
 )
 from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN, EntropyLossFn
 from trinity_buffer.algorithm.importance_correction import (
@@ -349,6 +348,9 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     if mode is not None and "loss_agg_mode" in declared_arguments(policy.cls):
         policy.args.update({"loss_agg_mode": mode} | user.get("policy_loss_fn_args", {}))
     rollouts = user.get("rollouts_per_group", recipe.rollouts_per_group)
+    is_count = isinstance(rollouts, int) and not isinstance(rollouts, bool) and rollouts >= 1
+    rule = "be a whole number of at least 1"
+    require(rollouts is None or is_count, "rollouts_per_group", rollouts, rule)
     advantage = choices.get("advantage_fn")
     if advantage is not None and not advantage.cls.compute_in_trainer():
         raise InvalidArgumentError(
@@ -367,7 +369,7 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
         entropy_loss=choices["entropy_loss_fn"].make(),
         correction=choices["importance_correction"].make(),
         loss_agg_mode=mode or policy.args.get("loss_agg_mode") or "token-mean",
-        rollouts_per_group=1 if rollouts is None else positive("rollouts_per_group", rollouts),
+        rollouts_per_group=1 if rollouts is None else rollouts,
         choices=choices,
     )
 
@@ -439,7 +441,12 @@ def _chosen(
     """Return a choice whose arguments were decided: signature < tuned < recipe < user."""
     cls = REGISTRY_OF[part].get(wanted) if isinstance(wanted, str) else wanted
     name = _name_of(part, wanted)
-    defaults = default_args_of(f"{part} {name!r}", cls)
+    if not (isinstance(cls, type) and hasattr(cls, "default_args")):
+        raise InvalidArgumentError(
+            f"{part} {name!r}: {cls!r} has no default_args, derive a class from the base of its "
+            "kind in trinity_buffer.algorithm (docs/extending.md)"
+        )
+    defaults: Arguments = cls.default_args()
     # The order is the rule: what comes later wins.
     args = defaults | dict(recipe) | dict(own or {})
     taken = declared_arguments(cls)

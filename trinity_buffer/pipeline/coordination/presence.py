@@ -190,9 +190,24 @@ class Presence:
                 await self._database.try_to_write(heartbeats.remove, self._experiment, self._row())
         self._started_at = 0
 
-    def at_work(self) -> Presence:
-        """Return a second presence of this process in the role `AT_WORK`."""
-        return Presence(self._database, self._experiment, AT_WORK, f"{self.role} {self.name}")
+    async def keep_at_work(self, is_under_way: Callable[[], bool], every_s: float) -> None:
+        """Record that the process is at work, so that its run does not count as stalled.
+
+        Until cancelled, it looks every ``every_s`` seconds whether work is under way; the row of
+        the role `AT_WORK` is removed when it is not.
+        """
+        name = f"{self.role} {self.name}"
+        presence = Presence(self._database, self._experiment, AT_WORK, name)
+        try:
+            while True:
+                await anyio.sleep(min(every_s, SEEN_EVERY_S))
+                with suppress(StoreError):  # the code that uses the store reports its errors
+                    if is_under_way():
+                        await presence.seen(at_once=True)
+                    else:
+                        await presence.gone()
+        finally:
+            await presence.gone()
 
     def is_own(self, row: PresenceRow) -> bool:
         """Return whether this presence wrote ``row``."""
@@ -222,32 +237,6 @@ class Presence:
             now_us(),
             self.waiting_for,
         )
-
-
-class Work:
-    """Records that a process is at work, so that its run does not count as stalled.
-
-    Args:
-        of: presence of the process.
-        is_under_way: returns whether it is at work now.
-    """
-
-    def __init__(self, of: Presence, is_under_way: Callable[[], bool]) -> None:
-        self._presence = of.at_work()
-        self._is_under_way = is_under_way
-
-    async def keep(self, every_s: float) -> None:
-        """Check every ``every_s`` seconds until cancelled, then remove the row."""
-        try:
-            while True:
-                await anyio.sleep(min(every_s, SEEN_EVERY_S))
-                with suppress(StoreError):  # the code that uses the store reports its errors
-                    if self._is_under_way():
-                        await self._presence.seen(at_once=True)
-                    else:
-                        await self._presence.gone()
-        finally:
-            await self._presence.gone()
 
 
 def is_here(row: PresenceRow) -> bool:

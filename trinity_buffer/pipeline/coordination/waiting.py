@@ -308,16 +308,14 @@ class RejectionWatch:
         number = sum(self._groups.values())
         if number // per_step < min(WARN_AFTER_STEPS, self._most):
             return
-        message = self._describe(number if self._counts == "groups" else number // per_step)
+        counted = number if self._counts == "groups" else number // per_step
+        message = (
+            f"{self._who} has rejected everything of {counted} {self._counts} in a row as "
+            f"{', '.join(sorted(self._reasons))} (first {self._first}); `trinity-buffer show "
+            f"{self._first}` tells what the row holds"
+        )
         if faulty and self._groups.get(True, 0) // per_step >= self._most:
             raise TrainingError(f"{message}; fix these rows, and start it again")
         if not self._warned:
             self._warned = True
             _logger.warning("%s", one_line(message))
-
-    def _describe(self, number: int) -> str:
-        return (
-            f"{self._who} has rejected everything of {number} {self._counts} in a row as "
-            f"{', '.join(sorted(self._reasons))} (first {self._first}); `trinity-buffer show "
-            f"{self._first}` tells what the row holds"
-        )

@@ -29,7 +29,7 @@ from trinity_buffer.pipeline.coordination.diagnosis import (
     outcome_of,
 )
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
-from trinity_buffer.pipeline.coordination.presence import Presence, Work
+from trinity_buffer.pipeline.coordination.presence import Presence
 from trinity_buffer.pipeline.coordination.waiting import (
     ReportedWait,
     Stall,
@@ -162,8 +162,9 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         self, *tasks: Callable[[], Coroutine[Any, Any, None]]
     ) -> AsyncIterator[None]:
         """Run ``tasks`` in the context, and tell other processes while no step is waited for."""
-        work = Work(self.presence, lambda: not self.queue.is_waited_for())
-        async with running(partial(work.keep, wait_report_s()), *tasks):
+        keep = self.presence.keep_at_work
+        works = partial(keep, lambda: not self.queue.is_waited_for(), wait_report_s())
+        async with running(works, *tasks):
             yield
 
     # -- the trainer's side

@@ -18,7 +18,6 @@ from trinity_buffer.identity import Key, freeze
 from trinity_buffer.pipeline.coordination.presence import (
     SEEN_EVERY_S,
     Presence,
-    Work,
     describe_process,
 )
 from trinity_buffer.pipeline.coordination.waiting import one_line, wait_report_s
@@ -268,7 +267,7 @@ class SQLWriter(BufferWriter):
 
     async def stay_at_work(self, is_under_way: Callable[[], bool] = lambda: True) -> None:
         """Record until cancelled whether rollouts are under way, which counts as progress."""
-        await Work(self._presence, is_under_way).keep(wait_report_s())
+        await self._presence.keep_at_work(is_under_way, wait_report_s())
 
     def waits_no_more(self) -> None:
         """End the reported wait."""
