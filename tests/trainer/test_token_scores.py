@@ -20,7 +20,7 @@ from typing_extensions import override
 
 import trinity_buffer as tb
 from tests.trainer.qwen import SHAPE, qwen2, qwen3
-from trinity_buffer.algorithm.advantage_fn.entropy_clip import expected_entropy_change
+from trinity_buffer.algorithm.advantage_fn.token_scores import expected_entropy_change
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.head_chunks import TORCH, ChunkMath

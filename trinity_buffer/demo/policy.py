@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from trinity_buffer.algorithm.advantage_fn.entropy_clip import expected_entropy_change
+from trinity_buffer.algorithm.advantage_fn.token_scores import expected_entropy_change
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.last_hidden import OutputHead

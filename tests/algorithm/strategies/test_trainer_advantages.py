@@ -19,12 +19,10 @@ from trinity_buffer.algorithm.advantage_fn import (
     REMAXAdvantageFn,
     RLOOAdvantageFn,
 )
-from trinity_buffer.algorithm.advantage_fn.entropy_clip import (
-    entropy_change,
-    expected_entropy_change,
-)
 from trinity_buffer.algorithm.advantage_fn.token_scores import (
     discounted_returns,
+    entropy_change,
+    expected_entropy_change,
     generalized_advantages,
 )
 from trinity_buffer.errors import InvalidArgumentError

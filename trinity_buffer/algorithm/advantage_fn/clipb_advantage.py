@@ -7,13 +7,13 @@ from typing import Any
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
-from trinity_buffer.algorithm.advantage_fn.entropy_clip import (
+from trinity_buffer.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
+from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.advantage_fn.token_scores import (
     NEGLIGIBLE_STD,
     clipped_fractions,
     entropy_change,
 )
-from trinity_buffer.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
-from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 
 
 @ADVANTAGE_FN.register_module("clipb")
