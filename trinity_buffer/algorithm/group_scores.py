@@ -274,6 +274,19 @@ def check_over(over: str) -> Over:
     return "runs" if over == "runs" else "rows"
 
 
+class CountsOver:
+    """The choice of what counts, for a class that takes it beside arguments of its own.
+
+    Args:
+        over: what counts once in the statistics of a group: ``"rows"``, as in the reference, or
+            their ``"runs"``, which is the default of a run.
+    """
+
+    def __init__(self, *args: Any, over: Over = "rows", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.over: Over = check_over(over)
+
+
 def likelihood_ranks(likelihoods: Sequence[float] | Rewards) -> Rewards:
     """Return each rank / n, the most likely member highest, the earlier of equals lower."""
     # Stable, so that equal likelihoods rank alike on every machine.

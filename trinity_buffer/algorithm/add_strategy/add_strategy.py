@@ -34,7 +34,6 @@ from trinity_buffer.algorithm.arguments import (
 )
 from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.group_scores import (
-    Over,
     RewardScorer,
     ScoredGroups,
     as_added,
@@ -219,21 +218,15 @@ _DECIDING = (
 """What a `RewardStrategy` may override to decide otherwise than by `score_groups`."""
 
 
-class RewardStrategy(GroupAdvantageStrategy):
+class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
     """Scores the runs of each task by their rewards alone: write `score_groups`, and it is done.
 
     Args:
         writer: where the scored groups go.
-        over: what counts once in the statistics of a group: ``"rows"``, as in the reference, or
-            their ``"runs"``, which is the default of a run.
-        kwargs: of `AddStrategy`.
+        kwargs: of `CountsOver` and `AddStrategy`.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
-
-    def __init__(self, writer: BufferWriter, *, over: Over = "rows", **kwargs: Any) -> None:
-        super().__init__(writer, **kwargs)
-        self.over = group_scores.check_over(over)
 
     @abstractmethod
     def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
@@ -267,23 +260,17 @@ class RewardStrategy(GroupAdvantageStrategy):
         return annotate_group(exps, self.rewards_of(exps), self.score_groups, self.over)
 
 
-class RewardFilter(AddStrategy):
+class RewardFilter(group_scores.CountsOver, AddStrategy):
     """Keeps rows of each task by their rewards alone, unchanged: write `score_groups`.
 
     Args:
         writer: where the kept groups go.
-        over: what counts once: ``"rows"``, as in the reference, or ``"runs"``, which is the default
-            of a run.
-        kwargs: of `AddStrategy`.
+        kwargs: of `CountsOver` and `AddStrategy`.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
     annotates: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ("reward",)
-
-    def __init__(self, writer: BufferWriter, *, over: Over = "rows", **kwargs: Any) -> None:
-        super().__init__(writer, **kwargs)
-        self.over = group_scores.check_over(over)
 
     @abstractmethod
     def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:

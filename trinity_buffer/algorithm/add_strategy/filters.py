@@ -19,11 +19,10 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import (
 )
 from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_rewards
 from trinity_buffer.algorithm.group_scores import (
-    Over,
+    CountsOver,
     Rewards,
     ScoredGroups,
     as_rewards,
-    check_over,
     run_means,
 )
 from trinity_buffer.errors import InvalidArgumentError
@@ -34,7 +33,7 @@ Metrics = dict[str, Any]
 
 
 @ADD_STRATEGY.register_module("outcome_gate")
-class OutcomeGateAddStrategy(AddStrategy):
+class OutcomeGateAddStrategy(CountsOver, AddStrategy):
     """Keeps the groups in which enough runs succeed, judged by a named metric, not the reward.
 
     A shaped reward differs between runs that all fail; a gate on its variance would keep such
@@ -47,8 +46,8 @@ class OutcomeGateAddStrategy(AddStrategy):
         correct_threshold: a run succeeds if its outcome is above it.
         min_correct: groups with fewer successes are rejected as ``all_wrong``.
         min_wrong: groups with fewer failures are rejected as ``all_correct``.
-        over: what succeeds or fails: each of the ``"rows"`` of a run, or the run, by the mean
-            outcome of its rows, which is the default of a run.
+        kwargs: of `CountsOver` and `AddStrategy`. Over runs, a run succeeds or fails by the mean
+            outcome of its rows.
     """
 
     families: ClassVar[tuple[str, ...]] = ("light",)
@@ -63,11 +62,9 @@ class OutcomeGateAddStrategy(AddStrategy):
         *,
         min_correct: int = 1,
         min_wrong: int = 0,
-        over: Over = "rows",
         **kwargs: Any,
     ) -> None:
         super().__init__(writer, **kwargs)
-        self.over = check_over(over)
         self.metric_key = metric_key
         self.correct_threshold = correct_threshold
         self.min_correct = min_correct

@@ -33,6 +33,7 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.group_scores import (
+    CountsOver,
     Over,
     Rewards,
     RewardScorer,
@@ -124,18 +125,12 @@ class PipelineAdvantage(WholeUnits, AdvantageFn):
         return self.process(exps)
 
 
-class GroupAdvantage(PipelineAdvantage):
+class GroupAdvantage(CountsOver, PipelineAdvantage):
     """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`.
 
     Args:
-        over: what counts once in the statistics of a group: ``"rows"``, as in the reference, or
-            their ``"runs"``, which is the default of a run.
-        kwargs: of `AdvantageFn`.
+        kwargs: of `CountsOver` and `AdvantageFn`.
     """
-
-    def __init__(self, *, over: Over = "rows", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.over = check_over(over)
 
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
         """Return the groups by their id, in order of first appearance: the runs of each task."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -102,11 +102,12 @@ class PolicyLossFn(Configured, ABC):
         if "__call__" not in vars(cls):
             return
         parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
-        cls._tensors = tuple(
-            p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        )
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        cls._tensors = tuple(p.name for p in named)
         # The one place where names are translated: subclasses are asked for a plain `__call__`.
-        cls.__call__ = _with_backend_names(cls.__call__)  # type: ignore[method-assign]
+        cls.__call__ = _with_backend_names(  # type: ignore[method-assign]
+            cls.__call__, named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+        )
 
     def __post_init__(self) -> None:
         """Refuse options that cannot be right.
@@ -151,11 +152,10 @@ def detached(metrics: Mapping[str, Tensor]) -> Metrics:
     return {name: value.detach() for name, value in metrics.items()}
 
 
-def _with_backend_names(call: Callable[..., LossAndMetrics]) -> Callable[..., LossAndMetrics]:
+def _with_backend_names(
+    call: Callable[..., LossAndMetrics], named: Sequence[inspect.Parameter], open_ended: bool
+) -> Callable[..., LossAndMetrics]:
     """Return ``call`` taking the backend's names too, and naming what is unknown or missing."""
-    parameters = list(inspect.signature(call).parameters.values())[1:]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     accepted = {p.name for p in named}
     required = [p.name for p in named if p.default is p.empty]
 
