@@ -279,8 +279,8 @@ FAULTS = [
     Fault(
         "CISPO leaves out a token without an advantage",
         "algorithm/policy_loss_fn/cispo_policy_loss.py",
-        "(advantages > 0)",
-        "(advantages >= 0)",
+        "(tokens.advantages > 0)",
+        "(tokens.advantages >= 0)",
         "tests/algorithm/losses/test_edges.py::test_cispo_lets_a_token_without_an_advantage_be_whatever_its_ratio",
     ),
     Fault(

@@ -78,7 +78,9 @@ def _columns(
 ) -> list[Column]:
     scalable: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for row, (tensor, mask) in enumerate(zip(tensors, masks, strict=True)):
-        if tensor is not None and mask is not None and _may_scale(tensor, mask):
+        if tensor is None or mask is None or tensor.dtype not in _SCALED_DTYPES:
+            continue
+        if tensor.ndim == 1 and tensor.shape == mask.shape:
             scalable.setdefault((tensor.dtype, mask.dtype), []).append(row)
     rest, columns = list(tensors), []
     for rows in scalable.values():
@@ -88,10 +90,6 @@ def _columns(
         if scaled:
             columns.append(_scaled_column(field, scaled, scalars, len(tensors)))
     return columns + columns_of(field, rest)
-
-
-def _may_scale(tensor: Tensor, mask: Tensor) -> bool:
-    return tensor.dtype in _SCALED_DTYPES and tensor.ndim == 1 and tensor.shape == mask.shape
 
 
 def _scaled_column(field: str, rows: Sequence[int], scalars: Tensor, of: int) -> Column:

@@ -199,16 +199,12 @@ class GroupAdvantageStrategy(AddStrategy):
             if group
         ]
         for group, chosen, _ in scored:
-            await self._write(group, chosen)
+            self.reject(left_out(group, chosen), self.left_out)
+            if chosen:
+                await self.writer.write_async(chosen)
         metrics = [of_group for _, _, of_group in scored]
         count = sum(len(chosen) for _, chosen, _ in scored)
         return count, gather_groups(metrics)
-
-    async def _write(self, group: list[Experience], members: list[Experience]) -> None:
-        """Write ``kept`` and reject the rest of ``group``."""
-        self.reject(left_out(group, members), self.left_out)
-        if members:
-            await self.writer.write_async(members)
 
 
 _DECIDING = (

@@ -208,7 +208,8 @@ class OverlongPenaltyAddStrategy(AddStrategy):
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write all groups, with the lowered rewards."""
         usable = self.usable(experiences)
-        charges = [self.penalty_of(_num_actions(e)) for e in usable]
+        masks = (e.action_mask for e in usable)
+        charges = [self.penalty_of(int((mask != 0).sum())) for mask in masks if mask is not None]
         for experience, charge in zip(usable, charges, strict=True):
             experience.reward = reward_of(experience) + charge
         for group in group_by(usable, "task").values():
@@ -218,9 +219,3 @@ class OverlongPenaltyAddStrategy(AddStrategy):
             "overlong/penalty_mean": sum(charges) / max(len(charges), 1),
         }
         return len(usable), metrics if usable else {}
-
-
-def _num_actions(experience: Experience) -> int:
-    """Return how many tokens of the response the policy chose."""
-    mask = experience.action_mask
-    return 0 if mask is None else int((mask != 0).sum())

@@ -44,14 +44,10 @@ class CISPOPolicyLossFn(TokenLossFn):
         difference = (tokens.logprob - tokens.old_logprob).detach()
         ratio = bounded_exp(difference)
         weight = ratio.clamp(1.0 - self.clip_range_low, 1.0 + self.clip_range_high)
-        learns = self._learns(ratio, tokens.advantages).to(ratio)
+        learns = torch.ones_like(ratio)  # M
+        if self.enable_mask_clip:
+            above = (ratio > 1.0 + self.mask_clip_range_high) & (tokens.advantages > 0)
+            below = (ratio < 1.0 - self.mask_clip_range_low) & (tokens.advantages < 0)
+            learns = (~(above | below)).to(ratio)
         losses = -tokens.advantages * weight * learns * tokens.logprob
         return losses, {"ppo_kl": tokens.mean(-difference), "unmasked_frac": tokens.mean(learns)}
-
-    def _learns(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Return M, bool."""
-        if not self.enable_mask_clip:
-            return torch.ones_like(ratio, dtype=torch.bool)
-        above = (ratio > 1.0 + self.mask_clip_range_high) & (advantages > 0)
-        below = (ratio < 1.0 - self.mask_clip_range_low) & (advantages < 0)
-        return ~(above | below)

@@ -17,7 +17,6 @@ from trinity_buffer.algorithm.functional import (
     row_sums,
     spread,
 )
-from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, ClippedLossFn
 
 
@@ -76,7 +75,10 @@ class PPOPolicyLossFn(ClippedLossFn):
             "ppo_kl": tokens.mean(-difference),
         }
         if self.enable_sequence_masking:
-            drift = _sequence_drift(difference, mask, layout)
+            weights = mask.to(difference.dtype)
+            # The mean of `old_logprob - logprob` of each sequence.
+            summed = row_sums(-difference.detach() * weights, layout)
+            drift = summed / (row_sums(weights, layout) + 1e-10)
             far = spread(drift > self.delta_sequence_masking, ratio, layout)
             losses = torch.where(far & negative, 0.0, losses)
             # The reference counts tokens outside the mask among the dropped ones.
@@ -85,10 +87,3 @@ class PPOPolicyLossFn(ClippedLossFn):
             metrics["seq_mask/masked_tokens"] = dropped.to(ratio).sum() / count
             metrics["seq_mask/mean_sequence_kl"] = drift.mean()
         return losses, metrics
-
-
-def _sequence_drift(difference: Tensor, mask: Tensor, layout: BatchLayout | None) -> Tensor:
-    """Return the mean ``old_logprob - logprob`` of each sequence, shape ``[N]``, detached."""
-    weights = mask.to(difference.dtype)
-    summed = row_sums(-difference.detach() * weights, layout)
-    return summed / (row_sums(weights, layout) + 1e-10)
