@@ -2,11 +2,18 @@
 
 from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.pipeline.history.migrate import downgrade, migrate
-from trinity_buffer.pipeline.history.rebuild import diff_projections, rebuild
+from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.history.replay import recorded_end, replayed_steps
 from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.pipeline.train.checkpoint import digest_of
-from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.pipeline.verify.projections import (
+    compare,
+    decoded_events,
+    no_progress,
+    scratch_for,
+)
+from trinity_buffer.store.database import Database, open_for_migration
+from trinity_buffer.store.refold import Difference
 from trinity_buffer.store.tables import SCHEMA_REVISION
 
 __all__ = [
@@ -22,3 +29,9 @@ __all__ = [
     "replayed_steps",
     "restore",
 ]
+
+
+async def diff_projections(database: Database, experiment: int) -> list[Difference]:
+    """Return every row of the projections that is not what the log says."""
+    with scratch_for(database, experiment) as scratch:
+        return await compare(database, scratch, no_progress, decoded_events)

@@ -11,8 +11,6 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from hashlib import sha256
 
-from sqlalchemy import select
-
 from trinity_buffer.events import (
     BatchPlanned,
     BatchSealed,
@@ -22,7 +20,6 @@ from trinity_buffer.events import (
     PlacedFact,
     kind_of,
 )
-from trinity_buffer.store.tables import counter
 from trinity_buffer.store.transaction import Statement, Transaction, bind_list, bind_rows
 
 Numbers = dict[tuple[str, str], int]
@@ -163,10 +160,12 @@ _ONE = Statement(
 def all_numbers(tx: Transaction) -> dict[int, Numbers]:
     """Return experiment -> its counters, if it has any."""
     counters: dict[int, Numbers] = {}
-    columns = (counter.c.experiment, counter.c.consumer, counter.c.state, counter.c.number)
-    for of, name, state, number in tx.execute(select(*columns)).all():
+    for of, name, state, number in _ALL.fetch_all(tx):
         counters.setdefault(int(of), {})[name, state] = int(number)
     return counters
+
+
+_ALL = Statement("SELECT experiment, consumer, state, number FROM counter")
 
 
 def count_stored(tx: Transaction, experiment: int, key: str) -> int:

@@ -17,7 +17,7 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.store import counters, log
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
-from trinity_buffer.store.trainer_queries import SO_FAR
+from trinity_buffer.store.trainer_queries import SO_FAR, Reader, first_undelivered
 from trinity_buffer.store.transaction import Statement, Transaction, bind_list
 from trinity_buffer.store.writer_queries import IS_OPEN, waiting_addresses
 
@@ -96,14 +96,8 @@ LogEnds = tuple[int, float | None, float | None]
 def log_ends(tx: Transaction, experiment: int, up_to: int | None = None) -> LogEnds:
     """Return the ends of a log, up to a position; times in seconds since 1970."""
     head = log.head(tx, experiment) if up_to is None else up_to
-    times = {at: us / 1e6 for at, us in _ENDS.fetch_all(tx, of=experiment, last=head)}
+    times = {at: us / 1e6 for at, us in log.recorded_at(tx, experiment, [1, head]).items()}
     return head, times.get(1), times.get(head)
-
-
-_ENDS = Statement(
-    "SELECT position, recorded_at FROM event "
-    "WHERE experiment = :of AND (position = 1 OR position = :last)"
-)
 
 
 def of_plans(tx: Transaction, experiment: int, numbers: Numbers) -> PlanCounts:
@@ -166,21 +160,18 @@ def of_trainer(
     rejected = counters.reasons(numbers, row.name)
     # All are ready until one was handed out.
     rows = ready = numbers.get((of, counters.ROWS), 0)
-    last = _LAST_HANDED.value(tx, **mine)
-    if last:
+    start = first_undelivered(tx, Reader(experiment, row.name, "", row.name))
+    if start > 1:
         # Rows are handed out in order of their addresses.
-        ready = int(_ROWS_FROM.value(tx, of=experiment, by=of, start=last + 1))
+        ready = int(_ROWS_FROM.value(tx, of=experiment, by=of, start=start))
     # Rejected rows above the last that was handed out are not ready either.
     if any(rejected.values()):
-        ready -= int(_LEFT_OUT.value(tx, of=experiment, by=row.name, set=of, start=(last or 0) + 1))
+        ready -= int(_LEFT_OUT.value(tx, **mine, set=of, start=start))
     leased = int(delivered) - int(committed)
     terms = TrainerCounts(row.name, of, rows, ready, leased, int(committed), rejected)
     return terms, int(groups_delivered), int(groups_committed)
 
 
-_LAST_HANDED = Statement(
-    "SELECT max(address) FROM delivery WHERE experiment = :of AND consumer = :by AND source = ''"
-)
 _ROWS_FROM = Statement(
     "SELECT count(*) FROM annotation "
     "WHERE experiment = :of AND consumer = :by AND address >= :start"

@@ -11,7 +11,7 @@ from trinity_buffer.identity import EID
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
-from trinity_buffer.store.trainer_queries import guest_name
+from trinity_buffer.store.trainer_queries import guest_name, readers
 from trinity_buffer.store.transaction import Statement, Transaction, bind_list
 
 _EXPERIENCE = ", ".join(column.name for column in EXPERIENCE_COLUMNS)
@@ -199,19 +199,10 @@ def guests(tx: Transaction, experiment: int) -> list[Guest]:
     There are none where the projections hold one experiment alone.
     """
     return [
-        Guest(name, key, trainer, step, guest_name(name, trainer), source)
-        for name, key, trainer, step, source in _GUESTS.fetch_all(tx, of=experiment)
+        Guest(name, key, row.name, row.committed_step, guest_name(name, row.name), source)
+        for key, name, source, row in readers(tx, experiment)
+        if source
     ]
-
-
-# A look at the primary key for each trainer: joined, PostgreSQL may read every delivery.
-_GUESTS = Statement(
-    "SELECT x.name, c.experiment, c.name, c.committed_step, own.name FROM consumer c "
-    "JOIN experiment x ON x.id = c.experiment JOIN experiment own ON own.id = :of "
-    "WHERE c.kind = 'trainer' AND c.experiment <> :of AND EXISTS (SELECT 1 FROM delivery d "
-    "WHERE d.experiment = c.experiment AND d.consumer = c.name AND d.source = own.name OFFSET 0) "
-    "ORDER BY c.experiment, c.name"
-)
 
 
 class RejectedRow(NamedTuple):

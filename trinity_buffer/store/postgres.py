@@ -223,11 +223,16 @@ class Outage:
                 left_s = self.reconnect_s - (now - min(self._since, began))
                 if left_s <= 0:
                     raise
-                self._say(error, now, left_s, pause_s)
+                if now >= self._silent_until:  # one line for a try, however many wait for it
+                    self._silent_until = now + pause_s
+                    self._tries += 1
+                    _logger.warning("%s; try %d, given up in %.0f s", error, self._tries, left_s)
                 self._wait(min(pause_s, left_s), error)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
-                self._over()
+                if self._tries:
+                    _logger.warning("%s is there again", self._name)
+                self._since, self._tries, self._silent_until = None, 0, 0.0
                 return done
 
     def _wait(self, pause_s: float, error: StoreUnavailableError) -> None:
@@ -237,19 +242,6 @@ class Outage:
             anyio.from_thread.check_cancelled()
             if self.closed.wait(min(left_s, FIRST_PAUSE_S)):
                 raise error
-
-    def _say(self, error: Exception, now: float, left_s: float, pause_s: float) -> None:
-        """Say one line for a try, however many wait for it."""
-        if now < self._silent_until:
-            return
-        self._silent_until = now + pause_s
-        self._tries += 1
-        _logger.warning("%s; try %d, given up in %.0f s", error, self._tries, left_s)
-
-    def _over(self) -> None:
-        if self._tries:
-            _logger.warning("%s is there again", self._name)
-        self._since, self._tries, self._silent_until = None, 0, 0.0
 
 
 class PostgresTransaction(Transaction):
@@ -550,7 +542,10 @@ class Server:
                 return work(connection)
             finally:
                 self._busy.remove(connection)
-                self._give_back(connection)
+                if len(self._idle) < KEPT_CONNECTIONS and not self._is_closed:
+                    self._idle.append(connection)
+                elif connection.tx is not None:
+                    connection.tx.driver.close()
 
         self._trips += 1
         if self._watching is None and self._timeout_s is not None:
@@ -559,12 +554,6 @@ class Server:
             return await anyio.to_thread.run_sync(lent, limiter=self._free)
         finally:
             self._trips -= 1
-
-    def _give_back(self, connection: PostgresConnection) -> None:
-        if len(self._idle) < KEPT_CONNECTIONS and not self._is_closed:
-            self._idle.append(connection)
-        elif connection.tx is not None:
-            connection.tx.driver.close()
 
     def _watch(self, timeout_s: float) -> None:
         """End connections over which no answer comes, and look again as long as there are any."""

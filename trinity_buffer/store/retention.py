@@ -6,13 +6,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import select
-
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
-from trinity_buffer.store.tables import consumer, delivery
-from trinity_buffer.store.tables import experiment as experiments
-from trinity_buffer.store.trainer_queries import Reader, guest_name
-from trinity_buffer.store.transaction import Statement, Transaction, has_row
+from trinity_buffer.store.trainer_queries import Reader, guest_name, readers
+from trinity_buffer.store.transaction import Statement, Transaction
 
 EXPERTS_SET = "recorded"
 """The set of an expert's experiment that other experiments mix in."""
@@ -91,33 +87,12 @@ _ARCHIVES = Statement(
 
 def needs_of(tx: Transaction, experiment: int, *, keep_steps: int) -> list[Need]:
     """Return the readers of an experiment: its trainers, and trainers that mix it in."""
-    read = experiments.alias("read")  # apart from that of the trainer
-    name = select(read.c.name).where(read.c.id == experiment).scalar_subquery()
-    mixes = has_row(
-        delivery.c.experiment == consumer.c.experiment,
-        delivery.c.consumer == consumer.c.name,
-        delivery.c.source == name,
-    )
-    own = consumer.c.experiment == experiment
-    query = (
-        select(
-            consumer.c.experiment,
-            experiments.c.name,
-            consumer.c.name.label("trainer"),
-            consumer.c.config,
-            consumer.c.committed_step,
-            name,
-        )
-        .join(experiments, experiments.c.id == consumer.c.experiment)
-        .where(consumer.c.kind == "trainer", own | mixes)
-    )
     needs = []
-    for where, of, trainer, config, committed, source in tx.execute(query).all():
-        mine = int(where) == experiment
-        rejecting = trainer if mine else guest_name(of, trainer)
-        reader = Reader(int(where), trainer, "" if mine else source, rejecting)
-        annotation_set = config["strategy"] if mine else EXPERTS_SET
-        needs.append(Need(reader, annotation_set, int(committed) - keep_steps))
+    for key, name, source, trainer in readers(tx, experiment):
+        rejecting = guest_name(name, trainer.name) if source else trainer.name
+        reader = Reader(key, trainer.name, source, rejecting)
+        annotation_set = EXPERTS_SET if source else trainer.config["strategy"]
+        needs.append(Need(reader, annotation_set, trainer.committed_step - keep_steps))
     return needs
 
 

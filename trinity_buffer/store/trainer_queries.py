@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trinity_buffer.store.rows import STEP_COLUMNS, StepRow, read_step
+from trinity_buffer.store.rows import STEP_COLUMNS, ConsumerRow, StepRow, read_consumer, read_step
 from trinity_buffer.store.tables import NOT_FREQUENT
 from trinity_buffer.store.transaction import Statement, Transaction
 from trinity_buffer.store.writer_queries import (
@@ -39,6 +39,27 @@ def guest_name(experiment: str, trainer: str) -> str:
     It is unique: `writer_queries.registered` refuses names with a slash.
     """
     return "/".join(name.replace("%", "%25").replace("/", "%2F") for name in (experiment, trainer))
+
+
+def readers(tx: Transaction, experiment: int) -> list[tuple[int, str, str, ConsumerRow]]:
+    """Return the trainers that read an experiment: its own, and those that mix in rows of it.
+
+    Each with the key and the name of its own experiment, and the name that its deliveries give the
+    one that is read: "" its own.
+    """
+    rows = _READERS.fetch_all(tx, of=experiment)
+    return [(key, name, source, read_consumer(row)) for key, name, source, *row in rows]
+
+
+# A look at the primary key for each trainer: joined, PostgreSQL may read every delivery.
+_READERS = Statement(
+    "SELECT c.experiment, x.name, CASE c.experiment WHEN :of THEN '' ELSE own.name END, c.name, "
+    "c.kind, c.config, c.cursor, c.calls, c.rejected_groups, c.token, c.leased_step, "
+    "c.committed_step FROM consumer c JOIN experiment x ON x.id = c.experiment "
+    "JOIN experiment own ON own.id = :of WHERE c.kind = 'trainer' AND (c.experiment = :of "
+    "OR EXISTS (SELECT 1 FROM delivery d WHERE d.experiment = c.experiment "
+    "AND d.consumer = c.name AND d.source = own.name OFFSET 0)) ORDER BY c.experiment, c.name"
+)
 
 
 def annotated_positions(

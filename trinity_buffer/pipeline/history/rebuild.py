@@ -6,21 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trinity_buffer.errors import StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.pipeline.verify.log_audit import EventChain
 from trinity_buffer.pipeline.verify.projections import (
     Progress,
     compare,
     decoded_events,
-    diff_projections,
     no_progress,
     scratch_for,
 )
 from trinity_buffer.store import log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
-
-__all__ = ["RebuildReport", "diff_projections", "rebuild"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,12 @@ async def rebuild(
 
     def decode(page: Sequence[StoredEvent]) -> list[PlacedFact]:
         # Folded, an event that was altered would alter the projections for good.
-        chain.require(page)
+        for event in page:
+            if (wrong := chain.take(event)) is not None:
+                raise StoreError(
+                    f"the event at position {event.position} breaks the chain of the log: {wrong}; "
+                    "run `trinity-buffer verify` and restore the store from a backup"
+                )
         return decoded_events(page)
 
     with scratch_for(database, experiment) as scratch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,6 @@ from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.resume import leased_step, plan_again
 from trinity_buffer.pipeline.train.step import TrainStep, collated
 from trinity_buffer.store import log, trainer_queries, writer_queries
-from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.url import StoreURL
 
@@ -164,16 +163,8 @@ async def recorded_end(experiment: Experiment, consumer: str, last: int | None) 
     return RecordedEnd(end, digest, weights, without_heads)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replayed:
-    """Steps, and where to ask for the names of their rows."""
-
-    steps: AsyncIterator[TrainStep]
-    database: Database
-    loader: RowLoader
-
-    async def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
-        return await self.database.read_session(lambda s: self.loader.uids(s, step.manifest, rows))
+Uids = Callable[[TrainStep, Sequence[int]], Awaitable[list[str]]]
+"""Returns the uids of rows of a step, by their places in its manifest."""
 
 
 class ReplayStream(StepStream):
@@ -187,29 +178,28 @@ class ReplayStream(StepStream):
     def __init__(
         self,
         portal: BlockingPortal,
-        replayed: _Replayed,
+        steps: AsyncIterator[TrainStep],
+        uids: Uids,
         resume: Resume | None,
         *,
         device: str,
         repeat_skips: bool,
     ) -> None:
         self._portal = portal
-        self._replayed = replayed
+        self._steps = steps
+        self._uids = uids
         self._repeat_skips = repeat_skips
         self.resume = resume
         self.device = device
 
     @override
     def __next__(self) -> TrainStep:
-        step = self._portal.call(self._receive)
+        # StopAsyncIteration cannot pass through a portal.
+        step: TrainStep | None = self._portal.call(anext, self._steps, None)
         if step is None:
             raise StopIteration
         step.skipped &= self._repeat_skips
         return step
-
-    async def _receive(self) -> TrainStep | None:
-        # StopAsyncIteration cannot pass through a portal.
-        return await anext(self._replayed.steps, None)
 
     @override
     def record(self, step: TrainStep, request: Commit) -> None:
@@ -222,7 +212,7 @@ class ReplayStream(StepStream):
     @override
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
-        return self._portal.call(self._replayed.uids, step, rows)
+        return self._portal.call(self._uids, step, rows)
 
     @override
     def fail(self, error: Exception) -> None:
@@ -241,11 +231,16 @@ class ReplayStream(StepStream):
 @asynccontextmanager
 async def _opened(
     url: StoreURL, experiment: str, options: dict[str, Any]
-) -> AsyncIterator[_Replayed]:
+) -> AsyncIterator[tuple[AsyncIterator[TrainStep], Uids]]:
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
         loader = RowLoader(EventCache(opened.key, opened.name))
-        yield _Replayed(replayed_steps(opened, **options), store.database, loader)
+
+        async def uids(step: TrainStep, rows: Sequence[int]) -> list[str]:
+            ask = partial(loader.uids, lease=step.manifest, places=rows)
+            return await store.database.read_session(ask)
+
+        yield replayed_steps(opened, **options), uids
 
 
 @contextmanager
@@ -266,6 +261,6 @@ def open_replay_stream(
     """
     first = options.get("first", 1)
     resume = None if from_checkpoint is None else Resume(first - 1, from_checkpoint, None, b"")
-    with in_portal(_opened(url, experiment, options)) as (portal, replayed):
+    with in_portal(_opened(url, experiment, options)) as (portal, (steps, uids)):
         device = str(options.get("device", "cpu"))
-        yield ReplayStream(portal, replayed, resume, device=device, repeat_skips=repeat_skips)
+        yield ReplayStream(portal, steps, uids, resume, device=device, repeat_skips=repeat_skips)

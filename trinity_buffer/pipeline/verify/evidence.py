@@ -254,22 +254,10 @@ def _contradictions(
     return problems
 
 
-def require_trainer(trainers: Mapping[str, TrainerAudit], consumer: str) -> None:
-    """Raise unless ``consumer`` is one of the trainers.
-
-    Raises:
-        InvalidArgumentError: it is not.
-    """
-    if consumer not in trainers:
-        known = ", ".join(trainers) or "none"
-        raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
-
-
 def _trainer_of(
     chain: Chain, trainers: Mapping[str, TrainerAudit], consumer: str | None
 ) -> TrainerAudit:
     if consumer is not None:
-        require_trainer(trainers, consumer)
         return trainers[consumer]
     candidates = [t for t in trainers.values() if _commit_of(chain, t) is not None]
     candidates = candidates or [

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from trinity_buffer import events
 from trinity_buffer.codec.objects import decode_fact
-from trinity_buffer.errors import CodecError, StoreError
+from trinity_buffer.errors import CodecError
 from trinity_buffer.events import Fact, PlacedFact
 from trinity_buffer.pipeline.manifest import (
     FIRST_LINK,
@@ -102,19 +102,6 @@ class EventChain:
             return f"its head is {self.head.hex()}, {what} {computed.hex()}"
         self.unproven.discard(self.head)
         return None
-
-    def require(self, page: Sequence[StoredEvent]) -> None:
-        """Go on by a page.
-
-        Raises:
-            StoreError: an event is not the one that was recorded, or one before it is gone.
-        """
-        for event in page:
-            if (wrong := self.take(event)) is not None:
-                raise StoreError(
-                    f"the event at position {event.position} breaks the chain of the log: {wrong}; "
-                    "run `trinity-buffer verify` and restore the store from a backup"
-                )
 
 
 _OTHER_EXPERIMENT = 1 << 56

@@ -140,8 +140,14 @@ async def suspects(
                 suspected.append(span)
                 break
             piece = replace(span, up_to=limit)
-            number, differs = await _differs(database, scratch, piece)
-            if differs:
+            if scratch.sees_live:
+                look = partial(scratch.ask, agrees_with_live, experiment, piece)
+                number, agrees = await anyio.to_thread.run_sync(look)
+            else:
+                live = await database.read(rows_of, experiment, piece)
+                folded = await anyio.to_thread.run_sync(scratch.ask, rows_of, experiment, piece)
+                number, agrees = len(live), not differences(piece, live, folded)
+            if not agrees:
                 suspected.append(piece)
             done += number
             progress("compare", min(done, total), total)
@@ -150,22 +156,11 @@ async def suspects(
     return suspected
 
 
-async def _differs(database: Database, scratch: Scratch, span: Span) -> tuple[int, bool]:
-    """Return how many live rows a span has, and whether they are others than the folded ones."""
-    if scratch.sees_live:
-        agreement = partial(scratch.ask, agrees_with_live, scratch.experiment, span)
-        number, agrees = await anyio.to_thread.run_sync(agreement)
-        return number, not agrees
-    live = await database.read(rows_of, scratch.experiment, span)
-    folded = await anyio.to_thread.run_sync(scratch.ask, rows_of, scratch.experiment, span)
-    return len(live), bool(differences(span, live, folded))
-
-
 async def compare(
     database: Database,
     scratch: Scratch,
-    progress: Progress = no_progress,
-    decode: Decode = decoded_events,
+    progress: Progress,
+    decode: Decode,
     *,
     mends: bool = False,
 ) -> list[Difference]:
@@ -209,16 +204,3 @@ async def compare(
         return confirmed
 
     return await (database.write(settle) if mends else database.read(settle))
-
-
-async def diff_projections(
-    database: Database, experiment: int, progress: Progress = no_progress
-) -> list[Difference]:
-    """Return every row of the projections that is not what the log says.
-
-    Raises:
-        UnfoldableError: an event contradicts those before it.
-        CodecError: a body is damaged.
-    """
-    with scratch_for(database, experiment) as scratch:
-        return await compare(database, scratch, progress)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import anyio.to_thread
 
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import (
     BatchLeased,
     ExperiencesRecorded,
@@ -23,12 +23,7 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.pipeline.background import made_ahead, task_group
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.verify.evidence import (
-    Evidence,
-    examine_chain,
-    manifest_text,
-    require_trainer,
-)
+from trinity_buffer.pipeline.verify.evidence import Evidence, examine_chain, manifest_text
 from trinity_buffer.pipeline.verify.log_audit import EventChain, LogAudit, Problem
 from trinity_buffer.pipeline.verify.projections import (
     Progress,
@@ -309,19 +304,19 @@ class _Verification:
         return problems
 
     def _add_up(self) -> None:
-        if self._live.damage is not None:
-            self._problems.append(Problem("conservation", "projections", self._live.damage))
-            return
-        everything: list[counts.StrategyCounts | counts.TrainerCounts]
-        everything = [*self._live.strategies, *self._live.trainers]
-        for terms in everything:
-            if not terms.holds:
-                what = f"the terms do not add up: {terms}"
-                self._problems.append(Problem("conservation", terms.consumer, what))
-        plans, stored = self._live.plans, self._audit.batches.stored()
-        if plans.stored != stored:
-            what = f"{plans.stored} planned runs are stored, by the log {stored}"
-            self._problems.append(Problem("conservation", "plan", what))
+        live, stored = self._live, self._audit.batches.stored()
+        counted: list[StrategyCounts | TrainerCounts] = [*live.strategies, *live.trainers]
+        wrong = [
+            (terms.consumer, f"the terms do not add up: {terms}")
+            for terms in counted
+            if not terms.holds
+        ]
+        if live.damage is not None:
+            wrong.append(("projections", live.damage))
+        elif live.plans.stored != stored:
+            what = f"{live.plans.stored} planned runs are stored, by the log {stored}"
+            wrong.append(("plan", what))
+        self._problems += [Problem("conservation", where, what) for where, what in wrong]
 
     async def _report_segments(self) -> None:
         """Report damaged segments, except those that were archived, maybe just now."""
@@ -338,8 +333,9 @@ class _Verification:
     async def report(self, consumer: str | None, begin: float) -> VerifyReport:
         """Return everything that was found, with the proof from outside."""
         audit, chain, acknowledged = self._audit, self._evidence.chain, self._evidence.acknowledged
-        if consumer is not None:
-            require_trainer(audit.trainers, consumer)
+        if consumer not in (None, *audit.trainers):
+            known = ", ".join(audit.trainers) or "none"
+            raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
         lost: tuple[str, ...] = ()
         if acknowledged is not None:
             lost = await anyio.to_thread.run_sync(acknowledged.lost, audit.uids, audit.contents)
