@@ -9,9 +9,8 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
-from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.step import StepMeasures, TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.store.database import Database

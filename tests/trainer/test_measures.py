@@ -225,7 +225,7 @@ def test_verify_finds_measures_that_were_changed(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anyio.run(prepared, sqlite_url, ALGORITHM())
-    digest = "trinity_buffer.pipeline.train.commit.content_digest"
+    digest = "trinity_buffer.pipeline.train.step.content_digest"
     with open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", groups_per_step=2
     ) as stream:

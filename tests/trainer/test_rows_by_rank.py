@@ -8,7 +8,7 @@ from tests.trainer.data import recorded, rollouts
 from tests.trainer.test_elastic_ranks import life
 from trinity_buffer import open_store, verify
 from trinity_buffer.pipeline.train import stream
-from trinity_buffer.pipeline.train.commit import Delivered
+from trinity_buffer.pipeline.train.step import Delivered
 
 
 async def test_a_commit_says_how_many_rows_each_rank_took(store_url: str) -> None:

@@ -19,9 +19,8 @@ from trinity_buffer.errors import UnknownExperimentError
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import open_store
-from trinity_buffer.pipeline.train.commit import Commit, CommitDoor, StepMeasures
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions, takes
-from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.step import Commit, CommitDoor, StepMeasures, TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.store import writer_queries

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm.functional import mask_of_rows, spread
-from trinity_buffer.pipeline.train.commit import StepMeasures
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
-from trinity_buffer.pipeline.train.step import TrainStep
+from trinity_buffer.pipeline.train.step import StepMeasures, TrainStep
 from trinity_buffer.trainer.parallel import Processes, gather_texts
 from trinity_buffer.trainer.policy import TokenScores
 

@@ -24,11 +24,10 @@ from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, repartitioned, r
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import found_again
-from trinity_buffer.pipeline.train.commit import Commit, StepMeasures
 from trinity_buffer.pipeline.train.microbatch import Mover
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.resume import leased_step, plan_again
-from trinity_buffer.pipeline.train.step import TrainStep, collated
+from trinity_buffer.pipeline.train.step import Commit, StepMeasures, TrainStep, collated
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.url import StoreURL

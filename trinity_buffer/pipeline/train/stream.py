@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import refuse_unknown
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
-from trinity_buffer.events import PolicyPublished, StepsCommitted, TrainerRewound
+from trinity_buffer.events import BatchLeased, PolicyPublished, StepsCommitted, TrainerRewound
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import option_types
-from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer, recorder
+from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer, recorder
 from trinity_buffer.pipeline.background import running, settle_imports, task_group
 from trinity_buffer.pipeline.coordination.diagnosis import (
     counted,
@@ -38,39 +39,46 @@ from trinity_buffer.pipeline.coordination.waiting import (
 )
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
-from trinity_buffer.pipeline.load.columns import RowLoader
+from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.manifest import FIRST_LINK, chain
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
-from trinity_buffer.pipeline.train.commit import (
+from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
+from trinity_buffer.pipeline.train.options import Resume, StreamOptions
+from trinity_buffer.pipeline.train.ranks import RankSession, require_one_process
+from trinity_buffer.pipeline.train.resume import (
+    has_set,
+    last_commit,
+    leased_step,
+    register,
+    repartition,
+    require_checkpoint_of,
+    rows_to_drop,
+    sound_rows,
+    wait_for_set,
+)
+from trinity_buffer.pipeline.train.sampler import StepSampler
+from trinity_buffer.pipeline.train.step import (
     NON_FINITE,
     Commit,
     CommitDoor,
     Delivered,
     LastCommits,
     StepMeasures,
+    StepQueue,
+    TrainStep,
+    ZeroAdvantages,
+    collated,
     finite,
     measured_event,
     require_rows,
 )
-from trinity_buffer.pipeline.train.options import Resume, StreamOptions
-from trinity_buffer.pipeline.train.ranks import RankSession, require_one_process
-from trinity_buffer.pipeline.train.resume import (
-    has_set,
-    last_commit,
-    register,
-    repartition,
-    require_checkpoint_of,
-    rows_to_drop,
-    wait_for_set,
-)
-from trinity_buffer.pipeline.train.sampler import StepSampler
-from trinity_buffer.pipeline.train.step import StepMaker, StepQueue, TrainStep
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.segments import SegmentRow
-from trinity_buffer.store.transaction import Session, Transaction
+from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 
 IN_ONE_GO_S = 0.05
 """Steps are made in one session for so long while the trainer asks for more: other writers of this
@@ -114,7 +122,10 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         self.queue = StepQueue(options.prefetch)
         self._database = experiment.database
         self._loader = RowLoader(EventCache(experiment.key, experiment.name))
-        self._maker = StepMaker(experiment, options, self._loader)
+        self._memory = StepMemory()
+        self._mover = Mover(options.device)
+        self._zeros = ZeroAdvantages(options.consumer, options.annotation_set)
+        self._chain = FIRST_LINK  # the link after the last step made
         self._ranks = RankSession(experiment, options)
         own = presence or self._ranks.presence
         assert own is not None  # rank 0 has that of its lease
@@ -149,13 +160,52 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     async def find_last_commit(self, committed: int) -> list[StepRow]:
         """Continue after the steps up to ``committed``; return the steps leased since."""
         name, self._committed = self.options.consumer, committed
-        # From the last step on whose commit recorded the link of the manifest chain.
+        # From the first step on, or from the last whose commit recorded the link of the chain.
         steps = await self._database.read(trainer_queries.steps_at_start, self.experiment.key, name)
         done = [row for row in steps if row.step <= committed]
-        chain = self._maker.go_on_after(done)
+        self._chain = FIRST_LINK
+        for row in done:
+            self._chain = row.chain or chain(self._chain, row.manifest_digest)
         if done:
-            self.resume = await last_commit(self.experiment, name, done[-1], chain)
+            self.resume = await last_commit(self.experiment, name, done[-1], self._chain)
         return steps[len(done) :]
+
+    # -- making steps, in order: each is a link of the manifest chain
+
+    async def _leased_step(self, row: StepRow) -> TrainStep:
+        """Return a step that was leased before, by the log.
+
+        Raises:
+            ArchivedSegmentError, CodecError, DamagedSegmentError: as `sound_rows`.
+        """
+
+        def load(s: ReadSession) -> TrainStep:
+            leased = leased_step(s, self.experiment, row)
+            _, rows, _ = sound_rows(s, self._loader, leased.manifest, drops=False)
+            step = s.compute(self._collated, leased.manifest, rows)
+            return self._chained(replace(step, recorded=True), leased.head)
+
+        return await self._database.read_session(load)
+
+    def _collated(self, lease: BatchLeased, rows: LoadedRows) -> TrainStep:
+        """Return a step with this rank's micro-batches, not yet in the chain."""
+        options, mover = self.options, self._mover
+        of_rank = partial(collated, rank=options.rank, world=options.world_size)
+        step = of_rank(lease, rows, mover=mover, memory=self._memory)
+        asked = options.needs or options.annotation_set == RECORDED
+        zeros = not asked and len(rows.lacking("advantages")) == len(lease.groups)
+        for microbatch in step.microbatches:
+            if zeros:
+                microbatch.read_zeros = self._zeros.warn
+            if options.recompute_old_logprob:
+                microbatch.drop("old_logprob")
+        return step
+
+    def _chained(self, step: TrainStep, head: bytes | None) -> TrainStep:
+        """Return the next step with its link of the chain, and the head of the log at its lease."""
+        step.chain = self._chain = chain(self._chain, step.manifest.digest)
+        step.log_head = "" if head is None else head.hex()
+        return step
 
     @asynccontextmanager
     async def _at_work(
@@ -326,7 +376,7 @@ class LeadingStream(TrainStream):
         async with self._at_work(self._gather):
             for row in self._leased or ():
                 await self.queue.room()
-                self.queue.put(await self._maker.leased(row))
+                self.queue.put(await self._leased_step(row))
             await self.queue.room()
             while await self._next():
                 await self.queue.room()
@@ -416,11 +466,11 @@ class LeadingStream(TrainStream):
                 self.options.expert_experiment,
             )
         self._next_step += 1
-        step, event = s.compute(lambda: (self._maker.make(*taken), new_event(taken[0])))
+        step, event = s.compute(lambda: (self._collated(*taken), new_event(taken[0])))
         reached("before-lease")
         head = s.write(self._append_lease, event)
         reached("after-lease")
-        self.queue.put(self._maker.chained(step, head))
+        self.queue.put(self._chained(step, head))
         return True
 
     def _append_lease(self, tx: Transaction, event: NewEvent) -> bytes:
@@ -566,7 +616,7 @@ class FollowingStream(TrainStream):
                     self._ranks.wait.over()
                 for row in leased:
                     await self.queue.room()
-                    step = await self._maker.leased(row)
+                    step = await self._leased_step(row)
                     step.recorded = row.step <= self._leased_before
                     self._next_step = row.step + 1
                     self.queue.put(step)
