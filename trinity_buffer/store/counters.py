@@ -84,7 +84,7 @@ def of_events(events: Sequence[PlacedFact]) -> Numbers:
     for placed in events:
         match placed.fact:
             case ExperiencesRecorded() as fact:
-                numbers["", RECORDED] += len(fact.columns)
+                numbers["", RECORDED] += len(fact.columns.batch)
                 numbers.update(("", rejected_for(reason)) for reason in fact.refused.values())
                 versions.update(v for v in fact.columns.policy_version if v is not None)
             case ExperiencesAnnotated() as fact if fact.experiences:

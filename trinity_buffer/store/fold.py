@@ -17,7 +17,6 @@ from trinity_buffer.events import (
     BatchPlanned,
     BatchSealed,
     ChainStarted,
-    Config,
     ConfigurationChanged,
     ConsumerRegistered,
     ExperiencesAnnotated,
@@ -109,7 +108,8 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
     at, fact = placed.position, placed.fact
     match fact:
         case ExperimentCreated() | ConfigurationChanged():
-            _configured(tx, experiment, at, fact.config)
+            config = canonical(fact.config)
+            _CONFIGURE.execute_later(tx, of=experiment, position=at, config=config)
         case ExperimentFinished():
             _FINISH.execute_later(tx, of=experiment)
         case BatchPlanned():
@@ -119,9 +119,13 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
         case ExperiencesRecorded():
             stored = _recorded(tx, experiment, [placed])
         case ConsumerRegistered():
-            _registered(tx, experiment, fact)
+            # The zeros: where a strategy and a trainer begin, each with columns of its own.
+            named = (experiment, fact.consumer, fact.kind, canonical(fact.config))
+            tx.insert_many(consumer, [(*named, *repeat(0, 6))])
         case ExperiencesAnnotated():
-            _annotated(tx, experiment, at, fact)
+            _see(tx, experiment, fact)
+            decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
+            tx.insert_many(annotation, rows.annotation_rows(experiment, at, fact))
         case ExperiencesRejected():
             _rejected(tx, experiment, at, fact)
         case BatchLeased():
@@ -131,15 +135,21 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
         case StepsCommitted():
             _committed(tx, experiment, at, fact)
         case TrainerRewound():
-            _rewound(tx, experiment, fact)
+            for undo in (_UNCOMMIT, _REWIND):
+                undo.execute_later(tx, of=experiment, by=fact.consumer, last=fact.step)
         case PolicyPublished():
-            _published(tx, experiment, at, fact)
+            tx.insert_many(policy, [(experiment, at, fact.number, fact.uri, fact.digest)])
         case RewardsAssigned():
-            _scored(tx, experiment, fact)
+            # A later event of the same scoring replaces what an earlier one said of an experience.
+            scored = {"of": experiment, "scoring": fact.scoring}
+            for address, reward in zip(fact.experiences, fact.rewards, strict=True):
+                _SCORE.execute_later(tx, **scored, address=address, reward=reward)
         case SegmentsArchived():
-            _archived(tx, experiment, at, fact)
+            gone = [(experiment, key, at, fact.uri) for key in fact.segments]
+            tx.insert_many(archived, gone)
         case SegmentsRestored():
-            _restored(tx, experiment, fact)
+            for key in fact.segments:
+                _RESTORE.execute_later(tx, of=experiment, key=key)
         case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
             pass  # what ranks say to each other they read in the log itself
         case StepMeasured():
@@ -151,10 +161,6 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
         case _:
             assert_never(fact)
     return stored
-
-
-def _configured(tx: Transaction, experiment: int, position: int, config: Config) -> None:
-    _CONFIGURE.execute_later(tx, of=experiment, position=position, config=canonical(config))
 
 
 _CONFIGURE = Statement(
@@ -222,12 +228,6 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
     return stored
 
 
-def _registered(tx: Transaction, experiment: int, fact: ConsumerRegistered) -> None:
-    config = canonical(fact.config)
-    # The zeros: where a strategy and a trainer begin, each with columns of its own.
-    tx.insert_many(consumer, [(experiment, fact.consumer, fact.kind, config, *repeat(0, 6))])
-
-
 def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
     """Move the cursor of a strategy to ``seen``; what lies between becomes waiting."""
     name, seen, calls_then = fact.consumer, fact.seen, fact.calls
@@ -278,12 +278,6 @@ def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]
             f"strategy {name!r}: {len(addresses) - len(gone)} of {len(addresses)} experiences "
             "were decided by another process of the same name; it goes on from what that one left"
         )
-
-
-def _annotated(tx: Transaction, experiment: int, position: int, fact: ExperiencesAnnotated) -> None:
-    _see(tx, experiment, fact)
-    decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
-    tx.insert_many(annotation, rows.annotation_rows(experiment, position, fact))
 
 
 def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
@@ -355,12 +349,6 @@ def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommi
     _COMMITTED.execute_later(tx, **mine, fence=fact.token)
 
 
-def _rewound(tx: Transaction, experiment: int, fact: TrainerRewound) -> None:
-    mine = {"of": experiment, "by": fact.consumer, "last": fact.step}
-    _UNCOMMIT.execute_later(tx, **mine)
-    _REWIND.execute_later(tx, **mine)
-
-
 _UNCOMMIT = Statement(
     "UPDATE step SET committed_at = NULL, checkpoint = NULL, checkpoint_digest = NULL, "
     f"chain = NULL, rows_by_rank = NULL {_OF_STEP} > :last"
@@ -370,32 +358,11 @@ _REWIND = Statement(
 )
 
 
-def _published(tx: Transaction, experiment: int, position: int, fact: PolicyPublished) -> None:
-    tx.insert_many(policy, [(experiment, position, fact.number, fact.uri, fact.digest)])
-
-
-def _scored(tx: Transaction, experiment: int, fact: RewardsAssigned) -> None:
-    """A later event of the same scoring replaces what an earlier one said of an experience."""
-    for address, reward in zip(fact.experiences, fact.rewards, strict=True):
-        _SCORE.execute_later(
-            tx, of=experiment, scoring=fact.scoring, address=address, reward=reward
-        )
-
-
 _SCORE = Statement(
     "INSERT INTO assigned_reward (experiment, scoring, address, reward) "
     "VALUES (:of, :scoring, :address, :reward) "
     "ON CONFLICT (experiment, scoring, address) DO UPDATE SET reward = excluded.reward"
 )
-
-
-def _archived(tx: Transaction, experiment: int, position: int, fact: SegmentsArchived) -> None:
-    tx.insert_many(archived, [(experiment, key, position, fact.uri) for key in fact.segments])
-
-
-def _restored(tx: Transaction, experiment: int, fact: SegmentsRestored) -> None:
-    for key in fact.segments:
-        _RESTORE.execute_later(tx, of=experiment, key=key)
 
 
 _RESTORE = Statement("DELETE FROM archived WHERE experiment = :of AND segment = :key")

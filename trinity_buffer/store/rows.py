@@ -197,7 +197,7 @@ Row = tuple[Any, ...]
 def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -> list[Row]:
     """Return the rows of `experience` that an event makes."""
     columns, refused = fact.columns, fact.refused
-    number, base = len(columns), first_address(position)
+    number, base = len(columns.batch), first_address(position)
     keys = zip(columns.batch, columns.task, strict=True)
     int_keys = [isinstance(batch, int) + 2 * isinstance(task, int) for batch, task in keys]
     return list(

@@ -143,7 +143,8 @@ class GroupCommit:
             elif sum(call.rows for call in calls) > sizes().rows_per_trip:
                 writes = await self.database.compute(_prepared, calls)
             self._commits = True
-            self._prepare_ahead()
+            if self._waiting:
+                self._prepare_ahead()
             await self.database.session(partial(self._write, calls, writes))
         except _OF_THE_STORE as error:  # queued calls have waited through the same timeout
             refused = [*calls, *self._ahead, *self._waiting]
