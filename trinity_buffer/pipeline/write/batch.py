@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import anyio
 import torch
@@ -34,7 +34,6 @@ from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 from trinity_buffer.writer import WriteReceipt, invalid
 
 OnInvalid = Literal["raise", "quarantine"]
-_Address: TypeAlias = "tuple[str, str, int, int, str]"
 _NOWHERE = Place(0, b"")
 
 
@@ -70,6 +69,7 @@ class WriteCall:
         on_invalid: ``"raise"``, or ``"quarantine"`` to record invalid rows as rejected.
         store: where the blobs of segments are put.
         pending: those still to be written; None: nothing is checked yet.
+        uids: of all experiences, which are equal where the store takes their addresses as equal.
         batches: what is to be written, with rows of the calls that share its event.
         digests: of the content of pending rows.
         place: of the last event with its rows; its position is 0 as long as nothing is written.
@@ -83,6 +83,7 @@ class WriteCall:
     on_invalid: OnInvalid
     store: SegmentStore
     pending: list[Experience] | None = None
+    uids: Sequence[str] = ()
     batches: Sequence[RecordBatch] = ()
     place: Place = _NOWHERE
     answered: anyio.Event = field(default_factory=anyio.Event)
@@ -90,7 +91,7 @@ class WriteCall:
     digests: Sequence[bytes] = ()
     _late: frozenset[str] = frozenset()  # batches that were sealed before
     _invalid: dict[EID, str] = field(default_factory=dict)  # -> the reason for their rejection
-    _known: dict[_Address, bytes] = field(default_factory=dict)  # of rows that are stored already
+    _known: dict[str, bytes] = field(default_factory=dict)  # of rows that are stored already
 
     @property
     def rows(self) -> int:
@@ -114,15 +115,20 @@ class WriteCall:
         if self.pending is None:
             rows = [experience for call in calls for experience in call.experiences]
             batches = _batches_of(rows)
-            if all(passes(batch, self.schema) for batch in batches) and _are_distinct(batches):
+            is_valid = all(passes(batch, self.schema) for batch in batches)
+            uids = [experience.eid.uid for experience in rows] if is_valid else []
+            if len(set(uids)) == len(rows):
+                left = iter(uids)
                 for call in calls:
                     call.pending = call.experiences
+                    call.uids = list(islice(left, call.rows))
                 return [self._encoded(batches, calls)]
             if others:
                 return [write for call in calls for write in call.prepare()]
         try:
             if self.pending is None:
                 self._check()
+                self.uids = [experience.eid.uid for experience in self.experiences]
                 self.pending = _distinct(self.experiences)
             return [self._encoded(_batches_of(self.pending), [self])]
         except Exception as error:  # noqa: BLE001 - raised to its own caller
@@ -189,7 +195,7 @@ class WriteCall:
         # A retry after a lost acknowledgement is normal: rows with the same digest are dropped
         # silently.
         self.pending = without_known(self.batches, known)
-        self._known |= {_as_stored(eid): digest for eid, (_, digest) in known.items()}
+        self._known |= {eid.uid: digest for eid, (_, digest) in known.items()}
         # Nothing is written yet: if no row remains, the receipt has no position.
         self.place = end._replace(position=0)
 
@@ -200,15 +206,15 @@ class WriteCall:
         rejected = sum(self._refusal(row) is not None for row in written) if refuses else 0
         digests = self.digests
         if len(written) < len(self.experiences):
-            keys = (_as_stored(experience.eid) for experience in written)
-            known = self._known | dict(zip(keys, self.digests, strict=False))
-            digests = [known[_as_stored(experience.eid)] for experience in self.experiences]
+            uids = (experience.eid.uid for experience in written)
+            known = self._known | dict(zip(uids, self.digests, strict=False))
+            digests = list(map(known.__getitem__, self.uids))
         return WriteReceipt(
             self.place.position,
             len(written),
             len(self.experiences) - len(written),
             rejected,
-            tuple([experience.eid.uid for experience in self.experiences]),
+            tuple(self.uids),
             tuple(digests),
             self.place.head.hex(),
         )
@@ -237,20 +243,6 @@ def _batches_of(experiences: Sequence[Experience]) -> list[RecordBatch]:
     return [RecordBatch(experiences[start : start + size]) for start in range(0, number, size)]
 
 
-def _are_distinct(batches: Sequence[RecordBatch]) -> bool:
-    """Return whether no address occurs twice, as the store compares them."""
-    addresses = set[_Address]()
-    for batch in batches:
-        names, tasks, *others = batch.addresses
-        addresses.update(zip(map(str, names), map(str, tasks), *others, strict=True))
-    return len(addresses) == sum(len(batch.experiences) for batch in batches)
-
-
-def _as_stored(eid: EID) -> _Address:
-    """Return ``eid`` as the store compares it: ``7`` and ``"7"`` are equal."""
-    return str(eid.batch), str(eid.task), eid.run, eid.step, eid.suffix
-
-
 def _storable(experience: Experience, problem: str) -> Experience:
     """Return the recordable part of an invalid experience: all of it, or address and reason.
 
@@ -275,16 +267,16 @@ def _storable(experience: Experience, problem: str) -> Experience:
 
 def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
     """Return ``experiences`` without repetitions within the call."""
-    by_key: dict[_Address, Experience] = {}
+    by_uid: dict[str, Experience] = {}
     for experience in experiences:
-        first = by_key.setdefault(_as_stored(experience.eid), experience)
+        first = by_uid.setdefault(experience.eid.uid, experience)
         if first is not experience and _digest_of(first) != _digest_of(experience):
             raise _conflict(
                 experience,
                 "comes twice in one write, with two contents; give a deliberate second attempt "
                 "another suffix, such as 'a1'",
             )
-    return list(by_key.values())
+    return list(by_uid.values())
 
 
 def _digest_of(experience: Experience) -> bytes:
