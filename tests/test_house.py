@@ -66,14 +66,11 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/codec/objects.py:_arrays": "NumPy, which who only asks does not need",
 }
 SEPARATE = {
-    f"{PACKAGE}/cli/commands.py": "torch-free: the table of commands, which `--help` reads",
     f"{PACKAGE}/cli/demo_run.py": "loads the demo, which no other command needs",
     f"{PACKAGE}/cli/main.py": "the entry point, beside `python -m`",
     f"{PACKAGE}/cli/replays.py": "loads torch, which the other commands of history do not need",
     f"{PACKAGE}/demo/recipes.py": "what a user of the demo changes",
     f"{PACKAGE}/demo/rollout.py": "what a user of the demo reads first",
-    f"{PACKAGE}/inspector/rejected.py": "public, loaded by its name",
-    f"{PACKAGE}/inspector/searching.py": "public, loaded by its name",
     f"{PACKAGE}/integrations/trackers.py": "other people's packages, each an extra",
     f"{PACKAGE}/pipeline/annotate/deciding.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/annotate/rewards.py": "public, loaded by its name",

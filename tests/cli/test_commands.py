@@ -10,8 +10,7 @@ import pytest
 import typer
 
 from tests.cli.calling import Cli
-from trinity_buffer.cli.commands import COMMANDS, summary_of
-from trinity_buffer.cli.main import app
+from trinity_buffer.cli.main import COMMANDS, app, summary_of
 
 
 def told_by(last: str, *words: str) -> list[str]:

@@ -28,7 +28,7 @@ from trinity_buffer.algorithm import (
 )
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.cli import roles, run
-from trinity_buffer.cli.commands import COMMANDS
+from trinity_buffer.cli.main import COMMANDS
 from trinity_buffer.cli.run_config import overridden, recorded, resolved
 from trinity_buffer.errors import UnknownStoreError
 from trinity_buffer.options import Options, option_types, section_of

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trinity_buffer import errors
-from trinity_buffer.cli.commands import COMMANDS
-from trinity_buffer.cli.main import app
+from trinity_buffer.cli.main import COMMANDS, app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

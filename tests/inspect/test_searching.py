@@ -14,7 +14,7 @@ from tests.sample_run import rollout
 from trinity_buffer import open_store
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import search
-from trinity_buffer.inspector.searching import AROUND
+from trinity_buffer.inspector.experience import AROUND
 from trinity_buffer.inspector.source import as_of, now
 
 LETTERS = ["a", "A", "b", "ß", "ẞ", "s", "S", "İ", "i", "I", "ﬃ", "f", "Σ", "ς", "\0", "\u0307"]

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from trinity_buffer.inspector.events import line_of as line_of
     from trinity_buffer.inspector.events import position_before as position_before
     from trinity_buffer.inspector.experience import ExperienceView as ExperienceView
+    from trinity_buffer.inspector.experience import Match as Match
     from trinity_buffer.inspector.experience import SetView as SetView
     from trinity_buffer.inspector.experience import StepView as StepView
     from trinity_buffer.inspector.experience import TensorSummary as TensorSummary
+    from trinity_buffer.inspector.experience import search as search
     from trinity_buffer.inspector.experience import show as show
     from trinity_buffer.inspector.fates import Reason as Reason
     from trinity_buffer.inspector.fates import Why as Why
@@ -28,15 +30,13 @@ if TYPE_CHECKING:
     from trinity_buffer.inspector.group_views import RunView as RunView
     from trinity_buffer.inspector.group_views import groups as groups
     from trinity_buffer.inspector.overviews import ExperimentOverview as ExperimentOverview
+    from trinity_buffer.inspector.overviews import Lease as Lease
     from trinity_buffer.inspector.overviews import Overview as Overview
+    from trinity_buffer.inspector.overviews import Rejected as Rejected
+    from trinity_buffer.inspector.overviews import leases as leases
     from trinity_buffer.inspector.overviews import overview as overview
-    from trinity_buffer.inspector.rejected import Lease as Lease
-    from trinity_buffer.inspector.rejected import Rejected as Rejected
-    from trinity_buffer.inspector.rejected import leases as leases
-    from trinity_buffer.inspector.rejected import rejection_counts as rejection_counts
-    from trinity_buffer.inspector.rejected import rejections as rejections
-    from trinity_buffer.inspector.searching import Match as Match
-    from trinity_buffer.inspector.searching import search as search
+    from trinity_buffer.inspector.overviews import rejection_counts as rejection_counts
+    from trinity_buffer.inspector.overviews import rejections as rejections
     from trinity_buffer.inspector.source import Source as Source
     from trinity_buffer.inspector.source import as_of as as_of
     from trinity_buffer.inspector.source import now as now
@@ -56,11 +56,26 @@ if TYPE_CHECKING:
 _NAMES = {
     "compare": ("Differing", "RunDifference", "SetDifference", "compare_runs", "compare_sets"),
     "events": ("EventLine", "event_lines", "line_of", "position_before"),
-    "experience": ("ExperienceView", "SetView", "StepView", "TensorSummary", "show"),
+    "experience": (
+        "ExperienceView",
+        "Match",
+        "SetView",
+        "StepView",
+        "TensorSummary",
+        "search",
+        "show",
+    ),
     "group_views": ("GroupView", "RunView", "groups"),
-    "overviews": ("ExperimentOverview", "Overview", "overview"),
-    "rejected": ("Lease", "Rejected", "leases", "rejection_counts", "rejections"),
-    "searching": ("Match", "search"),
+    "overviews": (
+        "ExperimentOverview",
+        "Lease",
+        "Overview",
+        "Rejected",
+        "leases",
+        "overview",
+        "rejection_counts",
+        "rejections",
+    ),
     "source": ("Source", "as_of", "now"),
     "step_lines": (
         "EatenRow",
