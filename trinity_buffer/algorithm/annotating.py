@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.algorithm.group_scores import (
+    DeviationOptions,
     Over,
     Rewards,
     RewardScorer,
@@ -109,12 +110,36 @@ def annotate(experience: Experience, score: float) -> None:
     experience.returns = experience.advantages.clone()
 
 
-def annotate_runs(runs: StepsByRun, scores: Mapping[str, float], *, by_length: bool) -> StepsByRun:
-    """Annotate every step of each run with the run's score, divided by its length if asked to."""
-    for run, steps in runs.items():
-        for step in steps:
-            annotate(step, scores[run] / (len(steps) if by_length else 1))
-    return runs
+class LastStepScores(DeviationOptions):
+    """Scores each run by its last step, as GRPO does, for a class that gives them to all steps.
+
+    Attributes:
+        enable_step_norm: divide the advantages of a run by its number of steps.
+    """
+
+    enable_step_norm: bool
+
+    def score_runs(
+        self, exps: Mapping[str, Experience], std: float | None = None
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the score of each run, given its last step, and the metrics of the task.
+
+        Args:
+            exps: the last step of each run.
+            std: what divides, in place of the deviation of their rewards.
+        """
+        rewards = as_rewards([reward_of(e) for e in exps.values()])
+        mean, own = self.moments(rewards)
+        scores = self.normalized(rewards, mean, own if std is None else np.asarray(std))
+        metrics = {"reward_mean": float(mean), "reward_std": float(own)}
+        return dict(zip(exps, scores.tolist(), strict=True)), metrics
+
+    def broadcast_advantages(self, run_exps: StepsByRun, scores: Mapping[str, float]) -> StepsByRun:
+        """Set the advantages of every step of every run to the run's score; return the runs."""
+        for run, steps in run_exps.items():
+            for step in steps:
+                annotate(step, scores[run] / (len(steps) if self.enable_step_norm else 1))
+        return run_exps
 
 
 def runs_of(exps: Sequence[Experience], over: Over = "runs") -> Runs | None:
@@ -133,8 +158,10 @@ def rank_penalized(
     """Return ``r (1 - penalty x rank)``: likely answers earn less (arXiv:2506.02355, section 4).
 
     The factor also shrinks negative rewards, so that for these likelihood is a bonus. The
-    likelihood of a run is the mean over its rows.
+    likelihood of a run is the mean over its rows. A run alone has none to be ranked against.
     """
+    if num_runs(exps, over) == 1:
+        return rewards
     likelihoods = as_rewards([likelihood_of(e) for e in exps])
     runs = runs_of(exps, over)
     if runs is None:

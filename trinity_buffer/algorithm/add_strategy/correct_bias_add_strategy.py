@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GRPOAddStrategy
-from trinity_buffer.algorithm.annotating import num_runs, rank_penalized, reward_of
+from trinity_buffer.algorithm.annotating import num_runs, rank_penalized
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import BufferWriter
 
@@ -44,7 +44,4 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
     @override
     def rewards_of(self, exps: Sequence[Experience]) -> group_scores.Rewards:
         """Return the penalized rewards, shape ``(G,)``."""
-        rewards = group_scores.as_rewards([reward_of(e) for e in exps])
-        if num_runs(exps, self.over) == 1:
-            return rewards
-        return rank_penalized(exps, rewards, self.rank_penalty, self.over)
+        return rank_penalized(exps, super().rewards_of(exps), self.rank_penalty, self.over)

@@ -7,13 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
 from trinity_buffer.algorithm.annotating import (
-    StepsByRun,
-    annotate_runs,
+    LastStepScores,
     gather_groups,
-    reward_of,
     run_problems,
     runs_by_task,
 )
@@ -23,7 +20,7 @@ from trinity_buffer.writer import BufferWriter
 
 
 @ADD_STRATEGY.register_module("step_wise_grpo")
-class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
+class StepWiseGRPOStrategy(LastStepScores, AddStrategy):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
     Inspired by rLLM (https://github.com/rllm-org/rllm). One write per run.
@@ -59,15 +56,7 @@ class StepWiseGRPOStrategy(group_scores.DeviationOptions, AddStrategy):
         self, exps: dict[str, Experience]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the score of each run, given its last step, and the metrics of the task."""
-        rewards = group_scores.as_rewards([reward_of(exp) for exp in exps.values()])
-        mean, std = self.moments(rewards)
-        scores = self.normalized(rewards, mean, std).tolist()
-        metrics = {"reward_mean": float(mean), "reward_std": float(std)}
-        return dict(zip(exps, scores, strict=True)), metrics
-
-    def broadcast_advantages(self, run_exps: StepsByRun, scores: dict[str, float]) -> StepsByRun:
-        """Set the advantages of every step of every run to the run's score; return the runs."""
-        return annotate_runs(run_exps, scores, by_length=self.enable_step_norm)
+        return self.score_runs(exps)
 
     @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:

@@ -146,7 +146,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
     def _rewards(self, exps: Group) -> tuple[Rewards, Rewards]:
         """Return the raw rewards, and those that enter mean and deviation."""
         raw = group_scores.as_rewards([reward_of(e) for e in exps])
-        if self.rank_penalty is None or num_runs(exps, self.over) == 1:
+        if self.rank_penalty is None:
             return raw, raw
         return raw, rank_penalized(exps, raw, self.rank_penalty, self.over)
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     PipelineAdvantage,
 )
 from trinity_buffer.algorithm.annotating import (
+    LastStepScores,
     Problem,
-    StepsByRun,
     Unit,
-    annotate_runs,
     gather_groups,
     reward_of,
     run_problems,
@@ -28,7 +25,7 @@ from trinity_buffer.experience import Experience
 
 
 @ADVANTAGE_FN.register_module("step_wise_grpo")
-class StepWiseGRPOAdvantageFn(group_scores.DeviationOptions, PipelineAdvantage):
+class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
     Args:
@@ -72,18 +69,10 @@ class StepWiseGRPOAdvantageFn(group_scores.DeviationOptions, PipelineAdvantage):
         self, exps: Mapping[str, Experience], precomputed_std: float | None = None
     ) -> tuple[dict[str, float], dict[str, float], bool]:
         """Return the score of each run by its last step, metrics, and whether to leave it out."""
-        rewards = group_scores.as_rewards([reward_of(e) for e in exps.values()])
-        mean, std = self.moments(rewards)
+        scores, metrics = self.score_runs(exps, precomputed_std)
         threshold = self.std_threshold
-        skip = threshold is not None and (len(rewards) == 1 or float(std) <= threshold)
-        used = std if precomputed_std is None else np.asarray(precomputed_std)
-        scores = self.normalized(rewards, mean, used).tolist()
-        metrics = {"reward_mean": float(mean), "reward_std": float(std)}
-        return dict(zip(exps, scores, strict=True)), metrics, skip
-
-    def broadcast_advantages(self, run_exps: StepsByRun, scores: Mapping[str, float]) -> StepsByRun:
-        """Set the advantages of every step of every run to the run's score; return the runs."""
-        return annotate_runs(run_exps, scores, by_length=self.enable_step_norm)
+        skip = threshold is not None and (len(exps) == 1 or metrics["reward_std"] <= threshold)
+        return scores, metrics, skip
 
     @override
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
