@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import groupby
@@ -21,12 +21,11 @@ from urllib.parse import quote
 
 import numpy as np
 
-from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.objects import ObjectPacker
 from trinity_buffer.codec.segments import Column, encode_segment
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.limits import sizes
+from trinity_buffer.limits import by_size, sizes
 from trinity_buffer.store.transaction import SegmentParts
 
 
@@ -82,7 +81,19 @@ def write_archive(
     temporary = folder / f"{uuid.uuid4().hex}.writing"
     try:
         with parquet.ParquetWriter(temporary, schema, compression="zstd", **plain) as file:
-            for rows in _row_groups(parts):
+            part_rows = (
+                (key, family, *part)
+                for family, key in sorted((family, key) for key, family in parts)
+                for part in parts[key, family]
+            )
+            # Each row group holds one family, so that readers skip the others by their statistics.
+            groups = by_size(
+                part_rows,
+                lambda row: len(row[-1]),
+                sizes().bytes_per_row_group,
+                lambda rows, row: rows[0][1] != row[1],
+            )
+            for rows in groups:
                 named = ((experiment, positions[row[0]], *row) for row in rows)
                 columns = map(pyarrow.array, zip(*named, strict=True), schema.types)
                 file.write_table(pyarrow.table([*columns], schema))
@@ -98,24 +109,6 @@ def write_archive(
 
 
 _COLUMNS = ("experiment", "position", "segment", "family", "part", "checksum", "data")
-
-
-def _row_groups(parts: SegmentParts) -> Iterator[list[tuple[bytes, str, int, int, Buffer]]]:
-    """Yield rows that are compressed and read together.
-
-    Each row group holds one family, so that readers skip the others by their statistics.
-    """
-    rows: list[tuple[bytes, str, int, int, Buffer]] = []
-    size = 0
-    for family, key in sorted((family, key) for key, family in parts):
-        for part in parts[key, family]:
-            if rows and (family != rows[0][1] or size >= sizes().bytes_per_row_group):
-                yield rows
-                rows, size = [], 0
-            rows.append((key, family, *part))
-            size += len(part[-1])
-    if rows:
-        yield rows
 
 
 def _placed(folder: Path, experiment: str, temporary: Path) -> ArchiveFile:

@@ -6,7 +6,7 @@ when every trainer that reads it has committed, before its horizon, all that it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from trinity_buffer.errors import CodecError, DamagedSegmentError, InvalidArgume
 from trinity_buffer.events import ExperiencesRecorded, SegmentsArchived, SegmentsRestored
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.limits import sizes
+from trinity_buffer.limits import by_size, sizes
 from trinity_buffer.pipeline.archive import (
     ArchiveFile,
     digest_of,
@@ -30,10 +30,9 @@ from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
-from trinity_buffer.pipeline.verify.segments import by_size, sound_family
+from trinity_buffer.pipeline.verify.segments import bytes_of, sound_family
 from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.retention import Held
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
 from trinity_buffer.store.transaction import SegmentParts, Transaction, lock_experiment
@@ -115,7 +114,15 @@ class _Compaction:
         head = await read(log.head, key)
         after, limit = -1, sizes().segments_per_page
         while held := await read(retention.held_segments, key, after=after, limit=limit):
-            for unbroken in _unbroken(held):
+            # What needs a segment is asked for by ranges of addresses: one across a gap would hold
+            # rows of segments that have left already.
+            runs = by_size(
+                held,
+                lambda segment: segment.last - segment.first + 1,
+                sizes().rows_per_file,
+                lambda run, segment: segment.ordinal != run[-1].ordinal + 1,
+            )
+            for unbroken in runs:
                 finished = await read(retention.finished, key, unbroken, needs)
                 positions = [position_of(segment.first) for segment in finished]
                 stored = await read(log.read_at, key, positions)
@@ -125,7 +132,7 @@ class _Compaction:
                     if isinstance(placed.fact, ExperiencesRecorded)
                 ]
                 self._damaged += len(finished) - len(unneeded)
-                for recorded in by_size(unneeded, sizes().bytes_per_file):
+                for recorded in by_size(unneeded, bytes_of, sizes().bytes_per_file):
                     await self._remove(recorded)
                     self._progress("compact", recorded[-1][0], head)
                 if not unneeded:
@@ -172,23 +179,6 @@ class _Compaction:
         log.append(tx, key, [event], actor=self._actor, now_us=now_us())
         self._database.segments.delete(tx, keys)
         reached("inside-compact")
-
-
-def _unbroken(held: Sequence[Held]) -> Iterator[list[Held]]:
-    """Yield stretches of segments between which none is archived, of so many rows at most."""
-    run: list[Held] = []
-    rows = 0
-    for segment in held:
-        # What needs a segment is asked for by ranges of addresses: one across a gap would hold rows
-        # of segments that have left already.
-        follows = run and segment.ordinal == run[-1].ordinal + 1
-        rows += segment.last - segment.first + 1
-        if run and (not follows or rows > sizes().rows_per_file):
-            yield run
-            run, rows = [], segment.last - segment.first + 1
-        run.append(segment)
-    if run:
-        yield run
 
 
 def _write(

@@ -6,7 +6,7 @@ what its tensors hold; archives must be as they were written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -36,7 +36,7 @@ from trinity_buffer.events import (
     kinds_of,
 )
 from trinity_buffer.identity import FAMILIES
-from trinity_buffer.limits import sizes
+from trinity_buffer.limits import by_size, sizes
 from trinity_buffer.pipeline.archive import digest_of, read_archive
 from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verify.log_audit import Problem
@@ -141,7 +141,8 @@ async def check_segments(
         if isinstance(event.fact, WithSegment) and event.fact.segment
     ]
     problems: list[tuple[bytes, Problem]] = []
-    for group in by_size(named, sizes().bytes_per_audit, sizes().segments_per_audit):
+    most, most_segments = sizes().bytes_per_audit, sizes().segments_per_audit
+    for group in by_size(named, bytes_of, most, lambda group, _: len(group) == most_segments):
         keys = [fact.segment for _, fact in group]
         families = sorted({family for _, fact in group for family in fact.families})
         read = partial(database.segments.get, keys=keys, families=families)
@@ -150,24 +151,9 @@ async def check_segments(
     return len(named), problems
 
 
-def by_size(
-    named: Iterable[tuple[int, F]], most_bytes: int, most: int | None = None
-) -> Iterator[list[tuple[int, F]]]:
-    """Yield (position, event that names a segment) in groups of so many bytes, and so many events.
-
-    A segment that is larger goes alone.
-    """
-    group: list[tuple[int, F]] = []
-    total = 0
-    for position, fact in named:
-        size = sum(fact.families.values())
-        if group and (total + size > most_bytes or len(group) == most):
-            yield group
-            group, total = [], 0
-        group.append((position, fact))
-        total += size
-    if group:
-        yield group
+def bytes_of(named: tuple[int, WithSegment]) -> int:
+    """Return how many bytes the segment of an event has; it comes with its position."""
+    return sum(named[1].families.values())
 
 
 def sound_family(fact: WithSegment, family: str, parts: SegmentParts) -> tuple[Buffer, Segment]:
