@@ -25,7 +25,7 @@ from trinity_buffer import open_train_stream
 from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.load.columns import Array
 from trinity_buffer.pipeline.train import microbatch
-from trinity_buffer.pipeline.train.microbatch import Event, LazyTensors, Mover
+from trinity_buffer.pipeline.train.microbatch import LazyTensors, Mover
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class SlowDevice:
         self.allocated.append(bytearray(size))
         return np.frombuffer(self.allocated[-1], np.uint8)
 
-    def send(self, source: Array) -> tuple[Tensor, Event]:
+    def send(self, source: Array) -> tuple[Tensor, Any]:
         """Begin a copy."""
         address = int(source.__array_interface__["data"][0])
         found = Copy(self, address, torch.full((len(source),), 77, dtype=torch.uint8))

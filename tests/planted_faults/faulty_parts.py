@@ -16,7 +16,7 @@ from tests.planted_faults import checks
 from tests.raw_store import new_event, now_us
 from trinity_buffer import StrategyConsumer, verify
 from trinity_buffer.errors import LeaseLostError
-from trinity_buffer.events import BatchLeased, ExperiencesRejected, PlacedFact, Recorded
+from trinity_buffer.events import BatchLeased, ExperiencesRejected, PlacedFact, Recorded, kind_of
 from trinity_buffer.pipeline.annotate import deciding
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.load.columns import RowLoader
@@ -138,7 +138,7 @@ def a_commit_is_sent_again_blindly(patch: Patch) -> None:
 
     def insistent(tx: Any, experiment: int, events: Sequence[Any], **others: Any) -> Any:
         done = usual(tx, experiment, events, **others)
-        if events[0].kind == "StepsCommitted":
+        if kind_of(events[0].fact) == "StepsCommitted":
             return usual(tx, experiment, events, **{**others, "last": None})
         return done
 
@@ -208,7 +208,7 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
     ) -> list[log.Place]:
         placed = [(next(sequence), actor, new) for actor, new in said]
         rows = [
-            (experiment, at, new.kind, who, now_us, new.encoded, bytes(32))
+            (experiment, at, kind_of(new.fact), who, now_us, new.encoded, bytes(32))
             for at, who, new in placed
         ]
         tx.insert_many(tables.event, rows)

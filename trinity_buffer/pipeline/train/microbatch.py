@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Lock
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -257,36 +257,8 @@ class StepMemory:
         }
 
 
-class Event(Protocol):
-    """The end of a copy."""
-
-    def query(self) -> bool:
-        """Return whether it is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it is done."""
-        ...
-
-
-class Transfers(Protocol):
-    """The interface to a device that copies while it computes."""
-
-    def pinned(self, size: int) -> Array:
-        """Return ``size`` bytes of memory that the device can read directly."""
-        ...
-
-    def send(self, source: Array) -> tuple[Tensor, Event]:
-        """Start copying bytes to the device; return the copy there, and the event of its end."""
-        ...
-
-    def receive(self, there: Tensor, done: Event) -> None:
-        """Make this thread's next work on the device wait for a copy, and own its memory."""
-        ...
-
-
 class CudaTransfers:
-    """Copies on a separate CUDA stream.
+    """Copies to a GPU while it computes, on a stream of its own.
 
     Args:
         device: the GPU.
@@ -297,12 +269,15 @@ class CudaTransfers:
         self._stream = torch.cuda.Stream(device=device)
 
     def pinned(self, size: int) -> Array:
-        """Return pinned memory."""
+        """Return ``size`` bytes of memory that the device can read directly."""
         memory: Array = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         return memory
 
-    def send(self, source: Array) -> tuple[Tensor, Event]:
-        """Copy into memory of the copy stream, so that it need not wait for any computation."""
+    def send(self, source: Array) -> tuple[Tensor, torch.cuda.Event]:
+        """Start copying bytes to the device; return the copy there, and the event of its end.
+
+        Into memory of the copy stream, so that it need not wait for any computation.
+        """
         with torch.cuda.stream(self._stream):
             there = torch.empty(len(source), dtype=torch.uint8, device=self._device)
             there.copy_(torch.from_numpy(source), non_blocking=True)
@@ -310,14 +285,14 @@ class CudaTransfers:
             done.record(self._stream)
         return there, done
 
-    def receive(self, there: Tensor, done: Any) -> None:
+    def receive(self, there: Tensor, done: torch.cuda.Event) -> None:
         """Make the current stream wait, and keep the memory from reuse until its work is done."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(done)
         there.record_stream(current)
 
 
-def transfers_of(device: torch.device) -> Transfers | None:
+def transfers_of(device: torch.device) -> CudaTransfers | None:
     """Return the transfers of a device, or None if it does not copy while it computes."""
     return CudaTransfers(device) if device.type == "cuda" else None
 
@@ -327,7 +302,7 @@ class _Sent(NamedTuple):
 
     columns: Mapping[str, Tensor]
     there: Tensor
-    done: Event
+    done: torch.cuda.Event
 
 
 class Mover:
@@ -345,7 +320,7 @@ class Mover:
         self._is_here = device == "cpu"
         # Always moved ahead: an error has to name its rows even when the device has no memory left.
         self._looked_at = {"sample_index"}
-        self._under_way: deque[tuple[Event, Array]] = deque()
+        self._under_way: deque[tuple[torch.cuda.Event, Array]] = deque()
         self._lock = Lock()
 
     @cached_property
@@ -357,7 +332,7 @@ class Mover:
         return device
 
     @cached_property
-    def _transfers(self) -> Transfers | None:
+    def _transfers(self) -> CudaTransfers | None:
         return transfers_of(self.device)
 
     @cached_property
@@ -462,7 +437,7 @@ def _call(make: Callable[[], Array]) -> Array:
     return make()
 
 
-def _receive(transfers: Transfers, there: Tensor, done: Event) -> None:
+def _receive(transfers: CudaTransfers, there: Tensor, done: torch.cuda.Event) -> None:
     transfers.receive(there, done)
 
 
