@@ -101,8 +101,8 @@ def test_a_page_of_an_empty_run_has_no_charts(sqlite_url: str) -> None:
 def test_a_curve_has_a_gap_where_a_value_is_missing() -> None:
     found = lines("x", [(1, 0.0), (2, None), (3, 1.0)])
     assert found is not None
-    assert len(found.runs) == 2
-    assert (found.low, found.high, found.first, found.last) == (0.0, 1.0, 1, 3)
+    assert len(found["runs"]) == 2
+    assert [found[name] for name in ("low", "high", "first", "last")] == [0.0, 1.0, 1, 3]
     assert lines("x", [(1, None)]) is None
 
 
@@ -110,4 +110,4 @@ def test_a_curve_has_a_gap_where_a_value_is_missing() -> None:
     ("values", "counts"), [([], []), ([2.0, 2.0], [2]), ([0.0, 1.0, 1.0], [1, *[0] * 10, 2])]
 )
 def test_every_value_is_in_one_bar(values: list[float], counts: list[int]) -> None:
-    assert [bar.count for bar in histogram(values)] == counts
+    assert [bar["count"] for bar in histogram(values)] == counts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -193,7 +193,7 @@ class HFBackend:
         config = self.config
         rollout, tasks = self._rollout(), self._tasks()
         torch.seed()  # explorers started together must not sample the same tokens
-        try:
+        with _failing(f"rollout {config.rollout!r}", OSError):
             async with self._model() as model:
                 await explore(
                     experiment,
@@ -209,10 +209,6 @@ class HFBackend:
                         for name in option_types(RolloutOptions)
                     },
                 )
-        except TrinityBufferError:
-            raise
-        except OSError as error:
-            raise failed(f"rollout {config.rollout!r}", error) from error
 
     def accuracy(self, policy: CausalLM, *, problems: int, seed: int) -> float | None:  # noqa: ARG002
         """Return what ``evaluate`` says of the model's greedy answers, or None without it."""
@@ -221,12 +217,10 @@ class HFBackend:
         evaluate = self._named("evaluate", self.config.evaluate)
         tokenizer = load_tokenizer(self._model_path)
         most = self.config.explorer.max_tokens
-        try:
-            with in_eval_mode(policy.model):
-                model = LocalModel(policy.model, tokenizer, temperature=0, max_tokens=most)
-                returned = anyio.run(evaluate, model)
-        except Exception as error:
-            raise failed(f"evaluate {self.config.evaluate!r}", error) from error
+        asked = f"evaluate {self.config.evaluate!r}"
+        with _failing(asked, passed=()), in_eval_mode(policy.model):
+            model = LocalModel(policy.model, tokenizer, temperature=0, max_tokens=most)
+            returned = anyio.run(evaluate, model)
         try:
             accuracy = float(returned)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of torch
@@ -279,27 +273,19 @@ class HFBackend:
             )
 
         async def attempt(task: Any, model: Any) -> Sequence[Experience]:
-            try:
+            with _failing(f"rollout {name!r}", passed=(TrinityBufferError, OSError)):
                 return await rollout(task, model)  # type: ignore[no-any-return]  # the user's own
-            except (TrinityBufferError, OSError):
-                raise
-            except Exception as error:
-                raise failed(f"rollout {name!r}", error) from error
 
         return attempt
 
     def _tasks(self) -> Any:
         named = self._tasks_or_function()
-        try:
+        with _failing(f"tasks {self.config.tasks!r}"):
             tasks = named() if callable(named) else named
             if callable(named):
                 self._require_list(tasks, "it returned")
             # A mapping stays one: its keys name the tasks.
             return tasks if hasattr(tasks, "items") else list(tasks)
-        except TrinityBufferError:
-            raise
-        except Exception as error:
-            raise failed(f"tasks {self.config.tasks!r}", error) from error
 
     def _tasks_or_function(self) -> Any:
         """Return what ``tasks`` names, checked as far as possible without calling it."""
@@ -334,6 +320,22 @@ class HFBackend:
             ) from error
         except Exception as error:
             raise failed(f"{key} {name!r}", error) from error
+
+
+@contextmanager
+def _failing(
+    what: str,
+    caught: type[Exception] = Exception,
+    *,
+    passed: tuple[type[Exception], ...] = (TrinityBufferError,),
+) -> Iterator[None]:
+    """Name ``what`` in errors of the user's code."""
+    try:
+        yield
+    except passed:
+        raise
+    except caught as error:
+        raise failed(what, error) from error
 
 
 def _disable_progress_bars() -> None:

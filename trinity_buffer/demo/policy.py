@@ -24,30 +24,13 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.token_scores import expected_entropy_change
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
+from trinity_buffer.pipeline.train.checkpoint import fsync
 from trinity_buffer.trainer.checkpoint import POLICY_FILE
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores, all_finite
 from trinity_buffer.trainer.token_scores import entropy_changes, predicted, token_scores
 
 _METADATA_KEY = "trinity_buffer_policy"
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Write a temporary file, sync it, rename it to ``path``, and sync the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def scores_of_logits(logits: Tensor, microbatch: Mapping[str, Any]) -> TokenScores:
@@ -242,15 +225,13 @@ class TransformerPolicy(nn.Module):
             self.blocks = nn.ModuleList(_Block(config, i) for i in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self._initialise(torch.Generator().manual_seed(seed))
-
-    def _initialise(self, generator: torch.Generator) -> None:
+        generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 1:
                 continue  # norms start as the identity
             deviation = 1 / math.sqrt(weight.shape[1])
             if name.endswith(("outward.weight", "feed_out.weight")):
-                deviation /= math.sqrt(2 * self.config.layers)  # the stream keeps its size
+                deviation /= math.sqrt(2 * config.layers)  # the stream keeps its size
             if name == "head.weight":
                 deviation /= 10  # nearly uniform: a first guess that explores
             nn.init.normal_(weight, std=deviation, generator=generator)
@@ -339,7 +320,15 @@ class TransformerPolicy(nn.Module):
         # empty metadata keeps the bytes, and so the digests, of earlier versions.
         header = json.dumps({"config": asdict(self.config), "metadata": {}}, sort_keys=True)
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
-        _write_durably(Path(path), save(tensors, metadata={_METADATA_KEY: header}))
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_bytes(save(tensors, metadata={_METADATA_KEY: header}))
+            fsync(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync(path.parent)
 
     def restore(self, path: str | Path) -> None:
         """Take the weights that `save` wrote to ``path``.

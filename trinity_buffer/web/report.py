@@ -11,7 +11,7 @@ from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.inspector.step_lines import EatenRow, rewards_of_runs
 from trinity_buffer.pipeline.store import Store
-from trinity_buffer.web.charts import Lines, histogram, lines
+from trinity_buffer.web.charts import Shape, histogram, lines
 from trinity_buffer.web.templating import cut, rendered
 
 STEPS = 1000
@@ -46,7 +46,7 @@ async def report(store: Store, experiment: str) -> str:
     return rendered("report.html", page)
 
 
-def charts_of(step_lines: Sequence[inspector.StepLine]) -> list[Lines]:
+def charts_of(step_lines: Sequence[inspector.StepLine]) -> list[Shape]:
     """Return a curve of everything that is known of steps."""
     curves: dict[str, list[float | None]] = {
         "reward": [line.reward for line in step_lines],

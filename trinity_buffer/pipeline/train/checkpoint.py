@@ -181,7 +181,7 @@ def make_durable(checkpoint: Path, known: dict[Path, str] | None = None) -> str:
         new = [file for file in files if not is_content(known.get(file), file.stat().st_size)]
         known.update(zip(new, written(new), strict=True))
         for folder in (*folders, checkpoint.parent):
-            _fsync(folder)
+            fsync(folder)
     return digest_of(checkpoint, known)
 
 
@@ -189,7 +189,7 @@ def written(files: Sequence[Path]) -> list[str]:
     """Flush ``files`` to disk and return the hash of the content of each, see `contents_of`."""
     if sum(file.stat().st_size for file in files) <= PIECE_BYTES:
         for file in files:
-            _fsync(file)
+            fsync(file)
         return contents_of(files)
     # Flushing keeps the disk busy and hashing the processors, so run both at the same time.
     contents: list[str] = []
@@ -197,7 +197,7 @@ def written(files: Sequence[Path]) -> list[str]:
     def read() -> None:
         contents[:] = contents_of(files)
 
-    works: list[Callable[[], None]] = [read, *(partial(_fsync, file) for file in files)]
+    works: list[Callable[[], None]] = [read, *(partial(fsync, file) for file in files)]
     side_by_side(lambda work: work(), works)
     return contents
 
@@ -391,7 +391,8 @@ def found_again(path: str, digest: str | None, beside: Path | None) -> Path:
     return next((path for path in moved if path.exists()), recorded)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
