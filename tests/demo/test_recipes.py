@@ -13,8 +13,7 @@ from trinity_buffer.algorithm.policy_loss_fn import PPOPolicyLossFn
 from trinity_buffer.cli.run_config import algorithm_of, resolved
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.demo.recipes import RECIPES, config_for, recipe_for
-from trinity_buffer.demo.rollout import TaskSampler, evaluate
-from trinity_buffer.demo.solutions import Needs, needs_of
+from trinity_buffer.demo.rollout import Needs, TaskSampler, evaluate, needs_of
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.experience import Experience
 

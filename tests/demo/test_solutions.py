@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trinity_buffer.demo.solutions import SolutionSampler
+from trinity_buffer.demo.rollout import SolutionSampler
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience

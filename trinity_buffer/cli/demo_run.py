@@ -27,7 +27,7 @@ from trinity_buffer.cli.roles import device_here, explore
 from trinity_buffer.cli.run_backends import backend_for, require_policies, task_of
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo.recipes import config_for, teacher_config
-from trinity_buffer.demo.solutions import Needs, needs_of, require_solutions
+from trinity_buffer.demo.rollout import Needs, needs_of, require_solutions
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.config import RunConfig

@@ -31,7 +31,7 @@ from trinity_buffer.errors import TrinityBufferError
 from trinity_buffer.user_code import own_code
 
 _PLACES = (
-    "run:demo init:init run:explore servers:record run:annotate run:train stats:stats "
+    "run:demo run:init run:explore servers:record run:annotate run:train stats:stats "
     "inspect:events inspect:groups inspect:show maintenance:doctor maintenance:seal inspect:steps "
     "inspect:blame inspect:why inspect:rejected inspect:leases inspect:staleness inspect:diff "
     "inspect:search inspect:top data:export imports:import_ data:report data:track servers:serve "

@@ -1,11 +1,14 @@
 """Commands that run something: the demo, and each of its processes by hand.
 
 This module loads no torch, so that a refusal or a help page is quick.
+
+``trinity-buffer init``: a folder to begin with.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +16,7 @@ import anyio
 import typer
 
 from trinity_buffer.cli import options
+from trinity_buffer.cli.options import make_folder
 from trinity_buffer.cli.output import print_json
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import require_name
@@ -251,3 +255,33 @@ async def _prepared(
 
     file = {} if config is None else read_file(config)
     return await prepare(url, experiment, file, overrides or [], explores=explores)
+
+
+WRITTEN = ("run.toml", "rollout.py", "README.md")
+MODEL = "model"
+
+
+def init(folder: Path, seed: int = 0) -> None:
+    """Write a run to start from: configuration, rollouts, a small random model.
+
+    It runs as it is; its README says how.
+
+    Example: trinity-buffer init own
+
+    Args:
+        folder: Folder to write to; created if missing.
+        seed: Of the random weights.
+    """
+    from trinity_buffer.demo.tiny_model import make_tiny_model  # noqa: PLC0415 - torch
+
+    taken = [name for name in (*WRITTEN, MODEL) if (folder / name).exists()]
+    if taken:
+        raise InvalidArgumentError(
+            f"{folder} has {', '.join(taken)} already: nothing was written, name another folder"
+        )
+    make_folder(folder)
+    make_tiny_model(folder / MODEL, seed=seed)
+    for name in WRITTEN:
+        text = files("trinity_buffer.demo").joinpath("own", name).read_text()
+        (folder / name).write_text(text)
+    typer.echo(f"{folder}: {', '.join(WRITTEN)} and {MODEL}/; {folder / 'README.md'} says how")

@@ -17,8 +17,7 @@ import torch
 from trinity_buffer.algorithm import ALGORITHM_TYPE
 from trinity_buffer.cli.run_config import algorithm_of, is_folder
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
-from trinity_buffer.demo.rollout import TaskSampler, evaluate
-from trinity_buffer.demo.solutions import SolutionSampler, needs_of
+from trinity_buffer.demo.rollout import SolutionSampler, TaskSampler, evaluate, needs_of
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError, TrinityBufferError
 from trinity_buffer.experience import Experience

@@ -1,13 +1,17 @@
-"""Rollouts: many runs at once, each from random numbers of its own.
+"""Rollouts, many runs at once, each from random numbers of its own; and recorded data.
 
 What a run draws depends on (seed, policy version, batch, task, run) alone. So generating only the
 missing pairs gives the same rollouts for them as generating all pairs.
+
+Solutions and pairs are data for `sft`, `cpt` and `dpo`, for teachers and experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -15,9 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trinity_buffer.demo.policy import TransformerPolicy
-from trinity_buffer.demo.tasks import Problem, Task, Tokens, Verdict, draws
-from trinity_buffer.errors import NonFiniteError
+from trinity_buffer.demo.tasks import Problem, Task, Tokens, Verdict, draws, whole_draws
+from trinity_buffer.errors import InvalidArgumentError, NonFiniteError
 from trinity_buffer.experience import EID, Experience, Key
+
+if TYPE_CHECKING:
+    from trinity_buffer.algorithm import Algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +156,115 @@ def _speak(
         if place:
             logits = policy.read(tokens[-1], cache)
         logprobs = torch.log_softmax(logits.float(), -1)
-        chosen = _choose(logprobs, None if numbers is None else numbers[:, place])
+        chosen = logprobs.argmax(-1, keepdim=True)
+        if numbers is not None:
+            # One token per row: where its number falls in the distribution.
+            steps = logprobs.double().exp().cumsum(-1)
+            wanted = torch.from_numpy(numbers[:, place]).unsqueeze(-1) * steps[:, -1:]
+            # right=True: a token of probability 0 is never chosen, not even by the number 0.
+            chosen = torch.searchsorted(steps, wanted, right=True).clamp(max=steps.shape[-1] - 1)
         tokens.append(chosen)
         scores.append(logprobs.gather(-1, chosen))
     return [tuple(row) for row in torch.cat(tokens, -1).tolist()], torch.cat(scores, -1)
 
 
-def _choose(logprobs: Tensor, numbers: NDArray[np.float64] | None) -> Tensor:
-    """Return one token per row, ``[runs, 1]``: where the number falls in the distribution."""
-    if numbers is None:
-        return logprobs.argmax(-1, keepdim=True)
-    steps = logprobs.double().exp().cumsum(-1)
-    wanted = torch.from_numpy(numbers).unsqueeze(-1) * steps[:, -1:]
-    # right=True: a token of probability 0 is never chosen, not even by the number 0.
-    return torch.searchsorted(steps, wanted, right=True).clamp(max=logprobs.shape[-1] - 1)
+Data = Literal["rollouts", "solutions", "pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Data that an algorithm needs beside its configuration.
+
+    Attributes:
+        data: ``"rollouts"`` of the policy itself, or recorded data: ``"solutions"`` (prompts with
+            answers) or ``"pairs"`` (the answer, and a wrong one).
+        teacher: a policy to distil.
+        expert_groups: solutions of an expert, per gradient step.
+    """
+
+    data: Data
+    teacher: bool
+    expert_groups: int
+
+    @property
+    def solutions(self) -> bool:
+        """Whether the answers of the task must be known."""
+        return self.data != "rollouts" or self.teacher or self.expert_groups > 0
+
+
+def needs_of(algorithm: Algorithm, groups_per_step: int) -> Needs:
+    """Return the needs of ``algorithm`` in steps of ``groups_per_step`` groups."""
+    data: Data = "rollouts"
+    if not algorithm.type.use_rollout:
+        data = "pairs" if algorithm.type.schema == "dpo" else "solutions"
+    advantage = algorithm.advantage
+    return Needs(
+        data,
+        advantage is not None and "teacher_logprob" in advantage.tensors,
+        algorithm.sample.plan(1, groups_per_step).expert,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SolutionSampler:
+    """Makes recorded data instead of rollouts, for a `SamplingExplorer`; it loads no weights.
+
+    Its data of a run depend on (seed, batch, task) alone.
+
+    Attributes:
+        task: whose problems.
+        seed: of the experiment.
+        pairs: beside each answer a wrong one.
+
+    Raises:
+        InvalidArgumentError: the task has no solutions.
+    """
+
+    task: Task
+    seed: int
+    pairs: bool = False
+
+    def __post_init__(self) -> None:
+        require_solutions(self.task)
+
+    def load(self, uri: str) -> SolutionSampler:
+        """Return itself."""
+        del uri
+        return self
+
+    def rollout(
+        self, pairs: Sequence[tuple[Key, int]], *, batch: Key, policy_version: int
+    ) -> list[Experience]:
+        """Return the solution, or the pair, of each (task, run) of ``batch``."""
+        del policy_version
+        examples = []
+        for index, run in pairs:
+            eid, problem = EID(batch, index, run, 0), self.task.problem(self.seed, batch, index)
+            prompt, answer = list(problem.prompt), list(problem.answer)
+            if not self.pairs:
+                example = Experience(
+                    eid=eid,
+                    tokens=prompt + answer,
+                    prompt_length=len(prompt),
+                    prompt_text=self.task.text(prompt),
+                    response_text=self.task.text(answer),
+                )
+                examples.append(example)
+                continue
+            # As many tokens as the answer has, drawn from those that answers are made of.
+            drawn = (
+                list(whole_draws(len(answer), 10, "wrong", self.seed, batch, index, attempt))
+                for attempt in count()
+            )
+            wrong = next(tokens for tokens in drawn if tokens != answer)
+            examples.append(Experience(eid=eid, tokens=prompt, chosen=answer, rejected=wrong))
+        return examples
+
+
+def require_solutions(task: Task) -> None:
+    """Raise InvalidArgumentError unless the prompt of a problem determines its answer."""
+    if not task.has_solutions:
+        raise InvalidArgumentError(
+            f"task {task.name!r} has no solutions to learn from, its answers are hidden: whatever "
+            "needs solutions, pairs, a teacher or an expert learns the task 'sort'"
+        )
