@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,13 +224,18 @@ def algorithms(as_json: options.JsonLinesOption = False) -> None:
     from trinity_buffer.algorithm.building import effective_args  # noqa: PLC0415
     from trinity_buffer.algorithm.registry import Registry  # noqa: PLC0415
 
+    def arguments(kind: Registry[Any], name: str) -> dict[str, Any]:
+        if kind.kind != "algorithm_type":
+            return dict(kind.get(name).default_args())
+        return {key: value for key, value in effective_args(name).items() if key != "algorithm"}
+
     kinds = [value for value in vars(algorithm).values() if isinstance(value, Registry)]
     entries: list[dict[str, Any]] = [
         {
             "kind": kind.kind,
             "name": name,
             "class": f"{kind.get(name).__module__}.{kind.get(name).__qualname__}",
-            "arguments": _arguments_of(kind.kind, name, kind.get(name), effective_args),
+            "arguments": arguments(kind, name),
         }
         for kind in sorted(kinds, key=lambda kind: kind.kind)
         for name in kind.names()
@@ -241,15 +246,6 @@ def algorithms(as_json: options.JsonLinesOption = False) -> None:
         yield output.table(f"{len(entries)} registered names", list(entries[0]), rows)
 
     output.print_answer(output.Answer(entries, text), as_json=as_json)
-
-
-def _arguments_of(
-    kind: str, name: str, cls: Any, effective_args: Callable[[str], dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the default arguments of ``cls``; of an algorithm, those of each part."""
-    if kind != "algorithm_type":
-        return dict(cls.default_args())
-    return {key: value for key, value in effective_args(name).items() if key != "algorithm"}
 
 
 def _arguments_text(arguments: Mapping[str, Any]) -> str:

@@ -19,7 +19,6 @@ from trinity_buffer.pipeline.write.planning import (
     unpublished,
 )
 from trinity_buffer.store import counters, counts, leases, log, trainer_queries, writer_queries
-from trinity_buffer.store.heartbeats import PresenceRow
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
@@ -268,7 +267,11 @@ class _Look:
                 self._add(row.waiting_for, remedy, since=row.started_at / 1e6)
         for row in here:
             held = leases.holder(self._tx, self._key, row.name)
-            expired = held is not None and held[2] < now and _is_its_lease(row, held[0])
+            expired = held is not None and held[2] < now
+            # A process may hold a lease of its name: for that of a strategy others stand by.
+            if held is not None and row.role != "trainer":
+                own = held[0].startswith(f"{row.host}:{row.pid}:")
+                expired = expired and own and row.role == "strategy"
             if is_unheard(row, lease_expired=expired):
                 age = f"{(now - row.last_seen) / 1e6:.0f} s"
                 place = f"pid {row.pid} on host {leases.name_of(row.host)}"
@@ -278,9 +281,3 @@ class _Look:
                     "go on), or end it and start it again",
                     since=row.last_seen / 1e6,
                 )
-
-
-def _is_its_lease(row: PresenceRow, owner: str) -> bool:
-    """Return whether a process may hold a lease of its name: of a strategy others stand by."""
-    holds = owner.startswith(f"{row.host}:{row.pid}:")
-    return row.role == "trainer" or (row.role == "strategy" and holds)
