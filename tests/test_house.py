@@ -73,7 +73,6 @@ SEPARATE = {
     f"{PACKAGE}/integrations/trackers.py": "other people's packages, each an extra",
     f"{PACKAGE}/pipeline/annotate/deciding.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/annotate/rewards.py": "public, loaded by its name",
-    f"{PACKAGE}/pipeline/history/as_of.py": "a refold: another guarantee than its reader's",
     f"{PACKAGE}/pipeline/history/migrate.py": "imports alembic",
     f"{PACKAGE}/pipeline/history/rebuild.py": "a command of its own",
     f"{PACKAGE}/pipeline/train/ranks.py": "how ranks find each other; with its caller over 800",

@@ -659,7 +659,7 @@ FAULTS = [
     ),
     Fault(
         "an earlier position shows the event that came next",
-        "pipeline/history/as_of.py",
+        "inspector/source.py",
         "up_to=position)",
         "up_to=position + 1)",
         "tests/store/test_earlier.py::test_each_position_of_a_run",
