@@ -351,7 +351,7 @@ async def test_a_lease_is_renewed_until_another_has_taken_it(store_url: str) -> 
         async def is_lost() -> bool:
             return not lease.is_held
 
-        async with lease.kept():
+        async with lease.renewing():
             await until(experiment, is_renewed)
             await held_by(experiment, owner())
             await until(experiment, is_lost)

@@ -261,7 +261,7 @@ class StrategyConsumer:
             ConflictingStrategyError: the set ``name`` has another configuration.
         """
         await self._register()
-        async with self._presence.heartbeats(), self._lease.kept():
+        async with self._presence.heartbeats(), self._lease.renewing():
             await self._decide_all(follow=follow)
         waiting, groups = self._reader.grouping.num_waiting
         if self._speaks:
@@ -324,7 +324,7 @@ class StrategyConsumer:
             elif not follow and await other.is_over():
                 return
             else:
-                self._presence.waiting_for = self._lease.told()
+                self._presence.waiting_for = self._lease.holder_text()
                 await anyio.sleep(REST_S)  # else each commit of the holder would wake this process
                 await wait.changed(state, LOOKS_AFTER_S)
 
@@ -365,7 +365,7 @@ class StrategyConsumer:
 
     async def _waiting_for(self) -> str:
         if self._lease.held_by is not None:
-            return self._lease.told()
+            return self._lease.holder_text()
         return f"strategy {self.name!r} waits: {await self._lacking()}"
 
     async def _lacking(self) -> str:

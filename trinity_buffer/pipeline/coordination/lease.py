@@ -228,7 +228,7 @@ class StrategyLease(Lease):
                 self._took = True  # also if we are cancelled while it is being taken
                 self.is_held = await self._database.write(self.take, held)
                 if self.is_held and self.held_by is not None:
-                    self._say_that_we_decide(self.held_by, held)
+                    self._log_takeover(self.held_by, held)
                 continue
             assert held is not None  # else it is free
             if held[0] == self.owner:
@@ -258,7 +258,7 @@ class StrategyLease(Lease):
                 self._ttl_s,
             )
 
-    def _say_that_we_decide(self, before: str, held: Held) -> None:
+    def _log_takeover(self, before: str, held: Held) -> None:
         """Say why, after ``before`` decided in our place; ``held`` is the lease that we took."""
         why = f"was not heard of for {self._patience_s:g} s"
         if held is None or is_dead(held[0]):
@@ -279,13 +279,13 @@ class StrategyLease(Lease):
         """
         return None if self._alone else self.standing(tx).end
 
-    def told(self) -> str:
+    def holder_text(self) -> str:
         """Return who decides in our place."""
         who = "another process" if self.held_by is None else describe_owner(self.held_by)
         return f"strategy {self.consumer!r} stands by: {who} decides"
 
     @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def renewing(self) -> AsyncIterator[None]:
         """Renew the lease inside the context while it is held, and give it back at the end."""
         try:
             async with running(self._keep):

@@ -63,18 +63,18 @@ def lives(pid: int, start: str = "") -> bool:
         return False
     except PermissionError:  # of another user, so it exists
         pass
-    state, started = _told_of(pid)
+    state, started = _stat_of(pid)
     return state not in _ENDED and (not start or not started or start == started)
 
 
 def is_paused(pid: int) -> bool:
     """Return whether the process ``pid`` is stopped (``kill -STOP``); False without /proc."""
-    return _told_of(pid)[0] == "T"
+    return _stat_of(pid)[0] == "T"
 
 
 def start_of(pid: int) -> str:
     """Return the start of a process in ticks since boot; "" without /proc."""
-    return _told_of(pid)[1]
+    return _stat_of(pid)[1]
 
 
 def process_has_ended(pid: int, seen_us: int) -> bool:
@@ -90,7 +90,7 @@ def process_has_ended(pid: int, seen_us: int) -> bool:
     return started_us > seen_us + 2 * _SECOND_US  # btime in /proc/stat has whole seconds
 
 
-def _told_of(pid: int) -> tuple[str, str]:
+def _stat_of(pid: int) -> tuple[str, str]:
     """Return (state, start) of a process, both "" without /proc."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
