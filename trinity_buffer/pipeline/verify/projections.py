@@ -13,22 +13,10 @@ from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import log
+from trinity_buffer.store import log, refold
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.refold import (
-    Difference,
-    Scratch,
-    Span,
-    agrees_with_live,
-    counts,
-    differences,
-    mend,
-    next_limit,
-    open_scratch,
-    rows_of,
-    spans,
-)
+from trinity_buffer.store.refold import Difference, Scratch, Span
 from trinity_buffer.store.transaction import Transaction, lock_experiment
 
 Progress = Callable[[str, int, int], None]
@@ -88,7 +76,7 @@ def readable_events(page: Sequence[StoredEvent]) -> list[PlacedFact]:
 
 def scratch_for(database: Database, experiment: int) -> AbstractContextManager[Scratch]:
     """Open a scratch for one experiment of ``database``, to compare the two."""
-    return open_scratch(experiment, database.path if database.dialect == "sqlite" else None)
+    return refold.open_scratch(experiment, database.path if database.dialect == "sqlite" else None)
 
 
 async def catch_up(
@@ -117,7 +105,10 @@ async def catch_up(
 
 def whole_spans(tx: Transaction, scratch: Scratch) -> list[Span]:
     """Return the unlimited spans that together are all projections, live and folded."""
-    live, folded = spans(tx, scratch.experiment), scratch.ask(spans, scratch.experiment)
+    live, folded = (
+        refold.spans(tx, scratch.experiment),
+        scratch.ask(refold.spans, scratch.experiment),
+    )
     return list(dict.fromkeys([*live, *folded]))
 
 
@@ -131,22 +122,24 @@ async def suspects(
     """
     suspected: list[Span] = []
     experiment, done = scratch.experiment, 0
-    total = sum((await database.read(counts, experiment)).values())
+    total = sum((await database.read(refold.counts, experiment)).values())
     for whole in await database.read(whole_spans, scratch):
         span = whole
         while True:
-            limit = await anyio.to_thread.run_sync(scratch.ask, next_limit, experiment, span)
+            limit = await anyio.to_thread.run_sync(scratch.ask, refold.next_limit, experiment, span)
             if limit is None:
                 suspected.append(span)
                 break
             piece = replace(span, up_to=limit)
             if scratch.sees_live:
-                look = partial(scratch.ask, agrees_with_live, experiment, piece)
+                look = partial(scratch.ask, refold.agrees_with_live, experiment, piece)
                 number, agrees = await anyio.to_thread.run_sync(look)
             else:
-                live = await database.read(rows_of, experiment, piece)
-                folded = await anyio.to_thread.run_sync(scratch.ask, rows_of, experiment, piece)
-                number, agrees = len(live), not differences(piece, live, folded)
+                live = await database.read(refold.rows_of, experiment, piece)
+                folded = await anyio.to_thread.run_sync(
+                    scratch.ask, refold.rows_of, experiment, piece
+                )
+                number, agrees = len(live), not refold.differences(piece, live, folded)
             if not agrees:
                 suspected.append(piece)
             done += number
@@ -196,10 +189,12 @@ async def compare(
             again += [span for span in whole if span.is_stateful]
         confirmed: list[Difference] = []
         for span in again:
-            live = rows_of(tx, experiment, span)
-            confirmed += differences(span, live, scratch.ask(rows_of, experiment, span))
+            live = refold.rows_of(tx, experiment, span)
+            confirmed += refold.differences(
+                span, live, scratch.ask(refold.rows_of, experiment, span)
+            )
         if mends:
-            mend(tx, confirmed)
+            refold.mend(tx, confirmed)
             tx.announce()
         return confirmed
 
