@@ -77,13 +77,17 @@ class OptimizerState(NamedTuple):
         name = type(optimizer).__name__
         tensors: dict[str, torch.Tensor] = {}
         numbers: dict[str, float | None] = {}
-        for key, value in _entries(state["state"], name):
-            if isinstance(value, torch.Tensor):
-                tensors[key] = value.detach().contiguous()
-            elif value is None or isinstance(value, int | float):
-                numbers[key] = value
-            else:
-                raise _refusal(name, f"state {key!r}", value)
+        for index, entries in state["state"].items():
+            if not isinstance(index, int) or not isinstance(entries, Mapping):
+                raise _refusal(name, f"state {index!r}", entries)
+            for entry, value in entries.items():
+                key = f"{index}.{entry}"
+                if isinstance(value, torch.Tensor):
+                    tensors[key] = value.detach().contiguous()
+                elif value is None or isinstance(value, int | float):
+                    numbers[key] = value
+                else:
+                    raise _refusal(name, f"state {key!r}", value)
         for number, group in enumerate(state["param_groups"]):
             for key, value in group.items():
                 _require_json(name, f"param_groups[{number}][{key!r}]", value)
@@ -159,14 +163,6 @@ class OptimizerState(NamedTuple):
                 type(optimizer).__name__,
                 ", ".join(differing),
             )
-
-
-def _entries(state: Mapping[Any, Any], optimizer: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is kept of each parameter, as ``PARAMETER.NAME`` and its value."""
-    for index, entries in state.items():
-        if not isinstance(index, int) or not isinstance(entries, Mapping):
-            raise _refusal(optimizer, f"state {index!r}", entries)
-        yield from ((f"{index}.{name}", value) for name, value in entries.items())
 
 
 def _require_json(optimizer: str, place: str, value: Any) -> None:

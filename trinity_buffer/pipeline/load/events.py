@@ -7,9 +7,9 @@ costs less than a query per row.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import chain, pairwise, starmap
 from typing import Any
 
 import numpy as np
@@ -45,14 +45,11 @@ class Facts:
         """Return the columns of the experiences at these addresses, from the events of each."""
         columns: list[list[Any]] = [[] for _ in _OF_ROWS]
         sampling: list[Sequence[Sequence[Any]] | None] = []
-        ranges = ((of, events, *ends) for of, events in sources for ends in contiguous_ranges(of))
-        for addresses, events, a, z in ranges:
-            first, event = slot_of(addresses[a]), events[position_of(addresses[a])]
-            assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
-            last, spans = first + z - a, event.sampling
+        for event, first, last in chain.from_iterable(starmap(recorded_ranges, sources)):
             for column, name in zip(columns, _OF_ROWS, strict=True):
                 column += getattr(event.columns, name)[first:last]
-            sampling += map(spans.get, range(first, last)) if spans else [None] * (z - a)
+            spans, number = event.sampling, last - first
+            sampling += map(spans.get, range(first, last)) if spans else [None] * number
         rewards, *numbers, versions = columns
         integers = (np.array(column, np.int64) for column in numbers)
         every: Any = (np.array(rewards, np.float64), *integers, versions, sampling)
@@ -76,6 +73,16 @@ def contiguous_ranges(numbers: npt.NDArray[Any] | Sequence[int]) -> list[tuple[i
         return []
     breaks = np.flatnonzero(np.diff(np.asarray(numbers)) != 1) + 1
     return list(pairwise([0, *breaks.tolist(), len(numbers)]))
+
+
+def recorded_ranges(
+    experiences: Sequence[int], events: Mapping[int, WithSegment]
+) -> Iterator[tuple[ExperiencesRecorded, int, int]]:
+    """Yield the event of each range of these addresses, its first slot, and where it ends."""
+    for a, z in contiguous_ranges(experiences):
+        first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
+        assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
+        yield event, first, first + z - a
 
 
 class EventCache:

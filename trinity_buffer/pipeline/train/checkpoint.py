@@ -81,10 +81,21 @@ def contents_of(files: Sequence[Path], version: int = VERSION) -> list[str]:
     It is the sha256 of the file; in version 2, for files larger than `PIECE_BYTES`, the sha256 over
     the sha256 of each piece in order, marked by a prefix.
     """
-    pieces = [_pieces_of(file.stat().st_size, version) for file in files]
-    parts = [(file, *part) for file, own in zip(files, pieces, strict=True) for part in own]
-    hashed = iter(side_by_side(_sha256, parts))
-    return [_joined([*islice(hashed, len(own))]) for own in pieces]
+    pieces: list[list[tuple[Path, int, int]]] = []
+    for file in files:
+        size = file.stat().st_size
+        if version == 1 or size <= PIECE_BYTES:
+            pieces.append([(file, 0, sys.maxsize)])  # to the end: some report a size of 0
+        else:
+            begins = range(0, size, PIECE_BYTES)
+            pieces.append([(file, at, min(PIECE_BYTES, size - at)) for at in begins])
+    hashed = iter(side_by_side(_sha256, [piece for own in pieces for piece in own]))
+    contents = []
+    for own in pieces:
+        first, *others = islice(hashed, len(own))
+        joined = hashlib.sha256(b"".join((first, *others))).hexdigest()
+        contents.append(_IN_PIECES + joined if others else first.hex())
+    return contents
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -105,19 +116,6 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 def _is_in_pieces(content: str) -> bool:
     return content.startswith(_IN_PIECES)
-
-
-def _pieces_of(size: int, version: int) -> list[tuple[int, int]]:
-    """Return (begin, length) of the pieces of a file of ``size`` bytes."""
-    if version == 1 or size <= PIECE_BYTES:
-        return [(0, sys.maxsize)]  # read to the end: some files report a size of 0
-    return [(at, min(PIECE_BYTES, size - at)) for at in range(0, size, PIECE_BYTES)]
-
-
-def _joined(hashes: list[bytes]) -> str:
-    if len(hashes) == 1:
-        return hashes[0].hex()
-    return _IN_PIECES + hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 _BUFFERS: SimpleQueue[bytearray] = SimpleQueue()

@@ -213,9 +213,13 @@ _OUR_REFERENCES = 3
 """References to an unused piece: by the deque, the loop, and the call of `sys.getrefcount`."""
 
 
-def aligned(size: int) -> int:
-    """Return ``size`` rounded up to where the next column may begin."""
-    return size + -size % 64
+def begins_of(widths: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Return where columns of so many bytes begin in one piece of memory, and its size."""
+    begins, size = dict[str, int](), 0
+    for name, width in widths.items():
+        begins[name] = size
+        size += width + -width % 64  # aligned, as vector instructions want it
+    return begins, size
 
 
 class StepMemory:
@@ -245,14 +249,11 @@ class StepMemory:
 
     def columns(self, number: int, dtypes: Mapping[str, type[np.generic]]) -> dict[str, Array]:
         """Return columns of ``number`` uninitialized elements, all in one piece."""
-        begins, size = dict[str, int](), 0
-        for name, dtype in dtypes.items():
-            begins[name] = size
-            size += number * np.dtype(dtype).itemsize
-            size += -size % 64
+        widths = {name: number * np.dtype(dtype).itemsize for name, dtype in dtypes.items()}
+        begins, size = begins_of(widths)
         piece = self.take(size)
         return {
-            name: piece[begin : begin + number * np.dtype(dtypes[name]).itemsize].view(dtypes[name])
+            name: piece[begin : begin + widths[name]].view(dtypes[name])
             for name, begin in begins.items()
         }
 
@@ -406,10 +407,7 @@ class Mover:
     def _send(self, columns: Mapping[str, Tensor]) -> _Sent:
         """Start copying columns to the device in one piece."""
         assert self._transfers is not None
-        begins, size = dict[str, int](), 0
-        for name, column in columns.items():
-            begins[name] = size
-            size = aligned(size + column.nbytes)
+        begins, size = begins_of({name: column.nbytes for name, column in columns.items()})
         with self._lock:
             while self._under_way and self._under_way[0][0].query():
                 self._under_way.popleft()

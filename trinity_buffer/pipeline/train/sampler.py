@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.load.events import EventCache, Facts, contiguous_ranges
+from trinity_buffer.pipeline.load.events import EventCache, contiguous_ranges, recorded_ranges
 from trinity_buffer.pipeline.manifest import plan_microbatches, repartitioned
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import StreamOptions
@@ -134,11 +134,13 @@ class ReadyGroups:
         recorded = self._rows.events(
             s, {position_of(experiences[a]) for a, _ in contiguous_ranges(experiences)}
         )
-        facts, num_before = Facts.of((experiences, recorded)), 0
-        all_lengths = facts.lengths.tolist()
+        all_lengths, all_versions, num_before = list[int](), list[int | None](), 0
+        for of, begin, end in recorded_ranges(experiences, recorded):
+            all_lengths += of.columns.length[begin:end]
+            all_versions += of.columns.policy_version[begin:end]
         for position, event in zip(positions, annotated, strict=True):
             first, of_event = first_address(position), slice(num_before, num_before + event.rows)
-            lengths, versions = all_lengths[of_event], facts.policy_versions[of_event]
+            lengths, versions = all_lengths[of_event], all_versions[of_event]
             num_before += event.rows
             # Rows of a group are adjacent in an event, so groups begin where the number changes.
             breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
