@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
@@ -103,15 +103,24 @@ def finished(
 
     Without any trainer all are still needed.
     """
-    after, last = held[0].first - 1, held[-1].last
-    span = {"of": experiment, "after": after, "last": last}
-    needed = _addresses(tx, _ADDRESSES, span)
-    done: set[int] = set()
-    for number, need in enumerate(needs):
-        mine = _done_by(tx, need, span)
-        done = mine if number == 0 else done & mine
-    left = sorted(needed - done)
-    return [segment for segment in held if not _any_between(left, segment)] if needs else []
+    left: set[int] = set()
+    for need in needs:
+        reader = need.reader
+        rows = _LEFT.fetch_all(
+            tx,
+            of=experiment,
+            first=held[0].first,
+            last=held[-1].last,
+            set=need.annotation_set,
+            holder=reader.experiment,
+            trainer=reader.name,
+            source=reader.source,
+            horizon=need.horizon,
+            rejecting=reader.rejecting,
+        )
+        left.update(address for (address,) in rows)
+    ordered = sorted(left)
+    return [segment for segment in held if not _any_between(ordered, segment)] if needs else []
 
 
 def _any_between(left: Sequence[int], segment: Held) -> bool:
@@ -119,41 +128,18 @@ def _any_between(left: Sequence[int], segment: Held) -> bool:
     return place < len(left) and left[place] <= segment.last
 
 
-def _done_by(tx: Transaction, need: Need, span: Mapping[str, int]) -> set[int]:
-    """Return the addresses in a span that a trainer does not need any more."""
-    reader = need.reader
-    of_set: dict[str, object] = {**span, "set": need.annotation_set}
-    of_reader = {
-        "holder": reader.experiment,
-        "trainer": reader.name,
-        "source": reader.source,
-        "horizon": need.horizon,
-        "rejecting": reader.rejecting,
-    }
-    pending = _addresses(tx, _PENDING, of_set | of_reader)
-    return (_addresses(tx, _ANNOTATED, of_set) - pending) | _addresses(tx, _DECIDED, of_set)
-
-
-def _addresses(tx: Transaction, query: Statement, values: Mapping[str, object]) -> set[int]:
-    return {int(address) for (address,) in query.fetch_all(tx, **values)}
-
-
-_ADDRESSES = Statement(
-    "SELECT address FROM experience WHERE experiment = :of AND address > :after "
-    "AND address <= :last AND refused IS NULL"
-)
-_IN_SET = (
-    "SELECT a.experience FROM annotation a WHERE a.experiment = :of AND a.consumer = :set "
-    "AND a.experience > :after AND a.experience <= :last"
-)
-_ANNOTATED = Statement(_IN_SET)
-_PENDING = Statement(
-    f"{_IN_SET} AND NOT EXISTS (SELECT 1 FROM delivery d WHERE d.experiment = :holder "
-    "AND d.consumer = :trainer AND d.source = :source AND d.address = a.address "
-    "AND d.step <= :horizon OFFSET 0) AND NOT EXISTS (SELECT 1 FROM rejection r "
-    "WHERE r.experiment = :of AND r.consumer = :rejecting AND r.address = a.address OFFSET 0)"
-)
-_DECIDED = Statement(
-    "SELECT address FROM rejection WHERE experiment = :of AND consumer = :set "
-    "AND address > :after AND address <= :last"
+# Experiences that a set has not decided, or whose annotations a trainer may still train on. Keys
+# and indexes answer each look; joined, the tables would be walked.
+_LEFT = Statement(
+    "SELECT e.address FROM experience e WHERE e.experiment = :of AND e.address >= :first "
+    "AND e.address <= :last AND e.refused IS NULL AND NOT EXISTS (SELECT 1 FROM rejection r "
+    "WHERE r.experiment = :of AND r.consumer = :set AND r.address = e.address OFFSET 0) "
+    "AND (NOT EXISTS (SELECT 1 FROM annotation a WHERE a.experiment = :of "
+    "AND a.consumer = :set AND a.experience = e.address OFFSET 0) "
+    "OR EXISTS (SELECT 1 FROM annotation a WHERE a.experiment = :of AND a.consumer = :set "
+    "AND a.experience = e.address AND NOT EXISTS (SELECT 1 FROM delivery d "
+    "WHERE d.experiment = :holder AND d.consumer = :trainer AND d.source = :source "
+    "AND d.address = a.address AND d.step <= :horizon OFFSET 0) AND NOT EXISTS "
+    "(SELECT 1 FROM rejection r WHERE r.experiment = :of AND r.consumer = :rejecting "
+    "AND r.address = a.address OFFSET 0) OFFSET 0))"
 )
