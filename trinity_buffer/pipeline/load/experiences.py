@@ -36,7 +36,9 @@ async def load_experiences(
 
     def load(s: ReadSession, asked: Sequence[ExperienceRow]) -> list[Experience]:
         try:
-            return experiences_in(s, cache, asked, families)
+            stored = read_segments(s, (row.segment for row in asked), families)
+            events = cache.events(s, {position_of(row.address) for row in asked})
+            return s.compute(_decoded, asked, events, stored, families)
         except CodecVersionError:
             raise
         except (CodecError, DamagedSegmentError) as error:
@@ -46,19 +48,6 @@ async def load_experiences(
         return load(s, asked[:middle]) + load(s, asked[middle:])
 
     return await database.read_session(lambda s: load(s, rows))
-
-
-def experiences_in(
-    s: ReadSession, cache: EventCache, rows: Sequence[ExperienceRow], families: Sequence[str]
-) -> list[Experience]:
-    """Load experiences like `load_experiences`, but raise if one cannot be read.
-
-    Raises:
-        CodecError, DamagedSegmentError: a row cannot be read.
-    """
-    stored = read_segments(s, (row.segment for row in rows), families)
-    events = cache.events(s, {position_of(row.address) for row in rows})
-    return s.compute(_decoded, rows, events, stored, families)
 
 
 def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:

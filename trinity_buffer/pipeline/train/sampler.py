@@ -217,6 +217,8 @@ class StepSampler:
         )
         self._set = options.annotation_set
         self._sampling = options.sampling()
+        # Each step takes as many groups as the first.
+        self._plan = self._sampling.plan(1, options.groups_per_step)
         self._num_ready: list[int] = []
         self._dropped: Dropped = {}
         self._experiment = experiment.key
@@ -239,10 +241,9 @@ class StepSampler:
     def waiting_for(self, tx: Transaction) -> str:
         """Explain what the next step lacks, and which process would bring it."""
         options, key = self._options, self._experiment
-        plan = self._sampling.plan(1, options.groups_per_step)
-        if self.lacks_expert and self._num_ready[0] >= plan.usual:
+        if self.lacks_expert and self._num_ready[0] >= self._plan.usual:
             return (
-                f"{diagnosis.counted(plan.expert, 'group')} of the expert's experiment "
+                f"{diagnosis.counted(self._plan.expert, 'group')} of the expert's experiment "
                 f"{options.expert_experiment!r} ({self._num_ready[1]} ready): record more "
                 "solutions there"
             )
@@ -257,8 +258,7 @@ class StepSampler:
     @property
     def lacks_expert(self) -> bool:
         """Whether the last step had too few of the expert's groups."""
-        wanted = self._sampling.plan(1, self._options.groups_per_step).expert
-        return len(self._num_ready) > 1 and self._num_ready[1] < wanted
+        return len(self._num_ready) > 1 and self._num_ready[1] < self._plan.expert
 
     def require_expert(self) -> None:
         """Raise if the expert's experiment is finished and too small for a step.
@@ -269,12 +269,11 @@ class StepSampler:
             TrainingError: the expert's experiment has too few groups.
         """
         if self.lacks_expert:
-            wanted = self._sampling.plan(1, self._options.groups_per_step).expert
             raise TrainingError(
                 f"trainer {self._options.consumer!r}: the expert's experiment "
                 f"{self._options.expert_experiment!r} is finished and has {self._num_ready[1]} "
-                f"groups left, where each step takes {wanted}: record more solutions in another "
-                "experiment and name it with expert_experiment="
+                f"groups left, where each step takes {self._plan.expert}: record more solutions in "
+                "another experiment and name it with expert_experiment="
             )
 
     @property
