@@ -1,5 +1,6 @@
 """What commands do with a whole store, a run or a checkpoint, without a process of their own."""
 
+from tests.handles import Database
 from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.pipeline.history.migrate import downgrade, migrate
 from trinity_buffer.pipeline.history.rebuild import rebuild
@@ -12,7 +13,7 @@ from trinity_buffer.pipeline.verify.projections import (
     no_progress,
     scratch_for,
 )
-from trinity_buffer.store.database import Database, open_for_migration
+from trinity_buffer.store.database import open_for_migration
 from trinity_buffer.store.refold import Difference
 from trinity_buffer.store.tables import SCHEMA_REVISION
 
