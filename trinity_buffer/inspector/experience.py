@@ -146,53 +146,34 @@ async def with_segments(
     experiment: Experiment | Source, events: Sequence[Event], families: Sequence[str]
 ) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
     """Return position -> event with what can be read of its segment, and why the rest cannot."""
-    facts: dict[bytes, WithSegment] = {}
-    for event in events:
-        assert isinstance(event.fact, WithSegment)  # where rows are of
-        facts[event.fact.segment] = event.fact
-
-    def read(s: ReadSession) -> tuple[Mapping[bytes, Absence], _Families, dict[bytes, Damage]]:
-        stored = read_segments(s, sorted(facts), families)
-        there = [
-            (key, family)
-            for key, fact in facts.items()
-            for family in families
-            if key not in stored.absent and family in fact.families
-        ]
-        return stored.absent, *s.compute(_decoded, there, stored.parts)
-
-    absent, segments_of, broken = await experiment.database.read_session(read)
     readable: dict[int, EventWithSegment] = {}
     damaged: dict[int, Damage] = {}
-    for event in events:
-        fact = event.fact
-        assert isinstance(fact, WithSegment)
-        gone = absent.get(fact.segment)
-        readable[event.position] = EventWithSegment(
-            event, fact, segments_of.get(fact.segment, {}), None if gone is None else gone.why
-        )
-        if fact.segment in broken:
-            damaged[event.position] = broken[fact.segment]
-        elif gone is not None and not gone.deleted:
-            damaged[event.position] = ArchivedSegmentError(gone.why)
+
+    def decode(absent: Mapping[bytes, Absence], parts: SegmentParts) -> None:
+        for event in events:
+            fact, decoded_families = event.fact, dict[str, Segment]()
+            assert isinstance(fact, WithSegment)  # where rows are of
+            key, gone = fact.segment, absent.get(fact.segment)
+            for family in families if gone is None else ():
+                if family not in fact.families:
+                    continue
+                try:
+                    blob = segments.blob_of(key, family, parts.get((key, family), []))
+                    decoded_families[family] = decode_segment(blob)
+                except (CodecError, DamagedSegmentError) as error:
+                    damaged[event.position] = error
+            if gone is not None and not gone.deleted:
+                damaged[event.position] = ArchivedSegmentError(gone.why)
+            why = None if gone is None else gone.why
+            readable[event.position] = EventWithSegment(event, fact, decoded_families, why)
+
+    def read(s: ReadSession) -> None:
+        keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
+        stored = read_segments(s, sorted(keys), families)
+        s.compute(decode, stored.absent, stored.parts)
+
+    await experiment.database.read_session(read)
     return readable, damaged
-
-
-_Families = dict[bytes, dict[str, Segment]]
-
-
-def _decoded(
-    wanted: Sequence[tuple[bytes, str]], parts: SegmentParts
-) -> tuple[_Families, dict[bytes, Damage]]:
-    decoded_segments: _Families = defaultdict(dict)
-    damaged: dict[bytes, Damage] = {}
-    for key, family in wanted:
-        try:
-            blob = segments.blob_of(key, family, parts.get((key, family), []))
-            decoded_segments[key][family] = decode_segment(blob)
-        except (CodecError, DamagedSegmentError) as error:
-            damaged[key] = error
-    return decoded_segments, damaged
 
 
 Numbers = npt.NDArray[Any]
