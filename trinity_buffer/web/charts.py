@@ -58,6 +58,7 @@ def histogram(values: Sequence[float], bins: int = 12) -> list[Shape]:
     counts = [0] * bins
     for value in values:
         share = 0.0 if high == low else (value - low) / (high - low)
+        # The greatest value itself would fall behind the last bar.
         counts[min(int(share * bins), bins - 1)] += 1
     width, most = (WIDTH - 16) / bins, max(counts)
     size = (high - low) / bins
@@ -82,6 +83,7 @@ def step_bar(points: Sequence[tuple[int, float | None]], current: int | None = N
     width, blocks = min(WIDE / max(len(points), 1), 40.0), []
     for at, (step, value) in enumerate(points):
         share = 0.0 if value is None or high == low else (value - low) / (high - low)
+        # Even the lowest is tall enough to be clicked.
         height = round(BAR_HEIGHT * (0.25 + 0.75 * share), 1)
         label = f"step {step}" if value is None else f"step {step}: reward {value:.4g}"
         shade = 0 if value is None else 1 + round(share * (SHADES - 1))  # 0: nothing is known

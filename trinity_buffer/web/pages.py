@@ -56,6 +56,7 @@ async def _of_trainer(
             asked.source, trainer=trainer, after=asked.whole("after"), limit=limit
         )
     except UnknownNameError:
+        # A run without a trainer has an empty page, and a wrong name is an error.
         if trainer is not None:
             raise
         return []
@@ -129,6 +130,7 @@ async def rollout_page(asked: Asked) -> Page:
     rollout, start = await inspector.show(source, uid), asked.whole("from") or 0
     try:
         table = await inspector.tokens(source, rollout.uid, annotation_set=asked.text("set"))
+    # Tokens that were archived or deleted leave the rest of the page worth having.
     except UnknownNameError:
         table = None
     overlays = (*PLAIN_OVERLAYS, *(() if table is None else table.columns))

@@ -93,6 +93,7 @@ def whole(key: str, text: str, greatest: int = GREATEST_STEP) -> int:
     Raises:
         InvalidArgumentError: it is not a whole number, or above ``greatest``.
     """
+    # Few digits, or int() would take seconds for a long text.
     digits = text.isascii() and text.isdigit() and len(text) < 20
     if not digits or int(text) > greatest:
         raise InvalidArgumentError(f"{key}={text[:40]!r}: it must be a whole number")
