@@ -200,6 +200,8 @@ LAZY = {
     "every other column": torch.arange(12).view(3, 4)[:, ::2],
     "transposed": torch.arange(6).view(2, 3).t(),
     "expanded": torch.ones(1).expand(4),
+    "one of every other": torch.arange(2, dtype=torch.int16)[::2],
+    "one of every other row": torch.arange(2, dtype=torch.int16).view(2, 1)[::2],
     "conjugated": torch.tensor([1 + 2j, 3 - 1j]).conj(),
     "negated": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
     "negated, dense": torch._neg_view(torch.ones(2)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,3 +126,41 @@ def test_manifests_that_cannot_be_read_are_an_error_of_the_checkpoint(
     (tmp_path / "manifests.json").write_text(said)
     with pytest.raises(CheckpointError, match=r"holds no manifests\.json of a trainer"):
         read_manifest_chain(tmp_path)
+
+
+FORKS_WHILE_ALL_HASH = """
+import hashlib, os, sys, threading
+from pathlib import Path
+from tests.whole_stores import digest_of
+
+file, begun, never = Path(sys.argv[1]), threading.Semaphore(0), threading.Event()
+real = hashlib.sha256
+
+class Slow:
+    def update(self, _):
+        begun.release()
+        never.wait()
+
+hashlib.sha256 = Slow
+for _ in range(os.cpu_count() + 1):
+    threading.Thread(target=digest_of, args=[file], daemon=True).start()
+while begun.acquire(timeout=1):
+    pass
+if child := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+hashlib.sha256 = real
+print(digest_of(file), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_child_that_is_forked_during_a_checkpoint_reads_one(checkpoint: Path) -> None:
+    file = checkpoint / "weights"
+    answer = subprocess.run(
+        [sys.executable, "-c", FORKS_WHILE_ALL_HASH, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert answer.stdout.strip() == digest_of(file), answer.stderr

@@ -107,7 +107,9 @@ def bytes_of(tensors: Sequence[Tensor]) -> Bytes:
 
 def _raw(tensor: Tensor) -> Tensor:
     # The memory of a lazily conjugated or negated view holds the original values.
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # A tensor of up to one element is contiguous whatever its stride, which torch cannot view.
+    return plain.as_strided(plain.shape, (1,)).view(torch.uint8)
 
 
 def flat_tensor(column: Column) -> Tensor:

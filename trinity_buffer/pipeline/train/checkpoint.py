@@ -121,8 +121,16 @@ def _is_in_pieces(content: str) -> bool:
 _BUFFERS: SimpleQueue[bytearray] = SimpleQueue()
 """Memory of the threads that hash, one each, used again: a process that maps new memory halts all
 its threads. The other half of the processors keeps a GPU busy meanwhile."""
-for _ in range(max(2, (os.cpu_count() or 1) // 2)):
-    _BUFFERS.put(bytearray(_LEAST_MEMORY))
+
+
+def _fill_buffers() -> None:
+    while _BUFFERS.qsize() < max(2, (os.cpu_count() or 1) // 2):
+        _BUFFERS.put(bytearray(_LEAST_MEMORY))
+
+
+_fill_buffers()
+# Those that threads of the parent had then, nobody gives back to the child.
+os.register_at_fork(after_in_child=_fill_buffers)
 
 
 def _sha256(part: tuple[Path, int, int]) -> bytes:
