@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio.to_thread
 import numpy as np
@@ -47,7 +47,6 @@ from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import address_of, written_as
 from trinity_buffer.store.transaction import SegmentParts
 
-F = TypeVar("F", bound=WithSegment)
 Integers = npt.NDArray[np.int64]
 _UNKNOWN = -1
 
