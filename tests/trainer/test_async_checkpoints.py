@@ -212,6 +212,31 @@ def test_a_folder_that_goes_while_a_thread_writes_is_named(
         train(sqlite_url, algorithm, tmp_path / "c", max_steps=1, async_checkpoints=True)
 
 
+def test_a_checkpoint_for_which_no_thread_began_is_written_once(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, begun, written = made(sqlite_url), list[str](), list[str]()
+    start, finish = threading.Thread.start, PendingCheckpoint.finish
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name.startswith("checkpoint"):
+            begun.append(thread.name)
+            if len(begun) == 1:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def finished(pending: PendingCheckpoint) -> dict[Path, str]:
+        written.append(pending.folder.name)
+        return finish(pending)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    monkeypatch.setattr(PendingCheckpoint, "finish", finished)
+    settings: dict[str, Any] = {"max_steps": 3, "keep_checkpoints": None}
+    train(sqlite_url, algorithm, tmp_path / "c", async_checkpoints=True, **settings)
+    assert written == [f"step-{step:08d}" for step in (1, 2, 3)]
+    assert anyio.run(commits_of, sqlite_url) == [1, 2, 3]
+
+
 AFTER_THE_MAIN_THREAD = """
 import sys, threading
 from pathlib import Path

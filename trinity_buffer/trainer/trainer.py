@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -217,12 +217,16 @@ class Commits:
         """Begin work beside the training, and return whether it is."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        # Once the main thread has ended while we train, no thread can be given work.
-        with suppress(RuntimeError):
+        try:
             self._last = self._thread.submit(work)
-            self._last.add_done_callback(self._tell)
-            return True
-        return False
+        except RuntimeError:
+            # The main thread has ended while we train, or no thread can be started. Work that waits
+            # for one must not begin later: the caller does it now.
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
+            return False
+        self._last.add_done_callback(self._tell)
+        return True
 
     def _tell(self, done: Future[None]) -> None:
         """End a wait for the next step, which may be for what this commit would have published."""
