@@ -143,6 +143,11 @@ def test_weights_of_8_bits_are_taken_from_a_checkpoint_unless_they_are_not_finit
     assert not all_finite([eight, torch.tensor([1, torch.nan]).to(eight.dtype)])
 
 
+def test_a_large_complex_number_is_finite_unless_a_part_of_it_is_not() -> None:
+    assert all_finite([torch.tensor([3e38 + 3e38j])])
+    assert not all_finite([torch.tensor([complex(1, float("inf"))])])
+
+
 def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:
     first, second = save_checkpoint(tmp_path, state()), save_checkpoint(tmp_path, state())
     assert (first.name, second.name) == ("step-00000007", "step-00000007-2")

@@ -21,7 +21,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     held: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         values: Tensor = getattr(tensor, "to_local", tensor.detach)().detach()
-        if not values.numel() or not (values.is_floating_point() or values.is_complex()):
+        if values.is_complex():
+            values = torch.view_as_real(values)  # of a finite one the absolute value may overflow
+        if not values.numel() or not values.is_floating_point():
             continue
         if values.element_size() == 1:
             values = values.float()  # torch computes no norm of numbers of 8 bits
