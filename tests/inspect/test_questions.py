@@ -162,6 +162,43 @@ async def test_nobody_waits_for_a_trainer_of_what_is_finished(tmp_path: Path) ->
     assert before.reasons[-1].what == "set grpo: ready, and no trainer has taken it"
 
 
+async def test_a_rewind_and_the_commit_before_it_decided_too(tmp_path: Path) -> None:
+    own = await record_sample_run(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "run")
+    options = {"strategy": "grpo", "groups_per_step": 1, "resume_from": 0}
+    async with open_store(own.url) as store:
+        experiment = await store.experiment(own.name)
+        for last in (2, 1):
+            async with experiment.train_stream(**options) as stream:
+                async for step in stream:
+                    await stream.commit(step)
+                    if step.step == last:
+                        break
+    recorded = sql(own, "SELECT position, kind, recorded_at FROM event ORDER BY position")
+    kinds = ("BatchLeased", "StepsCommitted", "TrainerRewound")
+    leases, commits, rewinds = (
+        [position for position, kind, _ in recorded if kind == wanted] for wanted in kinds
+    )
+    why = await asked(own, lambda source: inspector.why(source, "b0/1/2/0/"))
+    assert [
+        (reason.position, reason.what.removeprefix("trainer trainer: "))
+        for reason in why.reasons
+        if reason.what.startswith("trainer")
+    ] == [
+        (leases[1], "handed out in step 2"),
+        (commits[1], "step 2 committed"),
+        (rewinds[0], "rewound from step 2 to step 0"),
+        (commits[3], "step 2 committed"),
+        (rewinds[1], "rewound from step 2 to step 0"),
+        (None, "step 2 is not committed"),
+    ]
+    then = await asked(own, lambda source: inspector.why(source, "b0/1/2/0/"), rewinds[0] - 1)
+    assert [reason.what for reason in then.reasons if "rewound" in reason.what] == []
+    # The step took from its last hand-out on, and not from the first.
+    times = {position: microseconds for position, _, microseconds in recorded}
+    (first, *_) = await asked(own, inspector.steps)
+    assert first.seconds == pytest.approx((times[commits[4]] - times[rewinds[1]]) / 1e6, abs=1e-6)
+
+
 async def test_rejections_are_those_of_the_tables(sample: SampleRun) -> None:
     found = await asked(sample, inspector.rejections)
     plain = sql(sample, "SELECT consumer, reason, position FROM rejection")

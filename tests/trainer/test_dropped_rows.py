@@ -55,6 +55,9 @@ async def test_a_row_that_is_dropped_leaves_its_leased_step_and_the_rest_is_trai
         assert await diff_projections(experiment.database, experiment.key) == []
         why = await inspector.why(now(experiment), "b0/0/1/0/")
         assert why.verdict == "never trained: rejected by trainer: dropped (set grpo)"
+        assert [reason.what.partition(": ")[2] for reason in why.reasons[-3:]] == [
+            *("handed out in step 1", "rejected, dropped", "step 1 dealt anew")
+        ]
     assert await left(store_url, 0, **dropped) == []  # said again it changes nothing
     assert len(await events_of(store_url, "StepDealt")) == 1
 

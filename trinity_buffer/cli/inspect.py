@@ -345,8 +345,6 @@ _ORDERS: dict[str, Any] = {
 async def why(source: Source, uid: options.UidArgument) -> output.Answer:
     """Say why a rollout was trained or never was: each event that decided it, in order.
 
-    Steps that a rewind superseded are left out.
-
     Example: trinity-buffer why e0-7/3/1/0/
     """
     answer = await _by_uid(questions.why, source, uid)

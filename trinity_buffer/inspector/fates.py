@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from typing_extensions import override
 
 from trinity_buffer.errors import UnknownNameError
+from trinity_buffer.events import StepDealt, StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.identity import EID, parse_uid
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.store import inspection, trainer_queries, writer_queries
+from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.handle import decoded
+from trinity_buffer.pipeline.manifest import leased_steps
+from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.retention import EXPERTS_SET
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, position_of
 from trinity_buffer.store.transaction import Transaction
@@ -198,7 +202,7 @@ async def why(source: Source, uid: str) -> Why:
         reasons = [*_of_the_writer(eid, batch, row)]
         if row is not None and row.refused is None:
             for fate in own:
-                reasons += _of_a_set(tx, source.key, fate, batch, group)
+                reasons += _of_a_set(tx, source, fate, batch, group)
             if not own:
                 reasons.append((None, "no strategy has run: `trinity-buffer annotate` runs one"))
         return trained, _verdict(row, own, trained=trained), reasons
@@ -267,12 +271,12 @@ def _of_the_writer(eid: EID, batch: BatchRow | None, row: ExperienceRow | None) 
 
 def _of_a_set(
     tx: Transaction,
-    experiment: int,
+    source: Source,
     fate: Fate,
     batch: BatchRow | None,
     group: Sequence[ExperienceRow],
 ) -> _Reasons:
-    name = f"set {fate.annotation_set}"
+    name, experiment = f"set {fate.annotation_set}", source.key
     if fate.state == "rejected":
         yield fate.rejected_at, f"{name}: rejected, {fate.reason}"
     elif fate.state == "unseen":
@@ -284,7 +288,7 @@ def _of_a_set(
     for note, steps in fate.annotations.items():
         yield position_of(note), f"{name}: annotated"
         for step in steps:
-            yield from _of_a_step(tx, experiment, step)
+            yield from _of_a_step(tx, source, note, step)
         if not steps and fate.is_unread:
             yield None, f"{name}: no trainer reads it"
         elif not steps:
@@ -297,20 +301,71 @@ def _of_a_set(
             yield None, f"{name}: ready, and no trainer has taken it{ended}"
 
 
-def _of_a_step(tx: Transaction, experiment: int, step: StepOfRow) -> _Reasons:
+def _of_a_step(tx: Transaction, source: Source, note: int, step: StepOfRow) -> _Reasons:
     trainer = f"trainer {step.trainer}:"
     if step.step is None:
-        yield step.rejected_at, f"{trainer} rejected, {step.reason}"
+        at = step.rejected_at
+        assert at is not None  # as of every rejection
+        # If a step lost the row, the next event says so.
+        kinds = kinds_of(StepDealt)
+        for stored in log.read_after(tx, source.key, at, limit=1, kinds=kinds, up_to=at + 1):
+            match decoded(source.name, stored).fact:
+                case StepDealt(consumer=step.trainer, dropped=gone) as dealt if note in gone:
+                    yield from _of_the_log(tx, source, at + 1, dealt.step, step.trainer)
+        yield at, f"{trainer} rejected, {step.reason}"
     elif step.experiment:
         state = "trained" if step.committed else "handed out, and not committed,"
         where = f"as the log of {step.experiment!r} says"
         yield None, f"{trainer} {state} in step {step.step}, {where}"
     else:
-        row = trainer_queries.step_at(tx, experiment, step.trainer, step.step)
+        row = trainer_queries.step_at(tx, source.key, step.trainer, step.step)
         assert row is not None  # its rows were delivered
-        yield row.leased_at, f"{trainer} handed out in step {step.step}"
+        yield from _of_the_log(tx, source, row.leased_at, step.step, step.trainer)
         state = "is not committed" if row.committed_at is None else "committed"
         yield row.committed_at, f"{trainer} step {step.step} {state}"
+
+
+def _of_the_log(
+    tx: Transaction, source: Source, served_at: int, number: int, trainer: str
+) -> _Reasons:
+    """Yield what became of a step, but for the commit that counts.
+
+    Args:
+        served_at: position of its `BatchLeased`, or of a `StepDealt` of it.
+    """
+    since = leased_steps(tx, source.key, source.name, [served_at])[served_at].position
+    yield since, f"trainer {trainer}: handed out in step {number}"
+    # Rewinds are rare, commits are not: only those that a rewind superseded are looked for.
+    kinds, last = kinds_of(StepDealt | TrainerRewound), source.position
+    for stored in log.read_after(tx, source.key, since, limit=_ALL, kinds=kinds, up_to=last):
+        at = stored.position
+        match decoded(source.name, stored).fact:
+            case StepDealt(consumer=by, step=step) if (by, step) == (trainer, number):
+                yield at, f"trainer {trainer}: step {number} dealt anew"
+            case TrainerRewound(consumer=by, step=to, from_step=start) if (
+                by == trainer and to < number <= start
+            ):
+                committed = _committed_between(tx, source, trainer, number, since, at)
+                yield committed, f"trainer {trainer}: step {number} committed"
+                yield at, f"trainer {trainer}: rewound from step {start} to step {to}"
+                since = at
+
+
+_ALL = 1 << 31
+
+
+def _committed_between(
+    tx: Transaction, source: Source, trainer: str, step: int, after: int, before: int
+) -> int | None:
+    """Return the position of the event between two others that committed a step."""
+    kinds, limit = kinds_of(StepsCommitted), sizes().events_per_page
+    while page := log.read_after(tx, source.key, after, limit=limit, kinds=kinds, up_to=before):
+        for stored in page:
+            match decoded(source.name, stored).fact:
+                case StepsCommitted(consumer=by, steps=steps) if by == trainer and step in steps:
+                    return stored.position
+        after = page[-1].position
+    return None
 
 
 def _lacking(batch: BatchRow | None, group: Sequence[ExperienceRow]) -> str:

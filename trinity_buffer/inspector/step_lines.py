@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.events import BatchLeased, StepsCommitted
+from trinity_buffer.events import BatchLeased, StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.inspector.experience import (
     Measured,
     Numbers,
@@ -24,6 +24,7 @@ from trinity_buffer.inspector.experience import (
 )
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs, rewards_by_run
+from trinity_buffer.pipeline.handle import decoded
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import (
@@ -45,8 +46,9 @@ class StepLine:
         state: ``committed`` on the live line, or ``leased``.
         leased_at, committed_at: positions of the events.
         recorded_at: when it was handed out, in seconds since 1970.
-        seconds: from then to its commit; None before, and where the clock of the one or the other
-            was wrong: it went backward in between, or two machines differ.
+        seconds: from then, or from the last rewind after which it was handed out again, to its
+            commit; None before, and where the clock of the one or the other was wrong: it went
+            backward in between, or two machines differ.
         rows, groups: of it, an expert's included; all that follows leaves the expert's out.
         tokens, trained_tokens: of its rows.
         reward: mean over its runs, each taken once: its reward is the mean of its rows', of which
@@ -184,6 +186,7 @@ async def _lines(
     leases |= await source.leases(list(facts.keys() - leases.keys()))
     leased = [leases[row.leased_at] for row in rows]
     measures = await measured(source, trainer, [row.step for row in rows])
+    rewinds = await _rewinds(source, trainer, positions)
     lines: list[tuple[StepLine, BatchLeased, StepsCommitted | None, Measured | None]] = []
     for row, lease, own in zip(rows, leased, await _numbers(source, leased), strict=True):
         recorded_at, seconds = events[row.leased_at].recorded_at, None
@@ -193,7 +196,9 @@ async def _lines(
         commit, metrics = None, dict[str, Any]()
         if row.committed_at is not None:
             # Clocks of two machines may differ: a negative time is shown as unknown.
-            seconds = events[row.committed_at].recorded_at - recorded_at
+            # A rewind in between handed it out again: there is no lease of that.
+            again = [when for at, when in rewinds if row.leased_at < at < row.committed_at]
+            seconds = events[row.committed_at].recorded_at - [recorded_at, *again][-1]
             fact = events[row.committed_at].fact
             assert isinstance(fact, StepsCommitted)  # of which the step says so
             commit = fact
@@ -220,6 +225,24 @@ async def _lines(
         )
         lines.append((line, lease, commit, measures.get(row.step)))
     return lines
+
+
+async def _rewinds(
+    source: Source, trainer: str, positions: Sequence[int]
+) -> list[tuple[int, float]]:
+    """Return where and when a trainer was rewound, between the first and last of ``positions``."""
+    if not positions:
+        return []
+    first, last, kinds = min(filter(None, positions)), max(positions), kinds_of(TrainerRewound)
+    stored = await source.read(
+        log.read_after, source.key, first, limit=1 << 31, up_to=last, kinds=kinds
+    )
+    events = [decoded(source.name, event) for event in stored]
+    return [
+        (event.position, event.recorded_at)
+        for event in events
+        if isinstance(event.fact, TrainerRewound) and event.fact.consumer == trainer
+    ]
 
 
 async def blame(source: Source, step: int, *, trainer: str | None = None) -> StepContents:
