@@ -137,6 +137,8 @@ def test_verify_ends_with_the_two_numbers(cli: Cli, own_sample_run: SampleRun) -
     told = cli("verify", "--store", own_sample_run.url, *proof)
     assert told.code == 0
     assert told.out.splitlines()[-2:] == ["everything holds", "lost 0, duplicated 0"]
+    quick = cli("verify", "--store", own_sample_run.url, *proof, "--quick").out.splitlines()[-2]
+    assert quick.startswith("what was looked at holds: a quick look opens no segment")
     last = 10  # the event that recorded b1/0/1/0/
     anyio.run(delete_event, own_sample_run.url, last)
     told = cli("verify", "--store", own_sample_run.url, *proof, "--quick")

@@ -78,17 +78,17 @@ async def test_changed_missing_and_invented_rows_are_mended(sample: SampleRun) -
 
 async def test_differences_name_table_row_and_column(sample: SampleRun) -> None:
 
-    def change(tx: Transaction) -> int:
-        address: int = first_row(tx, experience)["address"]
-        mine = experience.c.address == address
+    def change(tx: Transaction) -> str:
+        row = first_row(tx, experience)
+        mine = experience.c.address == row["address"]
         tx.execute(update(experience).where(mine).values(finish_reason="bored"))
-        return address
+        uid = "/".join(str(row[name]) for name in ("batch", "task", "run", "step", "suffix"))
+        return f"address={row['address'] >> 20}:{row['address'] & 0xFFFFF}, uid={uid!r}"
 
-    address = await unguarded(sample.url, change)
+    key = await unguarded(sample.url, change)
     async with open_store(sample.url, read_only=True) as store:
         (found,) = await diff_projections(store.database, 1)
-    wanted = f"experience(address={address}): finish_reason is 'bored', the log says None"
-    assert str(found) == wanted
+    assert str(found) == f"experience({key}): finish_reason is 'bored', the log says None"
     async with open_store(sample.url) as store:
         await store.database.write(refold.mend, [found])
         assert await diff_projections(store.database, 1) == []

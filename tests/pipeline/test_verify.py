@@ -296,10 +296,13 @@ async def test_a_changed_row_is_named(sample: SampleRun, table: Any) -> None:
     moved = table.name == "waiting"  # its key is all that a row of it is
     assert len(found) == (2 if moved else 1)
     assert {problem.where for problem in found} == {table.name}
+    assert all(problem.what.endswith("; `trinity-buffer rebuild` mends it") for problem in found)
     for column in table.primary_key:
         if column.name != "experiment":
             value = row[column.name]
             shown = value.hex() if isinstance(value, bytes) else repr(value)
+            if column.name == "address":
+                shown = f"{value >> 20}:{value & 0xFFFFF}"
             assert f"{column.name}={shown}" in told(report)
     assert (report.lost, report.duplicated) == (0, 0)
 

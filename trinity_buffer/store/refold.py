@@ -25,8 +25,9 @@ from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import counters, fold, sqlite, tables
 from trinity_buffer.store.connection import SQLiteTransaction, StoreFiles
+from trinity_buffer.store.rows import written_as
 from trinity_buffer.store.sqlite import dbapi2
-from trinity_buffer.store.tables import PROJECTIONS, archived, plan
+from trinity_buffer.store.tables import PROJECTIONS, archived, experience, plan
 from trinity_buffer.store.transaction import Statement, Transaction
 
 Row = tuple[Any, ...]
@@ -94,20 +95,26 @@ class Difference:
 
     @override
     def __str__(self) -> str:
-        key = ", ".join(f"{name}={_shown(value)}" for name, value in self.key.items())
+        key = ", ".join(f"{name}={_shown(name, value)}" for name, value in self.key.items())
+        if self.table == experience.name:
+            row = self.folded or self.live or {}
+            uid = "/".join(str(row[name]) for name in ("batch", "task", "run", "step", "suffix"))
+            key = f"{key}, uid={uid!r}"
         if self.live is None:
             return f"{self.table}({key}) is missing"
         if self.folded is None:
             return f"{self.table}({key}) is there, but no event made it"
         changed = "; ".join(
-            f"{name} is {_shown(value)}, the log says {_shown(self.folded[name])}"
+            f"{name} is {_shown(name, value)}, the log says {_shown(name, self.folded[name])}"
             for name, value in self.live.items()
             if value != self.folded[name]
         )
         return f"{self.table}({key}): {changed}"
 
 
-def _shown(value: Any) -> str:
+def _shown(column: str, value: Any) -> str:
+    if column in ("address", "experience") and isinstance(value, int):
+        return written_as(value)
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 

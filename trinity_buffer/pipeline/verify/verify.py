@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import aclosing, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -272,8 +272,10 @@ class _Verification:
             what = f"{error.kind} contradicts the events before it: {error.cause}"
             self._problems.append(Problem("fold", f"position {error.position}", what))
             scratch = None
+        # It refuses a log that does not hold.
+        remedy = "" if self._problems else "; `trinity-buffer rebuild` mends it"
         if scratch is None:
-            self._problems += miscounted
+            self._problems += [replace(one, what=one.what + remedy) for one in miscounted]
         elif miscounted and not differences and not self._problems:
             # The fold agrees with itself, so only the audit, which shares no code with it, can
             # tell that it is the fold that is wrong.
@@ -284,7 +286,7 @@ class _Verification:
             self._problems.append(Problem("projections", "all", what))
         else:
             self._problems += [
-                Problem("projections", difference.table, str(difference))
+                Problem("projections", difference.table, f"{difference}{remedy}")
                 for difference in differences
             ]
 
