@@ -131,7 +131,8 @@ async def test_a_leased_step_that_cannot_be_read_is_refused_with_the_ways_out(
     await harmed(store_url, *THIRD_TASK, gone=gone)
     what = (
         r"step 2 of trainer 'trainer' was leased and 4 of its 8 rows can never be read "
-        r"\(damaged\): b0/2/0/0/, b0/2/1/0/, b0/2/2/0/ \.\.\.\. segment [0-9a-f]{32} .*backup.*"
+        r"\(damaged\): b0/2/0/0/ at 10:0, b0/2/1/0/ at 11:0, b0/2/2/0/ at 12:0 \.\.\.\. segment "
+        r"[0-9a-f]{32} .*backup.*"
         r"damaged_rows='drop'.*--drop-damaged-rows"
     )
     for options in ({}, {"world_size": 2}):
@@ -140,6 +141,24 @@ async def test_a_leased_step_that_cannot_be_read_is_refused_with_the_ways_out(
     dealt = [event.fact for event in await events_of(store_url, "StepDealt")]
     assert [(one.step, one.dropped) for one in dealt if isinstance(one, StepDealt)] == [(1, [])]
     assert await events_of(store_url, "ExperiencesRejected") == []
+
+
+async def test_a_replay_names_the_step_and_the_rows_that_cannot_be_read(
+    store_url: str, tmp_path: Path
+) -> None:
+    await filled(store_url)
+    async with opened(store_url) as experiment:
+        await trained(experiment, tmp_path)
+    await harmed(store_url, "b0/2/1/0/")
+    what = (
+        r"step 2 of trainer 'trainer' was leased and 1 of its 8 rows can never be read "
+        r"\(damaged\): b0/2/1/0/ at 11:0\. segment [0-9a-f]{32} .*backup.*--steps :1"
+    )
+    async with opened(store_url) as experiment:
+        steps = replayed_steps(experiment)
+        assert (await anext(steps)).step == 1
+        with pytest.raises(DamagedSegmentError, match=what):
+            await anext(steps)
 
 
 async def test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained(

@@ -18,7 +18,7 @@ from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import fact_at
-from trinity_buffer.pipeline.load.columns import RowLoader
+from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.events import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, repartitioned, rows_by_rank
 from trinity_buffer.pipeline.store import open_store
@@ -26,10 +26,11 @@ from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.pipeline.train.microbatch import Mover
 from trinity_buffer.pipeline.train.options import Resume
-from trinity_buffer.pipeline.train.resume import leased_step, plan_again
+from trinity_buffer.pipeline.train.resume import UNREADABLE, leased_step, plan_again, refusal
 from trinity_buffer.pipeline.train.step import Commit, StepMeasures, TrainStep, collated
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import StepRow
+from trinity_buffer.store.transaction import ReadSession
 from trinity_buffer.store.url import StoreURL
 
 
@@ -54,6 +55,8 @@ async def replayed_steps(
 
     Raises:
         InvalidArgumentError: no such trainer, or steps that it was not handed or that lack needs.
+        ArchivedSegmentError, CodecError, DamagedSegmentError: rows of a step cannot be read; the
+            message names the step and some of them.
     """
     database, key = experiment.database, experiment.key
     row = await database.read(writer_queries.consumer_row, key, consumer)
@@ -71,7 +74,7 @@ async def replayed_steps(
         link = recorded.chain or chain(link, recorded.manifest_digest)
         if first <= recorded.step:
             manifest, commit, head = await _recorded(experiment, recorded)
-            rows = await database.read_session(partial(loader.load, lease=manifest))
+            rows = await database.read_session(partial(_loaded, loader=loader, lease=manifest))
             lacks = len(rows.lacking("advantages")) == len(manifest.groups)
             if lacks and "advantages" in needs:  # no zeros in their place
                 raise InvalidArgumentError(
@@ -91,6 +94,18 @@ async def replayed_steps(
                 log_head=head,
                 environment={} if commit is None else commit.environment,
             )
+
+
+def _loaded(s: ReadSession, loader: RowLoader, lease: BatchLeased) -> LoadedRows:
+    try:
+        return loader.load(s, lease)
+    except UNREADABLE as error:
+        remedy = (
+            f"replay other steps: those before it (`--steps :{lease.step - 1}`), or those after a "
+            "later checkpoint (`--from-checkpoint`)"
+        )
+        why = loader.unreadable(s, lease)
+        raise refusal(s, loader, lease, why, error, remedy) from error
 
 
 async def _steps(

@@ -64,7 +64,7 @@ from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.rows import ConsumerRow, StepRow, written_as
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
 
@@ -339,7 +339,7 @@ def sound_rows(
             # An archive that is only unavailable at the moment must not lead to rejections.
             why = loader.unreadable(s, part)
             if not (drops and why):
-                raise _refusal(s, loader, part, why, error) from error
+                raise refusal(s, loader, part, why, error, _DROP) from error
         gone |= {left[place]: reason for place, reason in why.items()}
 
 
@@ -406,14 +406,26 @@ def reject(
     s.write(append)
 
 
-def _refusal(
-    s: ReadSession, loader: RowLoader, lease: BatchLeased, lost: Mapping[int, str], error: Exception
+_DROP = (
+    "let the trainer go on without these rows: damaged_rows='drop', or `trinity-buffer train "
+    "--drop-damaged-rows`"
+)
+
+
+def refusal(
+    s: ReadSession,
+    loader: RowLoader,
+    lease: BatchLeased,
+    lost: Mapping[int, str],
+    error: Exception,
+    remedy: str,
 ) -> TrinityBufferError:
     """Return the error for a step with unreadable rows.
 
     Args:
         lost: place of a row that can never be read -> why.
         error: the error of loading them, which names the segment.
+        remedy: what to do if no backup has them.
     """
     kind = type(error) if isinstance(error, UNREADABLE) else DamagedSegmentError
     step = f"step {lease.step} of trainer {lease.consumer!r}"
@@ -422,15 +434,15 @@ def _refusal(
     why = ", ".join(sorted(set(lost.values())))
     return kind(
         f"{step} was leased and {len(lost)} of its {len(lease.groups)} rows can never be read "
-        f"({why}): {_named(s, loader, lease, lost)}. {error}. If no backup has it, let the trainer "
-        "go on without these rows: damaged_rows='drop', or `trinity-buffer train "
-        "--drop-damaged-rows`"
+        f"({why}): {_named(s, loader, lease, lost)}. {error}. If no backup has it, {remedy}"
     )
 
 
 def _named(s: ReadSession, loader: RowLoader, lease: BatchLeased, lost: Mapping[int, str]) -> str:
-    uids = loader.uids(s, lease, sorted(lost)[:NAMED_ROWS])
-    return ", ".join(uids) + (" ..." if len(lost) > NAMED_ROWS else "")
+    places = sorted(lost)[:NAMED_ROWS]
+    rows = zip(loader.uids(s, lease, places), places, strict=True)
+    named = [f"{uid} at {written_as(lease.experiences[place])}" for uid, place in rows]
+    return ", ".join(named) + (" ..." if len(lost) > NAMED_ROWS else "")
 
 
 def plan_again(
