@@ -13,6 +13,7 @@ import anyio
 import pytest
 from pysqlite3 import dbapi2
 
+import trinity_buffer as tb
 from tests.conftest import Resize
 from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer import inspector, open_store
@@ -105,6 +106,40 @@ async def test_advantages_are_of_the_set_that_is_asked_for(
     table = await asked(sample, partial(inspector.tokens, uid=uid, annotation_set=asked_for))
     assert table.annotation_set == found
     assert ("advantage" in table.columns) is (found is not None)
+
+
+async def test_advantages_are_of_the_set_that_was_trained(tmp_path: Path) -> None:
+    own = await record_sample_run(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "run")
+    options = {"consumer": "other", "strategy": "varied", "groups_per_step": 1}
+    async with open_store(own.url) as store:
+        experiment = await store.experiment(own.name)
+        async with experiment.train_stream(**options) as stream:
+            for _ in range(3):
+                await stream.commit(await anext(stream))
+    for uid, trained in [("b0/2/1/0/", "varied"), ("b0/1/2/0/", "grpo"), ("b0/3/0/0/", "grpo")]:
+        assert (await asked(own, partial(inspector.tokens, uid=uid))).annotation_set == trained
+
+
+async def test_one_question_with_one_answer_is_a_single_turn(tmp_path: Path) -> None:
+    answers = [{"role": "user"}, {"role": "assistant"}]
+    masks = [[1, 1, 1], [1, 0, 1], [1, 1, 1], None]
+    talks = [answers, answers, [*answers, *answers], None]
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        experiment = await store.experiment("run", config={})
+        made = [
+            tb.Experience(
+                eid=tb.EID("b", 0, run),
+                tokens=[1, 2, 3, 4],
+                prompt_length=1,
+                action_mask=mask,
+                logprobs=[-0.5] * 3,
+                messages=talk,
+            )
+            for run, (mask, talk) in enumerate(zip(masks, talks, strict=True))
+        ]
+        await experiment.writer("e0").write(made)
+        kinds = [(await inspector.show(experiment, one.eid.uid)).kind for one in made]
+    assert kinds == ["single_turn", "multi_turn", "multi_turn", "single_turn"]
 
 
 @pytest.mark.parametrize(

@@ -424,6 +424,7 @@ class ExperienceView:
     Attributes:
         address: ``position:slot`` in the log.
         recorded_at: seconds since 1970; ``actor`` recorded it.
+        kind: as it was recorded; but a mask that hides nothing of one answer is ``single_turn``.
         refused: why no strategy will see it; None where strategies do.
         archived: why tensors and objects cannot be had any more, None where they can.
         tensors: its fields in numbers.
@@ -504,7 +505,7 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
         address=written_as(row.address),
         actor=event.actor,
         recorded_at=event.recorded_at,
-        kind=fact.columns.kind[slot],
+        kind=_kind_of(fact.columns.kind[slot], parts, slot),
         reward=row.reward,
         policy_version=row.policy_version,
         prompt_length=row.prompt_length,
@@ -519,6 +520,17 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
         objects={name: value for name, value in objects.items() if value is not None},
         sets=tuple(sets),
     )
+
+
+def _kind_of(recorded: str, parts: Sequence[Segment], slot: int) -> str:
+    """Return the kind that is shown: one is recorded as ``multi_turn`` as soon as it has a mask."""
+    masks = (elements_of(part, "action_mask", slot) for part in parts)
+    mask = next((elements for elements in masks if elements is not None), None)
+    talks = (part.objects["messages"][slot] for part in parts if "messages" in part.objects)
+    messages = next(talks, None) or ()
+    roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
+    is_one = mask is not None and bool(mask.all()) and roles.count("assistant") <= 1
+    return "single_turn" if recorded == "multi_turn" and is_one else recorded
 
 
 async def row_and_fates(source: Source, uid: str) -> tuple[ExperienceRow, list[Fate]]:

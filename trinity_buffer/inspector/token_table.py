@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ class TokenTable:
 
 
 async def tokens(source: Source, uid: str, *, annotation_set: str | None = None) -> TokenTable:
-    """Return the tokens of ``uid`` with the advantages of a set, by default the first with any.
+    """Return the tokens of ``uid`` with the advantages of a set.
+
+    By default of one that a committed step trained on; if there is none, of the first with any.
 
     Raises:
         InvalidArgumentError: not ``batch/task/run/step/suffix``.
@@ -70,8 +73,9 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         raise UnknownNameError(f"{uid}: {event.archived or 'it has no tokens'}")
     mask, recorded_mask = np.zeros(row.length, bool), _first(segments, "action_mask", slot)
     mask[row.prompt_length :] = True if recorded_mask is None else recorded_mask.astype(bool)
-    wanted = (f for f in fates if f.annotations and annotation_set in (None, f.annotation_set))
-    fate = next(wanted, None)
+    known = [f for f in fates if f.annotations and annotation_set in (None, f.annotation_set)]
+    trained = (f for f in known if any(step.committed for step in f.steps))
+    fate = next(chain(trained, known), None)
     columns = {
         "logprob": _placed(_first(segments, "logprobs", slot), row, mask),
         "teacher_logprob": _placed(_first(segments, "teacher_logprobs", slot), row, mask),
@@ -86,9 +90,9 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         columns |= await _trained(source, fate)
         columns |= _compared(columns, mask)
     columns["policy_version"] = _versions(segments, slot, row)
-    known = {name: values for name, values in columns.items() if values is not None}
+    filled = {name: values for name, values in columns.items() if values is not None}
     of_set = None if fate is None else fate.annotation_set
-    return TokenTable(row.eid.uid, row.prompt_length, ids, mask, known, of_set)
+    return TokenTable(row.eid.uid, row.prompt_length, ids, mask, filled, of_set)
 
 
 async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
