@@ -12,11 +12,11 @@ import pytest
 from pysqlite3 import dbapi2
 
 from tests.contract.making import opened, rollout
-from tests.raw_store import metadata
+from tests.raw_store import guards, metadata
 from tests.sample_run import SampleRun
 from tests.whole_stores import rebuild
 from trinity_buffer import open_store, verify
-from trinity_buffer.errors import TrinityBufferError
+from trinity_buffer.errors import StoreError, TrinityBufferError
 
 PER_TEST = 10
 
@@ -169,6 +169,25 @@ async def test_a_value_of_another_type_in_a_projection_is_named_and_mended(
         await rebuild(store.database, 1)
     assert everything(path) == sound
     assert not await is_named(sqlite_sample)  # `everything` takes a text for its bytes
+
+
+async def test_a_name_that_is_no_text_is_named(sqlite_sample: SampleRun) -> None:
+    async with open_store(sqlite_sample.url) as store:
+        await store.experiment("other", config={})
+    (guard,) = (one for one in guards("sqlite") if one.name == "experiment_forbids_update")
+    with closing(dbapi2.connect(str(file_of(sqlite_sample)))) as connection, connection:
+        connection.execute(f"DROP TRIGGER {guard.name}")
+        connection.execute("UPDATE experiment SET name = CAST(name AS BLOB) WHERE id = 1")
+        connection.execute(guard.statements("sqlite")[0])
+    what = "the name of experiment 1 is b'sort', which is no text: restore"
+    async with open_store(sqlite_sample.url, read_only=True) as store:
+        with pytest.raises(StoreError, match=what):
+            await store.experiments()
+        with pytest.raises(StoreError, match=what):
+            await store.experiment(sqlite_sample.name)
+        (problem,) = (await verify(await store.experiment("other"))).problems
+    assert problem.check == "database"
+    assert what in problem.what
 
 
 def cell_of_blob(path: Path, family: str) -> tuple[int, int]:

@@ -295,8 +295,24 @@ def create_experiment(tx: Transaction, name: str) -> int:
 
 
 def experiment_names(tx: Transaction) -> dict[str, int]:
-    """Return all experiments of the store: name to id, in order of creation."""
+    """Return all experiments of the store: name to id, in order of creation.
+
+    Raises:
+        StoreError: a name is damaged.
+    """
+    if damaged := damaged_names(tx):
+        raise StoreError("; ".join(damaged))
     return {name: int(key) for name, key in _NAMES.fetch_all(tx)}
+
+
+def damaged_names(tx: Transaction) -> list[str]:
+    """Return which experiments' names are no texts: SQLite keeps a type beside each value."""
+    return [
+        f"table experiment is damaged: the name of experiment {key} is {name!r:.80}, which is no "
+        "text: restore the store from a backup"
+        for name, key in _NAMES.fetch_all(tx)
+        if not isinstance(name, str)
+    ]
 
 
 _FIND = Statement("SELECT id FROM experiment WHERE name = :name")

@@ -262,18 +262,19 @@ _KINDS = kinds_of(WithSegment)
 async def check_surroundings(
     database: Database, named: Collection[bytes], *, quick: bool
 ) -> list[Problem]:
-    """Return problems beside the log; a quick run looks at triggers and indexes alone.
+    """Return problems beside the log; a quick run looks at names, triggers and indexes alone.
 
     Args:
         database: the store.
         named: keys of the segments that events of one experiment name.
         quick: open no segment.
     """
-    wrong = await database.read(schema.unsound)
+    unnamed = await database.read(log.damaged_names)
+    wrong = [*await database.read(schema.unsound), *unnamed]
     if not quick:
         wrong += await database.read(schema.damaged_pages)
     problems = [Problem("database", database.name, what) for what in wrong]
-    if quick:
+    if quick or unnamed:  # other experiments are read by their names
         return problems
     orphans = (await database.read(database.segments.keys)).difference(named)
     others = await database.read(log.experiment_names) if orphans else {}
