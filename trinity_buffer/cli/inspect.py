@@ -174,7 +174,8 @@ async def show(
     Example: trinity-buffer show e0-7/3/1/0/ --tokens
 
     Args:
-        annotation_set: Annotation set whose advantages --tokens shows.
+        annotation_set: Annotation set whose advantages --tokens shows. Default: the one that was
+            trained, or the first.
         tokens: A line for each token: id, mask, log-prob, advantage.
     """
     view = await _by_uid(questions.show, source, uid)
