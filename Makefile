@@ -19,6 +19,7 @@ setup: $(READY)  ## build .venv from requirements.lock
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"trinity-buffer needs Python >= 3.11, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11")'
+	@echo 'building .venv from requirements.lock, once: 2.5 GB, mostly torch, in about five minutes'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .

@@ -240,6 +240,11 @@ class Experience:
         routed_experts: TensorLike | None = None,
         custom_fields: Sequence[CustomField] | None = None,
     ) -> None:
+        if not (eid is None or isinstance(eid, EID | Mapping)):
+            raise InvalidArgumentError(
+                f"Experience(eid={eid!r:.80}): it must be an EID, such as "
+                "EID(batch='b0', task='t', run=0), or a mapping of its fields"
+            )
         self.eid = eid = eid if isinstance(eid, EID) else EID(**(eid or {}))
         self.prompt_length, self.truncate_status = prompt_length, truncate_status
         self.reward = reward if type(reward) is float else number_of(eid, "reward", reward)

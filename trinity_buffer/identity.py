@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -201,3 +202,14 @@ def require_name(what: str, name: object) -> None:
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Return which of ``names`` was probably meant by ``name``; None if none is similar."""
+    similar, letters = difflib.get_close_matches(name, list(names), n=3), sorted(name)
+
+    def likeness(other: str) -> tuple[float, bool]:
+        # Of two that are as similar, the one of the same letters: "gpro" is "grpo", not "gspo".
+        return difflib.SequenceMatcher(None, other, name).ratio(), sorted(other) == letters
+
+    return max(similar, key=likeness, default=None)

@@ -61,7 +61,7 @@ _WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     str: "a text",
-    Path: "a path",
+    Path: "a pathlib.Path",
 }
 
 
@@ -256,7 +256,9 @@ class AdmissionOptions(StepSize):
     """explorers wait while so many await the trainer; null: none"""
     max_staleness: Natural | None = None
     """explorers wait for new weights beyond this, in policy versions, which are gradient steps;
-    null: no bound"""
+    checked before a batch is planned, which then comes on top: rows are trained up to
+    ⌈(`groups_per_batch` − 1) / `groups_per_step`⌉ versions older than this, and still older where
+    groups that were planned later are finished earlier; null: no bound"""
 
 
 @dataclass(frozen=True, kw_only=True)

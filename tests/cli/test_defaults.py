@@ -88,6 +88,13 @@ def test_older_names_of_keywords_are_taken_with_a_warning() -> None:
         TrainerSettings(checkpoints=Path("c"), min_lr_ratio=1, **older(lowest_rate=1))
 
 
+def test_a_text_in_place_of_a_path_is_refused_with_the_type_that_is_meant() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"^checkpoints='x': it must be a pathlib\.Path$"
+    ):
+        TrainerSettings(**older(checkpoints="x"))
+
+
 async def test_what_was_recorded_under_older_names_is_read(new_sqlite_url: str) -> None:
     old = {"deadline_s": 3.0, "incomplete": "reject", "rollouts_per_group": 2}
     async with open_store(new_sqlite_url) as store:

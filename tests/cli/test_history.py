@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,11 @@ def test_a_second_set_stands_beside_the_first_and_old_tensors_leave(
     assert (code, gone["segments"]) == (0, 3)
     code, same, _ = command("replay", "--store", run)
     assert (code, same["identical"]) == (0, True), "an archive is read as the store is"
+    back = CliRunner().invoke(app, ["restore", "--store", run])
+    assert re.search(r"^3 segments \(.* MB\) are in the store again$", back.stdout, re.MULTILINE)
+    again = ["compact", "--store", run, "--keep-steps", "1", "--archive", archive]
+    moved = CliRunner().invoke(app, again)
+    assert re.search(r"^3 segments \(.* MB\) left the store to 1 file$", moved.stdout, re.MULTILINE)
     assert command("verify", "--store", run)[0] == 0
     for file in Path(archive).iterdir():
         file.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,8 @@ def test_a_follower_begins_with_the_last_events(cli: Cli, new_sqlite_url: str) -
 def test_events_come_with_their_bodies_whole(cli: Cli, sample: SampleRun) -> None:
     (leased, *_) = cli("events", "--kind", "BatchLeased", "--store", sample.url, "--json").json
     assert len(leased["body"]["experiences"]) == 4
+    (line, *_) = cli("events", "--kind", "BatchLeased", "--store", sample.url).out.splitlines()[1:]
+    assert re.search(r"4 rows, \d groups?, 1 micro-batch$", line.strip())
 
 
 def test_a_screen_shows_who_is_how_far(cli: Cli, sample: SampleRun) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.raw_store import decode_experiences, encode_experiences
-from trinity_buffer.errors import InvalidExperienceError
+from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import EID, Experience, group_by, split_dpo_experience
 
 
@@ -148,6 +148,14 @@ def test_an_eid_may_be_given_as_a_mapping() -> None:
         eid={"batch": 1, "task": "x", "run": 2, "step": 3, "suffix": "a1"}, tokens=[1, 2]
     )
     assert e.eid == EID(1, "x", 2, 3, "a1")
+
+
+@pytest.mark.parametrize("eid", [("b1", 1, 0), "b1/1/0/0/", 7])
+def test_an_eid_of_another_kind_is_refused(eid: Any) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"Experience\(eid=.*must be an EID, such as EID\("
+    ):
+        Experience(eid=eid, tokens=[1, 2])
 
 
 def test_the_policy_version_is_the_model_version_of_info() -> None:

@@ -17,7 +17,9 @@ from trinity_buffer.explorer.local_model import load_causal_lm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 (LOOP,) = re.findall(
-    r"^```python\n(import torch, trinity_buffer.*?)^```", PAGE, re.DOTALL | re.MULTILINE
+    r"^```python\n(from pathlib import Path\n\nimport torch, trinity.*?)^```",
+    PAGE,
+    re.DOTALL | re.MULTILINE,
 )
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -31,7 +33,7 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 def train(loss: Loss, url: str, folder: Path, start: Path) -> None:
     """Run the printed loop."""
-    names: dict[str, Any] = {"my_loss": loss, "Path": Path}
+    names: dict[str, Any] = {"my_loss": loss}
     exec(LOOP, names)
     names["train"](start, url, folder)
 

@@ -124,6 +124,7 @@ def test_the_questions_are_answered_by_the_demo(
     assert uid in answers["groups"]
     assert f"{uid}" in answers["why"]
     assert re.search(r"^ +40  committed +e[01] ", answers["staleness"], re.MULTILINE)
-    assert answers["diff"].startswith("grpo / stepwise")
+    assert answers["diff"].startswith("grpo / opmd")
+    assert "no difference" not in answers["diff"]
     assert "nothing is stuck" in answers["doctor"]
     assert re.search("^events +500,", answers["stats"], re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def test_the_targets_that_run_elsewhere_exist() -> None:
 def test_make_can_read_a_target(target: str) -> None:
     """What a dry run prints is a recipe; a prerequisite that is missing ends it."""
     assert run(f"make --no-print-directory --dry-run {target}", ROOT).strip()
+
+
+def test_setup_says_what_it_installs_and_how_long_that_takes() -> None:
+    recipe = run("make --no-print-directory --dry-run -W requirements.lock setup", ROOT)
+    assert re.search(r"^echo '.*requirements\.lock.* GB.* minutes'$", recipe, re.MULTILINE)
 
 
 @pytest.mark.long

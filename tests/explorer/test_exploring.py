@@ -168,6 +168,20 @@ async def test_the_last_attempt_decides(sqlite_url: str) -> None:
         assert caught.value.__notes__ == ["in the rollout epoch0-0/1/0"]
 
 
+async def test_a_rollout_that_takes_too_long_names_the_limit(sqlite_url: str) -> None:
+    async def rollout(task: str, model: object) -> list[tb.Experience]:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async with tb.open_store(sqlite_url) as store:
+        experiment = await store.experiment("run", config={})
+        with pytest.raises(TimeoutError, match=r"timeout_s=0\.05.*attempts=2"):
+            await tb.explore(
+                experiment, actor="e0", tasks=TASKS, rollout=rollout, model=None, timeout_s=0.05,
+                attempts=2, **SMALL,
+            )  # fmt: skip
+
+
 async def test_what_times_out_or_comes_to_nothing_is_left_out_and_said(sqlite_url: str) -> None:
     async def rollout(task: str, model: object) -> list[tb.Experience]:
         if task == "bee":

@@ -317,7 +317,8 @@ def _read(url: str) -> list[tb.Experience]:
         ("sft", {"text": "a"}, "x.jsonl:1: .*a demonstration has messages"),
         ("verl", {"input": "a"}, "x.jsonl:1: .*this row lacks output, score, step, which"),
         ("trinity-rft", {"a": 1}, "x.jsonl:1: .*an experience of Trinity-RFT has an eid"),
-        ("sft", DEMONSTRATIONS["texts"], "give --tokenizer FOLDER"),
+        ("sft", DEMONSTRATIONS["texts"], "give --tokenizer FOLDER$"),
+        ("sft", DEMONSTRATIONS["messages"], "give --tokenizer FOLDER$"),
         ("sft", [], "x.jsonl:1: a row must be a JSON object"),
     ],
 )

@@ -176,7 +176,9 @@ async def test_what_was_archived_comes_back_byte_for_byte(store_url: str, tmp_pa
         )
 
         archive.rename(tmp_path / "elsewhere")
-        with pytest.raises(InvalidArgumentError, match="that file is not there"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"that file is not there.*restore --from FOLDER"
+        ):
             await restore(experiment)
         seen: list[tuple[str, int, int]] = []
         back = await restore(

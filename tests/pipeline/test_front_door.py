@@ -11,7 +11,11 @@ import pytest
 import trinity_buffer as tb
 from tests.contract.making import group, opened
 from trinity_buffer import StreamOptions
-from trinity_buffer.errors import UnknownExperimentError, UnknownStoreError
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    UnknownExperimentError,
+    UnknownStoreError,
+)
 
 
 def test_the_stream_shows_every_option_with_its_default() -> None:
@@ -77,6 +81,18 @@ def test_a_mistyped_url_makes_no_store(follow: bool, tmp_path: Path) -> None:
     ):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["sort.db"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_folder_is_no_store(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "own"
+    if is_there:
+        folder.mkdir()
+    for url in (f"{folder}/", f"sqlite:///{folder}/"):
+        with pytest.raises(InvalidArgumentError, match=r"own/ names a directory.*own/run.db"):
+            async with tb.open_store(url):
+                pass
+    assert folder.exists() == is_there
 
 
 async def test_an_empty_database_is_no_store_for_a_trainer(postgres_url: str) -> None:

@@ -16,12 +16,18 @@ from typing_extensions import override
 from tests.contract.making import group, opened
 from tests.handles import Experiment
 from trinity_buffer import run_strategy
-from trinity_buffer.algorithm.add_strategy import AddStrategy, RewardStrategy
+from trinity_buffer.algorithm.add_strategy import (
+    AddStrategy,
+    GroupAdvantageStrategy,
+    RewardStrategy,
+)
+from trinity_buffer.algorithm.advantage_fn import GroupAdvantage
 from trinity_buffer.algorithm.annotating import annotate
 from trinity_buffer.algorithm.copies import copy_experience
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.experience import Experience
+from trinity_buffer.experience import Experience, group_by
+from trinity_buffer.pipeline.annotate.consumer import StrategyConsumer
 from trinity_buffer.writer import StagedWriter
 
 
@@ -154,6 +160,77 @@ async def test_what_score_groups_returns_is_checked_on_both_roads(
     assert error.__notes__
     with pytest.raises(InvalidArgumentError, match=said):
         raise error
+
+
+class Grouped(GroupAdvantageStrategy):
+    """Forgets the `return`, as the user's own may."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+
+    @override
+    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
+        """Return the runs of each task."""
+        return group_by(exps, "task")
+
+    @override
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> Any:
+        """Return nothing."""
+
+
+class Advantages(GroupAdvantage):
+    """The same as an advantage function."""
+
+    families: ClassVar[tuple[str, ...]] = ("light",)
+
+    @override
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> Any:
+        """Return a number."""
+        return 3
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [(Grouped, "None"), (Advantages, ".*type int")])
+async def test_what_scores_a_group_and_returns_something_else_is_named(
+    sqlite_url: str, strategy: Any, kind: str
+) -> None:
+    error = await failure(sqlite_url, strategy, len)
+    said = f"`calculate_group_advantage` of {strategy.__name__} returned {kind}: it must return"
+    with pytest.raises(TypeError, match=f"{said}.*`return exps, {{}}`"):
+        raise error
+
+
+@pytest.mark.parametrize("strategy", [Adding, Scoring])
+@pytest.mark.parametrize("annotates", [True, False])
+async def test_rows_without_advantages_are_warned_of_once(
+    sqlite_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    strategy: Any,
+    annotates: bool,
+) -> None:
+    monkeypatch.setattr(strategy, "annotates", annotates)
+    answers = {Adding: lambda _: (2, {}), Scoring: lambda _: ScoredGroups()}
+    monkeypatch.setattr(strategy, "answer", staticmethod(answers[strategy]), raising=False)
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        consumer = StrategyConsumer(experiment, strategy)
+        for task in range(2):
+            await experiment.writer("e0").write(group(task=task, runs=2))
+            await consumer.run()
+    said = [line for line in caplog.messages if "without advantages" in line]
+    assert len(said) == annotates
+    assert all(f"strategy '{strategy.__name__}' kept 2 experiences" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "is_warned"), [(["grpo", "opmd"], True), (["reward_variance", "opmd"], False)]
+)
+async def test_two_strategies_that_set_advantages_are_warned_of(
+    sqlite_url: str, caplog: pytest.LogCaptureFixture, strategies: list[str], is_warned: bool
+) -> None:
+    async with opened(sqlite_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(task=0, runs=2))
+        await run_strategy(experiment, strategies)
+    said = "'grpo+opmd': each of grpo, opmd sets advantages, and those of opmd stay"
+    assert (said in caplog.text) == is_warned == ("sets advantages" in caplog.text)
 
 
 @pytest.mark.parametrize(

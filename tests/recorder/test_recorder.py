@@ -390,7 +390,7 @@ async def test_what_cannot_be_recorded_is_not_answered(
     async with recording(store_url, upstream) as url, plain_http() as http:
         at = f"{url}/v1/chat/completions"
         hot = await http.post(at, json={"messages": HELLO, "temperature": 0.3})
-        assert (hot.status_code, "processed_logprobs" in hot.text) == (400, True)
+        assert (hot.status_code, "`record --logprobs-mode" in hot.text) == (400, True)
         for bent in ({"logit_bias": {"7": -100}}, {"min_tokens": 4}, {"use_beam_search": True}):
             assert (await http.post(at, json={"messages": HELLO, **bent})).status_code == 400
         assert (await http.post(at, content=b"{")).status_code == 400

@@ -29,6 +29,7 @@ from trinity_buffer.algorithm.group_scores import (
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
+from trinity_buffer.user_code import kind_of
 
 Unit = Literal["group", "batch"]
 
@@ -200,6 +201,21 @@ def annotate_group(
     stays, _ = scored.verdicts(len(exps))
     members = [experience for experience, stay in zip(exps, stays.tolist(), strict=True) if stay]
     return members, {name: float(values[0]) for name, values in scored.metrics.items()}
+
+
+def scored_group(scorer: object, answer: Any) -> tuple[list[Experience], dict[str, Any]]:
+    """Return what ``calculate_group_advantage`` of a ``scorer`` answered, members and metrics.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not (isinstance(answer, Sequence) and len(answer) == 2 and isinstance(answer[1], Mapping)):
+        raise TypeError(
+            f"`calculate_group_advantage` of {type(scorer).__name__} returned {kind_of(answer)}: "
+            "it must return the experiences to keep and a mapping of metrics, as in "
+            "`return exps, {}`"
+        )
+    return answer[0], dict(answer[1])
 
 
 def unusable(experience: Experience, fields: Sequence[str]) -> str | None:

@@ -6,13 +6,13 @@ repeats it.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
 
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.identity import closest
 
 Made = TypeVar("Made")
 
@@ -76,8 +76,8 @@ class Configured:
 
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest of ``accepted``, or an empty text."""
-    close = difflib.get_close_matches(name, list(accepted), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    meant = closest(name, accepted)
+    return "" if meant is None else f"; did you mean {meant!r}?"
 
 
 def refuse_unknown(owner: str, arguments: Mapping[str, Any], accepted: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trinity_buffer.cli import options, output
+from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compact import compact as compact_experiment
 from trinity_buffer.pipeline.history.compact import restore as restore_experiment
@@ -160,8 +161,9 @@ async def compact(
     )
 
     def text() -> output.Lines:
-        where = f" to {len(report.files)} files" if report.files else ""
-        yield f"{report.segments} segments ({report.bytes / 1e6:.1f} MB) left the store{where}"
+        where = f" to {counted(len(report.files), 'file')}" if report.files else ""
+        count = counted(report.segments, "segment")
+        yield f"{count} ({report.bytes / 1e6:.1f} MB) left the store{where}"
         if report.damaged:
             yield f"{report.damaged} cannot be read and stayed: `verify` names what is damaged"
 
@@ -183,5 +185,7 @@ async def restore(
         folder: Where the files are now, if they were moved.
     """
     report = await restore_experiment(experiment, folder=folder, progress=progress)
-    line = f"{report.segments} segments ({report.bytes / 1e6:.1f} MB) are in the store again"
+    verb = "is" if report.segments == 1 else "are"
+    count = counted(report.segments, "segment")
+    line = f"{count} ({report.bytes / 1e6:.1f} MB) {verb} in the store again"
     return output.Answer(report, line)

@@ -6,7 +6,6 @@ it from there.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.algorithm.registry import is_path
 from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.identity import closest
 from trinity_buffer.options import (
     LARGEST,
     Options,
@@ -319,7 +319,8 @@ def _no_key(key: object, prefix: str, known: Iterable[str], beside: Sequence[str
         *(f"{name}.{key}" for name in SECTIONS for key in option_types(SECTIONS[name])),
     ]
     meant = [path for path in paths if path.rpartition(".")[2] == key]
-    meant += [prefix + name for name in difflib.get_close_matches(str(key), here, n=1)]
+    if (close := closest(str(key), here)) is not None:
+        meant.append(prefix + close)
     hint = f"did you mean {meant[0]!r}?" if meant else f"there are: {', '.join(sorted(here))}"
     return f"there is no key {prefix + str(key)!r}; {hint}"
 

@@ -451,7 +451,7 @@ class _TaskListExplorer(_Explorer):
         model, version = self._weights.model, self._weights.version
         try:
             # The store is not inside: a timeout must not cut a write short.
-            with anyio.fail_after(self.options.timeout_s), self._running(run):
+            with anyio.move_on_after(self.options.timeout_s) as limit, self._running(run):
                 awaitable = self.rollout(self._tasks[run.task], model)
                 is_async = inspect.isawaitable(awaitable)
                 returned = await awaitable if is_async else awaitable
@@ -465,6 +465,11 @@ class _TaskListExplorer(_Explorer):
                 f"rollout {run.rid} was cancelled from within, by a task that it waited for: catch "
                 "that error in the rollout, and return [] to leave the run out"
             ) from error
+        if limit.cancelled_caught:
+            raise TimeoutError(
+                f"rollout {run.rid} took longer than timeout_s={self.options.timeout_s}; give it "
+                f"more time, or more attempts (attempts={self.options.attempts})"
+            )
         if not is_async:
             raise InvalidArgumentError(
                 f"rollout {run.rid} returned {kind_of(returned)} without being awaited: write it "

@@ -412,7 +412,8 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
         raise InvalidArgumentError(
             f"{listed}: a server with --logprobs-mode {mode} answers with log-probs before that, "
             "not with those of what is sampled. Leave it out, or start the server with "
-            "--logprobs-mode processed_logprobs and give logprobs_mode='processed_logprobs'; of "
+            "--logprobs-mode processed_logprobs and say so here: "
+            "logprobs_mode='processed_logprobs' (`record --logprobs-mode processed_logprobs`); of "
             "such options, trainers score a temperature and refuse the others"
         )
 

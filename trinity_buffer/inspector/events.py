@@ -102,11 +102,18 @@ def _summary(fact: events.Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one ca
         case events.ExperiencesRejected():
             return f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"
         case events.BatchLeased():
-            parts = f"{fact.num_groups} groups, {len(fact.microbatches)} micro-batches"
-            return f"step {fact.step} of {fact.consumer}: {len(fact.annotations)} rows, {parts}"
+            sizes = {
+                "row": len(fact.annotations),
+                "group": fact.num_groups,
+                "micro-batch": len(fact.microbatches),
+            }
+            parts = ", ".join(counted(number, noun) for noun, number in sizes.items())
+            return f"step {fact.step} of {fact.consumer}: {parts}"
         case events.StepDealt():
-            less = f", without {len(fact.dropped)} rows" if fact.dropped else ""
-            return f"step {fact.step} of {fact.consumer} to {fact.world_size} ranks{less}"
+            less = f", without {counted(len(fact.dropped), 'row')}" if fact.dropped else ""
+            return (
+                f"step {fact.step} of {fact.consumer} to {counted(fact.world_size, 'rank')}{less}"
+            )
         case events.StepsCommitted():
             return _committed(fact)
         case events.StepMeasured():

@@ -141,7 +141,10 @@ def read_archive(path: str, keys: Sequence[bytes], families: Sequence[str]) -> S
         StoreError: the file cannot be read here; the message says why, and what to do.
     """
     if not Path(path).is_file():
-        raise StoreError("that file is not there: put it back, or read on the machine that has it")
+        raise StoreError(
+            "that file is not there: read on the machine that has it, put it back, or, if it was "
+            "moved, bring it back with `trinity-buffer restore --from FOLDER`"
+        )
     try:
         pyarrow, parquet = _parquet()
     except ImportError as error:

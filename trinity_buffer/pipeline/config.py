@@ -6,7 +6,6 @@ the same keys.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ from msgspec import Meta
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.identity import problem_of_name
+from trinity_buffer.identity import closest, problem_of_name
 from trinity_buffer.options import (
     Above0,
     AdmissionOptions,
@@ -294,8 +293,8 @@ def require_known(experiment: str, keys: Iterable[str], stored: Iterable[str]) -
     """
     known = {"schema", EXTRA, *CONFIG}
     for key in sorted(set(keys) - known - set(stored)):
-        close = difflib.get_close_matches(key, known, n=1)
-        meant = f"did you mean {close[0]!r}?" if close else "nothing reads it."
+        close = closest(key, known)
+        meant = "nothing reads it." if close is None else f"did you mean {close!r}?"
         raise InvalidArgumentError(
             f"experiment {experiment!r}: there is no configuration key {key!r}; {meant} Keep what "
             f"is your own under {EXTRA!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from os import PathLike, fspath
@@ -13,6 +12,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownStoreError
+from trinity_buffer.identity import closest
 
 RECONNECT_S = 120.0
 """For how long calls wait for a server that is away, unless the URL says otherwise."""
@@ -25,7 +25,7 @@ def parse_url(url: StoreURL) -> URL:
     """Return the parsed URL of a store; a bare path is a SQLite file.
 
     Raises:
-        InvalidArgumentError: neither sqlite nor postgresql.
+        InvalidArgumentError: neither sqlite nor postgresql, or a folder in place of a file.
     """
     address = fspath(url)
     try:
@@ -43,6 +43,10 @@ def parse_url(url: StoreURL) -> URL:
                 "a store in memory is lost with its process; name a file: sqlite:///runs/a.db"
             )
         path = str(Path(parsed.database or "").expanduser())
+        if str(parsed.database).endswith("/"):
+            raise InvalidArgumentError(
+                f"{parsed.database} names a directory; name a file in it, such as {path}/run.db"
+            )
         return parsed.set(drivername="sqlite", database=path)
     if backend == "postgresql":
         if address.partition("://")[2].count("@") > 1:  # or the rest of a password would be shown
@@ -132,10 +136,10 @@ def nothing_at(path: Path, *, read_only: bool = True) -> UnknownStoreError:
         read_only: False for a trainer, which comes after an explorer.
     """
     near = sorted(file.name for file in path.parent.glob("*.db"))
-    meant = difflib.get_close_matches(path.name, near, n=1)
+    meant = closest(path.name, near)
     there = "" if read_only else _WRITE_FIRST
-    if meant:
-        there = f" (did you mean {path.with_name(meant[0])}?)"
+    if meant is not None:
+        there = f" (did you mean {path.with_name(meant)}?)"
     if not path.parent.is_dir():
         there = ", nor is there its folder"
     return UnknownStoreError(f"{path}: there is no store to read{there}")

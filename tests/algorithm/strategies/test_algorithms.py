@@ -232,6 +232,8 @@ def test_what_nothing_takes_is_refused_with_what_was_meant(
 def test_an_unknown_algorithm_or_part_is_refused_with_what_was_meant() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'grpo'"):
         build("gripo")
+    with pytest.raises(UnknownNameError, match="did you mean 'grpo'"):
+        build("gpro")  # as near to "gspo" by difflib, and of other letters
     with pytest.raises(UnknownNameError, match="did you mean 'gspo'"):
         build("grpo", policy_loss_fn="gspoo")
 

@@ -24,6 +24,7 @@ from trinity_buffer.algorithm.annotating import (
     problems_of,
     reward_of,
     runs_of,
+    scored_group,
     share_rewards,
 )
 from trinity_buffer.algorithm.arguments import (
@@ -194,7 +195,7 @@ class GroupAdvantageStrategy(AddStrategy):
             for group_id, group in self.group_experiences(exps).items()
         }
         scored = [
-            (group, *self.calculate_group_advantage(group_id, list(group)))
+            (group, *scored_group(self, self.calculate_group_advantage(group_id, list(group))))
             for group_id, group in groups.items()
             if group
         ]

@@ -24,6 +24,7 @@ from trinity_buffer.algorithm.annotating import (
     gather_groups,
     problems_of,
     reward_of,
+    scored_group,
     share_rewards,
 )
 from trinity_buffer.algorithm.arguments import (
@@ -162,7 +163,7 @@ class GroupAdvantage(CountsOver, PipelineAdvantage):
         # All rows are checked before the first is annotated.
         self.check(exps)
         scored = [
-            self.calculate_group_advantage(group_id, group)
+            scored_group(self, self.calculate_group_advantage(group_id, group))
             for group_id, group in self.group_experiences(exps).items()
         ]
         scored_rows = [experience for group, _ in scored for experience in group]

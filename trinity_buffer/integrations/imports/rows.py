@@ -318,8 +318,9 @@ class Texts:
         self, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], *, ask: bool
     ) -> list[int]:
         messages, options = _messages(messages), row.get("chat_template_kwargs") or {}
+        tokenizer = self._tokenizer  # without one, no row can be imported
         try:
-            text = rendered(self._tokenizer, messages, tools_of(row) or (), ask=ask, **options)
+            text = rendered(tokenizer, messages, tools_of(row) or (), ask=ask, **options)
         except InvalidArgumentError as error:  # of this row
             raise InvalidExperienceError(str(error)) from error
         return self._text(text)

@@ -227,6 +227,7 @@ class StrategyConsumer:
         self._annotated = 0
         self._rejected = 0
         self._reasons = Counter[str]()
+        self._warned = False  # of experiences without advantages
 
     def _configure(self, recorded: Mapping[str, Any] | None) -> None:
         """Make the strategy, with ``over`` filled in.
@@ -261,6 +262,15 @@ class StrategyConsumer:
             ConflictingStrategyError: the set ``name`` has another configuration.
         """
         await self._register()
+        annotating = [name for name, cls in self._classes if cls.annotates]
+        if len(annotating) > 1:
+            _logger.warning(
+                "strategy %r: each of %s sets advantages, and those of %s stay: name one of them "
+                "(a class that only chooses has `annotates = False`)",
+                self.name,
+                ", ".join(annotating),
+                annotating[-1],
+            )
         async with self._presence.heartbeats(), self._lease.renewing():
             await self._decide_all(follow=follow)
         waiting, groups = self._reader.grouping.num_waiting
@@ -613,6 +623,15 @@ class StrategyConsumer:
         self._annotated += len(decision.experiences)
         self._rejected += len(decision.reasons)
         self._reasons.update(decision.reasons.values())
+        if decision.without_advantages and self.strategy.annotates and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "strategy %r kept %s without advantages, in whose place a trainer reads 0: set "
+                "`advantages` of what it keeps, or `annotates = False` in a class that only "
+                "chooses",
+                self.name,
+                counted(decision.without_advantages, "experience"),
+            )
         groups = [group for unit in units for group in unit if group.members]
         if decision.experiences:
             self._watch.accepted()

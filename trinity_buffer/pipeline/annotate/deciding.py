@@ -101,6 +101,7 @@ class Decision:
         reasons: address of an experience -> why it is rejected.
         metrics: what each call of the strategy returned.
         experiences, groups: address and group number of each annotated row.
+        without_advantages: how many of these have none.
         tids: of the groups that have annotated rows.
         blob: what was computed for them.
         events, segment_rows: what is committed, once it is encoded.
@@ -114,6 +115,7 @@ class Decision:
     metrics: list[dict[str, float]] = field(default_factory=list)
     experiences: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    without_advantages: int = 0
     tids: list[str] = field(default_factory=list)
     blob: bytes = b""
     events: list[NewEvent] = field(default_factory=list)
@@ -165,6 +167,7 @@ class Decision:
                     of_group[name] = value
         self.metrics += metrics
         self.experiences = addresses[is_kept].tolist()
+        self.without_advantages = len(self.experiences) if weights is None else 0
         of_rows = group[is_kept].tolist()
         # Groups without kept rows get no number: numbers in an event are dense.
         numbers = {number: place for place, number in enumerate(dict.fromkeys(of_rows))}
@@ -215,6 +218,7 @@ class Decision:
                 groups.setdefault(experience.eid.tid, []).append(experience)  # a copy's is another
         annotated = [experience for group in groups.values() for experience in group]
         self.experiences = [experience.address or 0 for experience in annotated]
+        self.without_advantages = sum(e.__dict__.get("advantages") is None for e in annotated)
         self.groups = [number for number, group in enumerate(groups.values()) for _ in group]
         self.tids = list(groups)
         self.blob = encode_annotations(annotated) if annotated else b""

@@ -105,7 +105,8 @@ class Admission(AdmissionOptions):
         if most is not None and every_steps > most:
             raise InvalidArgumentError(
                 f"{what}={every_steps} with max_staleness={self.max_staleness}: explorers would "
-                f"wait for a commit that waits for them; commit at least every {most} steps"
+                f"wait for a commit that waits for them; commit at least every "
+                f"{diagnosis.counted(most, 'step')}"
             )
 
     def admits_some_day(self, backlog: trainer_queries.Backlog, policy_version: int) -> bool:
