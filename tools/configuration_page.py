@@ -37,9 +37,15 @@ also name the `store` of the run (a URL, or a path relative to the file's folder
 section: `optimizer.learning_rate` is `learning_rate` in `[optimizer]`. The resolved configuration
 is the first event of the experiment (`trinity-buffer stats --config`); a later change is an event.
 
+A key that is left out keeps what is recorded, since several programs share an experiment; `explore`
+and `train` name what their file leaves out. To lift a bound, give `null` where the table has it:
+`--set max_steps=null`, `max_steps: null` in YAML, `None` in Python (TOML has no null).
+
 An experiment that you create in Python takes the same keys, and `schema`. An unknown key is
-refused, with a suggestion if a known one is similar; put keys of your own under `extra`. Leave a
-key out rather than give None; `trainer` must not contain a slash. These functions read the
+refused, with a suggestion if a known one is similar; put keys of your own under `extra`. `trainer`
+must not contain a slash. `store.experiment(NAME, config=...)` records a change at once: a strategy,
+a stream or a plan that then refuses to go on with it leaves it recorded (as a
+`ConfigurationChanged` event), until you give the earlier value again. These functions read the
 configuration, and check what they read; a keyword argument takes precedence.
 
 - `run_strategy`: `rollouts_per_group`, `group_timeout_s`, `idle_s`, `on_incomplete_group`

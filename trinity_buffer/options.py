@@ -6,6 +6,7 @@ A class that reads options of a run, such as `GroupingRules`, is a base of the r
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,13 +83,21 @@ _WITH_RENAMED = frozenset({"explorer", "exploring", "evaluation", "optimizer"})
 """Sections that are read by these names too; others hold what is the user's."""
 
 
-def renamed(values: Mapping[str, Any], *, warn: bool = True) -> dict[str, Any]:
+def renamed(
+    values: Mapping[str, Any],
+    *,
+    warn: bool = True,
+    source: tuple[str, str] | None = None,
+    stacklevel: int = 3,
+) -> dict[str, Any]:
     """Return ``values`` with each option under its name of today; warn of older ones.
 
     Args:
         values: options by name.
         warn: False for what is recorded. It may have both names, where an older version went on
             with the run: it left the name of today as it was, so its own value is the later one.
+        source: name and text of what the user wrote; None: the code that called the caller.
+        stacklevel: of that code.
 
     Raises:
         InvalidArgumentError: an option is there under both names.
@@ -100,16 +109,32 @@ def renamed(values: Mapping[str, Any], *, warn: bool = True) -> dict[str, Any]:
             raise InvalidArgumentError(f"{given} is called {name} now: leave {given} out")
         if name != given and warn:
             message = f"{given} is called {name} now, and will be refused some day"
-            warnings.warn(message, FutureWarning, stacklevel=3)
-        is_section = name in _WITH_RENAMED and isinstance(value, Mapping)
-        result[name] = renamed(value, warn=warn) if is_section else value
+            if source is None:
+                warnings.warn(message, FutureWarning, stacklevel=stacklevel)
+            else:
+                line = _line_of(given, source[1])
+                warnings.warn_explicit(message, FutureWarning, source[0], line, registry=_WARNED)
+        result[name] = value
+        if name in _WITH_RENAMED and isinstance(value, Mapping):
+            result[name] = renamed(value, warn=warn, source=source, stacklevel=stacklevel + 1)
     return result
+
+
+_WARNED: dict[Any, Any] = {}
+"""Of which lines of the user's files Python has warned; it warns of each once."""
+
+
+def _line_of(name: str, text: str) -> int:
+    """Return the number of the first line of a file that has ``name`` as a key."""
+    key = re.search(rf"^[^#\n]*\b{name}\b[\"']?[ \t]*[=:.\]]", text, re.MULTILINE)
+    return 1 + text.count("\n", 0, 0 if key is None else key.start())
 
 
 def renamed_key(key: str) -> str:
     """Return a key such as ``optimizer.betas`` under its name of today; warn of an older one."""
     first, dot, rest = key.partition(".")
-    ((name, inner),) = renamed({first: {rest: None} if dot else None}).items()
+    written = {first: {rest: None} if dot else None}
+    ((name, inner),) = renamed(written, source=(f"--set {key}", key)).items()
     return f"{name}.{next(iter(inner))}" if inner else name
 
 

@@ -16,7 +16,7 @@ from trinity_buffer.demo.policy import PolicyConfig
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.explorer.explore import ExploreOptions
-from trinity_buffer.options import option_types
+from trinity_buffer.options import RENAMED, option_types
 from trinity_buffer.pipeline.config import ExplorerConfig, ModelConfig, OptimizerConfig, RunConfig
 from trinity_buffer.store.log import create_experiment
 from trinity_buffer.trainer.trainer import TrainerSettings
@@ -66,7 +66,13 @@ def test_older_names_are_read_with_a_warning(tmp_path: Path) -> None:
     file.write_text(OLD_NAMES)
     with pytest.warns(FutureWarning, match="is called") as warned:
         config = resolved(overridden(read_file(file), ["optimizer.lowest_rate=0.5"]))
-    assert len(warned) == 8
+    places = {str(of.message).partition(" ")[0]: (of.filename, of.lineno) for of in warned}
+    lines = ["", *(line.partition(" ")[0].strip("[]") for line in OLD_NAMES.splitlines()[1:])]
+    assert places == {
+        name: (f"configuration {file}", number)
+        for number, name in enumerate(lines, 1)
+        if name in RENAMED
+    } | {"lowest_rate": ("--set optimizer.lowest_rate", 1)}
     assert (config.group_timeout_s, config.on_incomplete_group) == (5.0, "reject")
     assert (config.max_queued_groups, config.record_row_metrics) == (64, False)
     assert (config.server_type, config.explorer.epochs) == ("sglang", 2)
@@ -93,6 +99,15 @@ def test_a_text_in_place_of_a_path_is_refused_with_the_type_that_is_meant() -> N
         InvalidArgumentError, match=r"^checkpoints='x': it must be a pathlib\.Path$"
     ):
         TrainerSettings(**older(checkpoints="x"))
+
+
+async def test_an_older_name_in_a_section_is_blamed_on_the_line_that_gives_it(
+    new_sqlite_url: str,
+) -> None:
+    async with open_store(new_sqlite_url) as store:
+        with pytest.warns(FutureWarning, match="problems is called num_eval_samples") as warned:
+            await store.experiment("run", config={"evaluation": {"problems": 3}})
+    assert [of.filename for of in warned] == [__file__]
 
 
 async def test_what_was_recorded_under_older_names_is_read(new_sqlite_url: str) -> None:

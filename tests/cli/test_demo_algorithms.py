@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,16 @@ def test_the_roles_of_an_algorithm_make_and_train_its_data(name: str, tmp_path: 
         config = small(name, max_steps=2, expert_experiment="expert")
     anyio.run(filled, url, "run", config)
     said: list[str] = []
-    roles.train(url, "run", checkpoints=tmp_path, follow=False, resume_from=None, say=said.append)
-    assert [line.split(":")[0] for line in said[1:]] == ["step 1", "step 2"]
+    train = partial(roles.train, url, "run", checkpoints=tmp_path, follow=False, say=said.append)
+    train(resume_from=None)
+    assert [line.split(":")[0] for line in said[1:]] == ["step 1", "step 2", "ends"]
+    unknown = [" reward -," in said[1], " staleness -," in said[1]]
+    assert unknown == [name in ("cpt", "dpo")] * 2
+    said.clear()
+    train(resume_from=None)  # nothing, and it says why
+    assert said[0].endswith("resumes after step 2")
+    assert said[1].startswith("ends: max_steps=2 of run's configuration is reached; to train on, ")
+    assert "--set max_steps=N" in said[1]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,23 @@ def test_a_misspelt_place_is_not_taken_for_none(
     assert (ended.code, ended.err) == (2, f"error: {said}\n")
 
 
+def test_all_unknown_keys_are_named_at_once(cli: Cli, tmp_path: Path) -> None:
+    file, store = tmp_path / "run.toml", tmp_path / "run.db"
+    keys = ("groups_per_btach = 2", "max_stalenes = 1", "qq = 1", "zzz = 2", "task = 3")
+    file.write_text("\n".join([*keys, "[optimizer]", "lr = 1", "learning_rat = 1"]))
+    ended = cli("train", "--store", store, "--config", file)
+    assert ended.err.startswith(
+        f"error: configuration {file}: there is no key 'groups_per_btach'; did you mean "
+        "'groups_per_batch'? Nor 'max_stalenes'; did you mean 'max_staleness'? Nor 'qq', 'zzz'; "
+        "there are: algorithm, "
+    )
+    assert "Nor 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?" in ended.err
+    assert ended.err.endswith(" task=3: must be a table of digits, name, numbers, turns\n")
+    ended = cli("train", "--store", store, "--set", "max_stalenes=1", "--set", "groups_per_btach=1")
+    assert "no key 'max_stalenes'" in ended.err
+    assert "Nor 'groups_per_btach'" in ended.err
+
+
 @pytest.mark.parametrize(
     ("text", "key", "meant"),
     [

@@ -75,6 +75,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         "folder a.toml: File exists",
     ),
     "no step to go back to": (("train", "--resume-from", "99"), "resume_from=99"),
+    "no step to go back to with other settings": (
+        ("train", "--resume-from", "99", "--set", "max_steps=7"),
+        "resume_from=99",
+    ),
     "no checkpoint": (("replay", "--from-checkpoint", "/nowhere"), "/nowhere holds no state.json"),
     "no archive": (
         ("compact", "--keep-steps", "0", "--archive", "/proc/nowhere"),

@@ -44,6 +44,24 @@ async def test_recorded_rows_stand_alone_unless_their_experiment_says_otherwise(
     assert found == config.get("rollouts_per_group", 1)
 
 
+async def test_what_a_file_leaves_out_of_what_is_recorded_is_named(
+    new_sqlite_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = {"max_steps": 6, "seed": 3, "optimizer": {"learning_rate": 0.5, "weight_decay": 0.25}}
+    args = {"kl_loss_fn": "none"}
+    await prepare(new_sqlite_url, "x", first | {"algorithm_args": args, "layout": "packed"}, [])
+    assert capsys.readouterr().out == ""
+    then = {"optimizer": {"weight_decay": 0.25}}
+    await prepare(new_sqlite_url, "x", then, ["layout=packed", "algorithm_args.kl_loss_fn=none"])
+    said = "the file of --config leaves out max_steps=6, optimizer.learning_rate=0.5, seed=3, which"
+    assert said in capsys.readouterr().out
+    await prepare(new_sqlite_url, "x", None, ["seed=4"])  # there is no file
+    await prepare(new_sqlite_url, "x", first | {"max_steps": None, "algorithm_args": args}, [])
+    assert "the file of --config leaves out layout='packed', which x" in capsys.readouterr().out
+    async with open_store(new_sqlite_url) as store:
+        assert (await store.experiment("x")).config["max_steps"] is None
+
+
 @pytest.mark.parametrize("key", ["model", "rollout", "tasks", "evaluate", "tokenizer"])
 def test_a_file_that_names_anything_of_ones_own_names_its_folder(tmp_path: Path, key: str) -> None:
     path = tmp_path / "run.toml"

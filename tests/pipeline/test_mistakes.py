@@ -85,6 +85,11 @@ async def _an_option_that_the_stream_has_not(scene: Scene) -> None:
     await first_step(scene, group_per_step=4)
 
 
+@mistake(r"takes no argument 'trainer'; did you mean 'consumer'")
+async def _the_trainer_of_a_stream(scene: Scene) -> None:
+    await first_step(scene, trainer="loop")
+
+
 @mistake(r"a train stream needs strategy=: the name of an annotation set, or None")
 async def _no_set_at_all(scene: Scene) -> None:
     async with scene.experiment.train_stream():
@@ -313,6 +318,12 @@ async def _trio(scene: Scene) -> None:
 @mistake(r"no configuration key 'rollout_per_group'; did you mean 'rollouts_per_group'\?")
 async def _a_key_of_the_configuration_that_nobody_reads(scene: Scene) -> None:
     async with opened(scene.url, rollout_per_group=4):
+        pass
+
+
+@mistake(r"'max_stalenes'; did you mean 'max_staleness'\? Nor 'qq'; nothing reads it\. Keep what")
+async def _several_keys_that_nobody_reads(scene: Scene) -> None:
+    async with opened(scene.url, qq=1, max_stalenes=2):
         pass
 
 

@@ -74,9 +74,13 @@ class Configured:
         return default_arguments(cls, leave_out=cls.runtime_args) | dict(cls.tuned)
 
 
+_CALLED = {"trainer": "consumer"}
+"""Key of the configuration -> the argument of another name that says the same."""
+
+
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest of ``accepted``, or an empty text."""
-    meant = closest(name, accepted)
+    meant = closest(_CALLED.get(name, name), accepted)
     return "" if meant is None else f"; did you mean {meant!r}?"
 
 

@@ -45,6 +45,7 @@ from trinity_buffer.pipeline.history.replay import ReplayStream
 from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.train.options import StreamOptions
+from trinity_buffer.pipeline.train.resume import require_checkpoint_of
 from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.parallel import Processes, gather_texts, processes_here
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
@@ -154,10 +155,11 @@ def at_its_device(config: RunConfig) -> RunConfig:
 async def prepare(
     url: str,
     name: str | None,
-    file: Mapping[str, Any],
+    file: Mapping[str, Any] | None,
     overrides: Sequence[str],
     *,
     explores: bool = False,
+    resume_from: int | None = None,
 ) -> str:
     """Create the experiment of a run, or record what changed in its configuration.
 
@@ -166,17 +168,19 @@ async def prepare(
     Args:
         url: of the store.
         name: of the experiment; None: the only one there is but for its turns, else `DEFAULT_NAME`.
-        file: the content of a configuration file.
+        file: the content of a configuration file, if there is one.
         overrides: as ``optimizer.learning_rate=3e-4``.
         explores: require what makes rollouts; else what is trained.
+        resume_from: the step to which the trainer is to go back.
 
     Returns:
         The experiment's name.
 
     Raises:
         InvalidArgumentError: says which key is wrong, or what the run lacks.
+        CheckpointError: there is no such step to go back to.
     """
-    settings = partial(_settings, file, overrides, explores)
+    settings = partial(_settings, file or {}, overrides, explores)
 
     async def record(store: Store) -> str:
         names = await store.experiments()
@@ -189,11 +193,20 @@ async def prepare(
         opened = await store.experiment(chosen)
         before = opened.config
         changed = settings(names, before, await opened.columns())
-        run_config.require_model(chosen, {**before, **file}, explores=explores)
-        await run_config.require_expert(store, chosen, run_config.of_experiment(changed))
-        await _require_same_set(opened, run_config.of_experiment(changed))
+        run_config.require_model(chosen, {**before, **(file or {})}, explores=explores)
+        config = run_config.of_experiment(changed)
+        await run_config.require_expert(store, chosen, config)
+        await _require_same_set(opened, config)
+        if resume_from is not None:
+            await require_checkpoint_of(store.database, opened.key, config.trainer, resume_from)
         # Keys that are not ours, such as `extra` of a run in Python, stay.
         await store.experiment(chosen, config={**before, **changed})
+        left_out = [] if file is None else run_config.left_out(config, file, overrides)
+        if left_out:
+            plain(
+                f"the file of --config leaves out {', '.join(left_out)}, which {chosen} has "
+                "recorded and keeps (--set KEY=VALUE changes it, KEY=null lifts a bound)"
+            )
         return chosen
 
     # Two steps: a run that is refused must not leave an empty store behind.
@@ -485,6 +498,7 @@ def train(
             with own_code(run_config.parts_of(algorithm)):
                 trainer.run(on_step, measure=evaluation)
         _require_trained(experiment, config, trainer.state.step, num_skipped)
+        _name_the_bound(experiment, config, trainer.state.step, say)
         # Without --follow more data may still come, so the experiment stays open.
         if follow and not processes.rank:
             reason = f"{evaluation.summary}step {trainer.state.step}"
@@ -524,6 +538,15 @@ def _require_trained(experiment: str, config: RunConfig, steps: int, skipped: in
             f"{counted(skipped, 'step')} of {experiment} changed nothing: loss or gradient norm "
             "were not finite; look at the rows that `trinity-buffer events --kind StepsCommitted "
             "--json` names, and at the learning rate and coefficients"
+        )
+
+
+def _name_the_bound(experiment: str, config: RunConfig, step: int, say: Say) -> None:
+    """Say that a trainer ends because of ``max_steps``, if it does; it may have trained nothing."""
+    if config.max_steps is not None and step >= config.max_steps:
+        say(
+            f"ends: max_steps={config.max_steps} of {experiment}'s configuration is reached; "
+            "to train on, --set max_steps=N, or max_steps=null for no bound"
         )
 
 
@@ -571,8 +594,9 @@ def line_of(report: StepReport) -> str:
     numbers = {name: round(value, 4) for name, value in report.metrics.items()}
     again = ", served again" if report.recorded else ""
     again += ", skipped: non_finite" if report.skipped else ""
+    reward = "-" if "reward" in report.unknown else f"{report.reward:.3f}"
+    staleness = "-" if "staleness" in report.unknown else f"{report.staleness:.1f}"
     return (
-        f"step {report.step}: loss {report.loss:.4f}, reward {report.reward:.3f}, "
-        f"staleness {report.staleness:.1f}, "
+        f"step {report.step}: loss {report.loss:.4f}, reward {reward}, staleness {staleness}, "
         f"{report.rows} rows in {report.seconds * 1e3:.0f} ms{again} {json.dumps(numbers)}"
     )

@@ -8,6 +8,7 @@ This module loads no torch, so that a refusal or a help page is quick.
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -205,9 +206,8 @@ def train(
         options.require_folder(checkpoints)
     with roles.ranks_of_environment() as processes:
         # One rank creates the experiment, and the others learn its name.
-        name = roles.on_rank_0(
-            processes, lambda: anyio.run(_prepared, url, named, config, overrides)
-        )
+        prepared = partial(_prepared, url, named, config, overrides, resume_from=resume_from)
+        name = roles.on_rank_0(processes, lambda: anyio.run(prepared))
         folder = checkpoints or anyio.run(options.folder_of, base, url, name)
         with options.interruptible(options.RESUMABLE):
             roles.train(
@@ -246,6 +246,7 @@ async def _prepared(
     overrides: list[str] | None,
     *,
     explores: bool = False,
+    resume_from: int | None = None,
 ) -> str:
     """Return the experiment's name; with a configuration, create it or record what changed."""
     if config is None and not overrides:
@@ -253,8 +254,10 @@ async def _prepared(
     from trinity_buffer.cli.roles import prepare  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
-    file = {} if config is None else read_file(config)
-    return await prepare(url, experiment, file, overrides or [], explores=explores)
+    file = None if config is None else read_file(config)
+    return await prepare(
+        url, experiment, file, overrides or [], explores=explores, resume_from=resume_from
+    )
 
 
 WRITTEN = ("run.toml", "rollout.py", "README.md")

@@ -70,7 +70,7 @@ def parsed(path: Path) -> dict[str, Any]:
         raise InvalidArgumentError(f"configuration {path}: {error}{read_as}") from error
     if not isinstance(table, dict):
         raise InvalidArgumentError(f"configuration {path}: it holds no table")
-    return renamed(table)
+    return renamed(table, source=(f"configuration {path}", text))
 
 
 def _yaml(text: str) -> Any:
@@ -152,6 +152,36 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         if key in _MERGED and isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
             result[key] = {**base[key], **value}
     return result
+
+
+def left_out(config: RunConfig, file: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Return, as ``key=value``, what differs in ``config`` from its default and stands nowhere.
+
+    Args:
+        config: of a run that has begun.
+        file: the content of its file.
+        overrides: beside the file.
+    """
+    usual = _flat(asdict(resolved({"algorithm": config.algorithm})))
+    written = _flat(file).keys() | {renamed_key(of.partition("=")[0]) for of in overrides}
+    return [
+        f"{key}={excerpt(value)}"
+        for key, value in _flat(asdict(config)).items()
+        if value != usual.get(key)
+        if key not in written
+        if not any(above.startswith(f"{key}.") for above in written)
+    ]
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` by dotted keys; a section that has a plain value is a key itself."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -283,46 +313,49 @@ def _require_recordable(value: Any, key: str = "") -> None:
 
 
 def refuse_unknown(values: Mapping[str, Any], where: str, beside: Sequence[str] = ()) -> None:
-    """Raise InvalidArgumentError for an unknown key, or a plain value in place of a section.
+    """Raise InvalidArgumentError for unknown keys, or a plain value in place of a section.
 
     Args:
         values: to check; each key must be one of the configuration.
         where: what the message begins with.
         beside: further keys that are allowed.
     """
+    unknown: dict[str, list[str]] = {}  # remedy -> keys
+    problems = []
     for key, value in values.items():
+        inner = SECTIONS.get(key)
         if key in beside:
             continue
         if key not in CONFIG:
-            raise InvalidArgumentError(f"{where}{_no_key(key, '', CONFIG, beside)}")
-        inner = SECTIONS.get(key)
-        if inner is not None and isinstance(value, Mapping):
+            unknown.setdefault(_meant(key, "", [*CONFIG, *beside]), []).append(repr(str(key)))
+        elif inner is not None and isinstance(value, Mapping):
             names = option_types(inner)
-            unknown = next((name for name in value if name not in names), None)
-            if unknown is not None:
-                raise InvalidArgumentError(f"{where}{_no_key(unknown, f'{key}.', names)}")
+            for name in (name for name in value if name not in names):
+                remedy = _meant(name, f"{key}.", names)
+                unknown.setdefault(remedy, []).append(repr(f"{key}.{name}"))
         elif inner is CONFIG[key]:
-            listed = ", ".join(sorted(option_types(SECTIONS[key])))
-            raise InvalidArgumentError(
-                f"{where}{key}={excerpt(value)}: must be a table of {listed}"
-            )
+            listed = ", ".join(sorted(option_types(inner)))
+            problems.append(f"{key}={excerpt(value)}: must be a table of {listed}")
+    if unknown:
+        keys = " Nor ".join(f"{', '.join(of)}; {remedy}" for remedy, of in unknown.items())
+        problems.insert(0, f"there is no key {keys}")
+    if problems:
+        raise InvalidArgumentError(where + " ".join(problems))
 
 
-def _no_key(key: object, prefix: str, known: Iterable[str], beside: Sequence[str] = ()) -> str:
-    """Return a message about an unknown key of a section, and the key that was probably meant.
+def _meant(key: object, prefix: str, known: Iterable[str]) -> str:
+    """Return which key of a section was probably meant by an unknown one, or which there are.
 
     A key of the same name in another section is a better guess than a similar name in this one.
     """
-    here = [*known, *beside]
     paths = [
         *CONFIG,
         *(f"{name}.{key}" for name in SECTIONS for key in option_types(SECTIONS[name])),
     ]
     meant = [path for path in paths if path.rpartition(".")[2] == key]
-    if (close := closest(str(key), here)) is not None:
+    if (close := closest(str(key), known)) is not None:
         meant.append(prefix + close)
-    hint = f"did you mean {meant[0]!r}?" if meant else f"there are: {', '.join(sorted(here))}"
-    return f"there is no key {prefix + str(key)!r}; {hint}"
+    return f"did you mean {meant[0]!r}?" if meant else f"there are: {', '.join(sorted(known))}."
 
 
 def of_experiment(config: Mapping[str, Any]) -> RunConfig:

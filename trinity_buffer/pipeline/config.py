@@ -289,13 +289,16 @@ def require_known(experiment: str, keys: Iterable[str], stored: Iterable[str]) -
     """Raise unless every key is known, or ``stored`` already.
 
     Raises:
-        InvalidArgumentError: an unknown key; the message names the one probably meant.
+        InvalidArgumentError: names the unknown keys, and those that were probably meant.
     """
     known = {"schema", EXTRA, *CONFIG}
+    unknown = []
     for key in sorted(set(keys) - known - set(stored)):
         close = closest(key, known)
         meant = "nothing reads it." if close is None else f"did you mean {close!r}?"
+        unknown.append(f"{key!r}; {meant}")
+    if unknown:
         raise InvalidArgumentError(
-            f"experiment {experiment!r}: there is no configuration key {key!r}; {meant} Keep what "
-            f"is your own under {EXTRA!r}"
+            f"experiment {experiment!r}: there is no configuration key {' Nor '.join(unknown)} "
+            f"Keep what is your own under {EXTRA!r}"
         )

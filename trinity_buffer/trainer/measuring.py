@@ -300,6 +300,7 @@ class StepReport:
         staleness: see `TrainStep.staleness`; 0 where no version is known.
         seconds: from the arrival of the batch to the end of its commit, if there was one.
         skipped: the loss or the gradient norm was not finite, and the weights are what they were.
+        unknown: which of ``reward`` and ``staleness`` are 0 because no row has them.
         measures: what each row did, which the commit records; None without `record_row_metrics`.
     """
 
@@ -316,3 +317,4 @@ class StepReport:
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     measures: StepMeasures | None = field(default=None, repr=False)
+    unknown: tuple[str, ...] = ()

@@ -553,6 +553,7 @@ class Trainer:
                 skipped=self._skipped_in_a_row > 0,
                 metrics=metrics,
                 measures=measures,
+                unknown=tuple(n for n in ("reward", "staleness") if getattr(step, n) is None),
             )
             stop = report(step_report)
             if self._gives_up:

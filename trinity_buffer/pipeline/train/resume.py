@@ -122,22 +122,23 @@ async def _skipped_in_a_row(
 
 
 async def require_checkpoint_of(
-    database: Database, experiment: int, trainer: ConsumerRow, step: int
+    database: Database, experiment: int, trainer: str, step: int
 ) -> None:
     """Raise unless ``trainer`` can resume from ``step``: 0, or a step with an intact checkpoint.
 
-    Checked before a rewind is recorded, which cannot be undone.
+    Checked before a rewind is recorded, which cannot be undone, or what it is to train with.
 
     Raises:
         CheckpointError: no such checkpoint; the message names the usable ones.
     """
     if step == 0:
         return
-    read, of = database.read, (experiment, trainer.name)
-    rows = await read(trainer_queries.steps, *of, after=step - 1, limit=1)
-    wanted = next((row for row in rows if row.step <= trainer.committed_step), None)
+    read, of = database.read, (experiment, trainer)
+    consumer = await read(writer_queries.consumer_row, *of)
+    committed = 0 if consumer is None else consumer.committed_step
+    wanted = await read(trainer_queries.step_at, *of, step)
     lacks = "has no checkpoint committed at that step"
-    if wanted is not None and wanted.checkpoint is not None:
+    if wanted is not None and step <= committed and wanted.checkpoint is not None:
         lacks = f"committed {wanted.checkpoint}, "
         path = _path_of(wanted, database.folder)
         if path.exists():
@@ -148,12 +149,12 @@ async def require_checkpoint_of(
             lacks += "whose content is another now (restore it)"
         else:
             lacks += "which is gone (`train --keep-checkpoints` keeps it)"
-    live = (await read(trainer_queries.steps, *of))[: trainer.committed_step]
+    live = (await read(trainer_queries.steps, *of))[:committed]
     others = (row for row in live if row.step != step and row.checkpoint is not None)
     there = [str(row.step) for row in others if _path_of(row, database.folder).exists()]
     raise CheckpointError(
-        f"resume_from={step}: trainer {trainer.name!r} {lacks}; the last committed step is "
-        f"{trainer.committed_step}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
+        f"resume_from={step}: trainer {trainer!r} {lacks}; the last committed step is "
+        f"{committed}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
     )
 
 

@@ -352,7 +352,7 @@ class LeadingStream(TrainStream):
 
     async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
         name, key = self.options.consumer, self.experiment.key
-        await require_checkpoint_of(self._database, key, row, step)
+        await require_checkpoint_of(self._database, key, name, step)
         if step == row.committed_step:
             return row
         back = TrainerRewound(consumer=name, step=step, from_step=row.committed_step)
