@@ -353,6 +353,29 @@ def test_several_hosts_stand_where_one_would(url: str, hosts: tuple[str, ...]) -
     assert parse_url(parsed.set(drivername="postgresql").render_as_string()).query == parsed.query
 
 
+async def test_a_server_that_dies_as_the_last_check_of_it_ends_is_named(
+    postgres_store_url: str, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill -9 of another session ends all of them."""
+    execute, looking, killed = psycopg.Connection.execute, list[Any](), list[int]()
+
+    def dies(driver: Any, query: Any, *arguments: Any, **options: Any) -> Any:
+        done = execute(driver, query, *arguments, **options)
+        if query == postgres._GET_MARK:
+            looking.append(driver)
+            if driver is not looking[0] and not killed:  # of the two, the first looks last
+                killed.append(looking[0].info.backend_pid)
+                postgres_server.execute(f"SELECT pg_terminate_backend({killed[0]}, 10000)")
+        return done
+
+    monkeypatch.setattr(psycopg.Connection, "execute", dies)
+    with pytest.raises(StoreUnavailableError, match="the connection was lost"):
+        async with open_store(postgres_store_url):
+            pass
+    async with open_store(postgres_store_url):
+        assert killed
+
+
 async def test_a_connection_that_breaks_while_it_is_made_is_made_again(
     postgres_server: PostgresServer, postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -621,6 +621,8 @@ class Server:
             # Not asked where it is known: of one server connection, the other has it.
             if pooled or first.execute(_GET_MARK).fetchall() != [(mark,)]:
                 raise UnsafeStoreError(f"{self.name} {POOLED}")
+            for driver in (first, other):
+                driver.rollback()  # here, where errors are translated, not as it is closed
         return version, float(lock_ms) / 1000
 
     def close(self) -> None:
