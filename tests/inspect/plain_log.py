@@ -79,6 +79,7 @@ class Step:
     microbatches: int
     digest: bytes
     commit: Event | None = None
+    rewound_at: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -247,10 +248,11 @@ def _committed(log: Log, event: Event, fact: StepsCommitted) -> None:
         step.metrics = dict(fact.metrics) if number == fact.steps[-1] else {}
 
 
-def _rewound(log: Log, _: Event, fact: TrainerRewound) -> None:
+def _rewound(log: Log, event: Event, fact: TrainerRewound) -> None:
     for number, step in log.trainers[fact.consumer].steps.items():
         if number > fact.step:
             step.commit, step.metrics, step.measured = None, {}, {}
+            step.rewound_at = event.recorded_at
 
 
 def _registered(log: Log, _: Event, fact: ConsumerRegistered) -> None:

@@ -89,7 +89,9 @@ def line_of(log: Log, name: str, step: Step) -> dict[str, Any]:
         "leased_at": step.leased_at,
         "committed_at": None if commit is None else commit.position,
         "recorded_at": step.recorded_at,
-        "seconds": None if commit is None else commit.recorded_at - step.recorded_at,
+        "seconds": None
+        if commit is None
+        else commit.recorded_at - max(step.rewound_at, step.recorded_at),
         "rows": len(step.rows),
         "groups": step.groups,
         "microbatches": step.microbatches,

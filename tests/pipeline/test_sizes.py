@@ -161,7 +161,8 @@ async def test_a_changed_row_of_an_early_span_is_found(
     async with open_store(sample.url) as store:
         report = await verify(await store.experiment(sample.name))
         (problem,) = report.problems
-        assert f"address={first[size]}" in problem.what
+        position, slot = divmod(first[size], 1 << 20)
+        assert f"address={position}:{slot}" in problem.what
         assert (await rebuild(store.database, 1)).mended == {"experience": 1}
 
 
