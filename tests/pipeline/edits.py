@@ -209,7 +209,7 @@ EDITS: dict[str, Edit] = {
     "event: another actor": lambda tx: put(tx, 3, actor="somebody"),
     "event: another time": lambda tx: put(tx, 3, recorded_at=1),
     "event: another kind": lambda tx: put(tx, 3, kind="SomethingElse"),
-    "event: a body that is none": lambda tx: put(tx, 3, body=b"\xc1"),
+    "event: an unreadable body": lambda tx: put(tx, 3, body=b"\xc1"),
     "event: recorded rewards are gone": deleted("RewardsAssigned"),
     "event: recorded rewards are gone, the rest renumbered": deleted(
         "RewardsAssigned", renumbered=True

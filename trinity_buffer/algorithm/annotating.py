@@ -233,7 +233,7 @@ def unusable(experience: Experience, fields: Sequence[str]) -> str | None:
 
 
 def problems_of(exps: Sequence[Experience], fields: Sequence[str]) -> Iterator[Problem]:
-    """Yield which experiences lack one of ``fields``, each of use without the others."""
+    """Yield a problem for each experience that lacks one of ``fields``; the others can be used."""
     for experience in exps:
         text = unusable(experience, fields)
         if text is not None:
