@@ -229,9 +229,9 @@ FAULTS = [
     ),
     Fault(
         "a subclass that changes something is scored as its base",
-        "algorithm/group_scores.py",
-        "for name in own):\n            return False",
-        "for name in own):\n            continue",
+        "algorithm/annotating.py",
+        "not (inherited and enough)",
+        "not enough",
         "tests/pipeline/test_reward_declarations.py::test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all",
     ),
     Fault(

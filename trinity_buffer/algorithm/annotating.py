@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, takewhile
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -24,7 +25,6 @@ from trinity_buffer.algorithm.group_scores import (
     numbered,
     run_means,
     scored_rows,
-    scorer_of,
 )
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience, group_by
@@ -32,6 +32,8 @@ from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.user_code import kind_of
 
 Unit = Literal["group", "batch"]
+
+_CHANGE_NOTHING = frozenset({"reference_args", "_abc_impl"})
 
 
 class WholeUnits:
@@ -65,9 +67,17 @@ class WholeUnits:
         """Return what decides whole groups by their rewards alone; None: only experiences do.
 
         It is the method ``score_groups`` of a class that looks at nothing else. A subclass that
-        changes anything but the constructor has to write its own.
+        changes anything but the constructor may decide otherwise, and has to write its own.
         """
-        return scorer_of(self, self.needs)
+        score: Callable[..., ScoredGroups] | None = getattr(self, "score_groups", None)
+        heirs = takewhile(lambda cls: "score_groups" not in vars(cls), type(self).__mro__)
+        changed = {name for cls in heirs for name in vars(cls)} - _CHANGE_NOTHING
+        # Dunders are written by dataclasses and typing, not by authors.
+        inherited = all(name.startswith("__") and name.endswith("__") for name in changed)
+        enough = {"reward"} <= set(self.needs) <= {"reward", "action_mask"}
+        if score is None or not (inherited and enough):
+            return None
+        return partial(scored_rows, score, self.over)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,7 @@ from torch import Tensor
 
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
-from trinity_buffer.algorithm.algorithm import (
-    ALGORITHM_TYPE,
-    PARTS,
-    AlgorithmType,
-    Recipe,
-)
+from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, PARTS, AlgorithmType, Recipe
 from trinity_buffer.algorithm.arguments import (
     REQUIRED,
     declared_arguments,

@@ -133,14 +133,9 @@ def scaled(centred: Rewards, std: float | Rewards, epsilon: float) -> Rewards:
     Rounding leaves differences of 1e-17 between equal rewards; with ``epsilon=0`` they would become
     scores of 1.
     """
-    return divided(centred, np.where(np.equal(std, 0.0), 0.0, std + epsilon))
-
-
-def divided(centred: Rewards, divisor: float | Rewards) -> Rewards:
-    """Return ``centred / divisor``, zeros where that is 0."""
+    divisor = np.where(np.equal(std, 0.0), 0.0, std + epsilon)
     # Divided only where it is defined: np.where would still compute 0 / 0, and warn.
-    nonzero = np.not_equal(divisor, 0.0)
-    return np.divide(centred, divisor, out=np.zeros_like(centred), where=nonzero)
+    return np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor != 0.0)
 
 
 def moments(
@@ -264,16 +259,6 @@ class NormalizedScores(DeviationOptions):
         return ScoredGroups(scores=scores, metrics={"reward_mean": mean, "reward_std": std})
 
 
-def check_over(over: str) -> Over:
-    """Return ``over``.
-
-    Raises:
-        InvalidArgumentError: it is neither ``"runs"`` nor ``"rows"``.
-    """
-    one_of("over", over, ("runs", "rows"))
-    return "runs" if over == "runs" else "rows"
-
-
 class CountsOver:
     """The choice of what counts, for a class that takes it beside arguments of its own.
 
@@ -284,7 +269,8 @@ class CountsOver:
 
     def __init__(self, *args: Any, over: Over = "rows", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.over: Over = check_over(over)
+        one_of("over", over, ("runs", "rows"))
+        self.over: Over = over
 
 
 def likelihood_ranks(likelihoods: Sequence[float] | Rewards) -> Rewards:
@@ -294,9 +280,6 @@ def likelihood_ranks(likelihoods: Sequence[float] | Rewards) -> Rewards:
     ranks = np.empty(len(order), dtype=np.float64)
     ranks[order] = np.arange(len(order))
     return ranks / max(len(order), 1)
-
-
-_CHANGE_NOTHING = frozenset({"__init__", "reference_args", "_abc_impl"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,22 +343,6 @@ def _asked(score: Callable[..., ScoredGroups], rewards: Rewards) -> ScoredGroups
                 f"{list(shape)}, as the rewards of so many groups (of so many experiences each)"
             )
     return answer
-
-
-def scorer_of(scorer: object, needs: Collection[str]) -> RewardScorer | None:
-    """Return what the ``score_groups`` of a strategy or an advantage function makes of rows.
-
-    None if it does not tell all.
-
-    Args:
-        one: an instance of a class that may write it.
-        needs: the fields without which an experience cannot be scored.
-    """
-    score: Callable[..., ScoredGroups] | None = getattr(scorer, "score_groups", None)
-    enough = {"reward"} <= set(needs) <= {"reward", "action_mask"}
-    if score is None or not enough or not says_all(type(scorer), "score_groups"):
-        return None
-    return partial(scored_rows, score, getattr(scorer, "over", "rows"))
 
 
 def scored_rows(
@@ -458,34 +425,13 @@ def _by_runs(
     return np.where(own, run_means[runs], rewards), stands, None
 
 
-def says_all(cls: type, method: str) -> bool:
-    """Return whether ``method`` still tells all that ``cls`` does.
-
-    It does where ``cls`` writes it, or inherits it and changes nothing but the constructor: a class
-    that changes something else may decide otherwise, unless it writes ``method`` anew.
-    """
-    for base in cls.__mro__:
-        if method in vars(base):
-            return True
-        own = (name for name in vars(base) if name not in _CHANGE_NOTHING)
-        # Dunders are written by dataclasses and typing, not by authors.
-        if not all(name.startswith("__") and name.endswith("__") for name in own):
-            return False
-    return False
-
-
 def inherits(cls: type, base: type, methods: Collection[str]) -> bool:
     """Return whether ``cls`` has all of ``methods`` from ``base``: none was overridden."""
     return all(getattr(cls, name) is getattr(base, name) for name in methods)
 
 
 def as_added(
-    score: RewardScorer,
-    reason: str,
-    rewards: Rewards,
-    sizes: Runs,
-    runs: Runs | None = None,
-    /,
+    score: RewardScorer, reason: str, rewards: Rewards, sizes: Runs, runs: Runs | None = None, /
 ) -> ScoredGroups:
     """Return what ``score`` says, with metrics as `gather_metrics` names those of one group.
 

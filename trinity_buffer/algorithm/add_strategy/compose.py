@@ -14,13 +14,7 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, Add
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.arguments import made as made_of
 from trinity_buffer.algorithm.copies import original_uid
-from trinity_buffer.algorithm.group_scores import (
-    Over,
-    Rewards,
-    RewardScorer,
-    Runs,
-    ScoredGroups,
-)
+from trinity_buffer.algorithm.group_scores import Over, Rewards, RewardScorer, Runs, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import INVALID, BufferWriter, StagedWriter

@@ -40,7 +40,6 @@ from trinity_buffer.algorithm.group_scores import (
     RewardScorer,
     ScoredGroups,
     as_rewards,
-    check_over,
     inherits,
     means,
     scored_rows,
@@ -249,7 +248,7 @@ class TrainerAdvantage(AdvantageFn):
         return exps, result.metrics
 
 
-class GroupScoredAdvantage(TrainerAdvantage):
+class GroupScoredAdvantage(CountsOver, TrainerAdvantage):
     """Scores each row of a group by the rewards of the group: write `score_groups`.
 
     Args:
@@ -261,8 +260,7 @@ class GroupScoredAdvantage(TrainerAdvantage):
     reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
 
     def __init__(self, *, over: Over = "runs", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.over = check_over(over)
+        super().__init__(over=over, **kwargs)
 
     @abstractmethod
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:

@@ -113,12 +113,12 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         used = std if precomputed_std is None else float(precomputed_std)
         if alone and self.single_member == "zero":
             scores = np.zeros_like(scored)
-        # Raw scores differ even where the penalized rewards are equal: no zero for a deviation of
-        # 0.
-        elif self.rank_scores == "raw":
-            scores = group_scores.divided(scored - mean, used + self.epsilon)
         else:
-            scores = group_scores.scaled(scored - mean, used, self.epsilon)
+            # Raw scores differ even where the penalized rewards are equal: no zero for a deviation
+            # of 0.
+            raw_scale = used + self.epsilon, 0.0
+            scale = raw_scale if self.rank_scores == "raw" else (used, self.epsilon)
+            scores = group_scores.scaled(scored - mean, *scale)
         for experience, score in zip(exps, scores, strict=True):
             annotate(experience, float(score))
         return exps, metrics

@@ -7,10 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
-    ADVANTAGE_FN,
-    PipelineAdvantage,
-)
+from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
 from trinity_buffer.algorithm.annotating import (
     LastStepScores,
     Problem,

@@ -11,10 +11,10 @@ from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
 from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import masked_whiten
-from trinity_buffer.algorithm.group_scores import Over, check_over
+from trinity_buffer.algorithm.group_scores import CountsOver, Over
 
 
-class WhitenedAdvantage(TrainerAdvantage):
+class WhitenedAdvantage(CountsOver, TrainerAdvantage):
     """Advantages that are whitened over the whole step: what PPO and REINFORCE++ share.
 
     Args:
@@ -30,11 +30,10 @@ class WhitenedAdvantage(TrainerAdvantage):
     def __init__(
         self, gamma: float = 1.0, *, mask_aware: bool = True, over: Over = "runs", **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(over=over, **kwargs)
         require(0 <= gamma <= 1, "gamma", gamma, "lie between 0 and 1")
         self.gamma = gamma
         self.mask_aware = mask_aware
-        self.over = check_over(over)
 
 
 @ADVANTAGE_FN.register_module("ppo")

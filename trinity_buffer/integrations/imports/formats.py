@@ -433,9 +433,7 @@ class Format:
 
 FORMATS = {
     "trinity-rft": Format(
-        read_trinity,
-        "experience",
-        "an experience buffer of Trinity-RFT: SQLite, or JSONL of texts",
+        read_trinity, "experience", "an experience buffer of Trinity-RFT: SQLite, or JSONL of texts"
     ),
     "verl": Format(read_verl, "experience", "rollouts dumped by verl: STEP.jsonl, or a folder"),
     "prime-rl": Format(
