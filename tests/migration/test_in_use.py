@@ -18,6 +18,7 @@ from tests.whole_stores import SCHEMA_REVISION, migrate, open_for_migration
 from trinity_buffer.errors import SchemaTooNewError, StoreBusyError
 from trinity_buffer.pipeline.coordination.waiting import WAIT_REPORT
 from trinity_buffer.pipeline.history import migrate as module
+from trinity_buffer.store.tables import policy
 
 READ = "SELECT count(*) FROM event"
 
@@ -98,6 +99,15 @@ async def test_who_has_a_store_open_while_it_is_migrated_is_told_what_to_install
         for _ in range(2):
             with pytest.raises(SchemaTooNewError, match=r"schema 0009.*pip install --upgrade"):
                 await writer.write(group(task=2))
+
+        def ask_nothing(tx: Transaction) -> None:
+            tx.lock(experiment.key)
+            tx.insert_many(policy, [(experiment.key, 1, 7, "weights", "")])
+
+        with pytest.raises(SchemaTooNewError, match="pip install --upgrade"):
+            await experiment.database.write(ask_nothing)
         if store_url.startswith("sqlite"):
             with pytest.raises(SchemaTooNewError, match="pip install --upgrade"):
                 await experiment.newest_policy()
+        else:
+            assert await experiment.newest_policy() is None

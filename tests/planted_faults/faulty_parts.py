@@ -249,10 +249,16 @@ def a_lease_is_a_timeout(patch: Patch) -> None:
 def the_token_is_checked_without_a_lock(patch: Patch) -> None:
     """8: between the check of the token and the commit another trainer may take the lease."""
 
-    def unlocked(tx: Any, experiment: int) -> None:
-        return
+    usual = leases.require
 
-    patch.setattr(leases, "lock_experiment", unlocked)
+    def unlocked(tx: Any, experiment: int, name: str, **held: Any) -> leases.Standing:
+        tx.lock = lambda _: None
+        try:
+            return usual(tx, experiment, name, **held)
+        finally:
+            del tx.lock
+
+    patch.setattr(leases, "require", unlocked)
 
 
 def the_door_is_open(patch: Patch) -> None:

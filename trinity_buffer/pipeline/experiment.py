@@ -32,7 +32,7 @@ from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, StoredEvent
 from trinity_buffer.store.rows import ExperienceRow
-from trinity_buffer.store.transaction import Transaction, lock_experiment
+from trinity_buffer.store.transaction import Transaction
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -307,7 +307,7 @@ class Experiment(ExperimentHandle):
         event = new_event(PolicyPublished(number=version, uri=uri, digest=digest))
 
         def publish(tx: Transaction) -> None:
-            lock_experiment(tx, self.key)
+            tx.lock(self.key)
             newest = writer_queries.newest_policy(tx, self.key, self._trainer)
             if newest is not None and version < newest[0] and not self._rewound(tx, newest[3]):
                 raise ConflictError(

@@ -17,7 +17,7 @@ from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.database import Database, Durability, open_database
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.transaction import Transaction, lock_experiment
+from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.url import StoreURL
 
 
@@ -120,7 +120,7 @@ def _create_or_change(
     from trinity_buffer.pipeline.config import require_known, require_values  # noqa: PLC0415 - all options
 
     key = log.create_experiment(tx, name)
-    lock_experiment(tx, key)
+    tx.lock(key)
     stored = writer_queries.config_of(tx, key)
     require_known(name, wanted, () if stored is None else stored[0])
     if stored is None:

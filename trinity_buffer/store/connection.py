@@ -308,9 +308,8 @@ class SQLiteTransaction(Transaction):
         self._driver.execute(sql, values)
 
     @override
-    def lock(self, experiment: int) -> bool:
-        """Return True: BEGIN IMMEDIATE has locked the database, and `run` checked the schema."""
-        return True
+    def lock(self, experiment: int) -> None:
+        """Pass: BEGIN IMMEDIATE has locked the database, and `run` checked the schema."""
 
     @override
     def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.store import log
 from trinity_buffer.store.log import Place
-from trinity_buffer.store.transaction import Statement, Transaction, lock_experiment, one_statement
+from trinity_buffer.store.transaction import Statement, Transaction, one_statement
 
 
 def name_of(host: str) -> str:
@@ -61,7 +61,7 @@ def acquire(
     tx: Transaction, experiment: int, name: str, *, owner: str, now_us: int, ttl_us: int
 ) -> int:
     """Take the lease, whoever has it, and return its fencing token."""
-    lock_experiment(tx, experiment)
+    tx.lock(experiment)
     held = holder(tx, experiment, name)
     recorded = int(_RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
     token = max(recorded, held[1] if held else 0) + 1
@@ -105,32 +105,24 @@ def require(
     Raises:
         LeaseLostError: another process took over.
     """
-    lock_experiment(tx, experiment)
-    ((holds, held, recorded, committed, *end),) = _NEWEST.fetch_all(tx, of=experiment, by=name)
+    tx.lock(experiment)
+    ((holds, held, recorded, committed, end, head),) = _NEWEST.fetch_all(tx, of=experiment, by=name)
     newest = max(recorded or 0, held or 0)
-    who = describe_owner(holds) if holds else "another process"
-    if token is None and holds != owner:
-        raise LeaseLostError(
-            f"strategy {name!r}: {who} took over; what was not committed is left to it"
-        )
-    if token is not None and newest > token:
+    if holds != owner if token is None else newest > token:
+        who = describe_owner(holds) if holds else "another process"
+        if token is None:
+            raise LeaseLostError(
+                f"strategy {name!r}: {who} took over; what was not committed is left to it"
+            )
         raise LeaseLostError(
             f"trainer {name!r}: {who} took over (token {newest} fences {token}); what was trained "
             "since the last commit is not recorded, restart to resume from that commit"
         )
-    return Standing(int(committed or 0), _end(tx, experiment, *end))
+    return Standing(
+        int(committed or 0), None if end is None else log.place(tx, experiment, end, head)
+    )
 
 
 def release(tx: Transaction, experiment: int, name: str, *, owner: str) -> None:
     """Give the lease back, if ``owner`` still holds it."""
     _RELEASE.execute_later(tx, of=experiment, by=name, owner=owner)
-
-
-def _end(
-    tx: Transaction, experiment: int, position: int | None, head: bytes | None
-) -> Place | None:
-    """Return where the log ends; None before its first event."""
-    if position is None:
-        return None
-    tx.saw(experiment, position, head)
-    return log.place(position, head)

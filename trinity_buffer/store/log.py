@@ -22,7 +22,6 @@ from trinity_buffer.store.transaction import (
     Statement,
     Transaction,
     bind_list,
-    lock_experiment,
     one_statement,
 )
 
@@ -98,7 +97,7 @@ def append_of_actors(
         require_name("an actor's name", actor)
     if last is None:
         # Under the lock, so that no other event comes between the end that is read and ours.
-        lock_experiment(tx, experiment_id)
+        tx.lock(experiment_id)
         last = end(tx, experiment_id)
     places, facts, rows = [], [], []
     for actor, new in events:
@@ -118,9 +117,7 @@ def append_of_actors(
 def end(tx: Transaction, experiment_id: int) -> Place:
     """Return where the log ends; before its first event, the origin of its chain."""
     rows = _END.fetch_all(tx, of=experiment_id)
-    for row in rows:
-        tx.saw(experiment_id, *row)
-    return place(*rows[0]) if rows else _beginning(tx, experiment_id)
+    return place(tx, experiment_id, *rows[0]) if rows else _beginning(tx, experiment_id)
 
 
 def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bool:
@@ -135,16 +132,16 @@ def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> 
     if not rows:
         return _beginning(tx, experiment_id)
     ((position, known, is_sealed),) = rows
-    tx.saw(experiment_id, position, known)
-    return None if is_sealed else place(position, known)
+    last = place(tx, experiment_id, position, known)
+    return None if is_sealed else last
 
 
 def _beginning(tx: Transaction, experiment_id: int) -> Place:
     return Place(0, origin(experiment_name(tx, experiment_id)))
 
 
-def place(position: int, known: bytes | None) -> Place:
-    """Return the place of an event, as its row has it.
+def place(tx: Transaction, experiment_id: int, position: int, known: bytes | None) -> Place:
+    """Return the place of an event, as its row has it, and note that it was read.
 
     Raises:
         StoreError: it has no head.
@@ -154,6 +151,7 @@ def place(position: int, known: bytes | None) -> Place:
             f"the event at position {position} has no head, so none can follow it: it was "
             "removed; run `trinity-buffer verify` and restore the store from a backup"
         )
+    tx.saw(experiment_id, position, known)
     return Place(position, known)
 
 

@@ -31,6 +31,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from typing_extensions import override
 
 from trinity_buffer.errors import (
+    SchemaTooNewError,
     StoreError,
     StoreReplacedError,
     StoreUnavailableError,
@@ -46,7 +47,6 @@ from trinity_buffer.store.transaction import (
     Values,
     engine_without_connections,
     is_of_one_statement,
-    lock_experiment,
 )
 
 if TYPE_CHECKING:
@@ -326,14 +326,14 @@ class PostgresTransaction(Transaction):
                 copy.write_row(row)
 
     @override
-    def lock(self, experiment: int) -> bool:
-        """Take the lock, once for the transaction; return whether the schema is still ours."""
-        if experiment in self._locked:
-            return True
-        self._locked.add(experiment)
-        self.execute_later(f"SELECT pg_advisory_xact_lock({_SPACE}, {experiment})", ())
-        # A statement of its own: it must see what was committed while the lock was waited for.
-        return not self.fetch_all(_NEWER, ())
+    def lock(self, experiment: int) -> None:
+        """Take the lock, once for the transaction, together with the next statement."""
+        if experiment not in self._locked:
+            self._locked.add(experiment)
+            lock = f"SELECT pg_advisory_xact_lock({_SPACE}, {experiment})"
+            # Statements of their own: they must see what was committed while the lock was waited
+            # for.
+            self._later += [(lock, ()), (_NEWER, ())]
 
     @override
     def announce(self) -> None:
@@ -347,15 +347,29 @@ class PostgresTransaction(Transaction):
             self._statements_left -= 1
 
     def _send(self) -> psycopg.Cursor[Any]:
-        """Send what waits, in one round trip; return the cursor of its last statement."""
+        """Send what waits, in one round trip; return the cursor of its last statement.
+
+        Raises:
+            SchemaTooNewError: the store was migrated before a lock was taken. What follows the lock
+                may have failed because of that, or would have.
+        """
         statements, self._later = self._later, []
         self.asked_at = time.monotonic()
-        others, last = self.driver.cursor(), self.driver.cursor(binary=True)
-        with self.driver.pipeline() if len(statements) > 1 else nullcontext():
-            for number, (sql, values) in enumerate(statements, 1):
-                cursor = last if number == len(statements) else others
-                # Without values a text may be of one experiment alone: it is not prepared.
-                cursor.execute(sql, values, prepare=bool(values))
+        others, newer = self.driver.cursor(), self.driver.cursor()
+        last = self.driver.cursor(binary=True)
+        try:
+            with self.driver.pipeline() if len(statements) > 1 else nullcontext():
+                for number, (sql, values) in enumerate(statements, 1):
+                    cursor = last if number == len(statements) else others
+                    # Without values a text may be of one experiment alone: it is not prepared.
+                    (newer if sql is _NEWER else cursor).execute(sql, values, prepare=bool(values))
+        finally:
+            if newer.rowcount > 0:
+                revision = newer.fetchall()[0][0]
+                raise SchemaTooNewError(
+                    f"the store was migrated to schema {revision} while it was open here (this is "
+                    f"{SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
+                )
         return last
 
     def _commit(self) -> None:
@@ -368,6 +382,8 @@ class PostgresTransaction(Transaction):
             return
         if self.asked_at is None and len(self._later) == 1 and not self._announces:
             return  # it has not even begun
+        if (_NEWER, ()) in self._later:  # looked at before the commit
+            self._send()
         if self._announces or self.appended:
             self._later.append((f"NOTIFY {CHANNEL}", ()))
         self._later.append(("COMMIT", ()))
@@ -394,7 +410,8 @@ _SPACE = 7
 """Of the locks of experiments, among the advisory locks of a database."""
 
 _NEWER = (
-    f"SELECT 1 FROM alembic_version HAVING max(version_num) IS DISTINCT FROM '{SCHEMA_REVISION}'"
+    "SELECT max(version_num) FROM alembic_version "
+    f"HAVING max(version_num) IS DISTINCT FROM '{SCHEMA_REVISION}'"
 )
 # The lock of an experiment needs READ COMMITTED: a transaction that waited for the lock must see
 # what its holder committed, whatever the database's default is.
@@ -449,7 +466,7 @@ class PostgresConnection:
             # The lock waits for the end of the transaction in doubt, which the server may not know
             # of.
             for experiment in sorted(doubted):
-                lock_experiment(tx, experiment)
+                tx.lock(experiment)
             if not any(log.holds(tx, key, *place) for key, place in doubted.items()):
                 doubted.clear()
                 results[:] = [f(tx, *args, **kwargs)]

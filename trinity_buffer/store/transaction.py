@@ -28,15 +28,13 @@ from sqlalchemy import (
     literal,
     literal_column,
     select,
-    text,
 )
 from sqlalchemy.engine import Engine
 from sqlalchemy.pool import NullPool
 from sqlalchemy.types import TypeEngine
 
 from trinity_buffer.codec.blob import Buffer
-from trinity_buffer.errors import SchemaTooNewError, StoreError
-from trinity_buffer.store.tables import SCHEMA_REVISION
+from trinity_buffer.errors import StoreError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,10 +119,15 @@ class Transaction(ABC):
         """
 
     @abstractmethod
-    def lock(self, experiment: int) -> bool:
-        """Be the only transaction that holds the lock of ``experiment``, until it ends.
+    def lock(self, experiment: int) -> None:
+        """Let this transaction be the only one that appends to ``experiment`` until it ends.
 
-        Returns whether the store still has the schema that it was opened with.
+        A position given out under the lock is committed before the next one is given out, so a
+        reader that has seen a position has seen every lower one.
+
+        Raises:
+            SchemaTooNewError: the store was migrated since it was opened here; on a server it is
+                raised by the next statement.
         """
 
     @abstractmethod
@@ -299,25 +302,3 @@ def has_row(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
     For that is its OFFSET; see `Statement`.
     """
     return select(literal_column("1")).where(*conditions).offset(literal_column("0")).exists()
-
-
-def lock_experiment(tx: Transaction, experiment: int) -> None:
-    """Let this transaction be the only one that appends to ``experiment`` until it ends.
-
-    A position given out under the lock is committed before the next one is given out, so a reader
-    that has seen a position has seen every lower one. On SQLite, ``BEGIN IMMEDIATE`` has done it
-    already.
-
-    Raises:
-        SchemaTooNewError: the store was migrated since it was opened here. On SQLite every
-            transaction looks for itself.
-    """
-    if not tx.lock(experiment):
-        revision = tx.execute(_REVISION).scalar()
-        raise SchemaTooNewError(
-            f"the store was migrated to schema {revision} while it was open here (this is "
-            f"{SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
-        )
-
-
-_REVISION = text("SELECT max(version_num) FROM alembic_version")

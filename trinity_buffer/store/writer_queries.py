@@ -38,7 +38,6 @@ from trinity_buffer.store.transaction import (
     bind_list,
     has_row,
     in_list,
-    lock_experiment,
     one_statement,
 )
 
@@ -237,7 +236,7 @@ def registered(
     Raises:
         InvalidArgumentError: a new name has a slash, or is that of the door.
     """
-    lock_experiment(tx, experiment)
+    tx.lock(experiment)
     row = consumer_row(tx, experiment, name)
     if row is None:
         if "/" in name:

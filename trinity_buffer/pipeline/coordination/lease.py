@@ -40,7 +40,7 @@ from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.leases import describe_owner
 from trinity_buffer.store.log import NewEvent, Place
-from trinity_buffer.store.transaction import Transaction, lock_experiment
+from trinity_buffer.store.transaction import Transaction
 
 TTL_S = StepOptions.lease_ttl_s
 HEARTBEATS_PER_TTL = 4
@@ -157,7 +157,7 @@ class Lease:
 
     def take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, or ours; return whether it was."""
-        lock_experiment(tx, self._experiment)
+        tx.lock(self._experiment)
         held = leases.holder(tx, self._experiment, self.consumer)
         if held != seen and (held is None or held[0] != self.owner):
             return False
@@ -378,7 +378,7 @@ class TrainerLease(Lease):
         """
         of = self._experiment if experiment is None else experiment
         for key in sorted({of, self._experiment}):  # locks, always in one order
-            lock_experiment(tx, key)
+            tx.lock(key)
         last, end = self.standing(tx)
         if committed not in (None, last):  # by a call that was cancelled, and went on all the same
             raise StoreError(

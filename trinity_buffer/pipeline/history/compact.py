@@ -35,7 +35,7 @@ from trinity_buffer.store import log, retention, segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
-from trinity_buffer.store.transaction import SegmentParts, Transaction, lock_experiment
+from trinity_buffer.store.transaction import SegmentParts, Transaction
 
 Recorded = tuple[int, ExperiencesRecorded]
 """A position, and the event there."""
@@ -172,7 +172,7 @@ class _Compaction:
 
     def _delete(self, tx: Transaction, keys: Sequence[bytes], event: log.NewEvent) -> None:
         key = self._experiment.key
-        lock_experiment(tx, key)
+        tx.lock(key)
         # Under the lock: of two that compact at once, the second must not name a second file.
         if segments.archived_at(tx, keys):
             raise StoreError("another process has compacted some of these segments: run it again")
@@ -278,7 +278,7 @@ def _take_back(
     event: NewEvent,
     actor: str,
 ) -> None:
-    lock_experiment(tx, experiment)
+    tx.lock(experiment)
     # Under the lock, as in `_delete`: what another process has restored is there already.
     if len(segments.archived_at(tx, keys)) < len(keys):
         raise StoreError("another process has restored some of these segments: run it again")

@@ -17,7 +17,7 @@ from trinity_buffer.store import log, refold
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.refold import Difference, Scratch, Span
-from trinity_buffer.store.transaction import Transaction, lock_experiment
+from trinity_buffer.store.transaction import Transaction
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -177,7 +177,7 @@ async def compare(
     def settle(tx: Transaction) -> list[Difference]:
         experiment = scratch.experiment
         if mends:
-            lock_experiment(tx, experiment)
+            tx.lock(experiment)
         # What came since `catch_up`: some events, so that the transaction is short.
         scratch.fold(decode(log.read_after(tx, experiment, scratch.position, limit=1 << 31)))
         known, whole = {span.whole for span in suspected}, whole_spans(tx, scratch)

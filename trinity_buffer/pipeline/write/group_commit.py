@@ -22,7 +22,7 @@ from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import Place
-from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction, lock_experiment
+from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction
 
 if TYPE_CHECKING:  # the calls need torch, which readers of a store do not
     from trinity_buffer.pipeline.write.batch import PreparedWrite, WriteCall
@@ -185,7 +185,7 @@ class GroupCommit:
         ends: list[Place] = []
         for experiment, same in groupby(writes, key=lambda write: write.calls[0].experiment):
             mine = list(same)
-            lock_experiment(tx, experiment)
+            tx.lock(experiment)
             open_batches = sorted(set[str]().union(*(write.open_batches for write in mine)))
             last = log.end_if_open(tx, experiment, open_batches)
             if last is None:

@@ -34,7 +34,7 @@ from trinity_buffer.store import counts, heartbeats, log, trainer_queries, write
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.heartbeats import PresenceRow
-from trinity_buffer.store.transaction import Transaction, lock_experiment
+from trinity_buffer.store.transaction import Transaction
 
 _logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ async def plan(
 
     def append(tx: Transaction, own: int | None) -> AdmissionCheck:
         # Check again under the lock: two explorers must not both take the last place.
-        lock_experiment(tx, experiment)
+        tx.lock(experiment)
         check = _check_admission(tx, experiment, actor, wanted, own)
         if check.answer is Answer.PLAN:
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
@@ -466,7 +466,7 @@ def take_over(
         mine: names that the calling writer uses already.
         batches: the batches that may be claimed; None: all.
     """
-    lock_experiment(tx, experiment)
+    tx.lock(experiment)
     here = diagnosis.Surroundings.of(tx, experiment).here
 
     def is_there(actor: str) -> bool:
@@ -539,7 +539,7 @@ def seal(
         ConflictingSealError: the batch holds, or was sealed with, another number.
         UnknownNameError: no plan and no rows under this id, and nothing is expected.
     """
-    lock_experiment(tx, experiment)
+    tx.lock(experiment)
     row = writer_queries.batch_row(tx, experiment, batch)
     if row is not None and row.sealed_at is not None:
         if expected not in (None, row.expected):
