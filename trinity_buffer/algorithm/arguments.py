@@ -45,16 +45,6 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     return accepted
 
 
-def default_arguments(cls: type, *, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the defaults of ``cls``, without ``leave_out`` and what must be given."""
-    skipped = set(leave_out)
-    return {
-        name: default
-        for name, default in declared_arguments(cls).items()
-        if default is not REQUIRED and name not in skipped
-    }
-
-
 class Configured:
     """A part that is configured by the arguments of its constructor.
 
@@ -62,16 +52,24 @@ class Configured:
         runtime_args: arguments that a run supplies, not a configuration.
         tuned: defaults for configurations where they differ from the constructor's.
         reference_args: arguments with which the class computes what the reference does.
+        none_is_unset: None stands for "not given", which no configuration has to say.
     """
 
     runtime_args: ClassVar[tuple[str, ...]] = ()
     tuned: ClassVar[Mapping[str, Any]] = {}
     reference_args: ClassVar[Mapping[str, Any]] = {}
+    none_is_unset: ClassVar[bool] = False
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
         """Return the arguments for a configuration: the constructor's defaults, then `tuned`."""
-        return default_arguments(cls, leave_out=cls.runtime_args) | dict(cls.tuned)
+        declared = {
+            name: default
+            for name, default in declared_arguments(cls).items()
+            if default is not REQUIRED and name not in cls.runtime_args
+        }
+        args = declared | dict(cls.tuned)
+        return {k: v for k, v in args.items() if v is not None} if cls.none_is_unset else args
 
 
 _CALLED = {"trainer": "consumer"}

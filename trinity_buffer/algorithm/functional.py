@@ -225,7 +225,16 @@ def aggregate_loss(
     else:
         summed = (losses * weights).sum()
     if loss_agg_mode.endswith(("-norm", "-const")):
-        summed = summed / (_constant(values, normalizer, layout) + EPSILON)
+        constant = normalizer
+        if constant is None:
+            # Only without a layout the padded width, as the reference does: nothing else is known.
+            constant = values.shape[-1] if layout is None else layout.normalizer
+        if constant is None:
+            raise InvalidArgumentError(
+                "a ...-norm or ...-const aggregation mode needs a constant of the run: pass "
+                "normalizer=, or set layout.normalizer (the width of a micro-batch is no constant)"
+            )
+        summed = summed / (constant + EPSILON)
     if not loss_agg_mode.endswith("-norm"):
         summed = summed / _sequences(weights, layout, active=loss_agg_mode.startswith("active-"))
     return _ranks(layout) * summed
@@ -262,22 +271,6 @@ def _sequences(weights: Tensor, layout: BatchLayout | None, *, active: bool) -> 
             "an active-... aggregation mode needs layout.total.active_sequences, it is None"
         )
     return max(count, 1)
-
-
-def _constant(values: Tensor, normalizer: float | None, layout: BatchLayout | None) -> float:
-    """Return the divisor of the ``-norm`` and ``-const`` modes."""
-    if normalizer is not None:
-        return normalizer
-    if layout is None:
-        # The padded width, as the reference does: only without a layout, where nothing else is
-        # known.
-        return values.shape[-1]
-    if layout.normalizer is None:
-        raise InvalidArgumentError(
-            "a ...-norm or ...-const aggregation mode needs a constant of the run: "
-            "pass normalizer=, or set layout.normalizer (the width of a micro-batch is no constant)"
-        )
-    return layout.normalizer
 
 
 # ------------------------------------------------------------------------------ ratios and clipping

@@ -371,10 +371,17 @@ def scored_rows(
         group = np.repeat(np.arange(len(sizes)), sizes)
         runs = numbered(list(zip(group.tolist(), runs.tolist(), strict=True)))
         if runs is not None:
+            first, rows_of_run = first_rows(runs), np.bincount(runs)
+            # The first row of a run stands for all, unless they have rewards of their own.
+            stands = first[runs]
+            own = np.bincount(group, rewards != rewards[stands])[group] > 0
             # A score_groups of a user's own may take no weights.
-            takes_weights = "weights" in inspect.signature(score).parameters
-            values, stands, weights = _by_runs(rewards, group, runs, takes_weights)
-            num_runs = np.bincount(group[first_rows(runs)], minlength=len(sizes))
+            if "weights" in inspect.signature(score).parameters:
+                stands, weights = np.where(own, columns, stands), 1.0 / rows_of_run[runs]
+            else:
+                of_runs = np.bincount(runs, rewards) / rows_of_run
+                values = np.where(own, of_runs[runs], rewards)
+            num_runs = np.bincount(group[first], minlength=len(sizes))
             columns = np.flatnonzero(stands == columns)
             num_columns = np.bincount(group[columns], minlength=len(sizes))
     starts = np.cumsum(num_columns) - num_columns
@@ -407,22 +414,6 @@ def _put(into: Any, at: Runs, values: Any, size: int, default: float | str) -> A
         into = np.full(size, default, object if isinstance(default, str) else type(default))
     into[at] = values
     return into
-
-
-def _by_runs(
-    rewards: Rewards, group: Runs, runs: Runs, takes_weights: bool
-) -> tuple[Rewards, Runs, Rewards | None]:
-    """Return the reward of each row, the row that stands for it, and its weight, if there are any.
-
-    The first row of a run stands for all, unless they have rewards of their own.
-    """
-    stands, rows_of_run = first_rows(runs)[runs], np.bincount(runs)
-    own = np.bincount(group, rewards != rewards[stands])[group] > 0
-    if takes_weights:
-        stands = np.where(own, np.arange(len(rewards)), stands)
-        return rewards, stands, 1.0 / rows_of_run[runs]
-    run_means = np.bincount(runs, rewards) / rows_of_run
-    return np.where(own, run_means[runs], rewards), stands, None
 
 
 def inherits(cls: type, base: type, methods: Collection[str]) -> bool:

@@ -34,13 +34,7 @@ from trinity_buffer.algorithm.arguments import (
     refuse_unknown,
 )
 from trinity_buffer.algorithm.copies import left_out
-from trinity_buffer.algorithm.group_scores import (
-    RewardScorer,
-    ScoredGroups,
-    as_added,
-    inherits,
-    scored_rows,
-)
+from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter, invalid
@@ -226,7 +220,7 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
     families: ClassVar[tuple[str, ...]] = ("light",)
 
     @abstractmethod
-    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards) -> ScoredGroups:
         """Return the scores of ``k`` groups of one size, given their finite rewards ``[k, G]``.
 
         Who is not kept is rejected, for the reason `left_out`.
@@ -236,16 +230,16 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
     def from_rewards(self) -> RewardScorer | None:
         """Return `score_groups` with the reason and the names of metrics that `add` gives."""
         score = super().from_rewards()
-        if score is None or not inherits(type(self), RewardStrategy, _DECIDING):
+        if score is None or not group_scores.inherits(type(self), RewardStrategy, _DECIDING):
             return None
-        return partial(as_added, score, self.left_out)
+        return partial(group_scores.as_added, score, self.left_out)
 
     @override
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
         """Return the runs of each task."""
         return group_by(exps, "task")
 
-    def rewards_of(self, exps: Sequence[Experience]) -> group_scores.Rewards:
+    def rewards_of(self, exps: Sequence[Experience]) -> Rewards:
         """Return the rewards that enter the statistics, shape ``(G,)``."""
         return group_scores.as_rewards([reward_of(e) for e in exps])
 
@@ -270,7 +264,7 @@ class RewardFilter(group_scores.CountsOver, AddStrategy):
     needs: ClassVar[tuple[str, ...]] = ("reward",)
 
     @abstractmethod
-    def score_groups(self, rewards: group_scores.Rewards) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards) -> ScoredGroups:
         """Return who is kept of ``k`` groups of one size, given their finite rewards ``[k, G]``."""
 
     @override
@@ -294,7 +288,7 @@ class RewardFilter(group_scores.CountsOver, AddStrategy):
         for group in groups:
             rewards = group_scores.as_rewards([reward_of(e) for e in group])
             size, runs = np.array([len(group)]), runs_of(group, self.over)
-            scored = scored_rows(self.score_groups, self.over, rewards, size, runs)
+            scored = group_scores.scored_rows(self.score_groups, self.over, rewards, size, runs)
             verdicts = (each.tolist() for each in scored.verdicts(len(group)))
             rows = list(zip(group, *verdicts, strict=True))
             for reason in dict.fromkeys(reason for _, stay, reason in rows if not stay):
@@ -336,9 +330,7 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
         self.std_threshold = std_threshold
 
     @override
-    def score_groups(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the scores; groups whose deviation is at or below the threshold are left out."""
         scored = super().score_groups(rewards, weights)
         if self.std_threshold is None:
@@ -372,9 +364,7 @@ class OPMDAddStrategy(RewardStrategy):
         self.tau = tau
 
     @override
-    def score_groups(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the baseline."""
         reference = group_scores.baseline(rewards, self.opmd_baseline, self.tau, weights)
         scores = rewards - reference[:, np.newaxis]
@@ -411,9 +401,7 @@ class RewardVarianceAddStrategy(RewardFilter):
         self.std_floor = std_floor
 
     @override
-    def score_groups(
-        self, rewards: group_scores.Rewards, weights: group_scores.Rewards | None = None
-    ) -> ScoredGroups:
+    def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return which groups are kept, and what the others lack."""
         spread = group_scores.variance(rewards, weights, std_floor=self.std_floor)
         several = group_scores.size_of(rewards, weights) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
@@ -88,7 +88,10 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         # Counted in experiences: groups may differ in size.
         written = sum(len(group) for group in informative)
         taken = {group[0].eid.tid for group in groups}
-        shuffle = self._shuffle_of(groups)
+        draw: Any = self.rng or random
+        if self.rng is None and self.seed is not None and groups:
+            # Seeded by the batch: a restarted consumer must draw what the first one drew.
+            draw = random.Random(f"{self.seed}/{groups[0][0].eid.tid}")
         queue: list[Group] = []
         turn = 0
         while informative and written < target:
@@ -96,22 +99,13 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
                 # Each group once per turn: first from the end, then in random order.
                 queue, turn = list(informative), turn + 1
                 if turn > 1:
-                    shuffle(queue)
+                    draw.shuffle(queue)
             source = queue.pop()
             # Cut only if asked to: statistics of a part of a group are others.
             room = target - written if self.exact_size else len(source)
             copied = self._copy(source[:room], turn, taken, len(groups))
             written += len(copied)
             yield copied
-
-    def _shuffle_of(self, groups: Sequence[Group]) -> Callable[[list[Group]], None]:
-        """Return how to shuffle this batch; the same batch again, the same order."""
-        if self.rng is not None:
-            return self.rng.shuffle
-        if self.seed is None or not groups:
-            return random.shuffle
-        # Seeded by the batch: a restarted consumer must draw what the first one drew.
-        return random.Random(f"{self.seed}/{groups[0][0].eid.tid}").shuffle
 
     def _copy(self, group: Group, turn: int, taken: set[str], num_groups: int) -> Group:
         """Return copies of ``group`` as a group of its own, under an id not in ``taken``."""

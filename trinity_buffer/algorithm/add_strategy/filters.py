@@ -73,7 +73,12 @@ class OutcomeGateAddStrategy(CountsOver, AddStrategy):
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Write the groups that pass, unchanged."""
-        groups = list(group_by(self._judged(experiences), "task").values())
+        share_rewards(experiences, self.over)
+        # A row without the metric is judged by its reward, and needs one then.
+        judged = [
+            e for e in experiences if self._metric(e) is not None or self.usable([e], ("reward",))
+        ]
+        groups = list(group_by(judged, "task").values())
         passing: list[list[Experience]] = []
         counts = {"all_wrong_groups": 0, "all_correct_groups": 0}
         for group in groups:
@@ -87,15 +92,6 @@ class OutcomeGateAddStrategy(CountsOver, AddStrategy):
             await self.writer.write_async(group)
         metrics: Metrics = {"kept_groups": len(passing), **counts}
         return sum(len(group) for group in passing), metrics if groups else {}
-
-    def _judged(self, experiences: Sequence[Experience]) -> list[Experience]:
-        """Return those with an outcome: the metric, or else a reward; the others are refused."""
-        share_rewards(experiences, self.over)
-        judged: list[Experience] = []
-        for e in experiences:
-            # A row without the metric is judged by its reward, and needs one then.
-            judged += [e] if self._metric(e) is not None else self.usable([e], ("reward",))
-        return judged
 
     def _metric(self, experience: Experience) -> float | None:
         outcome = experience.metrics.get(self.metric_key, experience.info.get(self.metric_key))

@@ -138,20 +138,17 @@ class GiGPOAdvantageFn(PipelineAdvantage):
             return None
         return _in_order(steps)[-1]
 
-    def _rewards(self, steps: list[Experience]) -> list[float]:
-        """Return the reward of each step; without step rewards all of it falls on the last."""
-        if any(self.step_reward_key in step.info for step in steps):
-            return [float(step.info.get(self.step_reward_key, 0.0)) for step in steps]
-        final = steps[-1]
-        lacking = final.reward is None and self.missing_reward == "zero"
-        return [0.0] * (len(steps) - 1) + [0.0 if lacking else reward_of(final)]
-
     def _episodes(self, runs: StepsByRun, returns: Scores) -> tuple[Scores, dict[str, float]]:
         """Return the score of each run, for all its steps, and metrics; fill in ``returns``."""
         totals = []
         ordered = [_in_order(steps) for steps in runs.values()]
         for steps in ordered:
-            rewards = self._rewards(steps)
+            rewards = [float(step.info.get(self.step_reward_key, 0.0)) for step in steps]
+            final = steps[-1]
+            # Without step rewards all of it falls on the last.
+            if not any(self.step_reward_key in step.info for step in steps):
+                lacking = final.reward is None and self.missing_reward == "zero"
+                rewards[-1] = 0.0 if lacking else reward_of(final)
             # Undiscounted: runs are compared by what they earned, steps by what was still to come.
             totals.append(float(sum(rewards)))
             running = 0.0

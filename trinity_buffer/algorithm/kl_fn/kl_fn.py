@@ -59,6 +59,7 @@ class KLFn(Configured, ABC):
         reads_old_logprob: whether it weighs by the log-probabilities of the policy that sampled.
     """
 
+    none_is_unset: ClassVar[bool] = True
     reads_old_logprob: ClassVar[bool] = False
 
     adaptive: bool = False
@@ -160,12 +161,6 @@ class KLFn(Configured, ABC):
         # Bounded to a fifth: one odd step must not swing the coefficient.
         error = min(max(float(current_kl) / self.target_kl - 1.0, -0.2), 0.2)
         self.kl_coef *= 1.0 + error * batch_size / self.horizon
-
-    @classmethod
-    @override
-    def default_args(cls) -> dict[str, Any]:
-        """Return the constructor's arguments for a configuration; None: not given."""
-        return {k: v for k, v in super().default_args().items() if v is not None}
 
 
 KL_FN: Registry[type[KLFn]] = Registry("kl_fn")

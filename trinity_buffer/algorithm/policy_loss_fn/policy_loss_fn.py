@@ -88,6 +88,7 @@ class PolicyLossFn(Configured, ABC):
     """
 
     runtime_args: ClassVar[tuple[str, ...]] = ("backend",)
+    none_is_unset: ClassVar[bool] = True
     per_microbatch: ClassVar[bool] = False
     row_metrics: ClassVar[tuple[str, ...]] = ()
     pairs: ClassVar[bool] = False
@@ -135,13 +136,6 @@ class PolicyLossFn(Configured, ABC):
     def takes_layout(self) -> bool:
         """False if the loss only ever reduces over the micro-batch that it is given."""
         return "layout" in self._tensors
-
-    @classmethod
-    @override
-    def default_args(cls) -> dict[str, Any]:
-        """Return the constructor's arguments for a configuration: signature, then `tuned`."""
-        # None stands for "not given", which no configuration has to say.
-        return {name: v for name, v in super().default_args().items() if v is not None}
 
 
 POLICY_LOSS_FN: Registry[type[PolicyLossFn]] = Registry("policy_loss_fn")
