@@ -14,9 +14,9 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.coordination.presence import this_host
 from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.store import heartbeats, leases, log
+from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import open_for_migration
-from trinity_buffer.store.heartbeats import PresenceRow
+from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.schema import guards
 from trinity_buffer.store.segments import new_key
 from trinity_buffer.store.sqlite import dbapi2
@@ -113,7 +113,7 @@ async def note_presence(
     seen = now_us() - int(silent_s * 1e6)
     times = (seen if started_at is None else started_at, seen)
     row = PresenceRow(role, name, host or this_host(), pid, *times, waiting_for)
-    await experiment.database.write(heartbeats.record, experiment.key, row)
+    await experiment.database.write(leases.record_presence, experiment.key, row)
 
 
 async def take_lease(

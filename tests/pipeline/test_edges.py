@@ -34,7 +34,7 @@ from trinity_buffer.pipeline.verify.log_audit import (
     TrainerAudit,
 )
 from trinity_buffer.pipeline.verify.segments import wrong_columns
-from trinity_buffer.store import retention
+from trinity_buffer.store import segments
 from trinity_buffer.store.log import StoredEvent
 
 PAIR = {"rollouts_per_group": 2}
@@ -247,8 +247,8 @@ async def test_what_is_held_is_counted_from_where_one_looks(sqlite_url: str) -> 
         for task in range(3):
             await experiment.writer("e0").write([rollout(task=task, run=run) for run in range(2)])
         read, key = store.database.read, experiment.key
-        held = await read(retention.held_segments, key, after=-1, limit=9)
+        held = await read(segments.held_segments, key, after=-1, limit=9)
         assert [(one.ordinal, one.last - one.first) for one in held] == [(1, 1), (2, 1), (3, 1)]
         for seen, one in enumerate(held, 1):
-            left = await read(retention.held_segments, key, after=one.last, limit=9)
+            left = await read(segments.held_segments, key, after=one.last, limit=9)
             assert left == [later._replace(ordinal=later.ordinal - seen) for later in held[seen:]]

@@ -27,7 +27,7 @@ from trinity_buffer import assign_rewards, compact, open_store, run_strategy, ve
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import groups
 from trinity_buffer.limits import resized
-from trinity_buffer.store import retention, writer_queries
+from trinity_buffer.store import segments, writer_queries
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.tables import experience, segment
 
@@ -196,7 +196,7 @@ async def test_what_may_leave_does_not_depend_on_the_page(store_url: str, resize
         left = {row["segment"] for row in stored if int(row["task"]) >= 5}
         wanted = [key for key in dict.fromkeys(done) if key not in left]
         assert len(wanted) == 3
-        needs = await store.database.read(retention.needs_of, experiment.key, keep_steps=0)
+        needs = await store.database.read(segments.needs_of, experiment.key, keep_steps=0)
         for limit in range(1, ROWS + 2):
             assert await leaving(experiment, needs, limit) == wanted, limit
         resize(rows_per_file=4, segments_per_page=2)
@@ -206,13 +206,13 @@ async def test_what_may_leave_does_not_depend_on_the_page(store_url: str, resize
 
 
 async def leaving(
-    experiment: Experiment, needs: Sequence[retention.Need], limit: int
+    experiment: Experiment, needs: Sequence[segments.Need], limit: int
 ) -> list[bytes]:
     """Return what may leave, asked in pages of ``limit`` segments."""
     found: list[bytes] = []
     after, read = -1, experiment.database.read
-    while held := await read(retention.held_segments, experiment.key, after=after, limit=limit):
-        done = await read(retention.finished, experiment.key, held, needs)
+    while held := await read(segments.held_segments, experiment.key, after=after, limit=limit):
+        done = await read(segments.finished, experiment.key, held, needs)
         found += [one.segment for one in done]
         after = held[-1].last
     return found

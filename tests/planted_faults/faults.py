@@ -40,7 +40,7 @@ FAULTS = [
     ),
     Fault(
         "compaction asks of a segment for its first row alone",
-        "store/retention.py",
+        "store/segments.py",
         "left[place] <= segment.last",
         "left[place] <= segment.first",
         "tests/pipeline/test_sizes.py::test_what_may_leave_does_not_depend_on_the_page",
@@ -689,7 +689,7 @@ FAULTS = [
     ),
     Fault(
         "who waits behind a writer that is killed begins too early",
-        "store/write_queue.py",
+        "store/wal.py",
         "                got = before == _JOINING\n                if not got:\n",
         "                got = True\n                if before != _JOINING:\n",
         "tests/store/test_write_queue.py::test_who_is_killed_in_the_line_calls_nobody_too_early",

@@ -20,7 +20,7 @@ from tests.store.noting import noted
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.events import TrainerRewound
 from trinity_buffer.identity import EID
-from trinity_buffer.store import counters, counts, inspection, log, retention, writer_queries
+from trinity_buffer.store import counters, counts, inspection, log, segments, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 
@@ -30,8 +30,8 @@ SOME = [str(task) for task in range(TASKS)]
 GROUPS = [("b", task) for task in SOME]
 END = ROWS << 20
 TRAINER = ConsumerRow("t", "trainer", {"strategy": "grpo"}, 0, 0, 0, 1, 1, 1)
-NEED = retention.Need(Reader(1, "t", "", "t"), "grpo", 1)
-HELD = retention.Held(1, b"key", 1, END)
+NEED = segments.Need(Reader(1, "t", "", "t"), "grpo", 1)
+HELD = segments.Held(1, b"key", 1, END)
 
 
 def _in_state(tx: Transaction, state: writer_queries.State) -> object:
@@ -71,8 +71,8 @@ QUESTIONS: dict[str, Callable[[Transaction], Any]] = {
     "which rollouts lack a reward": lambda tx: counts.unrewarded(tx, 1, 2),
     "which groups are open": lambda tx: counts.open_groups(tx, 1, TRAINER),
     "what a trainer's numbers are": lambda tx: counts.of_trainer(tx, 1, TRAINER, {}),
-    "which segments may leave": lambda tx: retention.finished(tx, 1, [HELD], [NEED]),
-    "who needs the experiences": lambda tx: retention.needs_of(tx, 1, keep_steps=0),
+    "which segments may leave": lambda tx: segments.finished(tx, 1, [HELD], [NEED]),
+    "who needs the experiences": lambda tx: segments.needs_of(tx, 1, keep_steps=0),
     "which rollouts came late": lambda tx: counters.count_late(
         tx, 1, [("b", task, run) for task in SOME for run in range(RUNS)], END
     ),

@@ -16,8 +16,8 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import decoded
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
-from trinity_buffer.store.retention import EXPERTS_SET
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, position_of
+from trinity_buffer.store.segments import EXPERTS_SET
 from trinity_buffer.store.transaction import Transaction
 
 

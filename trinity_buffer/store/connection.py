@@ -45,7 +45,7 @@ from trinity_buffer.store.transaction import (
     Values,
     engine_without_connections,
 )
-from trinity_buffer.store.write_queue import WriterQueue
+from trinity_buffer.store.wal import WriterQueue
 
 
 class Owner:

@@ -35,8 +35,7 @@ from trinity_buffer.store.url import (
     reconnect_s_of,
     with_primary,
 )
-from trinity_buffer.store.wal import Checkpointer
-from trinity_buffer.store.write_queue import WriterQueue
+from trinity_buffer.store.wal import Checkpointer, WriterQueue
 
 P = ParamSpec("P")
 T = TypeVar("T")

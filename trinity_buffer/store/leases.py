@@ -1,14 +1,17 @@
-"""Leases, which may all be lost at any time without harm to what is recorded.
+"""Leases and heartbeats, which may all be lost at any time without harm to what is recorded.
 
 A lease is a renewable claim on a consumer name, of a trainer or of a process that runs a strategy.
 Who acquires it has judged that nobody who lives has it (`pipeline.coordination.lease`).
 Acquiring always yields a token above every token that the log or the lease knows. Only a newer
 owner fences, a trainer by its token: an expired lease that nobody took can still be renewed and
 committed.
+
+Heartbeats say which process is alive in which role, and what it waits for.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from trinity_buffer.errors import LeaseLostError
@@ -126,3 +129,68 @@ def require(
 def release(tx: Transaction, experiment: int, name: str, *, owner: str) -> None:
     """Give the lease back, if ``owner`` still holds it."""
     _RELEASE.execute_later(tx, of=experiment, by=name, owner=owner)
+
+
+FORGOTTEN_AFTER_US = 3_600_000_000
+"""A process without a heartbeat for an hour is removed by the next process of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceRow:
+    """A process in a role of an experiment; times in microseconds since 1970.
+
+    Attributes:
+        role: ``explorer``, ``strategy`` or ``trainer``; of a rank above 0 ``rank N``.
+        name: actor, annotation set or trainer.
+        waiting_for: what it said last that it waits for; None: it works.
+    """
+
+    role: str
+    name: str
+    host: str
+    pid: int
+    started_at: int
+    last_seen: int
+    waiting_for: str | None
+
+
+def record_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
+    """Record that a process is alive, and what it waits for."""
+    before = row.last_seen - FORGOTTEN_AFTER_US
+    _FORGET.execute_later(tx, of=experiment, role=row.role, by=row.name, before=before)
+    _NOTE.execute_later(tx, experiment=experiment, **asdict(row))
+
+
+_FORGET = Statement(
+    "DELETE FROM presence "
+    "WHERE experiment = :of AND role = :role AND name = :by AND last_seen < :before"
+)
+_NOTE = Statement(
+    "INSERT INTO presence "
+    "(experiment, role, name, host, pid, started_at, last_seen, waiting_for) VALUES "
+    "(:experiment, :role, :name, :host, :pid, :started_at, :last_seen, :waiting_for) "
+    "ON CONFLICT (experiment, role, name, host, pid) "
+    "DO UPDATE SET last_seen = excluded.last_seen, waiting_for = excluded.waiting_for"
+)
+
+
+def remove_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
+    """Take back what `record` wrote."""
+    _REMOVE.execute_later(tx, of=experiment, role=row.role, by=row.name, host=row.host, pid=row.pid)
+
+
+_REMOVE = Statement(
+    "DELETE FROM presence WHERE experiment = :of AND role = :role AND name = :by "
+    "AND host = :host AND pid = :pid"
+)
+
+
+def processes(tx: Transaction, experiment: int) -> list[PresenceRow]:
+    """Return the processes that sent a heartbeat, the latest first."""
+    return [PresenceRow(*row) for row in _PROCESSES.fetch_all(tx, of=experiment)]
+
+
+_PROCESSES = Statement(
+    "SELECT role, name, host, pid, started_at, last_seen, waiting_for FROM presence "
+    "WHERE experiment = :of ORDER BY last_seen DESC"
+)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fcntl import F_RDLCK, F_UNLCK
@@ -21,7 +23,6 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.url import nothing_at
-from trinity_buffer.store.write_queue import flock
 
 # The wheel carries a release without the WAL-reset bug. Linux on aarch64 has no wheel: there
 # Python's own library is used, if it is a fixed release; `require_safe_library` refuses others.
@@ -241,6 +242,19 @@ class OpenFile:
         if self in _open and hasattr(fcntl, "F_OFD_SETLK"):
             with suppress(OSError):  # a file system that has none
                 fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, flock(kind, *_SHARED))
+
+
+# ``struct flock``: Python leaves its layout to callers of ``F_GETLK``.
+if sys.platform == "darwin":
+    FLOCK, FLOCK_FIELDS = struct.Struct("qqihh"), ("start", "len", "pid", "type", "whence")
+else:
+    FLOCK, FLOCK_FIELDS = struct.Struct("hhqqi0q"), ("type", "whence", "start", "len", "pid")
+
+
+def flock(kind: int, start: int, size: int) -> bytes:
+    """Return the ``struct flock`` of ``size`` bytes from ``start`` on."""
+    asked = {"type": kind, "whence": os.SEEK_SET, "start": start, "len": size, "pid": 0}
+    return FLOCK.pack(*map(asked.__getitem__, FLOCK_FIELDS))
 
 
 @contextmanager

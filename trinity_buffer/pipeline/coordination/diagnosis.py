@@ -19,8 +19,8 @@ from trinity_buffer.pipeline.coordination.presence import (
     own_wait_of,
     was_silent,
 )
-from trinity_buffer.store import counters, counts, heartbeats, writer_queries
-from trinity_buffer.store.heartbeats import PresenceRow
+from trinity_buffer.store import counters, counts, leases, writer_queries
+from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.rows import BatchRow, ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -72,7 +72,7 @@ class Surroundings:
     @classmethod
     def of(cls, tx: Transaction, experiment: int) -> Surroundings:
         """Return the surroundings of an experiment."""
-        rows = heartbeats.processes(tx, experiment)
+        rows = leases.processes(tx, experiment)
         # `AT_WORK` rows repeat a process under a second role.
         here = [row for row in rows if row.role != AT_WORK and is_here(row)]
         return cls(here, writer_queries.consumers(tx, experiment))

@@ -21,9 +21,9 @@ import anyio
 from trinity_buffer.errors import StoreBusyError, StoreError
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.store import heartbeats, leases
+from trinity_buffer.store import leases
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.heartbeats import PresenceRow
+from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 
 PROC = Path("/proc")
@@ -150,7 +150,7 @@ class Presence:
         row = self._news(at_once=at_once)
         if row is not None:
             with suppress(StoreBusyError):
-                await self._database.write(heartbeats.record, self._experiment, row)
+                await self._database.write(leases.record_presence, self._experiment, row)
 
     def first(self) -> PresenceRow:
         """Return the row of a heartbeat that is written in the caller's transaction."""
@@ -162,7 +162,7 @@ class Presence:
         """Record a heartbeat in a transaction that happens anyway."""
         row = self._news()
         if row is not None:
-            heartbeats.record(tx, self._experiment, row)
+            leases.record_presence(tx, self._experiment, row)
 
     async def keep(self) -> None:
         """Record heartbeats until cancelled, also while the process is busy elsewhere.
@@ -187,7 +187,9 @@ class Presence:
         """Remove the row; if the store cannot be reached, it expires by itself."""
         if self._started_at:
             with anyio.CancelScope(shield=True):
-                await self._database.try_to_write(heartbeats.remove, self._experiment, self._row())
+                await self._database.try_to_write(
+                    leases.remove_presence, self._experiment, self._row()
+                )
         self._started_at = 0
 
     async def keep_at_work(self, is_under_way: Callable[[], bool], every_s: float) -> None:

@@ -16,9 +16,9 @@ from typing import Literal
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError, TrainingError
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.coordination.presence import AT_WORK, Presence, is_here, was_silent
-from trinity_buffer.store import heartbeats, log, writer_queries
+from trinity_buffer.store import leases, log, writer_queries
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.heartbeats import PresenceRow
+from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.notify import Changes
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import INVALID, OVERSIZE
@@ -100,7 +100,7 @@ class Stall:
         config = {} if stored is None else stored[0]
         after_s: float | None = config.get("stalled_after_s", STALLED_AFTER_S)
         own = self._presence
-        rows = heartbeats.processes(tx, self._experiment)
+        rows = leases.processes(tx, self._experiment)
         rows = [row for row in rows if own is None or not own.is_own(row)]
         names = [log.experiment_name(tx, self._experiment) + TURNS]  # a recorder writes there
         if isinstance(expert := config.get("expert_experiment"), str):
@@ -119,7 +119,7 @@ LONGEST_PAUSE_S = 600.0
 
 def is_at_work(tx: Transaction, experiment: int) -> bool:
     """Return whether any process of an experiment is at work."""
-    return any(map(_is_at_work, heartbeats.processes(tx, experiment)))
+    return any(map(_is_at_work, leases.processes(tx, experiment)))
 
 
 def _is_at_work(row: PresenceRow) -> bool:

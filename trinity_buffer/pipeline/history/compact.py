@@ -31,7 +31,7 @@ from trinity_buffer.pipeline.handle import fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.segments import blobs_of
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
 from trinity_buffer.pipeline.verify.segments import bytes_of, sound_family
-from trinity_buffer.store import log, retention, segments
+from trinity_buffer.store import log, segments
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import position_of
 from trinity_buffer.store.segments import SegmentRow, SegmentStore
@@ -110,10 +110,10 @@ class _Compaction:
     async def run(self, keep_steps: int) -> CompactionReport:
         """Look at one page of segments after the other."""
         key, read = self._experiment.key, self._database.read
-        needs = await read(retention.needs_of, key, keep_steps=keep_steps)
+        needs = await read(segments.needs_of, key, keep_steps=keep_steps)
         head = await read(log.head, key)
         after, limit = -1, sizes().segments_per_page
-        while held := await read(retention.held_segments, key, after=after, limit=limit):
+        while held := await read(segments.held_segments, key, after=after, limit=limit):
             # What needs a segment is asked for by ranges of addresses: one across a gap would hold
             # rows of segments that have left already.
             runs = by_size(
@@ -123,7 +123,7 @@ class _Compaction:
                 lambda run, segment: segment.ordinal != run[-1].ordinal + 1,
             )
             for unbroken in runs:
-                finished = await read(retention.finished, key, unbroken, needs)
+                finished = await read(segments.finished, key, unbroken, needs)
                 positions = [position_of(segment.first) for segment in finished]
                 stored = await read(log.read_at, key, positions)
                 unneeded = [
@@ -231,7 +231,7 @@ async def restore(
         InvalidArgumentError: a file is not there, or is not the one that was written.
     """
     database, key = experiment.database, experiment.key
-    archives = await database.read(retention.archives, key)
+    archives = await database.read(segments.archives, key)
     files: list[str] = []
     segments_back = bytes_back = 0
     for number, (position, keys) in enumerate(archives.items()):

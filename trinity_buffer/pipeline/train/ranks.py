@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.coordination.presence import Presence, describe_pro
 from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.train.options import StreamOptions
-from trinity_buffer.store import heartbeats, leases, log
+from trinity_buffer.store import leases, log
 from trinity_buffer.store.leases import describe_owner
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import Transaction
@@ -174,7 +174,7 @@ class RankSession:
         Raises:
             LeaseLostError: the process of one is certainly gone.
         """
-        processes = await self._database.read(heartbeats.processes, self._experiment.key)
+        processes = await self._database.read(leases.processes, self._experiment.key)
         late = []
         for rank in ranks:
             who = (f"rank {rank}", self._name)

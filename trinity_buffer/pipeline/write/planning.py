@@ -30,10 +30,10 @@ from trinity_buffer.pipeline.coordination.waiting import (
     one_line,
 )
 from trinity_buffer.pipeline.handle import decoded, new_event, now_us
-from trinity_buffer.store import counts, heartbeats, log, trainer_queries, writer_queries
+from trinity_buffer.store import counts, leases, log, trainer_queries, writer_queries
 from trinity_buffer.store import rows as store_rows
 from trinity_buffer.store.database import Database
-from trinity_buffer.store.heartbeats import PresenceRow
+from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 
 _logger = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ async def plan(
         if check.answer is Answer.PLAN:
             log.append(tx, experiment, [event], actor=actor, now_us=now_us())
             # In the plan's transaction: bounds ignore batches of explorers without a heartbeat.
-            heartbeats.record(tx, experiment, presence.first())
+            leases.record_presence(tx, experiment, presence.first())
         return check
 
     async def tell() -> str:
@@ -480,7 +480,7 @@ def take_over(
         if not is_there(batch.actor)
     ]
     for actor in sorted({batch.actor for batch in gone}):
-        heartbeats.record(tx, experiment, presence_of(actor).first())
+        leases.record_presence(tx, experiment, presence_of(actor).first())
     return gone
 
 
@@ -499,7 +499,7 @@ async def wait_for_heirs(database: Database, experiment: int, presence: Presence
     actor = presence.name
 
     def load(tx: Transaction) -> tuple[list[PresenceRow], list[str]]:
-        here = heartbeats.processes(tx, experiment)
+        here = leases.processes(tx, experiment)
         _, left = writer_queries.batches_of_actor(tx, experiment, actor)
         return heirs_of(presence, here), left
 

@@ -25,7 +25,7 @@ from trinity_buffer.pipeline.write import planning
 from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall, listed
 from trinity_buffer.pipeline.write.checks import suspicious_values
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
-from trinity_buffer.store import heartbeats, writer_queries
+from trinity_buffer.store import leases, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.writer import BufferWriter, WriteReceipt
@@ -231,7 +231,7 @@ class SQLWriter(BufferWriter):
         """
         # Before looking for namesakes: of two that start at once, at least one sees the other.
         await self._presence.seen(at_once=True)
-        here = await self._database.read(heartbeats.processes, self._experiment)
+        here = await self._database.read(leases.processes, self._experiment)
         heirs = planning.heirs_of(self._presence, here)
         for row in filter(self._presence.is_namesake, here):
             if row not in heirs:
