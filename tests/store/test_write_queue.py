@@ -25,9 +25,9 @@ LIMIT_S = 30.0
 OTHER = """\
 import os, sys
 from pathlib import Path
-from trinity_buffer.store import write_queue
-write_queue.PATIENCE_S = 60.0
-mine = write_queue.WriterQueue(Path(sys.argv[1]))
+from trinity_buffer.store import wal
+wal.PATIENCE_S = 60.0
+mine = wal.WriterQueue(Path(sys.argv[1]))
 for line in sys.stdin:
     if line == "take\\n":
         mine.acquire()
