@@ -300,8 +300,8 @@ FAULTS = [
     Fault(
         "a return begins before the last token",
         "algorithm/advantage_fn/token_scores.py",
-        "for t in reversed(range(rewards.shape[-1])):",
-        "for t in reversed(range(rewards.shape[-1] - 1)):",
+        "for t in reversed(range(values.shape[-1])):",
+        "for t in reversed(range(values.shape[-1] - 1)):",
         "tests/algorithm/strategies/test_edges.py::test_returns_begin_at_the_last_token",
     ),
     Fault(

@@ -19,22 +19,8 @@ def discounted_returns(rewards: Tensor, gamma: float, mask: Tensor | None = None
     With ``mask`` only action tokens are time steps: the others neither discount nor hold a return,
     and a reward that falls on one of them counts for the action before it.
     """
-    returns = torch.zeros_like(rewards)
-    running = torch.zeros_like(rewards[..., 0])
-    pending = torch.zeros_like(running)
-    for t in reversed(range(rewards.shape[-1])):
-        here = rewards[..., t] + pending
-        if mask is None:
-            running = here + gamma * running
-            returns[..., t] = running
-            continue
-        acts = mask[..., t]
-        # A reward outside the mask waits for the action before it.
-        pending = here.where(~acts, 0.0)
-        # Where nothing is acted no time passes: neither discount nor reward.
-        running = (here + gamma * running).where(acts, running)
-        returns[..., t] = running.where(acts, 0.0)
-    return returns
+    # A return is what is left of generalized advantages where no value is expected of a state.
+    return generalized_advantages(rewards, torch.zeros_like(rewards), gamma, 1.0, mask)
 
 
 def generalized_advantages(
@@ -58,7 +44,9 @@ def generalized_advantages(
             advantages[..., t] = running
             continue
         acts = mask[..., t]
+        # A reward outside the mask waits for the action before it.
         pending = here.where(~acts, 0.0)
+        # Where nothing is acted no time passes: neither discount nor reward.
         running = current.where(acts, running)
         next_value = values[..., t].where(acts, next_value)
         advantages[..., t] = running.where(acts, 0.0)

@@ -163,14 +163,9 @@ def version_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
     Drift is how many versions passed while an experience was generated; 0 if not recorded.
     """
+    names = ("model_version", "model_version_drift")
     infos = [e.info for e in experiences if e.info.get("model_version") is not None]
-    rows = [
-        {
-            "model_version": info["model_version"],
-            "model_version_drift": info.get("model_version_drift", 0),
-        }
-        for info in infos
-    ]
+    rows = [{name: info.get(name, 0) for name in names} for info in infos]
     return gather_metrics(rows, "sample") if rows else {}
 
 
