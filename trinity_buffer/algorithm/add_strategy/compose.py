@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
-from trinity_buffer.algorithm.arguments import did_you_mean
-from trinity_buffer.algorithm.arguments import made as made_of
+from trinity_buffer.algorithm.arguments import did_you_mean, made
 from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.algorithm.group_scores import Over, Rewards, RewardScorer, Runs, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
@@ -154,9 +153,7 @@ def compose(
     arguments_of = {name: dict(by_name.get(name, {})) for name in classes}
     # A stage sees only what the one before it wrote; nothing reaches the store until the last.
     staged = {name: StagedWriter() for name in classes}
-    stages = [
-        (n, made_of(cls, staged[n], **arguments_of[n]), staged[n]) for n, cls in classes.items()
-    ]
+    stages = [(n, made(cls, staged[n], **arguments_of[n]), staged[n]) for n, cls in classes.items()]
     units = {cls.unit_for(**arguments_of[n]) for n, cls in classes.items()}
     families = [f for n, cls in classes.items() for f in cls.families_for(**arguments_of[n])]
     attributes = {
@@ -164,7 +161,5 @@ def compose(
         "families": tuple(dict.fromkeys(families)),
         "annotates": any(cls.annotates for cls in classes.values()),
     }
-    made: type[CompositeAddStrategy] = type(
-        "ComposedAddStrategy", (CompositeAddStrategy,), attributes
-    )
-    return made(writer, stages)
+    composed = type("ComposedAddStrategy", (CompositeAddStrategy,), attributes)
+    return cast("CompositeAddStrategy", composed(writer, stages))

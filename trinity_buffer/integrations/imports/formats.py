@@ -194,20 +194,17 @@ def _of_texts(texts: Texts, row: Row) -> Iterator[Experience]:
     held = row.held
     if not isinstance(held.get("eid"), dict):
         raise InvalidExperienceError("an experience of Trinity-RFT has an eid")
-    prompt, answer = _turns(held)
-    own = {name: held.get(name) for name in ("reward", *ALIKE) if name != "tools"}
-    yield Experience(eid=_address(held["eid"]), **{**texts.turn(prompt, answer, held), **own})
-
-
-def _turns(row: dict[str, Any]) -> tuple[Any, Any]:
-    if row.get("messages"):
-        *prompt, last = row["messages"]
-        return prompt, [last]
-    if row.get("prompt_text") is None or row.get("response_text") is None:
+    if held.get("messages"):
+        *prompt, last = held["messages"]
+        answer: Any = [last]
+    elif held.get("prompt_text") is None or held.get("response_text") is None:
         raise InvalidExperienceError(
             f"neither messages nor prompt_text and response_text; {AS_PREFERENCES}"
         )
-    return row["prompt_text"], row["response_text"]
+    else:
+        prompt, answer = held["prompt_text"], held["response_text"]
+    own = {name: held.get(name) for name in ("reward", *ALIKE) if name != "tools"}
+    yield Experience(eid=_address(held["eid"]), **{**texts.turn(prompt, answer, held), **own})
 
 
 def read_prime_rl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
@@ -383,34 +380,32 @@ def read_verl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
 def _rollout(
     texts: Texts, seen: dict[int, dict[str, tuple[Key, int]]], row: Row
 ) -> Iterator[Experience]:
+    """Yield a rollout; ``seen``: per step and group its task and runs so far."""
     held = row.held
     if missing := [name for name in NEEDED if name not in held]:
         raise InvalidExperienceError(
             f"this row lacks {', '.join(missing)}, which a row of verl's dumps has"
         )
+    step, uid = int(held["step"]), held.get("uid")
+    group, *place = str(uid).rsplit("_", 2)
+    if len(place) == 2 and all(number.isdigit() for number in place):
+        eid = EID(f"step-{step}", group, int(place[0]), int(place[1]))
+    else:
+        groups = seen.setdefault(step, {})
+        named = uid is not None and uid != ""
+        group = str(uid if named else held["input"])
+        task, run = groups.get(group, (group if named else len(groups), -1))
+        groups[group] = (task, run + 1)
+        eid = EID(f"step-{step}", task, run + 1)
     yield Experience(
-        eid=_eid(held, seen),
+        eid=eid,
         reward=float(held["score"]),
         info={
-            "model_version": int(held["step"]) - 1,
+            "model_version": step - 1,
             **{name: value for name, value in held.items() if name not in OWN},
         },
         **texts.turn(held["input"], held["output"]),
     )
-
-
-def _eid(row: dict[str, Any], seen: dict[int, dict[str, tuple[Key, int]]]) -> EID:
-    """Return where a rollout stands; ``seen``: per step and group its task and runs so far."""
-    step, uid = int(row["step"]), row.get("uid")
-    parts = str(uid).rsplit("_", 2)
-    if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
-        return EID(f"step-{step}", parts[0], int(parts[1]), int(parts[2]))
-    groups = seen.setdefault(step, {})
-    named = uid is not None and uid != ""
-    group = str(uid if named else row["input"])
-    task, run = groups.get(group, (group if named else len(groups), -1))
-    groups[group] = (task, run + 1)
-    return EID(f"step-{step}", task, run + 1)
 
 
 PER_WRITE = 256
