@@ -88,8 +88,8 @@ def appending(
     key: int, *facts: Recorded, actor: str = "test"
 ) -> Callable[[Transaction], list[log.Place]]:
     """Return what appends events of ``facts`` to the log of the experiment of this key."""
-    events = [new_event(fact) for fact in facts]
-    return lambda tx: log.append(tx, key, events, actor=actor, now_us=now_us())
+    events = [(actor, new_event(fact)) for fact in facts]
+    return lambda tx: log.append(tx, key, events, now_us=now_us())
 
 
 async def append(experiment: Experiment, *facts: Recorded, actor: str = "test") -> list[int]:

@@ -51,7 +51,7 @@ async def main():
         experiment = await store.experiment("x", config={})
         event = new_event(PolicyScored(number=3, score=0.5))
         await store.database.write(
-            log.append, experiment.key, [event], actor="judge", now_us=now_us()
+            log.append, experiment.key, [("judge", event)], now_us=now_us()
         )
         assert (await verify(experiment)).problems == ()
         await rebuild(store.database, experiment.key)

@@ -209,14 +209,14 @@ async def test_what_the_database_refuses_of_one_call_harms_no_other(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if a value slipped through the door that the database does not take.
-    real = log.append_of_actors
+    real = log.append
 
-    def append_of_actors(tx: Any, key: int, said: Any, **more: Any) -> list[log.Place]:
+    def append(tx: Any, key: int, said: Any, **more: Any) -> list[log.Place]:
         if any(actor == "broken" for actor, _ in said):
             raise StoreError("a value out of range")
         return real(tx, key, said, **more)
 
-    monkeypatch.setattr(log, "append_of_actors", append_of_actors)
+    monkeypatch.setattr(log, "append", append)
     errors: list[StoreError] = []
     async with opened(store_url) as experiment:
 

@@ -138,7 +138,7 @@ def a_commit_is_sent_again_blindly(patch: Patch) -> None:
 
     def insistent(tx: Any, experiment: int, events: Sequence[Any], **others: Any) -> Any:
         done = usual(tx, experiment, events, **others)
-        if kind_of(events[0].fact) == "StepsCommitted":
+        if kind_of(events[0][1].fact) == "StepsCommitted":
             return usual(tx, experiment, events, **{**others, "last": None})
         return done
 
@@ -217,7 +217,7 @@ def positions_come_from_a_sequence(patch: Patch) -> None:
         tx.announce()
         return [log.Place(at, bytes(32)) for at, _, _ in placed]
 
-    patch.setattr(log, "append_of_actors", sequenced)
+    patch.setattr(log, "append", sequenced)
 
 
 def a_lease_does_not_fence(patch: Patch) -> None:

@@ -143,7 +143,7 @@ class Experiment(ExperimentHandle):
         return str(self.config.get("trainer", "trainer"))
 
     def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
-        log.append(tx, self.key, [event], actor=actor, now_us=now_us())
+        log.append(tx, self.key, [(actor, event)], now_us=now_us())
 
     async def until_finished(self) -> None:
         """Wait until the experiment is finished.

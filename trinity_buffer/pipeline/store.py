@@ -125,7 +125,7 @@ def _create_or_change(
     require_known(name, wanted, () if stored is None else stored[0])
     if stored is None:
         require_values(name, wanted)
-        log.append(tx, key, [created], actor=actor, now_us=now_us())
+        log.append(tx, key, [(actor, created)], now_us=now_us())
         return key, fresh
     before = stored[0]
     changes = {
@@ -141,7 +141,7 @@ def _create_or_change(
     after = {**before, **wanted}
     if changes:
         event = new_event(ConfigurationChanged(changes=changes, config=after))
-        log.append(tx, key, [event], actor=actor, now_us=now_us())
+        log.append(tx, key, [(actor, event)], now_us=now_us())
     return key, after
 
 

@@ -111,7 +111,7 @@ class Database:
         It is shielded: a cancellation takes effect after it. So ``f`` must be short, well below a
         second, and wait for nothing but ``tx``.
         """
-        return await self.read_session(lambda s: s.read(f, *args, **kwargs))
+        return await self.session(lambda s: s.read(f, *args, **kwargs), writes=False)
 
     async def write(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs

@@ -66,28 +66,15 @@ class StoredEvent:
 def append(
     tx: Transaction,
     experiment_id: int,
-    events: Sequence[NewEvent],
-    *,
-    actor: str,
-    now_us: int,
-    last: Place | None = None,
-) -> list[Place]:
-    """Append ``events`` in order, fold them, and return their places. Never commits."""
-    by_actor = [(actor, new) for new in events]
-    return append_of_actors(tx, experiment_id, by_actor, now_us=now_us, last=last)
-
-
-def append_of_actors(
-    tx: Transaction,
-    experiment_id: int,
     events: Sequence[tuple[str, NewEvent]],
     *,
     now_us: int,
     last: Place | None = None,
 ) -> list[Place]:
-    """Append events, each of an actor of its own, as `append` does; return their places.
+    """Append events in order, fold them, and return their places. Never commits.
 
     Args:
+        events: each with its actor.
         last: where the log ends, if that was asked under the lock already.
 
     Raises:

@@ -249,7 +249,7 @@ def registered(
                 f"consumer {name!r}: this name is reserved for rows that are refused when they are "
                 "written; choose another one"
             )
-        log.append(tx, experiment, [event], actor=name, now_us=clock())
+        log.append(tx, experiment, [(name, event)], now_us=clock())
         row = consumer_row(tx, experiment, name)
     assert row is not None
     return row

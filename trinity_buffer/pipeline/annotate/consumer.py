@@ -614,7 +614,8 @@ class StrategyConsumer:
             # Inside the transaction of the events: a lease that is lost afterwards cannot matter.
             # The same statement tells where the log ends, so that `append` need not ask.
             last = self._lease.require(tx)
-            log.append(tx, key, decision.events, actor=self.name, now_us=now_us(), last=last)
+            events = [(self.name, event) for event in decision.events]
+            log.append(tx, key, events, now_us=now_us(), last=last)
             reached("inside-annotate")
 
         s.write(commit)

@@ -87,7 +87,7 @@ def _page(tx: Transaction, experiment: int, after: int) -> tuple[list[Experience
 
 
 def _append(tx: Transaction, experiment: int, events: Sequence[log.NewEvent], actor: str) -> None:
-    log.append(tx, experiment, events, actor=actor, now_us=now_us())
+    log.append(tx, experiment, [(actor, event) for event in events], now_us=now_us())
 
 
 def _checked(experience: Experience, name: str, value: float) -> float:

@@ -386,7 +386,8 @@ class TrainerLease(Lease):
                 f"commit follows step {committed}: open the stream again, it resumes from there"
             )
         end = end if of == self._experiment else None
-        return log.append(tx, of, events, actor=self.consumer, now_us=now_us(), last=end)
+        ours = [(self.consumer, event) for event in events]
+        return log.append(tx, of, ours, now_us=now_us(), last=end)
 
     async def is_held(self) -> bool:
         """Return whether nobody has taken over, by the store as it is now."""

@@ -176,7 +176,7 @@ class _Compaction:
         # Under the lock: of two that compact at once, the second must not name a second file.
         if segments.archived_at(tx, keys):
             raise StoreError("another process has compacted some of these segments: run it again")
-        log.append(tx, key, [event], actor=self._actor, now_us=now_us())
+        log.append(tx, key, [(self._actor, event)], now_us=now_us())
         self._database.segments.delete(tx, keys)
         reached("inside-compact")
 
@@ -282,5 +282,5 @@ def _take_back(
     # Under the lock, as in `_delete`: what another process has restored is there already.
     if len(segments.archived_at(tx, keys)) < len(keys):
         raise StoreError("another process has restored some of these segments: run it again")
-    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+    log.append(tx, experiment, [(actor, event)], now_us=now_us())
     store.attach(tx, rows)

@@ -276,7 +276,7 @@ class RankSession:
             if token is not None:
                 leases.require(tx, self._experiment.key, self._name, token=token)
             key, name = self._experiment.key, self._name
-            return log.append(tx, key, [event], actor=name, now_us=now_us())
+            return log.append(tx, key, [(name, event)], now_us=now_us())
 
         with anyio.CancelScope(shield=True):
             places = await self._database.write(append)

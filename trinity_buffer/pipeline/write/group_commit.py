@@ -191,7 +191,7 @@ class GroupCommit:
             if last is None:
                 raise _BatchSealedError
             events = [(write.calls[0].actor, event) for write in mine for event in write.events]
-            places = log.append_of_actors(tx, experiment, events, now_us=now_us(), last=last)
+            places = log.append(tx, experiment, events, now_us=now_us(), last=last)
             ends += [places[end - 1] for end in accumulate(len(write.events) for write in mine)]
         reached("inside-append")
         # Heartbeats that are due go along, which saves them a transaction of their own.

@@ -233,7 +233,7 @@ async def plan(
         tx.lock(experiment)
         check = _check_admission(tx, experiment, actor, wanted, own)
         if check.answer is Answer.PLAN:
-            log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+            log.append(tx, experiment, [(actor, event)], now_us=now_us())
             # In the plan's transaction: bounds ignore batches of explorers without a heartbeat.
             leases.record_presence(tx, experiment, presence.first())
         return check
@@ -558,7 +558,7 @@ def seal(
             "missing(batch) names the planned runs that are not stored"
         )
     event = new_event(BatchSealed(batch=batch, expected=held))
-    log.append(tx, experiment, [event], actor=actor, now_us=now_us())
+    log.append(tx, experiment, [(actor, event)], now_us=now_us())
     return held
 
 
