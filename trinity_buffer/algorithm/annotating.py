@@ -175,11 +175,9 @@ def rank_penalized(
         return rewards
     likelihoods = as_rewards([likelihood_of(e) for e in exps])
     runs = runs_of(exps, over)
-    if runs is None:
-        return rewards * (1.0 - likelihood_ranks(likelihoods) * penalty)
     # Ranked by run: the rows of one run must not compete with each other.
     ranks = likelihood_ranks(run_means(likelihoods, runs))
-    return rewards * (1.0 - ranks[runs] * penalty)
+    return rewards * (1.0 - (ranks if runs is None else ranks[runs]) * penalty)
 
 
 def share_rewards(exps: Sequence[Experience], over: Over) -> None:

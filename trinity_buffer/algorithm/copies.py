@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trinity_buffer.experience import Experience
-from trinity_buffer.identity import EID, Key
+from trinity_buffer.identity import Key
 
 COPY_OF = "copy_of"
 """Key of ``info`` under which a copy names the uid of its original.
@@ -44,18 +44,13 @@ def copy_experience(experience: Experience, *, task: Key, suffix: str) -> Experi
 
 
 def copy_group(group: Sequence[Experience], taken: set[str], start: int = 1) -> list[Experience]:
-    """Return copies of ``group`` as a group of its own, under an id that is not in ``taken``."""
-    task, number = fresh_task(group[0].eid, taken, start)
-    return [copy_experience(e, task=task, suffix=f"{e.eid.suffix}c{number}") for e in group]
+    """Return copies of ``group`` as a group of its own, under the first task id that is free.
 
-
-def fresh_task(eid: EID, taken: set[str], start: int = 1) -> tuple[str, int]:
-    """Return a task id for a copy of the group of ``eid``, and its number: the first that is free.
-
-    ``taken`` holds the ``batch/task`` ids in use and gets the new one: a copied group is a group of
-    its own.
+    ``taken`` holds the ``batch/task`` ids in use and gets the new one.
     """
+    eid = group[0].eid
     # Counted up until free: a task of a user's own may be called task~c1.
     number = next(n for n in itertools.count(start) if f"{eid.tid}~c{n}" not in taken)
     taken.add(f"{eid.tid}~c{number}")
-    return f"{eid.task}~c{number}", number
+    task = f"{eid.task}~c{number}"
+    return [copy_experience(e, task=task, suffix=f"{e.eid.suffix}c{number}") for e in group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,9 +76,15 @@ class MixSampleStrategy(SampleStrategy):
         usual = await self._taken(self.reader, plan.usual)
         expert = await self._taken(self.expert_reader, plan.expert)
         for experience in expert:
-            as_expert(experience)
-        mark(usual, step, is_expert=False)
-        mark(expert, step, is_expert=True)
+            experience.reward = 0.0
+            # Columns of zeros, so that both kinds collate into one batch; the loss masks them.
+            for name in ("logprobs", "advantages", "returns"):
+                zeros = torch.zeros(experience.response_length, dtype=torch.float32)
+                setattr(experience, name, zeros)
+        for rows, is_expert in ((usual, False), (expert, True)):
+            for experience in rows:
+                experience.info.update(is_expert=is_expert, step=step)
+                experience.custom_fields = list(CUSTOM_FIELDS)
         return [*usual, *expert], version_metrics(usual), representative_samples(usual)
 
     @override
@@ -107,20 +113,3 @@ class MixSampleStrategy(SampleStrategy):
                 f"sampling needs reader= and expert_reader= (of {self.sft_dataset_name!r})"
             )
         return await reader.read(size)
-
-
-def as_expert(experience: Experience) -> None:
-    """Give an expert's experience the columns of a rollout, all 0."""
-    size = experience.response_length
-    # Columns of zeros, so that both kinds collate into one batch; the loss masks them.
-    experience.reward = 0.0
-    for name in ("logprobs", "advantages", "returns"):
-        setattr(experience, name, torch.zeros(size, dtype=torch.float32))
-
-
-def mark(experiences: Sequence[Experience], step: int, *, is_expert: bool) -> None:
-    """Write into each experience where it comes from and which step takes it."""
-    for experience in experiences:
-        experience.info["is_expert"] = is_expert
-        experience.info["step"] = step
-        experience.custom_fields = list(CUSTOM_FIELDS)
