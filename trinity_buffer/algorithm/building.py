@@ -232,8 +232,13 @@ class Algorithm:
         Raises:
             InvalidArgumentError: a tensor is missing; the message names it and who needs it.
         """
-        corrected, metrics = self._corrected(batch, layout)
-        reader = self.policy_loss
+        reader, corrected, metrics = self.policy_loss, batch, dict[str, Tensor]()
+        if self.choices["importance_correction"].name != "none":
+            compared = ("old_logprob", "rollout_logprob", "action_mask")
+            require_recorded(batch, self.correction, compared)
+            log_probs = [needed(batch, key, self.correction) for key in compared]
+            weights, metrics = self.correction(*log_probs, layout=layout)
+            corrected = {**batch, "advantages": needed(batch, "advantages", reader) * weights}
         require_recorded(batch, reader, reader.select_keys)
         tensors = {key: needed(corrected, key, reader) for key in reader.select_keys}
         own = logprob
@@ -251,19 +256,6 @@ class Algorithm:
                 metrics.update(part[1])
         named = {f"actor/{name}": value for name, value in metrics.items()}
         return loss, {"final_loss": loss.detach(), **named}
-
-    def _corrected(
-        self, batch: Mapping[str, Any], layout: BatchLayout | None
-    ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-        """Return the batch with weighted advantages, and metrics of the weights."""
-        if self.choices["importance_correction"].name == "none":
-            return batch, {}
-        tensors = ("old_logprob", "rollout_logprob", "action_mask")
-        require_recorded(batch, self.correction, tensors)
-        log_probs = [needed(batch, key, self.correction) for key in tensors]
-        weights, metrics = self.correction(*log_probs, layout=layout)
-        advantages = needed(batch, "advantages", self.policy_loss)
-        return {**batch, "advantages": advantages * weights}, metrics
 
     def _entropy(
         self, batch: Mapping[str, Any], entropy: Tensor | None, layout: BatchLayout | None
