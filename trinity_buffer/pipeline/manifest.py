@@ -86,18 +86,17 @@ def repartitioned(
     lease: BatchLeased, order: Sequence[int], microbatches: Sequence[Sequence[int]]
 ) -> BatchLeased:
     """Return a manifest of only the rows ``order``, in that order and these micro-batches."""
-
-    def placed(column: Sequence[int]) -> list[int]:
-        return [column[place] for place in order]
-
-    groups = placed(lease.groups)
+    columns = (lease.annotations, lease.experiences, lease.groups, lease.source)
+    annotations, experiences, groups, source = (
+        [column[place] for place in order] if column else [] for column in columns
+    )
     changed = replace(
         lease,
-        annotations=placed(lease.annotations),
-        experiences=placed(lease.experiences),
+        annotations=annotations,
+        experiences=experiences,
         groups=groups,
         num_groups=len(set(groups)),
-        source=placed(lease.source) if lease.source else [],
+        source=source,
         microbatches=[[*plan] for plan in microbatches],
     )
     return replace(changed, digest=manifest_digest(changed))

@@ -135,19 +135,6 @@ SlotRange: TypeAlias = tuple[Array, WithSegment, range]
 """Rows of a step that are consecutive slots of an event: the rows, the event, and its slots."""
 
 
-def slot_ranges(addresses: Array) -> list[tuple[Array, int, range]]:
-    """Return the rows at these addresses as (rows, position, slots), ordered by address."""
-    order = np.argsort(addresses, kind="stable")
-    ordered, ranges = addresses[order], []
-    # Consecutive addresses are consecutive rows of one segment: an address holds the position in
-    # its high bits, so the next event's addresses are far away.
-    for a, z in contiguous_ranges(ordered):
-        address = int(ordered[a])
-        first = slot_of(address)
-        ranges.append((order[a:z], position_of(address), range(first, first + z - a)))
-    return ranges
-
-
 def block_of(column: Column, rows: Array, slots: range) -> Block | None:
     """Return the ``slots`` of a column as a block of the step's ``rows``; None if it has none."""
     first, last = slots.start, slots.stop
@@ -372,14 +359,20 @@ class RowLoader:
         order, sources = list[int](), list[tuple[list[int], Mapping[int, WithSegment]]]()
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
         for cache, places in self._sources(s, lease):
-            in_step = np.array(places)
-            parts = [
-                slot_ranges(np.array(column)[in_step])
-                for column in (lease.experiences, lease.annotations)
-            ]
-            events = cache.events(s, {position for of in parts for _, position, _ in of})
-            for row_ranges, of in zip(ranges, parts, strict=True):
-                row_ranges.extend((in_step[rows], events[at], slots) for rows, at, slots in of)
+            in_step, parts = np.array(places), list[tuple[list[SlotRange], Array, int, int]]()
+            columns = (lease.experiences, lease.annotations)
+            for row_ranges, column in zip(ranges, columns, strict=True):
+                addresses = np.array(column)[in_step]
+                by_address = np.argsort(addresses, kind="stable")
+                ordered, rows = addresses[by_address], in_step[by_address]
+                # Consecutive addresses are consecutive rows of one segment: an address holds the
+                # position in its high bits, so the next event's addresses are far away.
+                for a, z in contiguous_ranges(ordered):
+                    address = int(ordered[a])
+                    parts.append((row_ranges, rows[a:z], position_of(address), slot_of(address)))
+            events = cache.events(s, {position for _, _, position, _ in parts})
+            for row_ranges, rows, at, first in parts:
+                row_ranges.append((rows, events[at], range(first, first + len(rows))))
             order += places
             sources.append(([lease.experiences[place] for place in places], events))
         facts = Facts.of(*sources)

@@ -116,7 +116,7 @@ class EventCache:
                     f"experiment {self.name!r}: the log has no event at position {gone[0]}: "
                     "run `verify`"
                 )
-            self._add(s.compute(self._read, stored))
+            self._add(s.compute(self._decoded, stored))
         events = {}
         for position in positions:
             events[position] = self._known[position]
@@ -133,15 +133,15 @@ class EventCache:
         self._add({at: event for at, event in events.items() if at not in self._known})
         self._shrink(0)
 
-    def _read(self, events: Iterable[StoredEvent]) -> dict[int, WithSegment]:
-        return {stored.position: self._with_segment(stored) for stored in events}
-
-    def _with_segment(self, stored: StoredEvent) -> WithSegment:
-        fact = decoded(self.name, stored).fact
-        if not isinstance(fact, WithSegment):
-            place = f"experiment {self.name!r}, the event at position {stored.position}"
-            raise CodecError(f"{place}: it is a {stored.kind}, which has no rows: run `verify`")
-        return fact
+    def _decoded(self, events: Iterable[StoredEvent]) -> dict[int, WithSegment]:
+        facts = {}
+        for stored in events:
+            fact = decoded(self.name, stored).fact
+            if not isinstance(fact, WithSegment):
+                place = f"experiment {self.name!r}, the event at position {stored.position}"
+                raise CodecError(f"{place}: it is a {stored.kind}, which has no rows: run `verify`")
+            facts[stored.position] = fact
+        return facts
 
     def _add(self, events: Mapping[int, WithSegment]) -> None:
         self._known.update(events)

@@ -135,7 +135,7 @@ def _tensors(
     columns: dict[str, Column] = {}
     for name, column in flat.items():
         if isinstance(column, np.ndarray):
-            columns[name] = _part(column, part)
+            columns[name] = column[part.elements].reshape(part.shape)
         else:
             columns[name] = partial(column, part)
     if places.padded:
@@ -304,22 +304,16 @@ def _layout(
     lease: BatchLeased, rows: LoadedRows, per_row: Mapping[str, Array], world: int
 ) -> BatchLayout:
     """Return the denominators over all rows, over the usual and over the expert's rows."""
-
-    def totals(of: Array) -> Totals:
-        tokens = rows.facts.trained_tokens[of]
-        return Totals(
-            tokens=int(tokens.sum()),
-            sequences=len(tokens),
-            groups=len(set(per_row["group_index"][of].tolist())),
-            active_sequences=int(np.count_nonzero(tokens)),
-        )
-
-    expert = rows.expert
-    total = totals(np.ones(len(expert), np.bool_))
+    totals = []
+    for of in (slice(None), ~rows.expert, rows.expert):
+        tokens, groups = rows.facts.trained_tokens[of], per_row["group_index"][of]
+        active = int(np.count_nonzero(tokens))
+        totals.append(Totals(int(tokens.sum()), len(tokens), len(set(groups.tolist())), active))
+    total, usual, expert = totals
     return BatchLayout(
         total=total,
-        usual=totals(~expert) if expert.any() else total,
-        expert=totals(expert),
+        usual=usual,
+        expert=expert,
         normalizer=lease.normalizer,
         world_size=world,
     )
@@ -386,22 +380,21 @@ class Places:
         # Blocks of one segment share their array of rows, so its identity can be the cache key.
         rows, where = self._rectangles.get(id(block.rows), (None, None))
         if rows is not block.rows:
-            where = self._rectangle(block.rows)
-            self._rectangles[id(block.rows)] = block.rows, where
+            rows, where = block.rows, None
+            bounds = (self.begins, self.prompts, self.lengths, self.extents)
+            begins, *shapes = (column[rows] for column in bounds)
+            first = int(begins[0])
+            prompt, length, extent = (int(shape[0]) for shape in shapes)
+            distance = int(begins[1]) - first if len(rows) > 1 else extent
+            alike = (np.diff(begins) == distance).all() and all(
+                (of == of[0]).all() for of in shapes
+            )
+            if first >= 0 and distance >= extent and alike:
+                where = Rectangle(first, distance, len(rows), prompt, length, extent)
+            self._rectangles[id(rows)] = rows, where
         if where is None or block.scaled:
             return where
         return where if block.size == where.length - after_prompt * where.prompt else None
-
-    def _rectangle(self, rows: Array) -> Rectangle | None:
-        bounds = (self.begins, self.prompts, self.lengths, self.extents)
-        begins, *shapes = (column[rows] for column in bounds)
-        first = int(begins[0])
-        prompt, length, extent = (int(shape[0]) for shape in shapes)
-        distance = int(begins[1]) - first if len(rows) > 1 else extent
-        at_distances = (np.diff(begins) == distance).all() and distance >= extent
-        if first < 0 or not (at_distances and all((shape == shape[0]).all() for shape in shapes)):
-            return None
-        return Rectangle(first, distance, len(rows), prompt, length, extent)
 
 
 def _places(facts: Facts, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
@@ -618,11 +611,7 @@ class LazyColumns:
                 f"{name} of a step cannot be made: an error or Ctrl-C ended that half-way before; "
                 "open the stream again, which serves the uncommitted steps as they were"
             )
-        return _part(self._made[name], part)
-
-
-def _part(column: Array, part: Part) -> Array:
-    return column[part.elements].reshape(part.shape)
+        return self._made[name][part.elements].reshape(part.shape)
 
 
 def _columns_of_step(
