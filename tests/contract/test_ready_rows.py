@@ -18,7 +18,7 @@ from trinity_buffer.codec.objects import decode_fact
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import Fact
 from trinity_buffer.pipeline.handle import decoded
-from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.train.sampler import ReadyGroup, ReadyGroups
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import first_address
@@ -195,7 +195,7 @@ async def test_an_event_is_decoded_once_while_it_is_in_use(
         for task in range(8):
             await experiment.writer("e0").write(group(task=task, runs=RUNS))
         await run_strategy(experiment, "grpo", {"epsilon": 1e-6})
-        monkeypatch.setattr("trinity_buffer.pipeline.load.events.decoded", counted)
+        monkeypatch.setattr("trinity_buffer.pipeline.load.reading.decoded", counted)
         async with experiment.train_stream(strategy="grpo") as stream:
             assert len([step async for step in stream]) == 8
         annotations = await rows(experiment, "annotation")

@@ -25,7 +25,7 @@ from trinity_buffer.events import (
     StepsCommitted,
     TrainerRewound,
 )
-from trinity_buffer.pipeline.load.segments import blobs_of, read_segments
+from trinity_buffer.pipeline.load.reading import blobs_of, read_segments
 
 
 def address(position: int, slot: int) -> int:

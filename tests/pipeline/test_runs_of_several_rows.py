@@ -36,7 +36,7 @@ from trinity_buffer.events import ConsumerRegistered
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.pipeline.load.columns import RowLoader
-from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.train.collate import collate_step
 from trinity_buffer.store import writer_queries
 from trinity_buffer.writer import StagedWriter

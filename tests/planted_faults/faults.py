@@ -572,7 +572,7 @@ FAULTS = [
     ),
     Fault(
         "a segment that lacks a column family is whole",
-        "pipeline/load/segments.py",
+        "pipeline/load/reading.py",
         "return bool(blobs) and blobs.keys() >= set(families)",
         "return bool(blobs)",
         "tests/trainer/test_damaged_steps.py::test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained",

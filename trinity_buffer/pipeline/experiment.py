@@ -225,8 +225,8 @@ class Experiment(ExperimentHandle):
     async def _decoded(
         self, wanted: writer_queries.Filter, families: Sequence[str]
     ) -> AsyncIterator[Experience]:
-        from trinity_buffer.pipeline.load.events import EventCache  # noqa: PLC0415 - torch
         from trinity_buffer.pipeline.load.experiences import load_experiences  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.load.reading import EventCache  # noqa: PLC0415 - torch
 
         cache = EventCache(self.key, self.name)
         async for rows in self._pages(wanted):

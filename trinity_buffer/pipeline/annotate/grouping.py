@@ -35,7 +35,7 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, now_us
-from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.store import counts, log, writer_queries
 from trinity_buffer.store.log import StoredEvent

@@ -19,7 +19,7 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import fact_at
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, repartitioned, rows_by_rank
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal

@@ -25,9 +25,15 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotations import decode_annotations
 from trinity_buffer.pipeline.handle import ExperimentHandle
-from trinity_buffer.pipeline.load.events import EventCache, Facts, contiguous_ranges
 from trinity_buffer.pipeline.load.experiences import load_experiences
-from trinity_buffer.pipeline.load.segments import blobs_of, read_segments, unreadable_among
+from trinity_buffer.pipeline.load.reading import (
+    EventCache,
+    Facts,
+    blobs_of,
+    contiguous_ranges,
+    read_segments,
+    unreadable_among,
+)
 from trinity_buffer.pipeline.tensors import flat_tensor, tensors_of
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.rows import position_of, slot_of

@@ -13,8 +13,7 @@ from trinity_buffer.events import ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.encoding import decode_experiences
-from trinity_buffer.pipeline.load.events import EventCache
-from trinity_buffer.pipeline.load.segments import StoredSegments, blobs_of, read_segments
+from trinity_buffer.pipeline.load.reading import EventCache, StoredSegments, blobs_of, read_segments
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import ReadSession

@@ -30,7 +30,7 @@ from trinity_buffer.events import BatchLeased
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs
 from trinity_buffer.pipeline.load.columns import Array, Block, Field, LoadedRows, field_of_values
-from trinity_buffer.pipeline.load.events import Facts
+from trinity_buffer.pipeline.load.reading import Facts
 from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
 from trinity_buffer.pipeline.train.microbatch import (
     Column,

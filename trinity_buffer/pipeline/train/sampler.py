@@ -24,7 +24,7 @@ from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.load.events import EventCache, contiguous_ranges, recorded_ranges
+from trinity_buffer.pipeline.load.reading import EventCache, contiguous_ranges, recorded_ranges
 from trinity_buffer.pipeline.manifest import plan_microbatches, repartitioned
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import StreamOptions

@@ -40,7 +40,7 @@ from trinity_buffer.pipeline.coordination.waiting import (
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
-from trinity_buffer.pipeline.load.events import EventCache
+from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory

@@ -38,7 +38,7 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import FAMILIES
 from trinity_buffer.limits import by_size, sizes
 from trinity_buffer.pipeline.archive import digest_of, read_archive
-from trinity_buffer.pipeline.load.segments import blobs_of
+from trinity_buffer.pipeline.load.reading import blobs_of
 from trinity_buffer.pipeline.verify.log_audit import Problem
 from trinity_buffer.pipeline.verify.projections import pages, readable_events
 from trinity_buffer.sampling import SEGMENTS, sampled
