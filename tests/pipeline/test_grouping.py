@@ -172,17 +172,18 @@ def test_a_plan_beats_the_rule() -> None:
 
 def test_the_deadline_counts_from_the_first_experience_of_the_group() -> None:
     it = grouping(group_timeout_s=10)
-    assert it.next_deadline_us() == math.inf
+    assert it.next_ends_us() == (math.inf, math.inf)
     it.apply_plan(planned(tasks=[0, 1, 2]), sealed=False)
     it.record(row(task=1), 3 * S)
     it.record(row(task=0), 5 * S)
-    assert it.next_deadline_us() == 13 * S
+    assert it.next_ends_us() == (13 * S, math.inf)
     assert it.take_ready(13 * S - 1) == []
     (unit,) = it.take_ready(13 * S)
     assert (keys([unit]), is_short(unit)) == ([["b/1"]], True)
-    assert it.next_deadline_us() == 15 * S
+    assert it.next_ends_us() == (15 * S, math.inf)
     assert keys(it.take_ready(15 * S)) == [["b/0"]]
-    assert it.next_deadline_us() == math.inf, "a group without a first experience has no deadline"
+    none = (math.inf, math.inf)
+    assert it.next_ends_us() == none, "a group without a first experience has no deadline"
 
 
 def test_the_deadline_of_one_group_closes_a_batch() -> None:
@@ -198,11 +199,12 @@ def test_a_group_of_unknown_size_is_closed_when_nothing_has_come_for_it() -> Non
     it.record(row(task=1), 3 * S)
     it.record(row(task=0), 4 * S)
     it.record(row(task=1, run=1), 8 * S)
-    assert (it.becomes_idle, it.next_deadline_us()) == (True, 14 * S)
+    assert it.next_ends_us() == (math.inf, 14 * S)
     assert keys(it.take_ready(14 * S)) == [["b/0"]]
     assert it.take_ready(18 * S - 1) == []
     (unit,) = it.take_ready(18 * S)
-    assert (keys([unit]), is_short(unit), it.becomes_idle) == ([["b/1"]], False, False)
+    assert (keys([unit]), is_short(unit)) == ([["b/1"]], False)
+    assert it.next_ends_us() == (math.inf, math.inf)
 
 
 def test_a_batch_of_groups_of_unknown_size_is_closed_when_all_are_idle() -> None:
@@ -216,7 +218,7 @@ def test_a_batch_of_groups_of_unknown_size_is_closed_when_all_are_idle() -> None
 def test_a_group_whose_number_of_runs_is_known_waits_for_them() -> None:
     it = grouping(idle_s=10, rollouts_per_group=2)
     it.record(row(task=0), 0)
-    assert (it.becomes_idle, it.next_deadline_us()) == (False, math.inf)
+    assert it.next_ends_us() == (math.inf, math.inf)
     assert it.take_ready(60 * S) == []
     it = grouping(idle_s=10)
     it.apply_plan(planned(tasks=[0], runs=2), sealed=False)

@@ -195,8 +195,8 @@ FAULTS = [
     Fault(
         "a group whose deadline is now stays open",
         "pipeline/annotate/grouping.py",
-        "[end_us <= now_us for end_us, _ in ends]",
-        "[end_us < now_us for end_us, _ in ends]",
+        "any(group.overdue_us <= now_us for group in undecided)",
+        "any(group.overdue_us < now_us for group in undecided)",
         "tests/pipeline/test_grouping.py::test_the_deadline_of_one_group_closes_a_batch",
     ),
     Fault(

@@ -361,13 +361,13 @@ class StrategyConsumer:
                 wait.over()
                 continue
             self.has_read_all = True
-            grouping = self._reader.grouping
-            if ending and not grouping.becomes_idle:
+            overdue_us, idle_us = self._reader.grouping.next_ends_us()
+            if ending and math.isinf(idle_us):
                 return True
             ending = ending or is_finished  # one more page: rows may precede the end
-            if not ending or grouping.becomes_idle:
+            if not ending or idle_us < math.inf:
                 settle_imports()
-                due_us = min(grouping.next_deadline_us(), self._deadlines.due_us)
+                due_us = min(overdue_us, idle_us, self._deadlines.due_us)
                 left = None if math.isinf(due_us) else max(0.0, (due_us - now_us()) / 1e6)
                 await wait.changed(state, left)
         return False
@@ -380,7 +380,7 @@ class StrategyConsumer:
     async def _lacking(self) -> str:
         """Return why nothing is decided, and which process would bring the missing rows."""
         experiment = self.experiment
-        if self._reader.grouping.becomes_idle:
+        if self._reader.grouping.next_ends_us()[1] < math.inf:
             groups = counted(self._reader.grouping.num_waiting[1], "group")
             return f"{groups}, each decided when nothing came for it for {self.rules.idle_s:g} s"
         if self._reader.unscored is not None:

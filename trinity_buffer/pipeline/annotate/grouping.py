@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -81,7 +82,8 @@ class Group:
         members: addresses of its experiences, in the order in which they were read.
         runs: of which something is stored, refused or not.
         accepted: runs of which there are members.
-        first_seen_us, last_seen_us: when its first and last members were recorded.
+        overdue_us, idle_us: when it is closed, so long after its first member was recorded, and, if
+            its number of runs is unknown, after its last; infinite: never.
     """
 
     key: GroupKey
@@ -90,8 +92,8 @@ class Group:
     members: list[int] = field(default_factory=list)
     runs: set[int] = field(default_factory=set)
     accepted: set[int] = field(default_factory=set)
-    first_seen_us: float = math.inf
-    last_seen_us: float = 0.0
+    overdue_us: float = math.inf
+    idle_us: float = math.inf
     decided: bool = False
 
     def has_all(self, runs: set[int]) -> bool:
@@ -132,7 +134,8 @@ class Grouping:
     def __init__(self, unit: Unit, rules: GroupingRules) -> None:
         self.unit = unit
         self.rules = rules
-        self.batches: dict[str, _Batch] = {}
+        unplanned = partial(_Batch, planned=False, rollouts=rules.rollouts_per_group)
+        self.batches: defaultdict[str, _Batch] = defaultdict(unplanned)
         self.groups: dict[GroupKey, Group] = {}
         self._candidates: set[str] = set()
         self._late: list[int] = []
@@ -142,24 +145,16 @@ class Grouping:
         self._idle_us = math.inf if idle_s is None else int(idle_s * 1e6)
         self._is_timed = min(self._timeout_us, self._idle_us) < math.inf
 
-    def _open(self) -> list[Group]:
-        return [group for group in self.groups.values() if not group.decided]
-
     @property
     def num_waiting(self) -> tuple[int, int]:
         """Number of experiences that were read and are undecided, and of their groups."""
-        sizes_of_groups = [len(group.members) for group in self._open() if group.members]
-        return sum(sizes_of_groups), len(sizes_of_groups)
-
-    def _batch(self, key: str) -> _Batch:
-        if key not in self.batches:
-            self.batches[key] = _Batch(planned=False, rollouts=self.rules.rollouts_per_group)
-        return self.batches[key]
+        waiting = [group for group in self.groups.values() if group.members and not group.decided]
+        return sum(len(group.members) for group in waiting), len(waiting)
 
     def group(self, key: GroupKey) -> Group:
         """Return the group of this key, which may be new."""
         if key not in self.groups:
-            batch = self.batches.get(key[0]) or self._batch(key[0])
+            batch = self.batches[key[0]]
             # `apply_plan` marks the tasks that the plan names; any other task is unplanned. One
             # that appears in a batch decided as a whole is late.
             made = Group(key, planned=False, rollouts=batch.rollouts, decided=batch.decided)
@@ -173,7 +168,7 @@ class Grouping:
         # A plan can arrive twice: by a lookup in the database, and as the event itself.
         if key not in self.batches and size is not None:
             self.batches[key] = _Batch(planned=True, rollouts=size)
-        batch = self._batch(key)
+        batch = self.batches[key]
         # A seal beyond the cursor must not be undone by a plan that is read later.
         batch.sealed = batch.sealed or sealed
         for task in row.tasks:
@@ -217,13 +212,15 @@ class Grouping:
         if not rows.refused:
             group.members.extend(rows.addresses)
             group.accepted.update(rows.runs)
-            group.first_seen_us = min(at_us, group.first_seen_us)
-            group.last_seen_us = max(at_us, group.last_seen_us)
+            group.overdue_us = min(at_us + self._timeout_us, group.overdue_us)
+            if group.rollouts is None:
+                idle_us = at_us + self._idle_us
+                group.idle_us = max(idle_us, group.idle_us if group.idle_us < math.inf else 0)
         self._candidates.add(rows.key[0])
 
     def seal(self, batch: str) -> None:
         """Close a batch: its groups are ready as they are."""
-        self._batch(batch).sealed = True
+        self.batches[batch].sealed = True
         self._candidates.add(batch)
 
     def take_late(self) -> list[int]:
@@ -231,29 +228,23 @@ class Grouping:
         late, self._late = self._late, []
         return late
 
-    def _ends_of(self, group: Group) -> tuple[float, float]:
-        """Return when an open group is overdue and when it is idle; infinite: never."""
-        overdue_us = group.first_seen_us + self._timeout_us
-        if group.rollouts is not None or not group.members:
-            return overdue_us, math.inf
-        return overdue_us, group.last_seen_us + self._idle_us
-
-    def next_deadline_us(self) -> float:
-        """Return when the next open group must be closed; infinite: never."""
+    def next_ends_us(self) -> tuple[float, float]:
+        """Return when the next open group is overdue, and when one is idle; infinite: never."""
         if not self._is_timed:
-            return math.inf
-        return min((min(self._ends_of(group)) for group in self._open()), default=math.inf)
-
-    @property
-    def becomes_idle(self) -> bool:
-        """Whether some open group closes once no more rows come for it."""
-        return self._is_timed and any(self._ends_of(group)[1] < math.inf for group in self._open())
+            return math.inf, math.inf
+        undecided = [group for group in self.groups.values() if not group.decided]
+        return (
+            min((group.overdue_us for group in undecided), default=math.inf),
+            min((group.idle_us for group in undecided), default=math.inf),
+        )
 
     def take_ready(self, now_us: int) -> list[ReadyUnit]:
         """Return, once, every ready unit, oldest batch first; forget finished batches."""
-        if self.next_deadline_us() <= now_us:
+        if min(self.next_ends_us()) <= now_us:
             # A deadline can close groups of any batch, not only of those with new rows.
-            self._candidates.update(group.key[0] for group in self._open())
+            self._candidates.update(
+                key[0] for key, group in self.groups.items() if not group.decided
+            )
         units: list[ReadyUnit] = []
         for key in [key for key in self.batches if key in self._candidates]:
             batch = self.batches[key]
@@ -273,20 +264,20 @@ class Grouping:
     def _ready_of(self, batch: _Batch, now_us: int) -> ReadyUnit:
         """Return the groups of a batch that are to be decided now."""
         undecided = [group for group in batch.groups if not group.decided]
-        never = (math.inf, math.inf)
-        ends = [self._ends_of(group) if self._is_timed else never for group in undecided]
-        overdue = [end_us <= now_us for end_us, _ in ends]
-        idle = [end_us <= now_us for _, end_us in ends]
         ready = [
             group
-            for group, is_closed in zip(undecided, map(max, overdue, idle), strict=True)
-            if batch.sealed or is_closed or group.has_all(group.runs)
+            for group in undecided
+            if batch.sealed
+            or min(group.overdue_us, group.idle_us) <= now_us
+            or group.has_all(group.runs)
         ]
         if self.unit == "group":
             return ready
+        overdue = any(group.overdue_us <= now_us for group in undecided)
+        idle = any(group.idle_us <= now_us for group in undecided)
         # An unplanned batch that is unsealed may still get further groups.
-        whole = len(ready) == len(undecided) and (batch.planned or batch.sealed or any(idle))
-        return undecided if whole or any(overdue) else []
+        whole = len(ready) == len(undecided) and (batch.planned or batch.sealed or idle)
+        return undecided if whole or overdue else []
 
 
 def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
@@ -451,21 +442,19 @@ class UnitReader:
             page: events of the kinds `Reads`.
             waiting: the rows that count of events before the cursor; None: all, they lie behind it.
         """
-        facts = {event.position: self._fact_of(event) for event in page}
-        ranges = self._ranges(s, facts, waiting)
+        facts, ranges = self._decode(s, page, waiting)
         # The rows of this page are likely decided next; the cache saves decoding them again.
         self._cache.keep({a: f for a, f in facts.items() if isinstance(f, ExperiencesRecorded)})
         sealed = {str(fact.batch) for fact in facts.values() if isinstance(fact, BatchSealed)}
         keys = {each.key for parts in ranges.values() for each in parts}
+        # Plans and past decisions first: whether a row is late depends on them.
         new = self._learn(s, keys - self.grouping.groups.keys(), sealed)
         if waiting is None:
             self.grouping.mark_empty_groups(new)
-        # Plans and past decisions first: whether a row is late depends on them.
         for event in page:
             for each in ranges.get(event.position, ()):
                 self.grouping.record(each, event.recorded_at)
-        for event in page:
-            fact = facts[event.position]
+            fact = facts.get(event.position)
             if isinstance(fact, BatchPlanned):
                 size, tasks = fact.rollouts_per_group, tuple(fact.tasks)
                 row = BatchRow(fact.batch, event.actor, size, event.position, None, None, tasks)
@@ -473,44 +462,43 @@ class UnitReader:
             elif isinstance(fact, BatchSealed):
                 self.grouping.seal(str(fact.batch))
 
-    def _fact_of(self, event: StoredEvent) -> Fact | None:
-        """Return what an event says; None of one whose rows cannot be decoded."""
-        try:
-            return decoded(self._experiment.name, event).fact
-        except CodecVersionError:
-            raise
-        except CodecError as error:
-            if event.kind not in kinds_of(ExperiencesRecorded):
+    def _decode(
+        self, s: ReadSession, page: Sequence[StoredEvent], waiting: Collection[int] | None
+    ) -> tuple[dict[int, Fact], dict[int, list[RowRange]]]:
+        """Return position -> what each event says, and its rows by group, also if it is damaged."""
+        facts: dict[int, Fact] = {}
+        rows: dict[int, Iterable[tuple[int, Key, Key, int, bool]]] = {}
+        damaged: list[int] = []
+        for event in page:
+            at = event.position
+            try:
+                fact = facts[at] = decoded(self._experiment.name, event).fact
+            except CodecVersionError:
                 raise
-            # The rows of such an event are in the projection: the strategy rejects them one by one.
-            _logger.warning("its experiences are rejected as damaged: %s", one_line(f"{error}"))
-            return None
-
-    def _ranges(
-        self, s: ReadSession, facts: Mapping[int, Fact | None], waiting: Collection[int] | None
-    ) -> dict[int, list[RowRange]]:
-        """Return position -> the rows of each event by group, those of damaged ones included."""
-        damaged = [at for at, fact in facts.items() if fact is None]
-        known = (
-            s.read(writer_queries.rows_of_events, self._experiment.key, damaged) if damaged else {}
-        )
-        rows: dict[int, Iterable[tuple[int, Key, Key, int, bool]]] = {
-            at: [(r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused)) for r in of_event]
-            for at, of_event in known.items()
-        }
-        for at, fact in facts.items():
+            except CodecError as error:
+                if event.kind not in kinds_of(ExperiencesRecorded):
+                    raise
+                # Its rows are in the projection: the strategy rejects them one by one.
+                text = one_line(f"{error}")
+                _logger.warning("its experiences are rejected as damaged: %s", text)
+                damaged.append(at)
+                continue
             if isinstance(fact, ExperiencesRecorded):
                 columns, refused = fact.columns, [slot in fact.refused for slot in range(fact.rows)]
                 addresses = range(first_address(at), first_address(at) + fact.rows)
                 rows[at] = zip(
                     addresses, columns.batch, columns.task, columns.run, refused, strict=True
                 )
-        if waiting is None:
-            return {at: ranges_of(of_event) for at, of_event in rows.items()}
-        return {
-            at: ranges_of(row for row in of_event if row[0] in waiting)
-            for at, of_event in rows.items()
-        }
+        if damaged:
+            known = s.read(writer_queries.rows_of_events, self._experiment.key, damaged)
+            for at, of_event in known.items():
+                rows[at] = [
+                    (r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused))
+                    for r in of_event
+                ]
+        if waiting is not None:
+            rows = {at: [r for r in of_event if r[0] in waiting] for at, of_event in rows.items()}
+        return facts, {at: ranges_of(of_event) for at, of_event in rows.items()}
 
     def _learn(self, s: ReadSession, groups: set[GroupKey], sealed: set[str]) -> set[str]:
         """Look up groups and batches that the grouping does not have in memory.
