@@ -274,7 +274,16 @@ class StrategyConsumer:
             await self._decide_all(follow=follow)
         waiting, groups = self._reader.grouping.num_waiting
         if self._speaks:
-            self._warn_of_rejections()
+            at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
+            if at_fault or (self._reasons and not self._annotated):
+                counts = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
+                _logger.warning(
+                    "strategy %r rejected %d of %s: %s",
+                    self.name,
+                    self._rejected,
+                    counted(self._rejected + self._annotated, "experience"),
+                    one_line(counts),
+                )
             if waiting or self._reader.unscored is not None:
                 left = f"{counted(waiting, 'experience')} of {counted(groups, 'group')} waiting"
                 left = left if waiting else "what it cannot read yet"
@@ -392,17 +401,6 @@ class StrategyConsumer:
             diagnosis.of_strategy, experiment.key, self.name, whole_batches=self._unit == "batch"
         )
 
-    def _warn_of_rejections(self) -> None:
-        """Warn of rejections whose reason is a fault, or if every row was rejected."""
-        at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
-        if at_fault or (self._reasons and not self._annotated):
-            rejected = self._reasons.total()
-            of = counted(rejected + self._annotated, "experience")
-            counts = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
-            _logger.warning(
-                "strategy %r rejected %d of %s: %s", self.name, rejected, of, one_line(counts)
-            )
-
     async def _advance(self, *, live: bool = False) -> tuple[bool, bool]:
         """Read one page and decide the units that are ready.
 
@@ -485,7 +483,10 @@ class StrategyConsumer:
         # Each group counts as one call of `add`, whichever way it is decided.
         self._calls += len(groups)
         if groups:
-            with blame_strategy(self.name, _uid_at(addresses[0], events)):
+            first, slot = events[position_of(addresses[0])].columns, slot_of(addresses[0])
+            key = first.batch[slot], first.task[slot], first.run[slot]
+            uid = EID(*key, first.step[slot], first.suffix[slot]).uid
+            with blame_strategy(self.name, uid):
                 table = table_of(groups, events, self._assigned(s, addresses))
                 decision.score(groups, table, self._scorer, self.strategy.over)
         self._commit(s, decision, units)
@@ -558,12 +559,27 @@ class StrategyConsumer:
     async def _load(
         self, rows: Sequence[ExperienceRow], decision: Decision
     ) -> dict[int, Experience]:
-        """Return address -> experience; those that cannot be read are rejected."""
+        """Return address -> experience; those that are damaged or were deleted are rejected.
+
+        Raises:
+            ArchivedSegmentError: tensors cannot be read here and now, and are not gone for good.
+        """
         if not rows:
             return {}
         database = self.experiment.database
         experiences = await load_experiences(database, self._cache, rows, self._families)
-        bad = await self._unreadable(rows, experiences)
+        bad = {e.address or 0: "damaged" for e in experiences if e.damaged is not None}
+        absent = [pair for pair in zip(rows, experiences, strict=True) if pair[1].archived]
+        if absent:
+            # No families required: here only the absence of a whole segment matters.
+            wanted: dict[bytes, tuple[str, ...]] = {row.segment: () for row, _ in absent}
+            gone = await database.read_session(
+                lambda s: unreadable_among(s, wanted, self._families)
+            )
+            for row, experience in absent:
+                if row.segment not in gone:
+                    raise ArchivedSegmentError(f"{row.eid}: {experience.archived}")
+                bad[row.address] = gone[row.segment]
         decision.reasons |= bad
         if self.rules.on_incomplete_group == "reject":
             broken = {row.eid.tid for row in rows if row.address in bad}
@@ -576,28 +592,6 @@ class StrategyConsumer:
                 # A row that the scoring left out has no reward, not its recorded one.
                 experience.reward = (assigned or {}).get(address)
         return loaded
-
-    async def _unreadable(
-        self, rows: Sequence[ExperienceRow], experiences: Sequence[Experience]
-    ) -> dict[int, str]:
-        """Return address -> reason, of experiences that are damaged or were deleted.
-
-        Raises:
-            ArchivedSegmentError: tensors cannot be read here and now, and are not gone for good.
-        """
-        bad = {e.address or 0: "damaged" for e in experiences if e.damaged is not None}
-        absent = [pair for pair in zip(rows, experiences, strict=True) if pair[1].archived]
-        if absent:
-            # No families required: here only the absence of a whole segment matters.
-            wanted: dict[bytes, tuple[str, ...]] = {row.segment: () for row, _ in absent}
-            reasons = await self.experiment.database.read_session(
-                lambda s: unreadable_among(s, wanted, self._families)
-            )
-            for row, experience in absent:
-                if row.segment not in reasons:
-                    raise ArchivedSegmentError(f"{row.eid}: {experience.archived}")
-                bad[row.address] = reasons[row.segment]
-        return bad
 
     def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
         """Commit the decision on ``units`` together with the cursor."""
@@ -665,13 +659,6 @@ def sort_key(row: ExperienceRow) -> tuple[object, ...]:
     """Return the sort key of the rows that a strategy sees: batch, task, run, step, suffix."""
     eid = row.eid
     return (order_of(eid.batch), order_of(eid.task), eid.run, eid.step, eid.suffix)
-
-
-def _uid_at(address: int, events: Mapping[int, ExperiencesRecorded]) -> str:
-    """Return the uid of the experience at ``address``, by the event that recorded it."""
-    columns, slot = events[position_of(address)].columns, slot_of(address)
-    key = columns.batch[slot], columns.task[slot], columns.run[slot]
-    return EID(*key, columns.step[slot], columns.suffix[slot]).uid
 
 
 RECORDED = "recorded"

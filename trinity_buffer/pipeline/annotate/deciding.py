@@ -197,7 +197,13 @@ class Decision:
         """
         written = [experience for group in staged.groups for experience in group]
         rejected, staged.rejections, staged.groups = staged.rejections, [], []
-        self._require_seen([*written, *(experience for experience, _ in rejected)], masks)
+        for experience in [*written, *(experience for experience, _ in rejected)]:
+            if experience.address not in masks:
+                raise InvalidArgumentError(
+                    f"strategy {self.strategy!r} wrote {experience.eid.uid}, which it was not "
+                    "given; a strategy may keep, copy or leave out experiences, not make them, and "
+                    f"{_COPYING}"
+                )
         self.reasons.update({e.address or 0: reason for e, reason in rejected})
         addresses = {e.address or 0 for e in written}
         # Either answer alone could be meant, so guessing would hide a bug of the strategy.
@@ -222,17 +228,6 @@ class Decision:
         self.groups = [number for number, group in enumerate(groups.values()) for _ in group]
         self.tids = list(groups)
         self.blob = encode_annotations(annotated) if annotated else b""
-
-    def _require_seen(
-        self, experiences: Sequence[Experience], masks: Mapping[int, Tensor | None]
-    ) -> None:
-        for experience in experiences:
-            if experience.address not in masks:
-                raise InvalidArgumentError(
-                    f"strategy {self.strategy!r} wrote {experience.eid.uid}, which it was not "
-                    "given; a strategy may keep, copy or leave out experiences, not make them, and "
-                    f"{_COPYING}"
-                )
 
     def require_fitting(
         self, written: Sequence[Experience], rows: Mapping[int, ExperienceRow]
@@ -418,20 +413,18 @@ def classes_of(strategies: StrategyLike) -> Classes:
     """
     if isinstance(strategies, (str, type)) or not isinstance(strategies, Iterable):
         strategies = [strategies]
-    return [_class_of(strategy) for strategy in strategies]
-
-
-def _class_of(strategy: str | StrategyClass) -> tuple[str, type[AddStrategy]]:
-    kind: object = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
-    if not (isinstance(kind, type) and issubclass(kind, (AddStrategy, PipelineAdvantage))):
-        hint = " (give its class)" if isinstance(kind, (AddStrategy, PipelineAdvantage)) else ""
-        raise UnknownNameError(
-            f"{strategy!r} is not an AddStrategy{hint}; known are {', '.join(ADD_STRATEGY.names())}"
-        )
-    name = strategy if isinstance(strategy, str) else ADD_STRATEGY.name_of(kind)
-    if issubclass(kind, PipelineAdvantage):
-        return name, type(kind.__name__, (AdvantageAddStrategy,), {"advantage_fn": kind})
-    return name, kind
+    classes: list[tuple[str, type[AddStrategy]]] = []
+    for strategy in strategies:
+        kind: object = ADD_STRATEGY.get(strategy) if isinstance(strategy, str) else strategy
+        if not (isinstance(kind, type) and issubclass(kind, (AddStrategy, PipelineAdvantage))):
+            hint = " (give its class)" if isinstance(kind, (AddStrategy, PipelineAdvantage)) else ""
+            known = ", ".join(ADD_STRATEGY.names())
+            raise UnknownNameError(f"{strategy!r} is not an AddStrategy{hint}; known are {known}")
+        name = strategy if isinstance(strategy, str) else ADD_STRATEGY.name_of(kind)
+        if issubclass(kind, PipelineAdvantage):
+            kind = type(kind.__name__, (AdvantageAddStrategy,), {"advantage_fn": kind})
+        classes.append((name, kind))
+    return classes
 
 
 def _args_of(args: Mapping[str, Any], classes: Classes, name: str) -> Mapping[str, Any]:

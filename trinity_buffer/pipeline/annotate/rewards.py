@@ -56,24 +56,30 @@ async def assign_rewards(
         # Pages by address: rows that are recorded meanwhile come last and are included.
         after = rows[-1].address
         experiences = await load_experiences(experiment.database, cache, rows, families)
-        scored = [(e, reward(e)) for e in experiences if e.damaged is None]
-        rewards = {
-            cast("int", e.address): _checked(e, name, value)
-            for e, value in scored
-            if value is not None
-        }
+        rewards: dict[int, float] = {}
+        for experience in experiences:
+            value = None if experience.damaged is not None else reward(experience)
+            if value is None:
+                continue
+            if not abs(value) <= torch.finfo(torch.float32).max:
+                raise InvalidArgumentError(
+                    f"scoring {name!r}: the reward of {experience.eid.uid} is {value}, it must be "
+                    "finite in float32"
+                )
+            rewards[cast("int", experience.address)] = float(value)
         pages.append(rewards)
     if not pages:
         return 0
-    events = [
-        new_event(
-            RewardsAssigned(
-                scoring=name, experiences=list(page), rewards=list(page.values()), seen=seen
-            )
+    facts = [
+        RewardsAssigned(
+            scoring=name, experiences=list(page), rewards=list(page.values()), seen=seen
         )
         for page in [*filter(None, pages)] or pages[-1:]
     ]
-    await experiment.database.write(_append, experiment.key, events, actor)
+    events = [(actor, new_event(fact)) for fact in facts]
+    await experiment.database.write(
+        lambda tx: log.append(tx, experiment.key, events, now_us=now_us())
+    )
     return sum(map(len, pages))
 
 
@@ -84,16 +90,3 @@ def _page(tx: Transaction, experiment: int, after: int) -> tuple[list[Experience
         tx, experiment, writer_queries.Filter(), after=after, limit=limit
     )
     return rows, log.head(tx, experiment)
-
-
-def _append(tx: Transaction, experiment: int, events: Sequence[log.NewEvent], actor: str) -> None:
-    log.append(tx, experiment, [(actor, event) for event in events], now_us=now_us())
-
-
-def _checked(experience: Experience, name: str, value: float) -> float:
-    if not abs(value) <= torch.finfo(torch.float32).max:
-        raise InvalidArgumentError(
-            f"scoring {name!r}: the reward of {experience.eid.uid} is {value}, it must be finite "
-            "in float32"
-        )
-    return float(value)

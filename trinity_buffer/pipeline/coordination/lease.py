@@ -228,7 +228,12 @@ class StrategyLease(Lease):
                 self._took = True  # also if we are cancelled while it is being taken
                 self.is_held = await self._database.write(self.take, held)
                 if self.is_held and self.held_by is not None:
-                    self._log_takeover(self.held_by, held)
+                    who = describe_owner(self.held_by if held is None else held[0])
+                    silent = f"was not heard of for {self._patience_s:g} s"
+                    gone = "is gone" if held is not None and is_dead(held[0]) else silent
+                    why = "has ended" if held is None else gone
+                    text = f"strategy {self.consumer!r} decides now: {who} {why}"
+                    _logger.warning("%s", one_line(text))
                 continue
             assert held is not None  # else it is free
             if held[0] == self.owner:
@@ -257,14 +262,6 @@ class StrategyLease(Lease):
                 one_line(f"{why}"),
                 self._ttl_s,
             )
-
-    def _log_takeover(self, before: str, held: Held) -> None:
-        """Say why, after ``before`` decided in our place; ``held`` is the lease that we took."""
-        why = f"was not heard of for {self._patience_s:g} s"
-        if held is None or is_dead(held[0]):
-            why = "has ended" if held is None else "is gone"
-        who = describe_owner(before if held is None else held[0])
-        _logger.warning("%s", one_line(f"strategy {self.consumer!r} decides now: {who} {why}"))
 
     @override
     def standing(self, tx: Transaction) -> leases.Standing:
