@@ -191,13 +191,38 @@ def segment_blob(
     aliases: Mapping[str, str] | None = None,
 ) -> Blob:
     """Return the same as `encode_segment`, in pieces; data of large columns is not copied."""
-    columns_and_objects = [
-        *(("columns", *_column_parts(column, rows)) for column in columns),
-        *(("objects", *_object_parts(name, pieces, rows)) for name, pieces in packed.items()),
-    ]
+    entries: list[tuple[str, list[Any], Sequence[Buffer]]] = []
+    for column in columns:
+        count = rows if column.rows is None else len(column.rows)
+        width = DTYPES[column.dtype].itemsize if column.dtype in DTYPES else 0
+        if len(column.shapes) != count or int(column.sizes.sum()) * width != column.data.nbytes:
+            raise InvalidArgumentError(
+                f"column {column.field}: {column.data.nbytes} bytes of {column.dtype} do not fit "
+                f"{len(column.shapes)} shapes in {count} rows"
+            )
+        ndim = column.shapes.shape[1]
+        # Of a single dimension the number of bytes was compared.
+        if ndim > MAX_DIMENSIONS or (ndim > 1 and column.shapes.max(initial=0) > _MAX_BYTES):
+            raise InvalidArgumentError(
+                f"column {column.field}: a tensor of {ndim} dimensions or 2^32"
+            )
+        present = None if column.rows is None else column.rows.astype(_U32).tobytes()
+        shapes = column.shapes.astype(_U32).tobytes()
+        entry = [column.field, column.dtype, column.encoding, present, ndim, shapes]
+        entries.append(("columns", entry, [column.data.data]))
+    for name, pieces in packed.items():
+        if len(pieces) != rows:
+            raise InvalidArgumentError(f"objects {name}: {len(pieces)} values for {rows} rows")
+        ends = list(accumulate(map(len, pieces), initial=0))
+        if ends[-1] > _MAX_BYTES:
+            raise InvalidArgumentError(f"objects {name}: {ends[-1]} bytes, the limit is 4 GiB")
+        # Short ones are joined: each piece costs its writer a call.
+        are_short = max(map(len, pieces), default=0) < JOINED_BYTES
+        joined = [b"".join(pieces)] if are_short else pieces
+        entries.append(("objects", [name], [np.array(ends, _U32).tobytes(), *joined]))
     lists: dict[str, list[list[Any]]] = {"columns": [], "objects": []}
     parts, size = list[Buffer](), 0
-    for kind, entry, buffers in columns_and_objects:
+    for kind, entry, buffers in entries:
         padding, length = -size % ALIGNMENT, sum(map(len, buffers))
         lists[kind].append([*entry, size + padding, length])
         parts += [bytes(padding), *buffers]
@@ -216,39 +241,6 @@ def segment_blob(
         *(lengths[0], header, lengths[1], bytes(filler), lengths[2]),
     )
     return Blob(list(few_pieces([head, *parts])))
-
-
-def _column_parts(column: Column, rows: int) -> tuple[list[Any], Sequence[Buffer]]:
-    """Return the entry of a column in the header, without its place, and its bytes."""
-    count = rows if column.rows is None else len(column.rows)
-    width = DTYPES[column.dtype].itemsize if column.dtype in DTYPES else 0
-    if len(column.shapes) != count or int(column.sizes.sum()) * width != column.data.nbytes:
-        raise InvalidArgumentError(
-            f"column {column.field}: {column.data.nbytes} bytes of {column.dtype} do not fit "
-            f"{len(column.shapes)} shapes in {count} rows"
-        )
-    ndim = column.shapes.shape[1]
-    # Of a single dimension the number of bytes was compared.
-    if ndim > MAX_DIMENSIONS or (ndim > 1 and column.shapes.max(initial=0) > _MAX_BYTES):
-        raise InvalidArgumentError(f"column {column.field}: a tensor of {ndim} dimensions or 2^32")
-    present = None if column.rows is None else column.rows.astype(_U32).tobytes()
-    shapes = column.shapes.astype(_U32).tobytes()
-    entry = [column.field, column.dtype, column.encoding, present, ndim, shapes]
-    return entry, [column.data.data]
-
-
-def _object_parts(
-    name: str, pieces: Sequence[bytes], rows: int
-) -> tuple[list[Any], Sequence[Buffer]]:
-    """Return the entry of objects in the header, without its place, and its bytes."""
-    if len(pieces) != rows:
-        raise InvalidArgumentError(f"objects {name}: {len(pieces)} values for {rows} rows")
-    ends = list(accumulate(map(len, pieces), initial=0))
-    if ends[-1] > _MAX_BYTES:
-        raise InvalidArgumentError(f"objects {name}: {ends[-1]} bytes, the limit is 4 GiB")
-    # Short ones are joined: each piece costs its writer a call.
-    parts = [b"".join(pieces)] if max(map(len, pieces), default=0) < JOINED_BYTES else pieces
-    return [name], [np.array(ends, _U32).tobytes(), *parts]
 
 
 def decode_segment(blob: Buffer) -> Segment:

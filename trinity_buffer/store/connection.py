@@ -148,17 +148,25 @@ class StoreFiles:
             self._paths += [f"{beside}-wal", f"{beside}-shm"]
         self._known: list[_Identity] = []
 
-    def note(self) -> None:
-        """Record the files that are there as the ones that were opened."""
-        self._known = self._look()
+    def check(self, *, note: bool = False) -> None:
+        """Raise unless the paths still name the same files; before they are noted any will do.
 
-    def check(self) -> None:
-        """Raise unless the paths still name the same files.
+        Args:
+            note: take the files that are there for the ones that were opened.
 
         Raises:
             StoreReplacedError: one was removed or replaced.
         """
-        there = self._look()
+        there: list[_Identity] = []
+        for path in self._paths:
+            try:
+                status = os.stat(path)  # noqa: PTH116 - after every commit: a third of the time
+            except OSError:
+                there.append(None)
+            else:
+                there.append((status.st_dev, status.st_ino))
+        if note:
+            self._known = there
         if there == self._known or not self._known:
             return
         for path, known, identity in zip(self._paths, self._known, there, strict=True):
@@ -174,17 +182,6 @@ class StoreFiles:
                     "when it ends. Nothing of this call is acknowledged; end every process that "
                     "uses the store, put the file back, and write again"
                 )
-
-    def _look(self) -> list[_Identity]:
-        identities: list[_Identity] = []
-        for path in self._paths:
-            try:
-                status = os.stat(path)  # noqa: PTH116 - after every commit: a third of the time
-            except OSError:
-                identities.append(None)
-            else:
-                identities.append((status.st_dev, status.st_ino))
-        return identities
 
 
 POOLED = (

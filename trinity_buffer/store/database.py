@@ -229,7 +229,7 @@ class Database:
         stack.push_async_callback(self._changes.close)
         await self.read(_first_look)
         stack.enter_context(here.keep_log())
-        files.note()
+        files.check(note=True)
 
     async def _open_server(self, stack: AsyncExitStack) -> None:
         url = self.url if self.read_only else with_primary(self.url)
