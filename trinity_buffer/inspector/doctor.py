@@ -229,7 +229,8 @@ class _Look:
         if known is None or trainer is None or not (trainer.waiting_for and explorers):
             return
         strategy = around.who("strategy", str(known.config.get("strategy")))
-        if is_at_work(self._tx, self._key) or (strategy is not None and not strategy.waiting_for):
+        decides = strategy is not None and not strategy.waiting_for
+        if decides or any(map(is_at_work, leases.processes(self._tx, self._key))):
             return
         circle = [explorers[0], trainer]
         steps, most = known.leased_step - known.committed_step, rules.most_uncommitted_steps

@@ -480,14 +480,18 @@ class StrategyConsumer:
         # Rewards are in the event, but rows without tensors have to be rejected one by one.
         if s.read(segments.archived_at, [event.segment for event in events.values()]):
             return False
+        assigned = None
+        if self._rewards is not None:
+            key = self.experiment.key
+            assigned = s.read(writer_queries.assigned_rewards, key, self._rewards, addresses)
         # Each group counts as one call of `add`, whichever way it is decided.
         self._calls += len(groups)
         if groups:
             first, slot = events[position_of(addresses[0])].columns, slot_of(addresses[0])
-            key = first.batch[slot], first.task[slot], first.run[slot]
-            uid = EID(*key, first.step[slot], first.suffix[slot]).uid
+            run = first.batch[slot], first.task[slot], first.run[slot]
+            uid = EID(*run, first.step[slot], first.suffix[slot]).uid
             with blame_strategy(self.name, uid):
-                table = table_of(groups, events, self._assigned(s, addresses))
+                table = table_of(groups, events, assigned)
                 decision.score(groups, table, self._scorer, self.strategy.over)
         self._commit(s, decision, units)
         return True
@@ -503,13 +507,6 @@ class StrategyConsumer:
         except CodecError:
             return None
         return {at: e for at, e in events.items() if isinstance(e, ExperiencesRecorded)}
-
-    def _assigned(self, s: ReadSession, addresses: Sequence[int]) -> Mapping[int, float] | None:
-        """Return the rewards of the scoring in use, or None to use the recorded ones."""
-        if self._rewards is None:
-            return None
-        key = self.experiment.key
-        return s.read(writer_queries.assigned_rewards, key, self._rewards, addresses)
 
     def _rows(self, s: ReadSession, addresses: Collection[int]) -> dict[int, ExperienceRow]:
         """Return address -> row of the experience there."""
@@ -587,10 +584,12 @@ class StrategyConsumer:
             decision.reject(short, "incomplete_group")
         loaded = {e.address or 0: e for e in experiences if e.address not in decision.reasons}
         if self._rewards is not None:
-            assigned = await database.read_session(lambda s: self._assigned(s, list(loaded)))
+            assigned = await database.read(
+                writer_queries.assigned_rewards, self.experiment.key, self._rewards, list(loaded)
+            )
             for address, experience in loaded.items():
                 # A row that the scoring left out has no reward, not its recorded one.
-                experience.reward = (assigned or {}).get(address)
+                experience.reward = assigned.get(address)
         return loaded
 
     def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:

@@ -77,19 +77,6 @@ def start_of(pid: int) -> str:
     return _stat_of(pid)[1]
 
 
-def process_has_ended(pid: int, seen_us: int) -> bool:
-    """Return whether the process that had the number ``pid`` at ``seen_us`` is certainly gone."""
-    if not lives(pid):
-        return True
-    ticks = start_of(pid)
-    if not ticks:
-        return False
-    lines = (PROC / "stat").read_text().splitlines()
-    boot_s = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), 0)
-    started_us = boot_s * _SECOND_US + int(ticks) * _SECOND_US // os.sysconf("SC_CLK_TCK")
-    return started_us > seen_us + 2 * _SECOND_US  # btime in /proc/stat has whole seconds
-
-
 def _stat_of(pid: int) -> tuple[str, str]:
     """Return (state, start) of a process, both "" without /proc."""
     try:
@@ -242,10 +229,21 @@ class Presence:
 
 
 def is_here(row: PresenceRow) -> bool:
-    """Return whether a process is alive, as far as this machine can tell."""
-    if is_this_host(row.host):
-        return not process_has_ended(row.pid, row.started_at)
-    return not was_silent(row)
+    """Return whether a process is alive, as far as this machine can tell.
+
+    On this machine, a process that started after the row was written only has the same number.
+    """
+    if not is_this_host(row.host):
+        return not was_silent(row)
+    if not lives(row.pid):
+        return False
+    ticks = start_of(row.pid)
+    if not ticks:
+        return True
+    lines = (PROC / "stat").read_text().splitlines()
+    boot_s = next((int(line.split()[1]) for line in lines if line.startswith("btime ")), 0)
+    started_us = boot_s * _SECOND_US + int(ticks) * _SECOND_US // os.sysconf("SC_CLK_TCK")
+    return started_us <= row.started_at + 2 * _SECOND_US  # btime in /proc/stat has whole seconds
 
 
 def was_silent(row: PresenceRow) -> bool:

@@ -111,18 +111,13 @@ class Stall:
         head = sum(log.head(tx, key) for key in keys)
         # A changed heartbeat is progress, however wrong the clock of its process may be.
         mark = head, frozenset(row for row in rows if row.role == AT_WORK)
-        return mark, any(map(_is_at_work, rows)), math.inf if after_s is None else after_s
+        return mark, any(map(is_at_work, rows)), math.inf if after_s is None else after_s
 
 
 LONGEST_PAUSE_S = 600.0
 
 
-def is_at_work(tx: Transaction, experiment: int) -> bool:
-    """Return whether any process of an experiment is at work."""
-    return any(map(_is_at_work, leases.processes(tx, experiment)))
-
-
-def _is_at_work(row: PresenceRow) -> bool:
+def is_at_work(row: PresenceRow) -> bool:
     """Return whether a live process computes something that may become an event.
 
     Explorers, trainers and ranks have a row of their own for it; a strategy is unless it waits.
