@@ -111,7 +111,12 @@ def _scalars(
     sizes = [tensor.numel() for tensor in present]
     values = torch.cat(present).detach()
     weights = torch.cat([mask for row in rows if (mask := masks[row]) is not None]).to(values.dtype)
-    scalars = _candidates(values, weights, sizes)
+    # Only its first selected token can give the scalar of a row; without tokens, it is 0.
+    trained, starts = (weights != 0).numpy(), np.cumsum([0, *sizes])[:-1].tolist()
+    filled = [row for row, size in enumerate(sizes) if size]
+    firsts = [starts[row] + int(trained[starts[row] :][: sizes[row]].argmax()) for row in filled]
+    divisor, scalars = weights[firsts], values.new_zeros(len(sizes))
+    scalars[filled] = values[firsts] / divisor.masked_fill(divisor == 0, 1)
     product = _products(scalars, weights, sizes)
     bits = _BITS[values.element_size()]
     # Compare bits, not values: 0.0 == -0.0, and NaN != NaN.
@@ -127,23 +132,6 @@ def _scalars(
 def _products(scalars: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return each row's scalar times its piece of ``weights``; encoding and decoding share it."""
     return scalars.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)) * weights
-
-
-def _candidates(values: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the only possible scalar of each row, from its first selected token, ``[n]``."""
-    trained = (weights != 0).numpy()
-    starts = np.cumsum([0, *sizes])[:-1].tolist()
-    places = [
-        start + int(trained[start : start + size].argmax()) if size else -1
-        for start, size in zip(starts, sizes, strict=True)
-    ]
-    index = torch.tensor([max(place, 0) for place in places])
-    if not len(values):
-        return values.new_zeros(len(sizes))
-    divisor = weights[index]
-    scalars = values[index] / torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-    scalars[[row for row, place in enumerate(places) if place < 0]] = 0.0
-    return scalars
 
 
 def _rows(column: Column) -> npt.NDArray[np.int64]:
@@ -178,29 +166,18 @@ def decode_annotations(
     ]
     for field in ANNOTATED:
         for column in segment.columns.get(field, []):
-            _fill_tensors(computed, field, column, wanted, masks, shared=field in segment.aliases)
+            index_of = {row: index for index, row in enumerate(_rows(column).tolist())}
+            places = [place for place, slot in enumerate(wanted) if slot in index_of]
+            indices = [index_of[wanted[place]] for place in places]
+            if column.encoding == "scaled_mask":
+                of_places = [masks[place] for place in places]
+                tensors = _full(flat_tensor(column)[indices], of_places, field)
+            else:  # two fields that share a column get memory of their own
+                tensors, shared = tensors_of(column, indices), field in segment.aliases
+                tensors = [tensor.clone() for tensor in tensors] if shared else tensors
+            for place, tensor in zip(places, tensors, strict=True):
+                computed[place][field] = tensor
     return computed
-
-
-def _fill_tensors(
-    computed: Sequence[dict[str, Tensor | None]],
-    field: str,
-    column: Column,
-    wanted: Sequence[int],
-    masks: Sequence[Tensor | None],
-    *,
-    shared: bool,
-) -> None:
-    index_of = {row: index for index, row in enumerate(_rows(column).tolist())}
-    places = [place for place, slot in enumerate(wanted) if slot in index_of]
-    indices = [index_of[wanted[place]] for place in places]
-    if column.encoding == "scaled_mask":
-        tensors = _full(flat_tensor(column)[indices], [masks[place] for place in places], field)
-    else:
-        tensors = tensors_of(column, indices)
-        tensors = [tensor.clone() for tensor in tensors] if shared else tensors
-    for place, tensor in zip(places, tensors, strict=True):
-        computed[place][field] = tensor
 
 
 def _full(scalars: Tensor, masks: Sequence[Tensor | None], field: str) -> Sequence[Tensor]:
