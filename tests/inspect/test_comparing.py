@@ -42,7 +42,7 @@ async def row_by_row(source: Source, first: str, second: str) -> dict[str, Any]:
         if fate.first is None:
             return state, None
         events, _ = await readable_events(source, [position_of(fate.first)], ["annotation"])
-        segment = events[position_of(fate.first)].families["annotation"]
+        segment = events[position_of(fate.first)].segment
         return state, mean_of(segment, "advantages", slot_of(fate.first))
 
     return {uid: (await told(a), await told(b)) for uid, a, b in await source.read(look)}

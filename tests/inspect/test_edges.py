@@ -31,7 +31,7 @@ from trinity_buffer.inspector import (
     show,
     steps,
 )
-from trinity_buffer.inspector.experience import row_of
+from trinity_buffer.inspector.experience import places_of
 from trinity_buffer.inspector.fates import Fate, StepOfRow
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import trainer_of
@@ -90,7 +90,7 @@ async def test_what_no_strategy_has_seen_does_not_wait(sqlite_url: str) -> None:
 
 def test_a_row_without_a_tensor_has_no_place_in_the_column() -> None:
     column = cast("Any", SimpleNamespace(rows=np.array([1, 3])))
-    assert [row_of(column, row) for row in range(5)] == [None, 0, None, 1, None]
+    assert places_of(column, range(5)) == [None, 0, None, 1, None]
 
 
 async def test_two_sets_are_compared_over_every_page(sqlite_url: str, resize: Resize) -> None:

@@ -209,9 +209,9 @@ async def _side(source: Source, decided: Decisions) -> _Side:
         events, broken = await readable_events(source, noted[start : start + size], ["annotation"])
         damaged |= broken
         for position, event in events.items():
-            if "annotation" in event.families:
+            if event.segment.rows:
                 own = np.flatnonzero(positions == position)
-                means, there = means_of(event.families["annotation"], "advantages")
+                means, there = means_of(event.segment, "advantages")
                 # Else the sign of what rounding left of 0 would count as an opposite advantage.
                 means[np.abs(means) <= ROUNDING] = 0.0
                 advantages[own], known[own] = means[slots[own]], there[slots[own]]

@@ -79,15 +79,16 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class EventWithSegment:
-    """An event and the segment that it names, family by family.
+    """An event and the segment that it names.
 
     Attributes:
+        segment: the families that were read, as one: no two of an experience share a field.
         archived: why the segment cannot be had any more, None where it can.
     """
 
     event: Event
     fact: WithSegment
-    families: Mapping[str, Segment]
+    segment: Segment
     archived: str | None
 
 
@@ -151,21 +152,25 @@ async def with_segments(
 
     def decode(absent: Mapping[bytes, Absence], parts: SegmentParts) -> None:
         for event in events:
-            fact, decoded_families = event.fact, dict[str, Segment]()
+            fact = event.fact
             assert isinstance(fact, WithSegment)  # where rows are of
-            key, gone = fact.segment, absent.get(fact.segment)
+            key, gone, segment = fact.segment, absent.get(fact.segment), Segment(0)
             for family in families if gone is None else ():
                 if family not in fact.families:
                     continue
                 try:
                     blob = segments.blob_of(key, family, parts.get((key, family), []))
-                    decoded_families[family] = decode_segment(blob)
+                    part = decode_segment(blob)
                 except (CodecError, DamagedSegmentError) as error:
                     damaged[event.position] = error
+                    continue
+                segment = Segment(
+                    part.rows, segment.columns | part.columns, segment.objects | part.objects
+                )
             if gone is not None and not gone.deleted:
                 damaged[event.position] = ArchivedSegmentError(gone.why)
             why = None if gone is None else gone.why
-            readable[event.position] = EventWithSegment(event, fact, decoded_families, why)
+            readable[event.position] = EventWithSegment(event, fact, segment, why)
 
     def read(s: ReadSession) -> None:
         keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
@@ -210,19 +215,19 @@ def values_of(column: Column) -> Numbers | None:
     return column.elements
 
 
-def row_of(column: Column, row: int) -> int | None:
-    """Return where ``row`` of the segment is in its column, None if it has no tensor there."""
+def places_of(column: Column, rows: Sequence[int]) -> Sequence[int | None]:
+    """Return where rows of the segment are in its column, None of those without a tensor there."""
     if column.rows is None:
-        return row
-    place = int(np.searchsorted(column.rows, row))
-    return place if place < len(column.rows) and column.rows[place] == row else None
+        return rows
+    places = {row: place for place, row in enumerate(column.rows.tolist())}
+    return [places.get(row) for row in rows]
 
 
 def summaries(segment: Segment, row: int) -> Iterator[tuple[str, TensorSummary]]:
     """Yield field and summary of each tensor in one row of a segment."""
     columns = ((name, column) for name, columns in segment.columns.items() for column in columns)
     for name, column in columns:
-        place = row_of(column, row)
+        (place,) = places_of(column, [row])
         if place is None:
             continue
         begin, end = column.offsets[place : place + 2].tolist()
@@ -273,11 +278,7 @@ def elements_of_rows(segment: Segment, field: str, rows: Sequence[int]) -> list[
         values, ends = values_of(column), column.offsets.tolist()
         if values is None:
             continue
-        places = None
-        if column.rows is not None:
-            places = {row: place for place, row in enumerate(column.rows.tolist())}
-        for at, row in enumerate(rows):
-            place = row if places is None else places.get(row)
+        for at, place in enumerate(places_of(column, rows)):
             if place is not None and elements[at] is None:
                 elements[at] = values[ends[place] : ends[place + 1]]
     return elements
@@ -290,14 +291,14 @@ class Measured:
     Attributes:
         metrics: numbers of the whole step.
         rows: name -> ``[rows]``; NaN where a row has no such number.
-        tokens: name -> ``[tokens]`` of each row, where that was asked for.
+        tokens: name -> ``[tokens]`` of each row, where that was asked for; else it has no columns.
         places: (experiment, address of the annotation) -> row; "" is the trainer's own experiment.
     """
 
     step: int
     metrics: Mapping[str, float]
     rows: Mapping[str, Numbers]
-    tokens: Segment | None
+    tokens: Segment
     places: Mapping[tuple[str, int], int]
 
     def of_row(self, annotation: int, experiment: str = "") -> dict[str, float]:
@@ -308,8 +309,6 @@ class Measured:
 
     def of_tokens(self, annotation: int, experiment: str = "") -> dict[str, Numbers]:
         """Return name -> ``[tokens]`` of a row; empty where none were recorded."""
-        if self.tokens is None:
-            return {}
         row = self.places[experiment, annotation]
         columns = {name: elements_of(self.tokens, name, row) for name in self.tokens.columns}
         return {name: values for name, values in columns.items() if values is not None}
@@ -335,20 +334,21 @@ async def measured(
     )
     wanted = {row.step: row for row in rows if row.step in set(steps) and row.committed_at}
     positions = await _positions(source, trainer, wanted)
-    families = [MEASURED_ROWS, *([MEASURED_TOKENS] if tokens else [])]
     whose = {position: f"step {step} of {trainer}" for step, position in positions.items()}
-    events = await events_with_segments(source, whose, families)
+    # Apart: a name may be measured of rows and of tokens.
+    events = await events_with_segments(source, whose, [MEASURED_ROWS])
+    by_token = await events_with_segments(source, whose, [MEASURED_TOKENS]) if tokens else {}
     leases = await source.leases([wanted[step].leased_at for step in positions])
     measures = {}
     for step, position in positions.items():
-        fact, own = events[position].fact, events[position].families
+        fact, by_row = events[position].fact, events[position].segment.columns
         assert isinstance(fact, StepMeasured)  # what stands at these positions
-        by_row = own[MEASURED_ROWS].columns if MEASURED_ROWS in own else {}
         columns = {name: parts[0].elements for name, parts in by_row.items()}
+        own_tokens = by_token[position].segment if tokens else Segment(0)
         lease = leases[wanted[step].leased_at]
         names = zip(experiments_of(lease), lease.annotations, strict=True)
         places = {name: place for place, name in enumerate(names)}
-        measures[step] = Measured(step, fact.metrics, columns, own.get(MEASURED_TOKENS), places)
+        measures[step] = Measured(step, fact.metrics, columns, own_tokens, places)
     return measures
 
 
@@ -466,8 +466,7 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     recorded = (await events_with_segments(source, {position: uid}, tuple(FAMILIES)))[position]
     event, fact = recorded.event, recorded.fact
     assert isinstance(fact, ExperiencesRecorded)  # where the row is of
-    parts = list(recorded.families.values())
-    objects = {name: values[slot] for part in parts for name, values in part.objects.items()}
+    objects = {name: values[slot] for name, values in recorded.segment.objects.items()}
     noted = {position_of(fate.first): uid for fate in own if fate.first is not None}
     notes = await events_with_segments(source, noted, ["annotation"])
     trained: dict[str, set[int]] = defaultdict(set)
@@ -485,9 +484,8 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     sets = []
     for fate in own:
         first, tensors = fate.first, {}
-        if first is not None and "annotation" in notes[position_of(first)].families:
-            segment = notes[position_of(first)].families["annotation"]
-            tensors = dict(summaries(segment, slot_of(first)))
+        if first is not None:
+            tensors = dict(summaries(notes[position_of(first)].segment, slot_of(first)))
         steps = [step_view(at, step) for at, held in fate.annotations.items() for step in held]
         sets.append(
             SetView(
@@ -505,7 +503,7 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
         address=written_as(row.address),
         actor=event.actor,
         recorded_at=event.recorded_at,
-        kind=_kind_of(fact.columns.kind[slot], parts, slot),
+        kind=_kind_of(fact.columns.kind[slot], recorded.segment, slot),
         reward=row.reward,
         policy_version=row.policy_version,
         prompt_length=row.prompt_length,
@@ -516,19 +514,17 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
         digest=row.digest.hex(),
         segment=row.segment.hex(),
         archived=recorded.archived,
-        tensors={name: tensor for part in parts for name, tensor in summaries(part, slot)},
+        tensors=dict(summaries(recorded.segment, slot)),
         objects={name: value for name, value in objects.items() if value is not None},
         sets=tuple(sets),
     )
 
 
-def _kind_of(recorded: str, parts: Sequence[Segment], slot: int) -> str:
+def _kind_of(recorded: str, segment: Segment, slot: int) -> str:
     """Return the kind that is shown: one is recorded as ``multi_turn`` as soon as it has a mask."""
-    masks = (elements_of(part, "action_mask", slot) for part in parts)
-    mask = next((elements for elements in masks if elements is not None), None)
-    talks = (part.objects["messages"][slot] for part in parts if "messages" in part.objects)
-    messages = next(talks, None) or ()
-    roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
+    mask = elements_of(segment, "action_mask", slot)
+    messages = segment.objects["messages"][slot] if "messages" in segment.objects else None
+    roles = [message.get("role") for message in messages or () if isinstance(message, Mapping)]
     is_one = mask is not None and bool(mask.all()) and roles.count("assistant") <= 1
     return "single_turn" if recorded == "multi_turn" and is_one else recorded
 
@@ -674,8 +670,7 @@ def _matches(
     for position, event in events.items():
         columns = [
             (values.pieces, held)
-            for segment in event.families.values()
-            for name, values in segment.objects.items()
+            for name, values in event.segment.objects.items()
             if (held := _held(name, values.pieces, text, exact=exact))
         ]
         if columns:

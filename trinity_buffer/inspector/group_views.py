@@ -174,10 +174,9 @@ def _group(
     for row in sorted(rows, key=lambda row: (row.eid.run, row.eid.step, row.eid.suffix)):
         fate = decided[row.address]
         state, advantage = "recorded" if fate is None else str(fate), None
-        first = None if fate is None else fate.first
-        if first is not None and "annotation" in events[position_of(first)].families:
-            segment = events[position_of(first)].families["annotation"]
-            advantage = mean_of(segment, "advantages", slot_of(first))
+        if fate is not None and fate.first is not None:
+            segment = events[position_of(fate.first)].segment
+            advantage = mean_of(segment, "advantages", slot_of(fate.first))
         of_run = (row.eid.uid, row.eid.run, row.eid.step, row.reward, advantage)
         runs.append(RunView(*of_run, row.policy_version, row.length, state))
     # Strategies decide without what was refused or came late, so the moments do too.

@@ -275,7 +275,7 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
     rows = []
     for slot, (row, of) in enumerate(zip(known, experiments, strict=True)):
         note = fact.annotations[slot]
-        segment = None if of else events[position_of(note)].families.get("annotation")
+        segment = None if of else events[position_of(note)].segment
         version = None if row is None else row.policy_version
         rows.append(
             EatenRow(

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from anyio.from_thread import start_blocking_portal
 
-from trinity_buffer.codec.segments import Segment
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.inspector.experience import EventWithSegment, elements_of_rows, readable_events
@@ -318,14 +317,10 @@ def _gathered(
 
 def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:
     """Return the cells that only the event and its segment have."""
-    event, segments = recorded.event, recorded.families.values()
+    event, segment = recorded.event, recorded.segment
     assert isinstance(recorded.fact, ExperiencesRecorded)  # where the rows are of
     nothing: list[Any] = [None] * len(slots)
-    objects = {
-        name: values.values(slots)
-        for segment in segments
-        for name, values in segment.objects.items()
-    }
+    objects = {name: values.values(slots) for name, values in segment.objects.items()}
     infos = [
         None if info is None else {str(key): value for key, value in info.items()}
         for info in objects.get("info", nothing)
@@ -337,7 +332,7 @@ def _recorded(recorded: EventWithSegment, slots: Sequence[int]) -> dict[str, lis
         "messages": [_as_json(messages) for messages in objects.get("messages", nothing)],
         "info": [_as_json(info or None) for info in infos],
     }
-    cells |= {name: _of(segments, name, slots) for name in _TENSORS}
+    cells |= {name: elements_of_rows(segment, name, slots) for name in _TENSORS}
     cells |= {name: objects.get(name, nothing) for name in TEXTS}
     flat: dict[str, list[Any]] = {}
     for at, info in enumerate(infos):
@@ -375,21 +370,12 @@ def _what_became(
 
 
 def _scored(note: EventWithSegment, slots: Sequence[int]) -> dict[str, list[Any]]:
-    columns = _of(note.families.values(), "advantages", slots)
+    columns = elements_of_rows(note.segment, "advantages", slots)
     values = [row if row is not None and len(row) else None for row in columns]
     means = [
         None if row is None else float(row[0] if len(row) == 1 else np.mean(row)) for row in values
     ]
     return {"advantages": values, "advantage": means}
-
-
-def _of(segments: Iterable[Segment], name: str, slots: Sequence[int]) -> list[Any]:
-    column: list[Any] = [None] * len(slots)
-    for segment in segments:
-        if name in segment.columns:
-            other = elements_of_rows(segment, name, slots)
-            column = [o if c is None else c for c, o in zip(column, other, strict=True)]
-    return column
 
 
 def _as_json(value: Any) -> str | None:

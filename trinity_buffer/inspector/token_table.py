@@ -67,29 +67,29 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
     row, fates = await row_and_fates(source, uid)
     position, slot = position_of(row.address), slot_of(row.address)
     event = (await events_with_segments(source, {position: uid}, ["light", "tokens"]))[position]
-    segments = list(event.families.values())
-    ids = _first(segments, "tokens", slot)
+    segment = event.segment
+    ids = elements_of(segment, "tokens", slot)
     if ids is None:
         raise UnknownNameError(f"{uid}: {event.archived or 'it has no tokens'}")
-    mask, recorded_mask = np.zeros(row.length, bool), _first(segments, "action_mask", slot)
+    mask, recorded_mask = np.zeros(row.length, bool), elements_of(segment, "action_mask", slot)
     mask[row.prompt_length :] = True if recorded_mask is None else recorded_mask.astype(bool)
     known = [f for f in fates if f.annotations and annotation_set in (None, f.annotation_set)]
     trained = (f for f in known if any(step.committed for step in f.steps))
     fate = next(chain(trained, known), None)
     columns = {
-        "logprob": _placed(_first(segments, "logprobs", slot), row, mask),
-        "teacher_logprob": _placed(_first(segments, "teacher_logprobs", slot), row, mask),
-        "reward": _placed(_first(segments, "token_level_reward", slot), row, mask),
+        "logprob": _placed(elements_of(segment, "logprobs", slot), row, mask),
+        "teacher_logprob": _placed(elements_of(segment, "teacher_logprobs", slot), row, mask),
+        "reward": _placed(elements_of(segment, "token_level_reward", slot), row, mask),
     }
     if fate is not None:
         note = fate.first or 0
         noted = await events_with_segments(source, {position_of(note): uid}, ["annotation"])
-        scores = list(noted[position_of(note)].families.values())
+        scores = noted[position_of(note)].segment
         for name in ("advantages", "returns"):
-            columns[name[:-1]] = _placed(_first(scores, name, slot_of(note)), row, mask)
+            columns[name[:-1]] = _placed(elements_of(scores, name, slot_of(note)), row, mask)
         columns |= await _trained(source, fate)
         columns |= _compared(columns, mask)
-    columns["policy_version"] = _versions(segments, slot, row)
+    columns["policy_version"] = _versions(segment, slot, row)
     filled = {name: values for name, values in columns.items() if values is not None}
     of_set = None if fate is None else fate.annotation_set
     return TokenTable(row.eid.uid, row.prompt_length, ids, mask, filled, of_set)
@@ -125,10 +125,9 @@ LONGEST_VERSION = 15
 """Digits of a policy version; a longer number is exact in no column."""
 
 
-def _versions(segments: list[Segment], slot: int, row: ExperienceRow) -> Numbers | None:
+def _versions(segment: Segment, slot: int, row: ExperienceRow) -> Numbers | None:
     """Return the policy version of each token; None where no server returned numbers for them."""
-    infos = (segment.objects["info"][slot] for segment in segments if "info" in segment.objects)
-    info = next(infos, None)
+    info = segment.objects["info"][slot] if "info" in segment.objects else None
     parts = info.get("weight_segments") if isinstance(info, Mapping) else None
     if not isinstance(parts, list):
         return None
@@ -140,11 +139,6 @@ def _versions(segments: list[Segment], slot: int, row: ExperienceRow) -> Numbers
             ):
                 placed[begin:end] = int(version)
     return None if np.isnan(placed).all() else placed
-
-
-def _first(segments: list[Segment], name: str, slot: int) -> Numbers | None:
-    columns = (elements_of(segment, name, slot) for segment in segments)
-    return next((values for values in columns if values is not None), None)
 
 
 def _placed(values: Numbers | None, row: ExperienceRow, mask: Numbers) -> Numbers | None:
