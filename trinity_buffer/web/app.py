@@ -39,12 +39,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.events import event_lines
-from trinity_buffer.inspector.overviews import (
-    STEPS_OF_STALENESS,
-    Overview,
-    TrainerProgress,
-    overview,
-)
+from trinity_buffer.inspector.overviews import STEPS_OF_STALENESS, Overview, overview
 from trinity_buffer.inspector.source import Source, as_of, as_of_position
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
@@ -100,7 +95,10 @@ class Guard:
         asked = request.query_params.get("token")
         # In constant time, so that the token cannot be guessed character by character.
         if asked is not None and hmac.compare_digest(_bytes(asked), self._token):
-            return self._entry(request)
+            # The same address without the token, which a cookie stands for from now on.
+            entry = RedirectResponse(request.url.remove_query_params("token"), 303)
+            entry.set_cookie(COOKIE, _cookie_of(self._token), httponly=True, samesite="lax")
+            return entry
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
         cookie = _bytes(request.cookies.get(COOKIE, ""))
         known = hmac.compare_digest(cookie, _cookie_of(self._token).encode())
@@ -111,13 +109,6 @@ class Guard:
             401,
             {"www-authenticate": "Bearer"},
         )
-
-    def _entry(self, request: Any) -> Response:
-        """Return the same address without the token, which a cookie stands for from now on."""
-        assert self._token is not None
-        answer = RedirectResponse(request.url.remove_query_params("token"), 303)
-        answer.set_cookie(COOKIE, _cookie_of(self._token), httponly=True, samesite="lax")
-        return answer
 
 
 def _cookie_of(token: bytes) -> str:
@@ -174,21 +165,20 @@ async def metrics(store: Store) -> str:
             for role in sorted(role for of, role in here if of == name)
         ]
     lines = []
+    # The three characters that the format escapes in the value of a label.
+    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
     # Samples of one name must stand together, below its HELP and TYPE.
     for name, text in HELP.items():
         of_name = [sample for sample in samples if sample[0] == name]
         if of_name:
             full, kind = f"trinity_buffer_{name}", "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP {full} {text}\n", f"# TYPE {full} {kind}\n"]
-            lines += [f"{full}{_labels(labels)} {value}\n" for _, value, labels in of_name]
+            for _, value, labels in of_name:
+                pairs = ",".join(
+                    f'{key}="{label.translate(escapes)}"' for key, label in labels.items()
+                )
+                lines.append(f"{full}{{{pairs}}} {value}\n" if pairs else f"{full} {value}\n")
     return "".join(lines)
-
-
-def _labels(labels: dict[str, str]) -> str:
-    # The three characters that the format escapes in the value of a label.
-    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-    pairs = ",".join(f'{key}="{value.translate(escapes)}"' for key, value in labels.items())
-    return f"{{{pairs}}}" if pairs else ""
 
 
 def _of_store(counted: Overview) -> Iterator[_Sample]:
@@ -213,19 +203,15 @@ def _of_store(counted: Overview) -> Iterator[_Sample]:
             yield "waiting_experiences", terms.waiting, labels
             yield from _rejected(own, terms.consumer, terms.rejected)
         for trainer in experiment.trainers:
-            yield from _of_trainer(own, trainer)
-
-
-def _of_trainer(own: dict[str, str], trainer: TrainerProgress) -> Iterator[_Sample]:
-    labels, terms = own | {"trainer": trainer.name}, trainer.counts
-    yield "leased_step", trainer.leased, labels
-    yield "committed_step", trainer.committed, labels
-    yield "ready_rows", terms.ready, labels
-    yield "leased_rows", terms.leased, labels
-    yield "committed_rows", terms.committed, labels
-    if trainer.staleness is not None:
-        yield "staleness_mean", trainer.staleness, labels
-    yield from _rejected(own, trainer.name, terms.rejected)
+            labels, counts = own | {"trainer": trainer.name}, trainer.counts
+            yield "leased_step", trainer.leased, labels
+            yield "committed_step", trainer.committed, labels
+            yield "ready_rows", counts.ready, labels
+            yield "leased_rows", counts.leased, labels
+            yield "committed_rows", counts.committed, labels
+            if trainer.staleness is not None:
+                yield "staleness_mean", trainer.staleness, labels
+            yield from _rejected(own, trainer.name, counts.rejected)
 
 
 def _rejected(own: dict[str, str], by: str, reasons: dict[str, int]) -> Iterator[_Sample]:
@@ -326,44 +312,31 @@ class _Earlier:
 
 def _page(view: View) -> Any:
     async def answer(request: Request) -> Response:
-        name, position = _asked_of(request)
-        part, store = request.path_params.get("part", ""), request.app.state.store
-        experiment = await store.experiment(name)
-        earlier = request.app.state.earlier
-        opened = as_of(experiment, None) if position is None else earlier.at(experiment, position)
+        bar, state = _bar(request), request.app.state
+        part, position = request.path_params.get("part", ""), bar["position"]
+        experiment = await state.store.experiment(bar["name"])
+        opened = (
+            as_of(experiment, None) if position is None else state.earlier.at(experiment, position)
+        )
         async with opened as source:
-            template, shown = await view(Asked(store, source, request.query_params, part))
-        at = _at(name, position)
-        return _rendered(template, {"live": None, **shown, **at})
+            template, shown = await view(Asked(state.store, source, request.query_params, part))
+        return HTMLResponse(rendered(template, {"live": None, **shown, **bar}))
 
     return answer
 
 
-def _asked_of(request: Request) -> tuple[str, int | None]:
-    """Return the experiment that a page is about, and as of which position."""
-    return named(request.path_params["experiment"]), request.path_params.get("position")
-
-
-def _at(name: str, position: int | None) -> dict[str, Any]:
-    """Return what the bar of a page about an experiment is made of."""
-    root = _path(name)
+def _bar(request: Request) -> dict[str, Any]:
+    """Return what the bar of a page is made of: the experiment, and as of which position."""
+    name, position = named(request.path_params["experiment"]), request.path_params.get("position")
+    root = f"/{segment(name)}"
     bar = {"name": name, "root": root, "here": root, "position": position}
     return bar if position is None else {**bar, "here": f"{root}/@{position}", "live": None}
-
-
-def _rendered(template: str, shown: dict[str, Any], status: int = 200) -> Response:
-    return HTMLResponse(rendered(template, shown), status)
-
-
-def _path(name: str) -> str:
-    return f"/{segment(name)}"
 
 
 async def _then(request: Request) -> Response:
     """Lead to the experiment as it was at the position that is asked for."""
     position = whole("position", request.query_params.get("position") or "", GREATEST >> 20)
-    name = named(request.path_params["experiment"])
-    return RedirectResponse(f"{_path(name)}/@{position}/", 303)
+    return RedirectResponse(f"{_bar(request)['root']}/@{position}/", 303)
 
 
 async def _experiments(request: Request) -> Response:
@@ -371,10 +344,10 @@ async def _experiments(request: Request) -> Response:
     store = request.app.state.store
     names = await store.experiments()
     if len(names) == 1:
-        return RedirectResponse(f"{_path(names[0])}/", 303)
-    listed = [(name, _path(name)) for name in names]
+        return RedirectResponse(f"/{segment(names[0])}/", 303)
+    listed = [(name, f"/{segment(name)}") for name in names]
     shown = {"name": None, "here": "", "live": None, "url": store.url, "experiments": listed}
-    return _rendered("experiments.html", shown)
+    return HTMLResponse(rendered("experiments.html", shown))
 
 
 async def _metrics(request: Request) -> Response:
@@ -411,5 +384,5 @@ async def _error_page(request: Request, error: Exception) -> Response:
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     shown = {"name": None, "here": "", "live": None, "error": str(error)}
     if "experiment" in request.path_params and not isinstance(error, UnknownExperimentError):
-        shown |= _at(*_asked_of(request))
-    return _rendered("error.html", shown, status)
+        shown |= _bar(request)
+    return HTMLResponse(rendered("error.html", shown), status)

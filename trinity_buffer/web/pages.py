@@ -293,7 +293,10 @@ async def rejected_page(asked: Asked) -> Page:
     page = await inspector.rejections(
         source, by=by, reason=asked.text("reason"), limit=PAGE, before=before
     )
-    more = _lowest(row.address for row in page) if by and len(page) == PAGE else None
+    more = None
+    if by and len(page) == PAGE:
+        parts = (row.address.partition(":") for row in page)
+        more = min(first_address(int(position)) + int(slot) for position, _, slot in parts)
     return "rejected.html", {
         "counts": await inspector.rejection_counts(source),
         "rejected": page,
@@ -301,12 +304,6 @@ async def rejected_page(asked: Asked) -> Page:
         "reason": asked.text("reason"),
         **turned(asked, "before", more, ["by", "reason"]),
     }
-
-
-def _lowest(written: Any) -> int:
-    """Return the lowest of addresses that are written as ``position:slot``."""
-    parts = (address.partition(":") for address in written)
-    return min(first_address(int(position)) + int(slot) for position, _, slot in parts)
 
 
 async def search_page(asked: Asked) -> Page:
