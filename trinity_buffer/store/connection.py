@@ -433,7 +433,7 @@ class _Runner:
             if self._tx is None:
                 self._tx = self._connect()
             self._answer = (True, work(self._tx))
-        except BaseException as error:  # noqa: BLE001 - raised again by `ConnectionThread.run`; set on a future, a StopIteration would never arrive
+        except BaseException as error:  # noqa: BLE001 - raised again by `ConnectionPool.run_in_thread`; set on a future, a StopIteration would never arrive
             self._answer = (False, error)
         return self
 
@@ -444,41 +444,6 @@ class _Runner:
     def close(self) -> None:
         if self._tx is not None:
             self._tx.close()
-
-
-class ConnectionThread:
-    """One connection and its thread, which does not keep the interpreter from ending."""
-
-    def __init__(self, connect: Callable[[], SQLiteTransaction]) -> None:
-        made: list[aiosqlite.Connection] = []
-
-        def make() -> None:
-            runner: Any = _Runner(connect)
-            made.append(aiosqlite.Connection(lambda: runner, iter_chunk_size=64))
-
-        # A thread inherits being a daemon from the one that makes it.
-        maker = threading.Thread(target=make, daemon=True)
-        maker.start()
-        maker.join()
-        self._connection = made[0]
-
-    async def open(self) -> None:
-        """Start the thread and connect."""
-        await self._connection
-
-    async def run(self, work: Callable[[SQLiteTransaction], T]) -> T:
-        """Return the result of ``work``, run in the thread."""
-        # The one public method that goes to the thread once: it executes, fetches and returns.
-        execute: Any = self._connection.execute_fetchall
-        succeeded, answer = await execute(work, ())
-        if not succeeded:
-            raise answer
-        done: T = answer
-        return done
-
-    async def close(self) -> None:
-        """Close the connection and end the thread."""
-        await self._connection.close()
 
 
 class ConnectionPool:
@@ -506,7 +471,7 @@ class ConnectionPool:
         self._queue = queue
         self._free = anyio.Semaphore(number, fast_acquire=True)
         self._write_lock = anyio.Lock(fast_acquire=True)
-        self._idle: list[ConnectionThread] = []
+        self._idle: list[aiosqlite.Connection] = []
 
     async def run_in_thread(self, work: Callable[[SQLiteTransaction], T], *, writes: bool) -> T:
         """Return the result of ``work`` in the thread of a connection; one at a time ``writes``.
@@ -516,11 +481,17 @@ class ConnectionPool:
         async with self._write_lock if writes else nullcontext():
             with anyio.CancelScope(shield=True):
                 async with self._free:
-                    thread = self._idle.pop() if self._idle else await self._opened()
+                    connection = self._idle.pop() if self._idle else await self._opened()
+                    # The one public method that goes to the thread once: it executes, fetches and
+                    # returns.
+                    execute: Any = connection.execute_fetchall
                     try:
-                        done = await thread.run(work)
+                        succeeded, answer = await execute(work, ())
                     finally:
-                        self._idle.append(thread)
+                        self._idle.append(connection)
+        if not succeeded:
+            raise answer
+        done: T = answer
         return done
 
     @asynccontextmanager
@@ -533,10 +504,19 @@ class ConnectionPool:
             with anyio.CancelScope(shield=True):
                 await connection.close()
 
-    async def _opened(self) -> ConnectionThread:
-        thread = ConnectionThread(self._connected)
-        await thread.open()
-        return thread
+    async def _opened(self) -> aiosqlite.Connection:
+        """Return a new connection, whose thread does not keep the interpreter from ending."""
+        made: list[aiosqlite.Connection] = []
+
+        def make() -> None:
+            runner: Any = _Runner(self._connected)
+            made.append(aiosqlite.Connection(lambda: runner, iter_chunk_size=64))
+
+        # A thread inherits being a daemon from the one that makes it.
+        maker = threading.Thread(target=make, daemon=True)
+        maker.start()
+        maker.join()
+        return await made[0]
 
     def _connected(self) -> SQLiteTransaction:
         self._files.check()  # what is there now may be another database

@@ -98,11 +98,6 @@ class WriteCall:
         """Number of experiences still to be written."""
         return len(self.experiences if self.pending is None else self.pending)
 
-    @property
-    def writer(self) -> tuple[int, str, str] | None:
-        """Which calls may share an event: first attempts of the same writer."""
-        return (self.experiment, self.actor, self.schema) if self.pending is None else None
-
     def prepare(self, others: Sequence[WriteCall] = ()) -> list[PreparedWrite]:
         """Return the call and ``others`` of its writer, encoded, their blobs put into the store.
 

@@ -39,7 +39,9 @@ def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
     """Encode ``calls``, those of one writer together. Computes: call it off the event loop."""
     together: dict[object, list[list[WriteCall]]] = {}
     for call in calls:
-        events = together.setdefault(call.writer or call, [[]])
+        # First attempts of the same writer may share an event.
+        writer = (call.experiment, call.actor, call.schema)
+        events = together.setdefault(writer if call.pending is None else call, [[]])
         if sum(other.rows for other in events[-1]) + call.rows > sizes().rows_per_event:
             events.append([])
         events[-1].append(call)
