@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import anyio
@@ -200,16 +201,14 @@ class RunNumbers:
         rewards: (gradient step or policy version, mean reward of a write).
         accuracies: (gradient step, accuracy), as the trainer measured them.
         skipped: committed steps that did not change the weights.
-        rejected_rows: annotation rows that a trainer has rejected.
+        ready: annotation rows that the trainer has neither leased nor rejected.
         staleness: of the last step, as its trainer measured it.
     """
 
     rollouts: Rate = field(default_factory=Rate)
-    annotated: Rate = field(default_factory=Rate)
     steps: Rate = field(default_factory=Rate)
     rejected: int = 0
-    rejected_rows: int = 0
-    leased_rows: int = 0
+    ready: int = 0
     step: int = 0
     skipped: set[int] = field(default_factory=set)
     policy: int = 0
@@ -226,14 +225,14 @@ class RunNumbers:
             case events.ExperiencesRecorded():
                 self._recorded(fact, at)
             case events.ExperiencesAnnotated():
-                self.annotated.add(len(fact.experiences), at)
+                self.ready += len(fact.experiences)
             case events.ExperiencesRejected():
                 self.rejected += len(fact.experiences)
-                self.rejected_rows += len(fact.experiences) if fact.by == "trainer" else 0
+                self.ready -= len(fact.experiences) if fact.by == "trainer" else 0
             case events.BatchLeased():
-                self.leased_rows += len(fact.annotations)
+                self.ready -= len(fact.annotations)
             case events.StepDealt():
-                self.leased_rows -= len(fact.dropped)
+                self.ready += len(fact.dropped)
             case events.StepsCommitted():
                 self._committed(fact, at)
             case events.PolicyPublished():
@@ -260,35 +259,25 @@ class RunNumbers:
         self.rollouts.add(len(last), at)
         versions = [version for version in columns.policy_version if version is not None]
         if rewards:
-            mean = sum(rewards) / len(rewards)
+            mean = fmean(rewards)
             self.recent_reward += (mean - self.recent_reward) * (0.2 if self.rewards else 1.0)
             self.rewards.append((versions[0] if versions else self.policy, mean))
-
-    @property
-    def accuracy(self) -> float | None:
-        """The last measured accuracy."""
-        return self.accuracies[-1][1] if self.accuracies else None
 
     @property
     def trained(self) -> int:
         """Number of committed steps that changed the weights."""
         return self.step - len(self.skipped)
 
-    @property
-    def ready(self) -> int:
-        """Annotation rows that the trainer has neither leased nor rejected."""
-        return max(0, self.annotated.total - self.leased_rows - self.rejected_rows)
-
     def figures(self) -> dict[str, str]:
         """Return the numbers as texts, by what they are."""
         now = time.time()
         return {
             "step": str(self.step),
-            "accuracy": "-" if self.accuracy is None else f"{self.accuracy:.3f}",
+            "accuracy": f"{self.accuracies[-1][1]:.3f}" if self.accuracies else "-",
             "reward": f"{self.recent_reward:.3f}" if self.rewards else "-",
             "rollouts/s": f"{self.rollouts.per_second(now):.0f}",
             "steps/s": f"{self.steps.per_second(now):.1f}",
-            "ready": str(self.ready),
+            "ready": str(max(0, self.ready)),
             "staleness": f"{self.staleness:.1f}",
         }
 
@@ -305,20 +294,15 @@ class RunNumbers:
 
 
 BARS = " ▁▂▃▄▅▆▇█"
+WIDTH = 60
 
 
-def sparkline(values: Sequence[float], width: int = 60, low: float = 0.0, high: float = 1.0) -> str:
-    """Return a curve in one line of text."""
-    if not values:
-        return ""
-    size = max(1, len(values) // width)
-    means = [
-        sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)
-    ]
-    scale = (len(BARS) - 1) / max(high - low, 1e-9)
-    return "".join(
-        BARS[round(min(max(value - low, 0.0), high - low) * scale)] for value in means[-width:]
-    )
+def sparkline(points: Sequence[tuple[int, float]]) -> str:
+    """Return a curve of values from 0 to 1 in one line of text."""
+    size = max(1, len(points) // WIDTH)
+    means = [fmean(value for _, value in points[i : i + size]) for i in range(0, len(points), size)]
+    scale = len(BARS) - 1
+    return "".join(BARS[round(min(max(mean, 0.0), 1.0) * scale)] for mean in means[-WIDTH:])
 
 
 def drawn(title: str, numbers: RunNumbers, supervisor: Supervisor) -> Panel:
@@ -332,7 +316,7 @@ def drawn(title: str, numbers: RunNumbers, supervisor: Supervisor) -> Panel:
         state = Text("●", style="green" if child.alive else "red")
         again = f"restarted {child.restarts}×" if child.restarts else ""
         bottom.add_row(state, child.name, again, Text(child.last_line()[:90], style="dim"))
-    curve = Text("reward   " + sparkline([reward for _, reward in numbers.rewards]), style="cyan")
+    curve = Text("reward   " + sparkline(numbers.rewards), style="cyan")
     if not numbers.rollouts.total:
         top, curve = Table.grid(), Text(STARTING, style="dim")
     footer = "Ctrl-C ends it; nothing is lost"
@@ -611,8 +595,8 @@ class Demo:
         receipts = self.base.with_suffix(".acks")
         with progress() as report_progress:
             report = await verify(experiment, receipts, checkpoint, progress=report_progress)
-        self._say(f"reward   {sparkline([reward for _, reward in numbers.rewards])}")
-        self._say(f"accuracy {sparkline([value for _, value in numbers.accuracies])}")
+        self._say(f"reward   {sparkline(numbers.rewards)}")
+        self._say(f"accuracy {sparkline(numbers.accuracies)}")
         self._say(
             f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps"
             + (f" ({len(numbers.skipped)} skipped: not finite)" if numbers.skipped else "")
