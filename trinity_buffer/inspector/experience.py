@@ -36,7 +36,7 @@ from trinity_buffer.events import (
     WithSegment,
 )
 from trinity_buffer.identity import FAMILIES, parse_uid
-from trinity_buffer.inspector.fates import Fate, StepOfRow, fates
+from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.experiment import Experiment
@@ -475,29 +475,19 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
             trained[step.trainer].add(step.step)
     measures = {name: await measured(source, name, sorted(trained[name])) for name in trained}
 
-    def step_view(address: int, step: StepOfRow) -> StepView:
-        of_step = measures.get(step.trainer, {}).get(step.step or 0)
-        numbers = {} if of_step is None else of_step.of_row(address)
-        state = (step.trainer, step.step, step.committed, step.reason)
-        return StepView(*state, numbers, step.experiment)
-
     sets = []
     for fate in own:
-        first, tensors = fate.first, {}
-        if first is not None:
-            tensors = dict(summaries(notes[position_of(first)].segment, slot_of(first)))
-        steps = [step_view(at, step) for at, held in fate.annotations.items() for step in held]
-        sets.append(
-            SetView(
-                fate.annotation_set,
-                fate.state,
-                fate.reason,
-                None if first is None else written_as(first),
-                len(fate.annotations),
-                tensors,
-                tuple(steps),
-            )
-        )
+        annotation, copies, tensors, steps = None, len(fate.annotations), {}, list[StepView]()
+        if fate.first is not None:
+            segment, annotation = notes[position_of(fate.first)].segment, written_as(fate.first)
+            tensors = dict(summaries(segment, slot_of(fate.first)))
+        for at, step in ((at, step) for at, held in fate.annotations.items() for step in held):
+            of_step = measures.get(step.trainer, {}).get(step.step or 0)
+            numbers = {} if of_step is None else of_step.of_row(at)
+            state = (step.trainer, step.step, step.committed, step.reason)
+            steps.append(StepView(*state, numbers, step.experiment))
+        of_set = (fate.annotation_set, fate.state, fate.reason)
+        sets.append(SetView(*of_set, annotation, copies, tensors, tuple(steps)))
     return ExperienceView(
         uid=row.eid.uid,
         address=written_as(row.address),
