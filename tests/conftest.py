@@ -56,6 +56,9 @@ QUICK_ON_A_SERVER = (
 FORKING = ("said_by", "fork_children")
 """Names from `tests.crash.forking`, by which a module forks processes."""
 
+PARSING = ("test_house.py", "test_private_names.py")
+"""Files whose tests read the syntax trees of all code, which take seconds to make."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let `make test` run some cases of each test, and `make check` all."""
@@ -66,7 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Count what is tested once more on a server, above the store, among the long tests.
 
-    With ``--dist=loadgroup``, one process starts the server, and one that from which others fork.
+    With ``--dist=loadgroup``, one process starts the server, one that from which others fork, and
+    one parses all code.
     """
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     is_quick = {folder, item.path.name} & set(QUICK_ON_A_SERVER)
@@ -78,6 +82,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group("server"))
     elif not vars(item.module).keys().isdisjoint(FORKING):
         item.add_marker(pytest.mark.xdist_group("forks"))
+    elif item.path.name in PARSING:
+        item.add_marker(pytest.mark.xdist_group("trees"))
 
 
 @pytest.hookimpl(trylast=True)  # when others have left out what is not asked for

@@ -136,6 +136,7 @@ def test_an_evaluate_that_returns_no_number_is_told_what_to_return(
     assert told in trained.err
 
 
+@pytest.mark.long
 def test_a_server_is_explored_and_takes_what_was_trained(own: Path, cli: Cli) -> None:
     store = own.parent / "runs" / "own.db"
     vllm = VLLM(own.parent / "model")

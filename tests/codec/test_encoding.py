@@ -109,6 +109,7 @@ def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences: Row
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(experiences(), min_size=1, max_size=4), st.data())
+@pytest.mark.long
 def test_any_slots_come_back_in_their_order(given_experiences: Rows, data: st.DataObject) -> None:
     slots = data.draw(st.lists(st.sampled_from(range(len(given_experiences)))))
     write = encode_experiences(given_experiences)

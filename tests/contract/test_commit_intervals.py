@@ -50,6 +50,7 @@ def test_a_trainer_that_commits_too_seldom_for_the_bound_is_refused(
         tb.Trainer(stream, qwen2(), algorithm, settings)
 
 
+@pytest.mark.long
 async def test_a_loop_that_commits_too_seldom_is_named_once_in_its_circle(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

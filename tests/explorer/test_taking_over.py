@@ -84,6 +84,7 @@ async def says(experiment: Experiment, name: str, pid: int, host: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["seals", "dies"])
+@pytest.mark.long
 async def test_an_explorer_that_comes_back_waits_for_who_took_its_batch_over(
     store_url: str, how: str
 ) -> None:

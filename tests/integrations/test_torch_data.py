@@ -237,6 +237,7 @@ def test_a_commit_that_came_too_late_answers_no_other(
     assert committed(url) == (2, ["step-1", "step-2"])
 
 
+@pytest.mark.long
 def test_a_commit_that_was_stored_after_its_time_is_done_when_asked_again(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_a_child_that_is_forked_during_a_checkpoint_reads_one(checkpoint: Path) -> None:
     file = checkpoint / "weights"
     answer = subprocess.run(

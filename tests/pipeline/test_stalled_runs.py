@@ -96,6 +96,7 @@ async def test_all_roles_of_a_run_whose_explorer_is_gone_end(store_url: str) -> 
     assert len(ended) == 3
 
 
+@pytest.mark.long
 async def test_rollouts_under_way_are_no_stall(store_url: str) -> None:
     async with opened(store_url, **AT_ONCE) as experiment, opened(store_url) as other:
         may_end = anyio.Event()
@@ -120,6 +121,7 @@ async def test_rollouts_under_way_are_no_stall(store_url: str) -> None:
             await run_strategy(experiment, "grpo", follow=True)
 
 
+@pytest.mark.long
 async def test_a_trainer_at_work_is_no_stall(store_url: str) -> None:
     config = AT_ONCE | {"stalled_after_s": 1.0}
     async with opened(store_url, **config) as experiment, opened(store_url) as other:
@@ -136,6 +138,7 @@ async def test_a_trainer_at_work_is_no_stall(store_url: str) -> None:
                 await anext(stream)
 
 
+@pytest.mark.long
 async def test_without_a_limit_nobody_ends(store_url: str) -> None:
     async with opened(store_url, **AT_ONCE | {"stalled_after_s": None}) as experiment:
         with anyio.move_on_after(1.5) as waited:

@@ -227,6 +227,7 @@ async def test_what_is_decided_under_another_name_is_not_waited_for(store_url: s
         assert report.annotated == 2
 
 
+@pytest.mark.long
 async def test_a_run_that_ends_with_what_is_stored_waits_until_the_other_has_decided_it(
     store_url: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,6 +266,7 @@ async def test_a_run_that_ends_with_what_is_stored_waits_until_the_other_has_dec
         assert await holder(experiment) == owner()
 
 
+@pytest.mark.long
 async def test_a_run_that_ends_with_what_is_stored_ends_beside_one_that_has_nothing_to_do(
     store_url: str,
 ) -> None:

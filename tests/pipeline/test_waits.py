@@ -237,6 +237,7 @@ async def test_an_explorer_says_which_rollouts_never_end(
             assert "explorer 'e0' waits for 3 rollouts" in told[0]
 
 
+@pytest.mark.long
 async def test_an_explorer_is_silent_while_rollouts_end(
     sqlite_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_what_the_command_recorded_is_trained_with_a_file_that_names_a_model(
     assert (checked.code, "compared with 2 acknowledged uids" in checked.out) == (0, True)
 
 
+@pytest.mark.long
 def test_a_recorded_task_is_decided_when_nothing_of_it_was_closed_for_a_while(
     tmp_path: Path, cli: Cli
 ) -> None:

@@ -302,6 +302,7 @@ async def test_an_upstream_that_counts_no_tokens_is_named_once(
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.long
 async def test_what_restricts_sampling_is_refused_by_name(
     sqlite_url: str, upstream: str, scripted: Scripted, mode: str
 ) -> None:

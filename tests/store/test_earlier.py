@@ -155,6 +155,7 @@ async def test_each_position_of_strategies_that_came_later(store_url: str) -> No
         await require_equal(experiment)
 
 
+@pytest.mark.long
 async def test_nothing_is_left_of_an_earlier_position(store_url: str, tmp_path: Path) -> None:
     sample = await record_sample_run(store_url, tmp_path / "run")
     async with open_store(store_url) as store:

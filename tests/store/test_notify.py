@@ -148,6 +148,7 @@ async def test_who_waits_for_nothing_hears_nothing(
     await changes.close()
 
 
+@pytest.mark.long
 async def test_an_idle_wait_costs_next_to_nothing(path: Path, other: Any) -> None:
     changes = SQLiteChanges(path, Owner("a.db"), StoreFiles(path, with_log=False))
     state = await changes.state()

@@ -152,6 +152,7 @@ async def test_a_lock_timeout_that_somebody_has_chosen_stays(
         ]
 
 
+@pytest.mark.long
 async def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres, "CONNECT_TIMEOUT_S", 2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -203,6 +203,7 @@ async def test_who_opens_a_store_hears_at_once_that_its_server_is_not_there() ->
         await open_store("postgresql://postgres@127.0.0.1:1/none").__aenter__()
 
 
+@pytest.mark.long
 async def test_a_peer_that_falls_silent_holds_no_write(
     postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,6 +225,7 @@ except UnsafeStoreError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.long
 def test_a_mount_over_another_file_is_seen(sqlite_url: str, tmp_path: Path) -> None:
     path, other = tmp_path / "store.db", tmp_path / "with space" / "store.db"
     other.parent.mkdir()
