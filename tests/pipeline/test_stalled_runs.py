@@ -17,7 +17,7 @@ from tests.raw_store import note_presence, rows
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError
 from trinity_buffer.pipeline.coordination.presence import AT_WORK
-from trinity_buffer.pipeline.coordination.waiting import Stall
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait
 
 AT_ONCE: dict[str, Any] = {"rollouts_per_group": 4, "max_staleness": 0, "stalled_after_s": 0.2}
 STALLED = r"nothing has moved for 0\.2 s \(stalled_after_s\): .*waits"
@@ -159,14 +159,14 @@ async def test_time_in_which_all_of_a_run_was_paused_is_no_stall(
             await note_presence(experiment, AT_WORK, "explorer e0", pid, silent_s=seconds_ago)
 
         async def look() -> float:
-            return await stall.require_moving(told, 0)
+            return await wait.require_moving(experiment.key, 0)
 
         async def told() -> str:
             return "strategy 'grpo' waits"
 
         paused_s = 0.0
         clock = time.monotonic
-        stall = Stall(experiment.database, experiment.key)
+        wait = ReportedWait(experiment.database, experiment.key, told)
         monkeypatch.setattr(time, "monotonic", lambda: clock() + paused_s)
         await says(0)
         pause_s = await look()
@@ -193,12 +193,12 @@ async def test_who_says_that_it_works_is_heard_however_wrong_its_clock_is(
 
         past_s = 0.0
         clock = time.monotonic
-        stall = Stall(experiment.database, experiment.key)
+        wait = ReportedWait(experiment.database, experiment.key, told)
         monkeypatch.setattr(time, "monotonic", lambda: clock() + past_s)
         for number in range(8):
             ago_s = 600 - number / 1e6
             await note_presence(experiment, AT_WORK, "explorer e0", 1, "another", silent_s=ago_s)
-            past_s += await stall.require_moving(told, 0)
+            past_s += await wait.require_moving(experiment.key, 0)
         with pytest.raises(RunStalledError):  # noqa: PT012 - it has ended
             for _ in range(8):
-                past_s += await stall.require_moving(told, 0)
+                past_s += await wait.require_moving(experiment.key, 0)

@@ -96,7 +96,7 @@ async def _awaited(experiment: Experiment, trainer: str | None) -> str:
             "(`trinity-buffer train`), or name another one"
         )
 
-    wait = ReportedWait(changes, tell)
+    wait = ReportedWait(experiment.database, None, tell)
     while True:
         # Read before the question, so that a change in between wakes the wait.
         state = await changes.state()

@@ -23,7 +23,7 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import problem_of_name
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.background import settle_imports
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait
 from trinity_buffer.pipeline.handle import Event, ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.train.checkpoint import found_again
@@ -151,16 +151,16 @@ class Experiment(ExperimentHandle):
         Raises:
             RunStalledError: it made no progress for ``stalled_after_s``.
         """
-        database, stall = self.database, Stall(self.database, self.key)
-        wait = ReportedWait(database.changes, self._waiting_for_end, aloud=False, stall=stall)
+
+        async def tell() -> str:
+            return f"the end of experiment {self.name!r} is waited for"
+
+        wait = ReportedWait(self.database, self.key, tell, aloud=False)
         while True:
-            state = await database.changes.state()
+            state = await self.database.changes.state()
             if await self.is_finished():
                 return
             await wait.changed(state)
-
-    async def _waiting_for_end(self) -> str:
-        return f"the end of experiment {self.name!r} is waited for"
 
     async def finish(self, reason: str, *, actor: str = "user") -> None:
         """Record that nothing more will be generated or trained; its followers end.

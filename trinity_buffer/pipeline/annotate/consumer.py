@@ -48,7 +48,7 @@ from trinity_buffer.pipeline.annotate.deciding import (
     with_over,
 )
 from trinity_buffer.pipeline.annotate.grouping import Deadlines, ReadyUnit, UnitReader, chunks
-from trinity_buffer.pipeline.background import settle_imports
+from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
@@ -58,7 +58,6 @@ from trinity_buffer.pipeline.coordination.waiting import (
     MAX_REJECTED_STEPS,
     RejectionWatch,
     ReportedWait,
-    Stall,
     one_line,
 )
 from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event, now_us
@@ -270,8 +269,12 @@ class StrategyConsumer:
                 ", ".join(annotating),
                 annotating[-1],
             )
-        async with self._presence.heartbeats(), self._lease.renewing():
-            await self._decide_all(follow=follow)
+        try:
+            async with running(self._presence.keep, self._lease.keep):
+                await self._decide_all(follow=follow)
+        finally:
+            await self._lease.release()
+            await self._presence.gone()
         waiting, groups = self._reader.grouping.num_waiting
         if self._speaks:
             at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
@@ -324,13 +327,9 @@ class StrategyConsumer:
 
     async def _decide_all(self, *, follow: bool) -> None:
         """Decide units, or stand by while another process does, until the work is done."""
-        changes = self.experiment.database.changes
-        stall = None  # inside a trainer, the trainer's own stall ends it
-        if self._speaks:
-            stall = Stall(self.experiment.database, self.experiment.key, self._presence)
-        wait = ReportedWait(
-            changes, self._waiting_for, self._presence, aloud=self._speaks, stall=stall
-        )
+        database, changes = self.experiment.database, self.experiment.database.changes
+        key = self.experiment.key if self._speaks else None  # inside a trainer, its own wait ends
+        wait = ReportedWait(database, key, self._waiting_for, self._presence, aloud=self._speaks)
         other = Standby(self.experiment, self.name, self._reader)
         while True:
             await self._presence.seen(at_once=follow)  # a trainer that follows waits for it
@@ -377,8 +376,7 @@ class StrategyConsumer:
             if not ending or idle_us < math.inf:
                 settle_imports()
                 due_us = min(overdue_us, idle_us, self._deadlines.due_us)
-                left = None if math.isinf(due_us) else max(0.0, (due_us - now_us()) / 1e6)
-                await wait.changed(state, left)
+                await wait.changed(state, max(0.0, (due_us - now_us()) / 1e6))
         return False
 
     async def _waiting_for(self) -> str:

@@ -34,7 +34,7 @@ from trinity_buffer.pipeline.coordination.presence import (
     start_of,
     this_host,
 )
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall, one_line
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database
@@ -224,7 +224,9 @@ class StrategyLease(Lease):
         """Return whether this process decides; take the lease if nobody has it who lives."""
         while not self.is_held:
             held = await self.holder()
-            if self.is_free(held):
+            if held is not None and held[0] == self.owner:
+                self.is_held, self.token = True, held[1]
+            elif held is None or self.is_free(held):
                 self._took = True  # also if we are cancelled while it is being taken
                 self.is_held = await self._database.write(self.take, held)
                 if self.is_held and self.held_by is not None:
@@ -234,10 +236,6 @@ class StrategyLease(Lease):
                     why = "has ended" if held is None else gone
                     text = f"strategy {self.consumer!r} decides now: {who} {why}"
                     _logger.warning("%s", one_line(text))
-                continue
-            assert held is not None  # else it is free
-            if held[0] == self.owner:
-                self.is_held, self.token = True, held[1]
             else:
                 self.held_by = held[0]
                 if self._took:
@@ -281,19 +279,8 @@ class StrategyLease(Lease):
         who = "another process" if self.held_by is None else describe_owner(self.held_by)
         return f"strategy {self.consumer!r} stands by: {who} decides"
 
-    @asynccontextmanager
-    async def renewing(self) -> AsyncIterator[None]:
-        """Renew the lease inside the context while it is held, and give it back at the end."""
-        try:
-            async with running(self._keep):
-                yield
-        finally:
-            if self._took:
-                with anyio.CancelScope(shield=True):
-                    await self._database.try_to_write(self.give_back)
-
-    async def _keep(self) -> None:
-        """Renew until cancelled; where the store cannot be reached, whoever decides hears of it."""
+    async def keep(self) -> None:
+        """Renew it while it is held, until cancelled; who decides hears of the store's errors."""
         while not self._alone:
             await anyio.sleep(self._ttl_s / HEARTBEATS_PER_TTL)
             if self.is_held:
@@ -303,6 +290,12 @@ class StrategyLease(Lease):
                     self.is_held = False
                 except StoreError:
                     continue
+
+    async def release(self) -> None:
+        """Give it back, if it was taken."""
+        if self._took:
+            with anyio.CancelScope(shield=True):
+                await self._database.try_to_write(self.give_back)
 
 
 class TrainerLease(Lease):
@@ -339,8 +332,7 @@ class TrainerLease(Lease):
                 "s ago: stop that process, or choose another consumer name"
             )
 
-        stall = Stall(self._database, self._experiment)
-        wait_for_it = ReportedWait(self._database.changes, tell, stall=stall)
+        wait_for_it = ReportedWait(self._database, self._experiment, tell)
         while True:
             state = await self._database.changes.state()
             held = await self.holder()

@@ -19,7 +19,6 @@ from trinity_buffer.pipeline.coordination.presence import AT_WORK, Presence, is_
 from trinity_buffer.store import leases, log, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.leases import PresenceRow
-from trinity_buffer.store.notify import Changes
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import INVALID, OVERSIZE
 
@@ -30,89 +29,7 @@ LOOKS = 4
 """Number of checks during that time: a process may be at work for only a part of it."""
 
 LATE_S = 10.0
-"""A check delayed by more than this factor shows that the machine is overloaded."""
-
-
-class Stall:
-    """Ends a wait once an experiment has made no progress for ``stalled_after_s``.
-
-    Progress is an event (also a recorder's turn, or an expert's row), an explorer with rollouts
-    under way, or a trainer, rank or strategy at work. Time is measured by the waiter's own clock,
-    as those of other machines may be wrong. Time without checks does not count: the run was paused
-    too, or the server was away.
-
-    Args:
-        database: database of the store.
-        experiment: key of the experiment.
-        presence: presence of the waiting process, which does not count as progress, or None.
-    """
-
-    def __init__(
-        self, database: Database, experiment: int, presence: Presence | None = None
-    ) -> None:
-        self._database = database
-        self._experiment = experiment
-        self._presence = presence
-        self._mark: object = None
-        self._since = 0.0
-        self._next: float | None = None
-
-    def begin(self) -> None:
-        """Start a new wait."""
-        self._mark, self._next = None, None
-
-    async def require_moving(
-        self, tell: Callable[[], Awaitable[str]], first_look_s: float
-    ) -> float:
-        """Return the seconds until the next check, as long as the run may make progress.
-
-        Args:
-            tell: describes the wait; called only for the error.
-            first_look_s: length of a new wait before its first check.
-
-        Raises:
-            RunStalledError: no progress for too long.
-        """
-        now = time.monotonic()
-        if self._next is None:
-            self._next = now + first_look_s
-        if now < self._next:
-            return self._next - now
-        mark, at_work, after_s = await self._database.read(self._load)
-        now = time.monotonic()
-        # Time in which this process could not check is not counted against the run.
-        self._since += max(0.0, now - self._next - LATE_S)
-        if at_work or mark != self._mark:
-            self._mark, self._since = mark, now
-        if now - self._since >= after_s:
-            raise RunStalledError(
-                f"nothing has moved for {after_s:g} s (stalled_after_s): no event came, and "
-                f"no rollout is under way; {one_line(await tell())}. `trinity-buffer doctor` says "
-                "what would help"
-            )
-        pause_s = min(self._since + after_s - now, after_s / LOOKS, LONGEST_PAUSE_S)
-        self._next = now + pause_s
-        return pause_s
-
-    def _load(self, tx: Transaction) -> tuple[object, bool, float]:
-        """Return what changes with progress, whether a process is at work, and the limit."""
-        stored = writer_queries.config_of(tx, self._experiment)
-        config = {} if stored is None else stored[0]
-        after_s: float | None = config.get("stalled_after_s", STALLED_AFTER_S)
-        own = self._presence
-        rows = leases.processes(tx, self._experiment)
-        rows = [row for row in rows if own is None or not own.is_own(row)]
-        names = [log.experiment_name(tx, self._experiment) + TURNS]  # a recorder writes there
-        if isinstance(expert := config.get("expert_experiment"), str):
-            names.append(expert)
-        beside = [log.find_experiment(tx, name) for name in names]
-        keys = {self._experiment, *(key for key in beside if key is not None)}
-        # Heads only grow, so their sum changes with every event.
-        head = sum(log.head(tx, key) for key in keys)
-        # A changed heartbeat is progress, however wrong the clock of its process may be.
-        mark = head, frozenset(row for row in rows if row.role == AT_WORK)
-        return mark, any(map(is_at_work, rows)), math.inf if after_s is None else after_s
-
+"""A check delayed by more than this shows that the machine is overloaded."""
 
 LONGEST_PAUSE_S = 600.0
 
@@ -170,12 +87,19 @@ class ReportedWait:
     After 5 seconds, and every 30 seconds from then on, it logs one line at WARNING, which Python
     prints to standard error unless logging is configured.
 
+    It ends once the experiment has made no progress for ``stalled_after_s``. Progress is an event
+    (also a recorder's turn, or an expert's row), an explorer with rollouts under way, or a trainer,
+    rank or strategy at work. Time is measured by the waiter's own clock, as those of other machines
+    may be wrong. Time without checks does not count: the run was paused too, or the server was
+    away.
+
     Args:
-        changes: changes of the store.
-        tell: returns the line to log; called only for a report.
-        presence: presence of the waiting process, which shows the reason to others.
+        database: database of the store.
+        experiment: key of the experiment; None: the wait never ends by itself.
+        tell: describes the wait; called only for a report or an error.
+        presence: presence of the waiting process, which shows the reason to others and does not
+            count as progress.
         aloud: False if another part of the process reports the wait.
-        stall: ends the wait when the run makes no progress; None: it never ends.
 
     Attributes:
         is_waited_for: whether the result is needed now: False while the process still works on
@@ -184,30 +108,31 @@ class ReportedWait:
 
     def __init__(
         self,
-        changes: Changes,
+        database: Database,
+        experiment: int | None,
         tell: Callable[[], Awaitable[str]],
         presence: Presence | None = None,
         *,
         aloud: bool = True,
-        stall: Stall | None = None,
     ) -> None:
-        self._aloud = aloud
-        self._stall = stall
-        self.is_waited_for: Callable[[], bool] = lambda: True
-        self._changes = changes
+        self._database = database
+        self._experiment = experiment
         self._tell = tell
         self._presence = presence
-        self._due: float | None = None
+        self._level = logging.WARNING if aloud else logging.DEBUG
+        self.is_waited_for: Callable[[], bool] = lambda: True
+        self._report_at: float | None = None
+        self._look_at: float | None = None
+        self._mark: object = None
+        self._moved_at = 0.0
 
     def over(self) -> None:
         """End this wait: the next one is a new one."""
-        self._due = None
-        if self._stall is not None:
-            self._stall.begin()
+        self._report_at = self._look_at = self._mark = None
         if self._presence is not None:
             self._presence.waiting_for = None
 
-    async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
+    async def changed(self, state: tuple[int, int], timeout_s: float = math.inf) -> None:
         """Return after a commit later than ``state``, after ``timeout_s``, or spuriously.
 
         Like `Changes.changed`: the caller checks again, and calls again.
@@ -215,24 +140,72 @@ class ReportedWait:
         Raises:
             RunStalledError: no progress for too long.
         """
-        if self._due is None:
-            self._due = time.monotonic() + wait_report_s()
-        elif time.monotonic() >= self._due:
+        if self._report_at is None:
+            self._report_at = time.monotonic() + wait_report_s()
+        elif time.monotonic() >= self._report_at:
             message = one_line(await self._tell())
-            _logger.log(logging.WARNING if self._aloud else logging.DEBUG, "%s", message)
+            _logger.log(self._level, "%s", message)
             if self._presence is not None:
                 self._presence.waiting_for = message
-            self._due = time.monotonic() + REPEATED_AFTER * wait_report_s()
-        left_s = max(0.0, self._due - time.monotonic())
-        if self._stall is not None:
+            self._report_at = time.monotonic() + REPEATED_AFTER * wait_report_s()
+        left_s = min(timeout_s, max(0.0, self._report_at - time.monotonic()))
+        if self._experiment is not None:
             # While the process works on earlier results, the run is not stalled.
             if not self.is_waited_for():
-                self._stall.begin()
-            left_s = min(left_s, await self._stall.require_moving(self._tell, wait_report_s()))
+                self._look_at = self._mark = None
+            left_s = min(left_s, await self.require_moving(self._experiment, wait_report_s()))
         if self._presence is not None:
             await self._presence.seen()
             left_s = min(left_s, self._presence.due_s)
-        await self._changes.changed(state, left_s if timeout_s is None else min(left_s, timeout_s))
+        await self._database.changes.changed(state, left_s)
+
+    async def require_moving(self, experiment: int, first_look_s: float) -> float:
+        """Return the seconds until the next check, as long as the run may make progress.
+
+        Args:
+            experiment: its key.
+            first_look_s: length of a new wait before its first check.
+
+        Raises:
+            RunStalledError: no progress for too long.
+        """
+        now = time.monotonic()
+        if self._look_at is None:
+            self._look_at = now + first_look_s
+        if now < self._look_at:
+            return self._look_at - now
+        mark, at_work, after_s = await self._database.read(self._progress, experiment)
+        now = time.monotonic()
+        # Time in which this process could not check is not counted against the run.
+        self._moved_at += max(0.0, now - self._look_at - LATE_S)
+        if at_work or mark != self._mark:
+            self._mark, self._moved_at = mark, now
+        if now - self._moved_at >= after_s:
+            raise RunStalledError(
+                f"nothing has moved for {after_s:g} s (stalled_after_s): no event came, and "
+                f"no rollout is under way; {one_line(await self._tell())}. `trinity-buffer doctor` "
+                "says what would help"
+            )
+        pause_s = min(self._moved_at + after_s - now, after_s / LOOKS, LONGEST_PAUSE_S)
+        self._look_at = now + pause_s
+        return pause_s
+
+    def _progress(self, tx: Transaction, experiment: int) -> tuple[object, bool, float]:
+        """Return what changes with progress, whether a process is at work, and the limit."""
+        stored = writer_queries.config_of(tx, experiment)
+        config = {} if stored is None else stored[0]
+        after_s: float | None = config.get("stalled_after_s", STALLED_AFTER_S)
+        own = self._presence
+        rows = [r for r in leases.processes(tx, experiment) if own is None or not own.is_own(r)]
+        names = [log.experiment_name(tx, experiment) + TURNS]  # a recorder writes there
+        if isinstance(expert := config.get("expert_experiment"), str):
+            names.append(expert)
+        beside = {log.find_experiment(tx, name) for name in names}
+        # Heads only grow, so their sum changes with every event.
+        head = sum(log.head(tx, key) for key in {experiment, *beside} if key is not None)
+        # A changed heartbeat is progress, however wrong the clock of its process may be.
+        mark = head, frozenset(row for row in rows if row.role == AT_WORK)
+        return mark, any(map(is_at_work, rows)), math.inf if after_s is None else after_s
 
 
 WARN_AFTER_STEPS = 3

@@ -21,7 +21,7 @@ from trinity_buffer.events import RankJoined, RanksAssembled, StepPartDone, Stre
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
 from trinity_buffer.pipeline.coordination.presence import Presence, describe_process, has_ended
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import leases, log
@@ -86,11 +86,9 @@ class RankSession:
             Presence(self._database, experiment.key, role, self._name) if self._rank else None
         )
         self._lacking = ""
-        stall = None  # rank 0 waits for processes alone, whose end it detects
-        if self.presence is not None:
-            stall = Stall(self._database, experiment.key, self.presence)
-        changes = self._database.changes
-        self.wait = ReportedWait(changes, self._waiting_for, self.presence, stall=stall)
+        # Rank 0 waits for processes alone, whose end it detects.
+        key = experiment.key if self._rank else None
+        self.wait = ReportedWait(self._database, key, self._waiting_for, self.presence)
 
     async def _waiting_for(self) -> str:
         return f"rank {self._rank} of trainer {self._name!r} waits for {self._lacking}"

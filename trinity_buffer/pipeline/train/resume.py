@@ -45,7 +45,7 @@ from trinity_buffer.identity import parse_uid
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
 from trinity_buffer.pipeline.coordination.presence import Presence
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait, Stall, one_line
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.manifest import (
@@ -249,11 +249,9 @@ async def wait_for_set(
     async def tell() -> str:
         return f"trainer {options.consumer!r} waits: {await _lacking_set(experiment, name)}"
 
-    changes = experiment.database.changes
-    stall = Stall(experiment.database, experiment.key, presence)
-    wait = ReportedWait(changes, tell, presence, stall=stall)
+    wait = ReportedWait(experiment.database, experiment.key, tell, presence)
     while True:
-        state = await changes.state()
+        state = await experiment.database.changes.state()
         finished = await experiment.is_finished()
         lacking = await _lacking_set(experiment, name)
         if not lacking:

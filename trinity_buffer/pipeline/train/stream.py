@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -31,12 +32,7 @@ from trinity_buffer.pipeline.coordination.diagnosis import (
 )
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.presence import Presence
-from trinity_buffer.pipeline.coordination.waiting import (
-    ReportedWait,
-    Stall,
-    one_line,
-    wait_report_s,
-)
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line, wait_report_s
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
@@ -419,12 +415,10 @@ class LeadingStream(TrainStream):
             if goes_on and expert not in recorders:  # there is one, and it is finished
                 self._sampler.require_expert()
             if wait is None:
-                stall = Stall(self._database, key, self.presence)
-                changes = self._database.changes
-                wait = ReportedWait(changes, self._waiting_for, self.presence, stall=stall)
+                wait = ReportedWait(self._database, key, self._waiting_for, self.presence)
                 wait.is_waited_for = self.queue.is_waited_for
             # A killed strategy commits nothing that would wake this wait.
-            await wait.changed(state, LOOK_AGAIN_S if finished else None)
+            await wait.changed(state, LOOK_AGAIN_S if finished else math.inf)
 
     async def _more_is_to_come(self) -> bool:
         if not all(consumer.has_read_all for consumer in self._recorders.values()):

@@ -26,7 +26,6 @@ from trinity_buffer.pipeline.coordination.waiting import (
     MAX_REJECTED_STEPS,
     WARN_AFTER_STEPS,
     ReportedWait,
-    Stall,
     one_line,
 )
 from trinity_buffer.pipeline.handle import decoded, new_event, now_us
@@ -242,8 +241,7 @@ async def plan(
         who = await database.read(diagnosis.of_admission, experiment, check.rules.trainer)
         return f"explorer {actor!r} waits to plan batch {batch!r}: {check.describe(own)}; {who}"
 
-    stall = Stall(database, experiment, presence)
-    wait = ReportedWait(database.changes, tell, presence, stall=stall)
+    wait = ReportedWait(database, experiment, tell, presence)
     while True:
         state = await database.changes.state()
         own = policy_version() if callable(policy_version) else policy_version
@@ -509,9 +507,7 @@ async def wait_for_heirs(database: Database, experiment: int, presence: Presence
             f"({describe_process(heirs[0])})"
         )
 
-    wait = ReportedWait(
-        database.changes, tell, presence, stall=Stall(database, experiment, presence)
-    )
+    wait = ReportedWait(database, experiment, tell, presence)
     left: list[str] | None = None
     while True:
         state = await database.changes.state()
