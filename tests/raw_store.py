@@ -11,7 +11,7 @@ from sqlalchemy import func, select, text
 from tests.handles import Experiment, Store, Transaction
 from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded, Recorded
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.coordination.presence import this_host
+from trinity_buffer.pipeline.coordination.waiting import this_host
 from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import leases, log

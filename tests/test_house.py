@@ -80,6 +80,7 @@ SEPARATE = {
     f"{PACKAGE}/pipeline/verify/evidence.py": "files and acknowledgements, outside of a store",
     f"{PACKAGE}/pipeline/write/writer.py": "imports torch, which readers do not need",
     f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",
+    f"{PACKAGE}/store/notify.py": "how each database tells of commits",
     f"{PACKAGE}/trainer/models.py": "imports transformers",
     f"{PACKAGE}/trainer/packed_attention.py": "imports what only a GPU needs",
     f"{PACKAGE}/web/app.py": "imports starlette, an extra",

@@ -15,7 +15,7 @@ from tests.pipeline.test_waits import NOBODY, spoken, train
 from tests.raw_store import note_presence, rows
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.coordination.presence import UNSEEN_S
+from trinity_buffer.pipeline.coordination.waiting import UNSEEN_S
 
 
 @pytest.fixture(autouse=True)

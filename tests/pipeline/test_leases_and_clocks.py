@@ -17,7 +17,7 @@ from trinity_buffer.errors import LeaseHeldError
 from trinity_buffer.pipeline import handle
 from trinity_buffer.pipeline.coordination import lease
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
-from trinity_buffer.pipeline.coordination.presence import has_ended
+from trinity_buffer.pipeline.coordination.waiting import has_ended
 from trinity_buffer.store.leases import describe_owner
 
 HOUR_US = 3_600_000_000

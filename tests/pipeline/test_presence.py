@@ -22,9 +22,9 @@ from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.explore import ExploreOptions, SamplingExplorer, explore
 from trinity_buffer.identity import Key
-from trinity_buffer.pipeline.coordination import presence
+from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.lease import is_dead, owner_name
-from trinity_buffer.pipeline.coordination.presence import describe_process, has_ended, is_here
+from trinity_buffer.pipeline.coordination.waiting import describe_process, has_ended, is_here
 from trinity_buffer.store import leases
 
 LONG_AGO = 1
@@ -57,8 +57,8 @@ async def seen_again(experiment: Experiment, role: str) -> None:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it be said every 50 ms, and from the first moment on."""
-    monkeypatch.setattr(presence, "FIRST_AFTER_S", 0.0)
-    monkeypatch.setattr(presence, "SEEN_EVERY_S", 0.05)
+    monkeypatch.setattr(waiting, "FIRST_AFTER_S", 0.0)
+    monkeypatch.setattr(waiting, "SEEN_EVERY_S", 0.05)
 
 
 # -- while it works
@@ -69,7 +69,7 @@ async def test_a_write_says_that_its_explorer_is_there_in_its_own_transaction(
 ) -> None:
     async with opened(store_url) as experiment:
         with monkeypatch.context() as patch:
-            patch.setattr(presence, "SEEN_EVERY_S", 0.0)
+            patch.setattr(waiting, "SEEN_EVERY_S", 0.0)
             await experiment.writer("e0").plan("b", list(range(2)), 4)
         for task, is_said in enumerate((True, False)):
             await age(experiment)
@@ -217,21 +217,21 @@ def test_a_container_of_the_same_name_is_another_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(presence, "PROC", container(tmp_path))
-        there, its_lease = seen_now(presence.this_host(), ended()), owner_name()
+        patch.setattr(waiting, "PROC", container(tmp_path))
+        there, its_lease = seen_now(waiting.this_host(), ended()), owner_name()
         assert has_ended(there), "in the container itself"
         assert not is_dead(its_lease)
     assert is_here(there)
     assert not has_ended(there)
     assert not is_dead(its_lease.replace(f":{os.getpid()}:", f":{there.pid}:"))
-    long_ago = there.last_seen - int(2 * presence.UNSEEN_S * 1e6)
+    long_ago = there.last_seen - int(2 * waiting.UNSEEN_S * 1e6)
     assert not is_here(replace(there, last_seen=long_ago))
 
 
 def test_a_host_is_shown_by_its_name_alone() -> None:
     name = socket.gethostname()
-    assert presence.this_host().startswith(f"{name}#")
-    assert describe_process(seen_now(presence.this_host(), 7)).startswith(
+    assert waiting.this_host().startswith(f"{name}#")
+    assert describe_process(seen_now(waiting.this_host(), 7)).startswith(
         f"pid 7 on host {name}, seen"
     )
     assert leases.describe_owner(owner_name()) == f"pid {os.getpid()} on host {name}"
@@ -248,8 +248,8 @@ def test_who_was_stored_under_a_name_alone_is_of_the_machine_of_that_name() -> N
 def test_who_lives_is_known_with_and_without_proc(
     monkeypatch: pytest.MonkeyPatch, proc: str
 ) -> None:
-    monkeypatch.setattr(presence, "PROC", Path(proc))
-    gone, host, mine = ended(), presence.this_host(), owner_name()
+    monkeypatch.setattr(waiting, "PROC", Path(proc))
+    gone, host, mine = ended(), waiting.this_host(), owner_name()
     assert is_here(seen_now(host, os.getpid()))
     assert not has_ended(seen_now(host, os.getpid()))
     assert not is_here(seen_now(host, gone))

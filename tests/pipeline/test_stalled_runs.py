@@ -16,8 +16,7 @@ from tests.handles import Experiment
 from tests.raw_store import note_presence, rows
 from trinity_buffer import run_strategy
 from trinity_buffer.errors import InvalidArgumentError, RunStalledError
-from trinity_buffer.pipeline.coordination.presence import AT_WORK
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait
+from trinity_buffer.pipeline.coordination.waiting import AT_WORK, ReportedWait
 
 AT_ONCE: dict[str, Any] = {"rollouts_per_group": 4, "max_staleness": 0, "stalled_after_s": 0.2}
 STALLED = r"nothing has moved for 0\.2 s \(stalled_after_s\): .*waits"

@@ -30,7 +30,7 @@ from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
-from trinity_buffer.pipeline.coordination.presence import is_paused, start_of
+from trinity_buffer.pipeline.coordination.waiting import is_paused, start_of
 from trinity_buffer.store import leases as store_leases
 from trinity_buffer.store.rows import ConsumerRow
 

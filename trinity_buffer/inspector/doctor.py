@@ -7,8 +7,12 @@ from shlex import quote
 
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.coordination.diagnosis import Lack, Surroundings, counted, lacks_of
-from trinity_buffer.pipeline.coordination.presence import describe_process, is_unheard, own_wait_of
-from trinity_buffer.pipeline.coordination.waiting import is_at_work
+from trinity_buffer.pipeline.coordination.waiting import (
+    describe_process,
+    is_at_work,
+    is_unheard,
+    own_wait_of,
+)
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import Store

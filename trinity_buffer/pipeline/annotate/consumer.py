@@ -52,10 +52,10 @@ from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
-from trinity_buffer.pipeline.coordination.presence import Presence
 from trinity_buffer.pipeline.coordination.waiting import (
     FAULTS,
     MAX_REJECTED_STEPS,
+    Presence,
     RejectionWatch,
     ReportedWait,
     one_line,

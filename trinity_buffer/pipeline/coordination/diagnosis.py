@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from trinity_buffer.pipeline.coordination.presence import (
+from trinity_buffer.pipeline.coordination.waiting import (
     AT_WORK,
     describe_process,
     is_here,

@@ -27,14 +27,15 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.options import StepOptions
 from trinity_buffer.pipeline.background import running
-from trinity_buffer.pipeline.coordination.presence import (
+from trinity_buffer.pipeline.coordination.waiting import (
     Presence,
+    ReportedWait,
     is_this_host,
     lives,
+    one_line,
     start_of,
     this_host,
 )
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.database import Database

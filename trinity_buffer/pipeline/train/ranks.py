@@ -20,8 +20,12 @@ from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.events import RankJoined, RanksAssembled, StepPartDone, StreamEnded, kinds_of
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
-from trinity_buffer.pipeline.coordination.presence import Presence, describe_process, has_ended
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait
+from trinity_buffer.pipeline.coordination.waiting import (
+    Presence,
+    ReportedWait,
+    describe_process,
+    has_ended,
+)
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import leases, log

@@ -44,8 +44,7 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import parse_uid
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
-from trinity_buffer.pipeline.coordination.presence import Presence
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line
+from trinity_buffer.pipeline.coordination.waiting import Presence, ReportedWait, one_line
 from trinity_buffer.pipeline.handle import ExperimentHandle, fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.manifest import (

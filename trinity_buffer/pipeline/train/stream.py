@@ -31,8 +31,12 @@ from trinity_buffer.pipeline.coordination.diagnosis import (
     outcome_of,
 )
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
-from trinity_buffer.pipeline.coordination.presence import Presence
-from trinity_buffer.pipeline.coordination.waiting import ReportedWait, one_line, wait_report_s
+from trinity_buffer.pipeline.coordination.waiting import (
+    Presence,
+    ReportedWait,
+    one_line,
+    wait_report_s,
+)
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader

@@ -17,7 +17,7 @@ from trinity_buffer.errors import StoreBusyError, StoreError, StoreUnavailableEr
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import EID
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.coordination.presence import Presence
+from trinity_buffer.pipeline.coordination.waiting import Presence
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.database import Database

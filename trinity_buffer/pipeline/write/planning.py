@@ -20,12 +20,13 @@ from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.options import AdmissionOptions
 from trinity_buffer.pipeline.coordination import diagnosis
-from trinity_buffer.pipeline.coordination.presence import Presence, describe_process
 from trinity_buffer.pipeline.coordination.waiting import (
     FAULTS,
     MAX_REJECTED_STEPS,
     WARN_AFTER_STEPS,
+    Presence,
     ReportedWait,
+    describe_process,
     one_line,
 )
 from trinity_buffer.pipeline.handle import decoded, new_event, now_us

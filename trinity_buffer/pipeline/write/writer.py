@@ -15,12 +15,13 @@ from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, freeze
-from trinity_buffer.pipeline.coordination.presence import (
+from trinity_buffer.pipeline.coordination.waiting import (
     SEEN_EVERY_S,
     Presence,
     describe_process,
+    one_line,
+    wait_report_s,
 )
-from trinity_buffer.pipeline.coordination.waiting import one_line, wait_report_s
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall, listed
 from trinity_buffer.pipeline.write.checks import suspicious_values
