@@ -96,7 +96,7 @@ async def test_neither_do_commands_about_a_store_that_is_there(
     async with opened(url):
         with pytest.raises(UnknownExperimentError, match="holds no experiment 'sorf'") as raised:
             await chosen_experiment(url, "sorf")
-    await anyio.to_thread.run_sync(lambda: migrate(url, as_json=True))
+    await anyio.to_thread.run_sync(lambda: migrate(store=url, as_json=True))
     said = capsys.readouterr().out + str(raised.value)
     assert said.count("***") == 2
     assert PASSWORD not in said

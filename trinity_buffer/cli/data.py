@@ -12,7 +12,7 @@ import anyio.to_thread
 import typer
 
 from trinity_buffer.cli import options
-from trinity_buffer.cli.output import Answer, say, size_of
+from trinity_buffer.cli.output import Answer, size_of
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.inspector.output import strict_json
 from trinity_buffer.inspector.source import Source
@@ -20,7 +20,7 @@ from trinity_buffer.inspector.table import parquet_writer, record_batches
 from trinity_buffer.inspector.tracking import track as track_steps
 from trinity_buffer.pipeline.background import made_ahead
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Store
 
 SUFFIXES = (".parquet", ".jsonl")
 """Of the files that `export` writes."""
@@ -30,8 +30,7 @@ def _writable(output: Path) -> Path:
     """Return ``output`` if a table may be written there, with its folder; see `export`."""
     if output.suffix not in SUFFIXES:
         raise InvalidArgumentError(f"--output {output}: end the name in {' or '.join(SUFFIXES)}")
-    options.require_no_database(output)
-    options.make_folder(output.parent)
+    options.make_folder(options.no_database(output).parent)
     return output
 
 
@@ -39,9 +38,9 @@ def _writable(output: Path) -> Path:
 async def export(
     source: Source,
     output: Annotated[Path, typer.Option("--output", "-o", callback=_writable)],
-    annotation_set: options.SetNameOption = None,
-    step: Annotated[int | None, typer.Option(min=1)] = None,
-    trainer: options.TrainerOption = None,
+    annotation_set: str | None = None,
+    step: options.OptionalCount = None,
+    trainer: str | None = None,
 ) -> Answer:
     """Write a file with a row for each rollout, its advantage and what became of it.
 
@@ -94,11 +93,12 @@ def _written(path: Path) -> Iterator[Callable[[Any], None]]:
         partial.unlink(missing_ok=True)
 
 
-def report(
-    output: Annotated[Path, typer.Option("--output", "-o")],
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-) -> None:
+@options.command()
+async def report(
+    store: Store,
+    output: Annotated[Path, typer.Option("--output", "-o", callback=options.no_database)],
+    experiment: str | None = None,
+) -> str:
     """Write a page about a run: one file that opens offline, without scripts.
 
     Example: trinity-buffer report -o runs/report.html
@@ -108,26 +108,20 @@ def report(
     """
     from trinity_buffer.web.report import report as page_of  # noqa: PLC0415 - jinja2
 
-    options.require_no_database(output)
-
-    async def main() -> str:
-        async with open_store(options.chosen_store(store), read_only=True) as opened:
-            return await page_of(opened, await options.experiment_in(opened, experiment))
-
-    page = options.run(main)
+    page = await page_of(store, await options.experiment_in(store, experiment))
     options.make_folder(output.parent)
     output.write_text(page, encoding="utf-8")
-    say(f"{output}")
+    return str(output)
 
 
-def track(
-    to: Annotated[str, typer.Option()],
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-    trainer: options.TrainerOption = None,
+@options.command()
+async def track(
+    experiment: Experiment,
+    to: options.Required,
+    trainer: str | None = None,
     after: Annotated[int, typer.Option(min=0)] = 0,
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
-) -> None:
+) -> str:
     """Send each committed step's numbers to TensorBoard or trackio, during a run or after it.
 
     Example: trinity-buffer track --to tensorboard:runs/tensorboard/demo
@@ -139,9 +133,6 @@ def track(
     """
     from trinity_buffer.integrations.trackers import tracker_of  # noqa: PLC0415 - torch
 
-    async def work(opened: Experiment) -> int:
-        with closing(tracker_of(to)) as tracker:
-            return await track_steps(opened, tracker, trainer=trainer, after=after, follow=follow)
-
-    last = options.run(lambda: options.on_experiment(store, experiment, work))
-    say(f"steps up to {last}: {to}")
+    with closing(tracker_of(to)) as tracker:
+        last = await track_steps(experiment, tracker, trainer=trainer, after=after, follow=follow)
+    return f"steps up to {last}: {to}"

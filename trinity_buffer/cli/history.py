@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from trinity_buffer.cli.replays import ReplayReport
 
 
+@options.command()
 def replay(
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-    config: options.PlaceOption = None,
+    store: str | None = None,
+    experiment: str | None = None,
+    place: Path | None = None,
     steps: str | None = None,
     from_checkpoint: Path | None = None,
     loss: str | None = None,
     algorithm: str | None = None,
-    overrides: options.SetOption = None,
+    overrides: list[str] | None = None,
     tolerance: Annotated[float | None, typer.Option(min=0)] = None,
-    as_json: options.JsonOption = False,
-) -> None:
+    as_json: bool = False,
+) -> output.Answer:
     """Train again on the recorded batches, without explorers and without changing the store.
 
     With the run's own configuration the weights come out bit for bit, on the same software, device
@@ -50,7 +51,7 @@ def replay(
     """
     from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
 
-    url, named = options.chosen_place(store, experiment, config)
+    url, named = options.chosen_place(store, experiment, place)
     name = options.run(lambda: options.chosen_experiment(url, named))
     # Last, so that --loss and --algorithm win over --set.
     changed = [*(overrides or [])]
@@ -77,9 +78,7 @@ def replay(
     if passed is None:  # no tolerance, or the recorded weights are gone: then the bits decide
         passed = report.identical is True or (tolerance is None and report.identical is None)
     # A digest is for copying, so it must stay in one piece.
-    output.print_answer(
-        output.Answer(report, text, failed=not passed), as_json=as_json, soft_wrap=True
-    )
+    return output.Answer(report, text, failed=not passed, soft_wrap=True)
 
 
 def _verdict(report: ReplayReport, changed: list[str]) -> str:
@@ -108,9 +107,9 @@ def _distance(report: ReplayReport, tolerance: float | None) -> str:
 @options.command(read_only=False)
 async def reannotate(
     experiment: Experiment,
-    strategy: Annotated[str, typer.Option()],
-    name: Annotated[str, typer.Option()],
-    arguments: options.ArgumentsOption = None,
+    strategy: options.Required,
+    name: options.Required,
+    arguments: list[str] | None = None,
     rewards: str | None = None,
 ) -> output.Answer:
     """Add a second set of annotations beside the first, without touching it.

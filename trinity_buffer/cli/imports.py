@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.options import STORE_VARIABLE, JsonOption, make_folder_of, run
-from trinity_buffer.cli.output import Answer, print_answer
+from trinity_buffer.cli.options import STORE_VARIABLE, command, make_folder_of, run
+from trinity_buffer.cli.output import Answer
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import require_name
 from trinity_buffer.integrations.imports.formats import (
@@ -24,6 +24,7 @@ from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.store.url import named
 
 
+@command()
 def import_(
     name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
     path: Path,
@@ -31,8 +32,7 @@ def import_(
     experiment: str | None = None,
     tokenizer: Path | None = None,
     skip_bad_lines: bool = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> Answer:
     """Import files of another package into a store, ready to be annotated and trained.
 
     Blank lines are passed over, and a last line that is torn is left out.
@@ -65,13 +65,10 @@ def import_(
         f"{named(store)}, {done.duplicates} there already, {counted(len(done.left_out), 'row')} "
         "left out"
     )
-    print_answer(Answer(done.to_dict(), line), as_json=as_json)
     for row in done.left_out:
         typer.echo(escaped(f"left out: {row}"), err=True)
-    if done.late:
-        typer.echo(
-            f"error: {done.late} of them are of batches that an earlier import sealed: they are "
-            "recorded as late and never trained; give the grown file an --experiment of its own",
-            err=True,
-        )
-        raise typer.Exit(1)
+    late = (
+        f"{done.late} of them are of batches that an earlier import sealed: they are recorded as "
+        "late and never trained; give the grown file an --experiment of its own"
+    )
+    return Answer(done.to_dict(), line, [late] if done.late else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,23 +26,17 @@ from trinity_buffer.identity import parse_uid
 from trinity_buffer.inspector.experience import Unreadable
 from trinity_buffer.inspector.group_views import Order as GroupOrder
 from trinity_buffer.inspector.source import Source, now
+from trinity_buffer.inspector.source import as_of as opened_as_of
 from trinity_buffer.inspector.token_table import token_texts
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Store, open_store
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
-from trinity_buffer.store.url import named
 
 T = TypeVar("T")
 
-AfterStepOption = Annotated[
-    int | None,
-    typer.Option("--after", help="Only steps above this one. Default: the last ones.", min=0),
-]
-StepLimitOption = Annotated[
-    int, typer.Option("--limit", help="Show at most this many steps.", min=1)
-]
+After = Annotated[int | None, typer.Option(min=0)]
 RowOrder = Literal["slot", "abs-advantage", "reward", "staleness", "length", "loss-share"]
 
 STEP_METRICS = ("loss", "kl", "entropy", "gradient_norm", "learning_rate")
@@ -57,15 +52,16 @@ FRAME_S = 0.5
 """Minimum time between two frames of `top`, however much is written."""
 
 
+@options.command(lines=True)
 def events(
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
+    store: str | None = None,
+    experiment: str | None = None,
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
     after: int | None = None,
     kind: list[str] | None = None,
-    limit: Annotated[int, typer.Option(min=1)] = 20,
-    as_of: options.AsOfOption = None,
-    as_json: options.JsonLinesOption = False,
+    limit: options.Count = 20,
+    as_of: options.OptionalCount = None,
+    as_json: bool = False,
 ) -> None:
     """Print the events of the log, one per line: the last ones, or those after a position.
 
@@ -78,24 +74,28 @@ def events(
         limit: How many; with --follow and without --after, how many earlier ones come first.
     """
 
-    async def question(opened: Experiment) -> None:
-        first = after
-        if first is None:  # counted among the chosen kinds, so that `limit` lines are printed
-            first = await questions.position_before(opened, limit, kinds=kind, up_to=as_of)
-        printed = 0
-        lines = questions.event_lines(opened, after=first, up_to=as_of, follow=follow, kinds=kind)
-        async for line in lines:
-            if as_json:
-                output.print_json(line)
-            else:
-                head = f"{line.position:>8}  {output.time_of(line.recorded_at)}  {line.kind:<20}"
-                output.say(f"{head} {line.actor:<12} {line.summary}")
-            printed += 1
-            if printed == limit and not follow:
-                return
+    async def main() -> None:
+        async with options.opened_as(Experiment, store, experiment) as opened:
+            first = after
+            if first is None:  # counted among the chosen kinds, so that `limit` lines are printed
+                first = await questions.position_before(opened, limit, kinds=kind, up_to=as_of)
+            lines = questions.event_lines(
+                opened, after=first, up_to=as_of, follow=follow, kinds=kind
+            )
+            printed = 0
+            async for line in lines:
+                if as_json:
+                    output.print_json(line)
+                else:
+                    time = output.time_of(line.recorded_at)
+                    head = f"{line.position:>8}  {time}  {line.kind:<20} {line.actor:<12}"
+                    output.say(f"{head} {line.summary}")
+                printed += 1
+                if printed == limit and not follow:
+                    return
 
     try:
-        anyio.run(options.on_experiment, store, experiment, question)
+        anyio.run(main)
     except KeyboardInterrupt:  # the usual end of a follower
         raise typer.Exit(0 if follow else options.INTERRUPTED) from None
 
@@ -103,12 +103,12 @@ def events(
 @options.command(lines=True)
 async def groups(
     source: Source,
-    annotation_set: options.SetNameOption = None,
+    annotation_set: str | None = None,
     batch: str | None = None,
-    step: Annotated[int | None, typer.Option(min=1)] = None,
-    trainer: options.TrainerOption = None,
+    step: options.OptionalCount = None,
+    trainer: str | None = None,
     sort: GroupOrder = "newest",
-    limit: Annotated[int, typer.Option(min=1)] = 20,
+    limit: options.Count = 20,
 ) -> output.Answer:
     """Show groups: rewards and advantages of the runs of a task, and what became of them.
 
@@ -165,7 +165,7 @@ async def _by_uid(question: Callable[[Source, str], Awaitable[T]], source: Sourc
 @options.command()
 async def show(
     source: Source,
-    uid: options.UidArgument,
+    uid: str,
     annotation_set: Annotated[str | None, typer.Option("--set")] = None,
     tokens: bool = False,
 ) -> output.Answer:
@@ -260,14 +260,15 @@ def _tensor_table(title: str, tensors: Mapping[str, questions.TensorSummary]) ->
 
 @options.command(lines=True)
 async def steps(
-    source: Source,
-    trainer: options.TrainerOption = None,
-    after: AfterStepOption = None,
-    limit: StepLimitOption = 20,
+    source: Source, trainer: str | None = None, after: After = None, limit: options.Count = 20
 ) -> output.Answer:
     """Show gradient steps: rows, tokens, reward, staleness, seconds, and what the trainer recorded.
 
     Example: trinity-buffer steps --limit 10
+
+    Args:
+        after: Only steps above this one. Default: the last ones.
+        limit: Show at most this many steps.
     """
     lines = await questions.steps(source, trainer=trainer, after=after, limit=limit)
 
@@ -287,9 +288,9 @@ async def steps(
 async def blame(
     source: Source,
     step: Annotated[int, typer.Argument(min=1)],
-    trainer: options.TrainerOption = None,
+    trainer: str | None = None,
     sort: RowOrder = "slot",
-    limit: Annotated[int | None, typer.Option(min=1)] = None,
+    limit: options.OptionalCount = None,
 ) -> output.Answer:
     """Say exactly what one gradient step was trained on, and whether its commit proves it.
 
@@ -343,7 +344,7 @@ _ORDERS: dict[str, Any] = {
 
 
 @options.command()
-async def why(source: Source, uid: options.UidArgument) -> output.Answer:
+async def why(source: Source, uid: str) -> output.Answer:
     """Say why a rollout was trained or never was: each event that decided it, in order.
 
     Example: trinity-buffer why e0-7/3/1/0/
@@ -365,7 +366,7 @@ async def rejected(
     source: Source,
     by: str | None = None,
     reason: str | None = None,
-    limit: Annotated[int, typer.Option(min=1)] = 20,
+    limit: options.Count = 20,
 ) -> output.Answer:
     """Show what was left out, by whom and why.
 
@@ -415,14 +416,15 @@ async def leases(source: Source) -> output.Answer:
 
 @options.command(lines=True)
 async def staleness(
-    source: Source,
-    trainer: options.TrainerOption = None,
-    after: AfterStepOption = None,
-    limit: StepLimitOption = 100,
+    source: Source, trainer: str | None = None, after: After = None, limit: options.Count = 100
 ) -> output.Answer:
     """Show staleness, in policy versions: by gradient step and by actor, and whether it grew.
 
     Example: trinity-buffer staleness --limit 50
+
+    Args:
+        after: Only steps above this one. Default: the last ones.
+        limit: Show at most this many steps.
     """
     by_step = await questions.staleness(source, trainer=trainer, after=after, limit=limit)
 
@@ -448,16 +450,18 @@ def _growth_line(growth: questions.StalenessGrowth) -> str:
     return f"{line}, greatest {growth.greatest}, over {growth.rows:,} rows"
 
 
-def diff(
+@options.command()
+async def diff(
+    store: Store,
     first: str,
     second: str,
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
+    experiment: str | None = None,
     other_store: str | None = None,
-    limit: Annotated[int, typer.Option(min=1)] = 20,
-    as_of: options.AsOfOption = None,
-    as_json: options.JsonOption = False,
-) -> None:
+    limit: options.Count = 20,
+    as_of: options.OptionalCount = None,
+    *,
+    progress: Progress,
+) -> output.Answer:
     """Compare two annotation sets over the same rollouts, or two runs step by step.
 
     Example: trinity-buffer diff grpo grpo-4
@@ -468,38 +472,23 @@ def diff(
         other_store: Store of SECOND, if it is an experiment.
         limit: Show at most this many differing rows.
     """
-    url = options.chosen_store(store)
-    other = other_store or url
-
-    async def compared_runs() -> questions.RunDifference | None:
+    async with AsyncExitStack() as stack:
+        other = store
+        if other_store is not None:
+            other = await stack.enter_async_context(open_store(other_store, read_only=True))
         # Names of two experiments go before those of two sets of one.
-        async with open_store(url, read_only=True) as one, open_store(other, read_only=True) as two:
-            if first not in await one.experiments() or second not in await two.experiments():
-                return None
+        if first in await store.experiments() and second in await other.experiments():
             if as_of is not None:
                 raise InvalidArgumentError(
                     "--as-of is a position of one log: it goes with two annotation sets, not two "
                     "runs"
                 )
-            with output.progress() as report:
-                a, b = now(await one.experiment(first)), now(await two.experiment(second))
-                return await questions.compare_runs(a, b, progress=report)
-
-    runs: questions.RunDifference | None = options.run(compared_runs)
-    if runs is not None:
-        output.print_answer(
-            output.Answer(runs, partial(_runs_text, runs, url, other)), as_json=as_json
-        )
-        return
-    place: dict[str, Any] = {"store": url, "experiment": experiment, "as_of": as_of}
-    _diff_sets(**place, first=first, second=second, limit=limit, as_json=as_json)
-
-
-@options.command()
-async def _diff_sets(
-    source: Source, first: str, second: str, limit: int, progress: Progress
-) -> output.Answer:
-    sets = await questions.compare_sets(source, first, second, limit=limit, progress=progress)
+            a, b = now(await store.experiment(first)), now(await other.experiment(second))
+            runs = await questions.compare_runs(a, b, progress=progress)
+            return output.Answer(runs, partial(_runs_text, runs, store.url, other.url))
+    chosen = await store.experiment(await options.experiment_in(store, experiment))
+    async with opened_as_of(chosen, as_of, progress) as source:
+        sets = await questions.compare_sets(source, first, second, limit=limit, progress=progress)
     value = output.fields_of(sets, without="total") | {"mean": sets.mean}
     return output.Answer(value, partial(_sets_text, sets), sets.unreadable)
 
@@ -523,7 +512,7 @@ def _sets_text(sets: questions.SetDifference) -> output.Lines:
 def _runs_text(runs: questions.RunDifference, *stores: str) -> output.Lines:
     sides = [runs.first, runs.second]
     if runs.first == runs.second and len(set(stores)) > 1:  # only the store tells them apart
-        sides = [f"{name} ({named(store)})" for name, store in zip(sides, stores, strict=True)]
+        sides = [f"{name} ({store})" for name, store in zip(sides, stores, strict=True)]
     if runs.config:
         rows = [(name, *values) for name, values in runs.config.items()]
         yield output.table("configuration", ["key", *sides], rows)
@@ -546,7 +535,7 @@ async def search(
     source: Source,
     text: str,
     exact: bool = False,
-    limit: Annotated[int, typer.Option(min=1)] = 20,
+    limit: options.Count = 20,
     *,
     progress: Progress,
     as_json: bool,
@@ -580,11 +569,8 @@ async def search(
     return output.Answer([], nothing, unreadable)
 
 
-def top(
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-    once: bool = False,
-) -> None:
+@options.command()
+async def top(experiment: Experiment, once: bool = False) -> None:
     """Watch a run: how far each process is, the last steps, and the last events.
 
     Example: trinity-buffer top --once
@@ -592,22 +578,18 @@ def top(
     Args:
         once: Print one screen, and end.
     """
-
-    async def watch(opened: Experiment) -> None:
-        if once:
-            output.console().print(await _screen(opened))
-            return
-        changes = opened.database.changes
-        with Live(console=output.console(), screen=False, auto_refresh=False) as live:
-            while True:
-                state = await changes.state()  # before the reads: a write meanwhile is not missed
-                live.update(await _screen(opened), refresh=True)
-                if await opened.is_finished():
-                    return
-                await changes.changed(state)
-                await anyio.sleep(FRAME_S)  # writes meanwhile share the next frame
-
-    options.run(lambda: options.on_experiment(store, experiment, watch))
+    if once:
+        output.console().print(await _screen(experiment))
+        return
+    changes = experiment.database.changes
+    with Live(console=output.console(), screen=False, auto_refresh=False) as live:
+        while True:
+            state = await changes.state()  # before the reads: a write meanwhile is not missed
+            live.update(await _screen(experiment), refresh=True)
+            if await experiment.is_finished():
+                return
+            await changes.changed(state)
+            await anyio.sleep(FRAME_S)  # writes meanwhile share the next frame
 
 
 async def _screen(experiment: Experiment) -> Group:

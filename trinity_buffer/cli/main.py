@@ -8,17 +8,13 @@ from __future__ import annotations
 import codecs
 import gc
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
-from functools import wraps
 from importlib import import_module
-from inspect import Parameter, getdoc, signature
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args, get_origin
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -65,43 +61,6 @@ def _without_gc() -> Iterator[None]:
         gc.enable()
 
 
-_ARGUMENT = re.compile(r"^    (\w+): ", re.MULTILINE)
-
-
-def documented(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose options have the help that its docstring has for them under Args.
-
-    A truth value is a flag, without a ``--no-`` form.
-    """
-    text, _, described = (getdoc(function) or "").partition("\n\nArgs:\n")
-    _, *parts = _ARGUMENT.split(described)
-    helps = dict(zip(parts[::2], parts[1::2], strict=True))
-    own = signature(function, eval_str=True)
-
-    def with_help(parameter: Parameter) -> Parameter:
-        if parameter.name not in helps:  # its help stands in its annotation
-            return parameter
-        kind, settings = parameter.annotation, None
-        if get_origin(kind) is Annotated:
-            kind, settings = get_args(kind)
-        elif parameter.default is Parameter.empty:
-            settings = typer.Argument()
-        elif kind is bool:
-            settings = typer.Option(f"--{parameter.name.replace('_', '-')}")
-        settings = copy(settings or typer.Option())
-        settings.help = " ".join(helps[parameter.name].split())
-        return parameter.replace(annotation=Annotated[kind, settings])
-
-    @wraps(function)
-    def command(**options: Any) -> None:
-        function(**options)
-
-    command.__doc__ = text
-    command.__annotations__ = {}
-    command.__signature__ = own.replace(parameters=[*map(with_help, own.parameters.values())])  # type: ignore[attr-defined]  # read by typer
-    return command
-
-
 class CommandTable(TyperGroup):
     """The group of all commands: each is loaded when it is run, and listed without that."""
 
@@ -119,7 +78,7 @@ class CommandTable(TyperGroup):
         )
         with _without_gc():
             loaded = import_module(f"{__package__}.{module}")
-            alone.command(cmd_name)(documented(getattr(loaded, function)))
+            alone.command(cmd_name)(getattr(loaded, function))
         return typer.main.get_command(alone)
 
     @override

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trinity_buffer.cli import options, output
-from trinity_buffer.inspector.doctor import Examination, examine
+from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.pipeline.verify.verify import verify as verify_experiment
@@ -141,9 +141,8 @@ async def rebuild(experiment: Experiment, *, progress: Progress) -> output.Answe
     return output.Answer(report, f"{report.events} events folded; {what}")
 
 
-def migrate(
-    store: options.StoreOption = None, wait: bool = False, as_json: options.JsonOption = False
-) -> None:
+@options.command()
+def migrate(store: str | None = None, wait: bool = False) -> output.Answer:
     """Upgrade a store that an older version wrote.
 
     Example: trinity-buffer migrate --store runs/demo.db
@@ -159,25 +158,16 @@ def migrate(
     line = f"{name}: schema {before} -> {after}"
     if before == after:
         line = f"{name} is up to date (schema {after})"
-    value = {"store": name, "before": before, "after": after}
-    output.print_answer(output.Answer(value, line), as_json=as_json)
+    return output.Answer({"store": name, "before": before, "after": after}, line)
 
 
-def doctor(
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-    as_json: options.JsonOption = False,
-) -> None:
+@options.command()
+async def doctor(store: Store, experiment: str | None = None) -> output.Answer:
     """Say what is stuck, since when, and what would help; exit code 1 if anything is.
 
     Example: trinity-buffer doctor --store runs/demo.db
     """
-
-    async def main() -> Examination:
-        async with open_store(options.chosen_store(store), read_only=True) as opened:
-            return await examine(opened, experiment)
-
-    examination: Examination = options.run(main)
+    examination = await examine(store, experiment)
 
     def text() -> output.Lines:
         yield f"store: {examination.url}"
@@ -194,9 +184,7 @@ def doctor(
         if not examination.stuck:
             yield "nothing is stuck"
 
-    output.print_answer(
-        output.Answer(examination, text, failed=bool(examination.stuck)), as_json=as_json
-    )
+    return output.Answer(examination, text, failed=bool(examination.stuck))
 
 
 @options.command(read_only=False)
@@ -219,7 +207,8 @@ async def seal(experiment: Experiment, batch: str) -> output.Answer:
     return output.Answer({"batch": batch, "experiences": experiences}, line)
 
 
-def algorithms(as_json: options.JsonLinesOption = False) -> None:
+@options.command(lines=True)
+def algorithms() -> output.Answer:
     """List the algorithms and the parts that they are built from, with their arguments.
 
     Those of an algorithm are the effective ones: the parts' defaults, changed by its recipe.
@@ -251,7 +240,7 @@ def algorithms(as_json: options.JsonLinesOption = False) -> None:
         rows = [(*[*entry.values()][:-1], _arguments_text(entry["arguments"])) for entry in entries]
         yield output.table(f"{len(entries)} registered names", list(entries[0]), rows)
 
-    output.print_answer(output.Answer(entries, text), as_json=as_json)
+    return output.Answer(entries, text)
 
 
 def _arguments_text(arguments: Mapping[str, Any]) -> str:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from copy import copy
 from functools import partial, wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, getdoc, iscoroutinefunction, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 from urllib.parse import quote
 
 import anyio
 import typer
+from typer.models import OptionInfo
 
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.output import Answer, print_answer, progress
+from trinity_buffer.cli.output import Answer, Report, print_answer, progress, say
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.identity import TURNS
 from trinity_buffer.inspector.source import Source
@@ -26,6 +29,7 @@ from trinity_buffer.inspector.source import as_of as opened_as_of
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
 from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.verify.projections import no_progress
 
 STORE_VARIABLE = "TRINITY_BUFFER_STORE"
 
@@ -40,69 +44,39 @@ INTERRUPTED = 130
 
 RESUMABLE = "interrupted; run it again to go on"
 
-StoreOption = Annotated[
-    str | None,
-    typer.Option(
-        "--store",
-        help=f"Path or URL of the store. Default: ${STORE_VARIABLE}, else the newest runs/*.db.",
-    ),
-]
-ExperimentOption = Annotated[
-    str | None,
-    typer.Option("--experiment", help="Which experiment, if the store has more than one."),
-]
-SetNameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--set", help="Annotation set whose advantages are shown. Default: the first one."
-    ),
-]
-UidArgument = Annotated[
-    str, typer.Argument(help="batch/task/run/step/suffix, such as e0-7/3/1/0/.")
-]
-FollowOption = Annotated[
-    bool, typer.Option("--follow", help="Keep running until the experiment is finished.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-AsOfOption = Annotated[
-    int | None, typer.Option("--as-of", help="Answer as of this position of the log.", min=1)
-]
-TrainerOption = Annotated[
-    str | None,
-    typer.Option("--trainer", help="Which trainer. Default: the one that is furthest ahead."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Override a configuration key, such as optimizer.learning_rate=3e-4; repeatable.",
-    ),
-]
-ArgumentsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="An argument of the strategy: epsilon=1e-5, or grpo.epsilon=1e-5 if there are several"
-        " (`trinity-buffer algorithms` lists them).",
-    ),
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="TOML or YAML file with the configuration and the run's store, which overrides"
-        f" ${STORE_VARIABLE}.",
-    ),
-]
-PlaceOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        help="Configuration file; only its store and experiment are read; the store overrides"
-        f" ${STORE_VARIABLE}.",
-    ),
-]
+Count = Annotated[int, typer.Option(min=1)]
+OptionalCount = Annotated[int | None, typer.Option(min=1)]
+Required = Annotated[str, typer.Option()]
+
+HELPS = {
+    "store": f"Path or URL of the store. Default: ${STORE_VARIABLE}, else the newest runs/*.db.",
+    "experiment": "Which experiment, if the store has more than one.",
+    "as_of": "Answer as of this position of the log.",
+    "as_json": "Print JSON",
+    "annotation_set": "Annotation set whose advantages are shown. Default: the first one.",
+    "arguments": "An argument of the strategy: epsilon=1e-5, or grpo.epsilon=1e-5 if there are "
+    "several (`trinity-buffer algorithms` lists them).",
+    "config": "TOML or YAML file with the configuration and the run's store, which overrides "
+    f"${STORE_VARIABLE}.",
+    "follow": "Keep running until the experiment is finished.",
+    "host": "Address to listen on.",
+    "overrides": "Override a configuration key, such as optimizer.learning_rate=3e-4; repeatable.",
+    "place": "Configuration file; only its store and experiment are read; the store overrides "
+    f"${STORE_VARIABLE}.",
+    "port": "Port; 0: any free one.",
+    "trainer": "Which trainer. Default: the one that is furthest ahead.",
+    "uid": "batch/task/run/step/suffix, such as e0-7/3/1/0/.",
+}
+"""Parameter of a command -> its help, unless the docstring of the command has another."""
+
+FLAGS = {
+    "annotation_set": "--set",
+    "arguments": "--set",
+    "as_json": "--json",
+    "overrides": "--set",
+    "place": "--config",
+}
+"""Parameter -> its option, if that is not its name."""
 
 
 def chosen_store(store: str | None) -> str:
@@ -176,16 +150,21 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def require_no_database(path: Path) -> None:
-    """Raise InvalidArgumentError if writing to ``path`` would overwrite a database or its log."""
+def no_database(path: Path) -> Path:
+    """Return ``path``, unless writing there would overwrite a database or its log.
+
+    Called before the store is opened: closing any handle of an SQLite file drops all POSIX locks
+    that this process holds on it.
+
+    Raises:
+        InvalidArgumentError: it would.
+    """
     database = path.with_name(path.name.removesuffix("-wal").removesuffix("-shm"))
-    if not database.is_file():
-        return
-    # Before the store is opened: closing any handle of an SQLite file drops all POSIX locks that
-    # this process holds on it.
-    with database.open("rb") as file:
-        if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
-            raise InvalidArgumentError(f"{path} belongs to a database: name another file")
+    if database.is_file():
+        with database.open("rb") as file:
+            if file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC:
+                raise InvalidArgumentError(f"{path} belongs to a database: name another file")
+    return path
 
 
 def require_folder(path: Path) -> None:
@@ -284,74 +263,118 @@ def run(main: Callable[[], Awaitable[Any]], message: str | None = None) -> Any:
         return anyio.run(main)
 
 
-async def on_experiment(
+@asynccontextmanager
+async def opened_as(
+    kind: type,
     store: str | None,
-    experiment: str | None,
-    work: Callable[[Experiment], Awaitable[Any]],
+    experiment: str | None = None,
+    as_of: int | None = None,
     *,
     read_only: bool = True,
-) -> Any:
-    """Return what ``work`` returns for the chosen experiment, in a store opened for it."""
+    report: Report = no_progress,
+) -> AsyncGenerator[Any]:
+    """Open what a command works on: a `Store`, or an `Experiment` or a `Source` of one."""
     async with open_store(chosen_store(store), read_only=read_only, create=False) as opened:
-        return await work(await opened.experiment(await experiment_in(opened, experiment)))
+        if kind is Store:
+            yield opened
+            return
+        chosen = await opened.experiment(await experiment_in(opened, experiment))
+        if kind is Experiment:
+            yield chosen
+            return
+        async with opened_as_of(chosen, as_of, report) as source:
+            yield source
 
 
-Work = Callable[..., Awaitable[Answer]]
-"""What a command does: a question about a `Source`, or work on an `Experiment`."""
-
-_PASSED = ("progress", "as_json")
-
-
-def _option(name: str, annotation: Any, default: Any = None) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+_EXPERIMENT = {"store": str | None, "experiment": str | None}
+_PLACES: dict[Any, dict[str, Any]] = {
+    Store: {"store": str | None},
+    Experiment: _EXPERIMENT,
+    Source: _EXPERIMENT | {"as_of": OptionalCount},
+}
+"""What a command works on -> the options that choose it, and their types."""
 
 
 def command(
     *, lines: bool = False, read_only: bool = True
-) -> Callable[[Work], Callable[..., None]]:
-    """Make a command of what asks a `Source`, or works on an `Experiment`, and returns an `Answer`.
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a command of a function, whose parameters are its options.
 
-    Its options are --store, --experiment, those of the function, --as-of where a `Source` is asked,
-    and --json. ``progress`` and ``as_json`` are passed to a function that takes them.
+    An async function works on its first parameter, a `Store`, an `Experiment` or a `Source`, and
+    has the options that choose it. One that returns an `Answer` has --json. ``progress`` is not an
+    option: a function that takes it shows how far it is.
 
     Args:
         lines: with --json there is an object per line.
         read_only: how the store is opened.
     """
 
-    def decorated(work: Work) -> Callable[..., None]:
-        first, *own = signature(work, eval_str=True).parameters.values()
-        takes = {parameter.name for parameter in own}
-        is_question = first.annotation is Source
+    def decorated(work: Callable[..., Any]) -> Callable[..., None]:
+        own = signature(work, eval_str=True)
+        parameters = dict(own.parameters)
+        kind: Any = None
+        if iscoroutinefunction(work):
+            kind = parameters.pop(next(iter(own.parameters))).annotation
+        reports = parameters.pop("progress", None) is not None
+        place = _PLACES.get(kind, {})
+
+        async def on_opened(options: Mapping[str, Any], passed: dict[str, Any]) -> Any:
+            chosen = {name: options[name] for name in place}
+            # Not for each: two live displays would disturb each other.
+            shown = progress() if reports or chosen.get("as_of") else nullcontext(no_progress)
+            with shown as report:
+                passed |= {"progress": report} if reports else {}
+                async with opened_as(kind, **chosen, read_only=read_only, report=report) as opened:
+                    return await work(opened, **passed)
 
         @wraps(work)
-        def run_command(
-            *,
-            store: str | None,
-            experiment: str | None,
-            as_json: bool,
-            as_of: int | None = None,
-            **options: Any,
-        ) -> None:
-            async def answer(opened: Experiment) -> Answer:
-                with progress() as report:
-                    passed = dict(zip(_PASSED, (report, as_json), strict=True))
-                    options.update({name: passed[name] for name in passed.keys() & takes})
-                    if not is_question:
-                        return await work(opened, **options)
-                    async with opened_as_of(opened, as_of, report) as source:
-                        return await work(source, **options)
+        def run_command(**options: Any) -> None:
+            passed = {name: value for name, value in options.items() if name in parameters}
+            answer = work(**passed) if kind is None else run(partial(on_opened, options, passed))
+            if isinstance(answer, Answer):
+                print_answer(answer, as_json=options["as_json"])
+            elif answer is not None:
+                say(answer)
 
-            answered = run(partial(on_experiment, store, experiment, answer, read_only=read_only))
-            print_answer(answered, as_json=as_json)
-
-        mine = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own if p.name not in _PASSED]
-        required = [p for p in mine if p.default is Parameter.empty]
-        shared = [_option("store", StoreOption), _option("experiment", ExperimentOption)]
-        last = [_option("as_of", AsOfOption)] if is_question else []
-        last.append(_option("as_json", JsonLinesOption if lines else JsonOption, default=False))
+        options = {name: _option(name, annotation) for name, annotation in place.items()}
+        options |= parameters
+        if own.return_annotation is Answer:
+            options["as_json"] = _option("as_json", bool, default=False)
+        text, _, described = (getdoc(work) or "").partition("\n\nArgs:\n")
+        _, *parts = _ARGUMENT.split(described)
+        helps = HELPS | dict(zip(parts[::2], parts[1::2], strict=True))
+        helps["as_json"] += ", one object per line." if lines else "."
+        typed = [_for_typer(option, helps.get(name)) for name, option in options.items()]
+        run_command.__doc__ = text
         run_command.__annotations__ = {}
-        run_command.__signature__ = Signature([*required, *shared, *mine[len(required) :], *last])  # type: ignore[attr-defined]  # read by typer
+        run_command.__signature__ = Signature(sorted(typed, key=_is_optional))  # type: ignore[attr-defined]  # read by typer
         return run_command
 
     return decorated
+
+
+_ARGUMENT = re.compile(r"^    (\w+): ", re.MULTILINE)
+"""The name of an argument in the section Args of a docstring."""
+
+
+def _option(name: str, annotation: Any, *, default: Any = None) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _is_optional(parameter: Parameter) -> bool:
+    return parameter.default is not Parameter.empty
+
+
+def _for_typer(parameter: Parameter, text: str | None) -> Parameter:
+    """Return a parameter as typer reads it, with its help; a flag has no ``--no-`` form."""
+    name, kind, info = parameter.name, parameter.annotation, None
+    if get_origin(kind) is Annotated:
+        kind, info = get_args(kind)
+    elif not _is_optional(parameter):
+        info = typer.Argument()
+    info = copy(info or typer.Option())
+    # In an annotation, what typer calls the default of an option is its first name.
+    if isinstance(info, OptionInfo) and info.default is ...:
+        info.default = FLAGS.get(name, f"--{name.replace('_', '-')}")
+    info.help = info.help if text is None else " ".join(text.split())
+    return parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])

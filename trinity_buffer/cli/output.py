@@ -133,20 +133,22 @@ class Answer(NamedTuple):
 
     Attributes:
         value: printed with --json; of a list, each item on a line of its own.
-        text: what is printed without --json; a text is one line.
-        unreadable: rows that could not be read; they are errors.
-        failed: end with exit code 1.
+        text: what is printed without --json; a text is one line; None: the value, as JSON.
+        errors: such as rows that could not be read; they are printed to standard error.
+        failed: end with exit code 1, as with an error.
+        soft_wrap: leave it to the terminal to wrap lines.
     """
 
     value: Any
-    text: str | Callable[[], Lines]
-    unreadable: Sequence[object] = ()
+    text: str | Callable[[], Lines] | None = None
+    errors: Sequence[object] = ()
     failed: bool = False
+    soft_wrap: bool | None = None
 
 
-def print_answer(answer: Answer, *, as_json: bool, soft_wrap: bool | None = None) -> None:
+def print_answer(answer: Answer, *, as_json: bool) -> None:
     """Print what a command answers, and end with exit code 1 if it failed."""
-    if as_json:
+    if as_json or answer.text is None:
         print_json(*(answer.value if isinstance(answer.value, list) else [answer.value]))
     elif isinstance(answer.text, str):
         say(answer.text)
@@ -155,10 +157,10 @@ def print_answer(answer: Answer, *, as_json: bool, soft_wrap: bool | None = None
             if isinstance(item, str):
                 say(item)
             else:  # the markup of a table is its own, and its cells are escaped
-                console().print(item, soft_wrap=soft_wrap)
-    for row in answer.unreadable:
-        sys.stderr.write(f"error: {one_line(str(row))}\n")
-    if answer.failed or answer.unreadable:
+                console().print(item, soft_wrap=answer.soft_wrap)
+    for error in answer.errors:
+        sys.stderr.write(f"error: {one_line(str(error))}\n")
+    if answer.failed or answer.errors:
         raise typer.Exit(1)
 
 

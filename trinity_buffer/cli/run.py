@@ -23,6 +23,7 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import require_name
 
 
+@options.command()
 def demo(
     store: str | None = None,
     name: str | None = None,
@@ -30,13 +31,13 @@ def demo(
     algorithm: str | None = None,
     task: str | None = None,
     digits: int | None = None,
-    explorers: Annotated[int, typer.Option(min=1)] = 2,
+    explorers: options.Count = 2,
     chaos: bool = False,
     chaos_every: Annotated[float | None, typer.Option(min=0.1)] = None,
     limit: Annotated[float | None, typer.Option(min=0)] = None,
     seed: int | None = None,
-    config: options.ConfigOption = None,
-    overrides: options.SetOption = None,
+    config: Path | None = None,
+    overrides: list[str] | None = None,
 ) -> None:
     """Train a small policy from scratch, in four processes on one store, and watch it.
 
@@ -82,14 +83,15 @@ def demo(
     raise typer.Exit(run.run())
 
 
+@options.command()
 def explore(
-    actor: Annotated[str, typer.Option()],
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-    config: options.ConfigOption = None,
-    overrides: options.SetOption = None,
+    actor: options.Required,
+    store: str | None = None,
+    experiment: str | None = None,
+    config: Path | None = None,
+    overrides: list[str] | None = None,
     acknowledge: Path | None = None,
-    batches: Annotated[int | None, typer.Option(min=1)] = None,
+    batches: options.OptionalCount = None,
     take_over: bool = False,
 ) -> None:
     """Generate rollouts with the newest published policy, until the experiment is finished.
@@ -127,15 +129,16 @@ def explore(
     options.run(main, options.RESUMABLE)
 
 
+@options.command()
 def annotate(
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-    config: options.PlaceOption = None,
+    store: str | None = None,
+    experiment: str | None = None,
+    place: Path | None = None,
     strategy: str | None = None,
     name: str | None = None,
-    arguments: options.ArgumentsOption = None,
-    follow: options.FollowOption = False,
-    as_json: options.JsonOption = False,
+    arguments: list[str] | None = None,
+    follow: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Run a strategy over stored rollouts, and store its advantages as annotations.
 
@@ -149,7 +152,7 @@ def annotate(
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
     async def main() -> None:
-        url, named = options.chosen_place(store, experiment, config)
+        url, named = options.chosen_place(store, experiment, place)
         chosen = await (options.awaited_experiment if follow else options.chosen_experiment)(
             url, named
         )
@@ -170,11 +173,12 @@ def annotate(
     options.run(main, options.RESUMABLE)
 
 
+@options.command()
 def train(
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-    config: options.ConfigOption = None,
-    overrides: options.SetOption = None,
+    store: str | None = None,
+    experiment: str | None = None,
+    config: Path | None = None,
+    overrides: list[str] | None = None,
     checkpoints: Path | None = None,
     resume_from: int | None = None,
     drop_damaged_rows: bool = False,
@@ -264,6 +268,7 @@ WRITTEN = ("run.toml", "rollout.py", "README.md")
 MODEL = "model"
 
 
+@options.command()
 def init(folder: Path, seed: int = 0) -> None:
     """Write a run to start from: configuration, rollouts, a small random model.
 

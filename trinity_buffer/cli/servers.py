@@ -6,6 +6,7 @@ import gc
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import anyio
@@ -23,8 +24,8 @@ Dialect = Literal["vllm", "sglang"]
 GOODBYE_S = 2
 """How long `serve` waits for open pages when it ends."""
 
-HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
-PortOption = Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)]
+Port = Annotated[int, typer.Option(min=0, max=65535)]
+Token = Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_TOKEN")]
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -68,11 +69,9 @@ def _require_token(token: str | None, host: str, risk: str) -> None:
         raise InvalidArgumentError("--token is empty: any client would pass")
 
 
+@options.command()
 def serve(
-    store: options.StoreOption = None,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8500,
-    token: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_TOKEN")] = None,
+    store: str | None = None, host: str = "127.0.0.1", port: Port = 8500, token: Token = None
 ) -> None:
     """Show a store in the browser: red flags, steps, groups, rollouts, events; and /metrics.
 
@@ -103,14 +102,15 @@ def serve(
     options.run(main)
 
 
+@options.command()
 def sync_weights(
     server: list[str] | None = None,
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
-    config: options.PlaceOption = None,
+    store: str | None = None,
+    experiment: str | None = None,
+    place: Path | None = None,
     dialect: Dialect | None = None,
     mode: Literal["wait", "keep", "abort"] = "wait",
-    follow: options.FollowOption = False,
+    follow: bool = False,
 ) -> None:
     """Load the newest published weights into inference servers: pause, load, resume.
 
@@ -125,7 +125,7 @@ def sync_weights(
         mode: Requests in flight: wait for them, abort them, or keep them, whose answers then mix
             old and new weights.
     """
-    url, named = options.chosen_place(store, experiment, config)
+    url, named = options.chosen_place(store, experiment, place)
     from trinity_buffer.cli.roles import plain  # noqa: PLC0415 - torch
     from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
     from trinity_buffer.explorer.weights import PushReport  # noqa: PLC0415
@@ -158,20 +158,21 @@ def sync_weights(
     options.run(main, options.RESUMABLE)
 
 
+@options.command()
 def record(
-    upstream: Annotated[str, typer.Option()],
+    upstream: options.Required,
     store: Annotated[str, typer.Option(envvar=options.STORE_VARIABLE)] = "runs/recorded.db",
     experiment: str = "recorded",
-    rollouts_per_group: Annotated[int | None, typer.Option(min=1)] = None,
+    rollouts_per_group: options.OptionalCount = None,
     idle_s: Annotated[float | None, typer.Option(min=0.001)] = None,
     actor: str = "recorder",
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8400,
-    token: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_TOKEN")] = None,
+    host: str = "127.0.0.1",
+    port: Port = 8400,
+    token: Token = None,
     upstream_key: Annotated[str | None, typer.Option(envvar="TRINITY_BUFFER_UPSTREAM_KEY")] = None,
     ack: Literal["after", "before"] = "after",
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",
-    max_in_flight: Annotated[int, typer.Option(min=1)] = 1024,
+    max_in_flight: options.Count = 1024,
 ) -> None:
     """Run an OpenAI-compatible proxy that stores every conversation passing through it.
 

@@ -13,22 +13,24 @@ from rich.text import Text
 from trinity_buffer.cli import options, output
 from trinity_buffer.cli.escaping import one_line
 from trinity_buffer.inspector.overviews import ExperimentOverview, Overview, overview, overview_of
-from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.source import as_of as at_position
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Store
+from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
 
 MOST_IN_FULL = 12
 """Experiments that are shown in full; of more, each is one line."""
 
 
-def stats(
-    store: options.StoreOption = None,
-    experiment: options.ExperimentOption = None,
+@options.command()
+async def stats(
+    store: Store,
+    experiment: str | None = None,
     config: bool = False,
-    as_of: options.AsOfOption = None,
-    as_json: options.JsonOption = False,
-) -> None:
+    as_of: options.OptionalCount = None,
+    *,
+    progress: Progress,
+) -> output.Answer:
     """Show what is in a store and how far each process is.
 
     Example: trinity-buffer stats --store runs/demo.db
@@ -36,28 +38,17 @@ def stats(
     Args:
         config: Only the configuration of an experiment, as JSON.
     """
-
-    async def main() -> Overview:
-        async with open_store(options.chosen_store(store), read_only=True) as opened:
-            if as_of is None:
-                return await overview(opened, experiment)
-            name = await options.experiment_in(opened, experiment)
-            now, then = await overview(opened, name), await opened.experiment(name)
-            with output.progress() as report:
-                async with at_position(then, as_of, report) as source:
-                    return replace(now, experiments=(await overview_of(source),))
-
-    if config:
-        _configuration(store=store, experiment=experiment, as_of=as_of, as_json=True)
-        return
-    view: Overview = options.run(main)
-    output.print_answer(output.Answer(view, partial(_overview_text, view)), as_json=as_json)
-
-
-@options.command()
-async def _configuration(source: Source) -> output.Answer:
-    row = await source.read(writer_queries.config_of, source.key)
-    return output.Answer({} if row is None else row[0], "")
+    if config or as_of is not None:
+        experiment = await options.experiment_in(store, experiment)
+        async with at_position(await store.experiment(experiment), as_of, progress) as source:
+            if config:
+                row = await source.read(writer_queries.config_of, source.key)
+                return output.Answer({} if row is None else row[0])
+            then = await overview_of(source)
+        view = replace(await overview(store, experiment), experiments=(then,))
+    else:
+        view = await overview(store, experiment)
+    return output.Answer(view, partial(_overview_text, view))
 
 
 def _overview_text(view: Overview) -> output.Lines:
