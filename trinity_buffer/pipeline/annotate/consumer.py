@@ -35,7 +35,7 @@ from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import EID, order_of
-from trinity_buffer.limits import sizes
+from trinity_buffer.limits import by_size, sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate.deciding import (
     Decision,
@@ -47,7 +47,7 @@ from trinity_buffer.pipeline.annotate.deciding import (
     table_of,
     with_over,
 )
-from trinity_buffer.pipeline.annotate.grouping import Deadlines, ReadyUnit, UnitReader, chunks
+from trinity_buffer.pipeline.annotate.grouping import ReadyUnit, UnitReader, num_members
 from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.diagnosis import counted
@@ -219,7 +219,6 @@ class StrategyConsumer:
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
         self._lease = StrategyLease(experiment, self.name, alone=not speaks)
-        self._deadlines = Deadlines(experiment, self.name, self.rules.group_timeout_s)
         self.has_read_all = False  # up to the head at the last read
         self._calls = 0  # how often the strategy was called, by any process of its name
         self._annotated = 0
@@ -359,7 +358,7 @@ class StrategyConsumer:
             await self._presence.seen()
             state = await database.changes.state()
             # Seals overdue batches, before the page is read that then closes their groups.
-            await self._deadlines.keep()
+            await self._reader.seal_overdue()
             try:
                 worked, is_finished = await self._advance(live=follow)
             except (CursorConflictError, LeaseLostError) as error:
@@ -375,7 +374,7 @@ class StrategyConsumer:
             ending = ending or is_finished  # one more page: rows may precede the end
             if not ending or idle_us < math.inf:
                 settle_imports()
-                due_us = min(overdue_us, idle_us, self._deadlines.due_us)
+                due_us = min(overdue_us, idle_us, self._reader.due_us)
                 await wait.changed(state, max(0.0, (due_us - now_us()) / 1e6))
         return False
 
@@ -441,7 +440,7 @@ class StrategyConsumer:
         late = self._reader.grouping.take_late()
         in_step = live and not self._reader.behind
         most = sizes().experiences_per_live_commit if in_step else sizes().experiences_per_commit
-        left = chunks(units, most)
+        left = [*by_size(units, num_members, most)]
         if left and self._decide_by_rewards(s, left[0]):
             del left[0]
         worked = bool(read or units or late)
@@ -529,7 +528,7 @@ class StrategyConsumer:
         # Light rows are small, so one load can cover a whole commit.
         light = self._families == ("light",)
         most = sizes().experiences_per_commit if light else sizes().experiences_per_load
-        for part in chunks(shown, most):
+        for part in by_size(shown, num_members, most):
             of_units = [
                 sorted((rows[a] for group in unit for a in group.members), key=sort_key)
                 for unit in part

@@ -4,9 +4,9 @@
 waiting rows and goes on. A group is ready when its planned runs are stored, when its batch is
 sealed, or at its deadline; a slow group does not hold back the others.
 
-`Deadlines` seals planned batches whose deadline has passed. The groups of a batch are planned at
-once, so they share one deadline. A group without rows has no row that a decision could name: only
-the seal tells later processes, and the bounds of explorers, that it is closed.
+`UnitReader` also seals planned batches whose deadline has passed. The groups of a batch are planned
+at once, so they share one deadline. A group without rows has no row that a decision could name:
+only the seal tells later processes, and the bounds of explorers, that it is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -112,6 +112,11 @@ ReadyUnit = list[Group]
 """What one call of a strategy gets: whole groups."""
 
 
+def num_members(unit: ReadyUnit) -> int:
+    """Return how many experiences a unit has."""
+    return sum(len(group.members) for group in unit)
+
+
 @dataclass(slots=True)
 class _Batch:
     planned: bool
@@ -149,7 +154,7 @@ class Grouping:
     def num_waiting(self) -> tuple[int, int]:
         """Number of experiences that were read and are undecided, and of their groups."""
         waiting = [group for group in self.groups.values() if group.members and not group.decided]
-        return sum(len(group.members) for group in waiting), len(waiting)
+        return num_members(waiting), len(waiting)
 
     def group(self, key: GroupKey) -> Group:
         """Return the group of this key, which may be new."""
@@ -280,21 +285,10 @@ class Grouping:
         return undecided if whole or overdue else []
 
 
-def chunks(units: Sequence[ReadyUnit], most: int) -> list[list[ReadyUnit]]:
-    """Split ``units``, in order, into lists of at most ``most`` experiences or a single unit."""
-    lists: list[list[ReadyUnit]] = []
-    room = 0
-    for unit in units:
-        size = sum(len(group.members) for group in unit)
-        if not lists or size > room:
-            lists.append([])
-            room = most
-        lists[-1].append(unit)
-        room -= size
-    return lists
-
-
 Reads = ExperiencesRecorded | BatchPlanned | BatchSealed
+
+SHORTEST_US = 10_000
+"""Least time between two checks for overdue batches."""
 
 
 class UnitReader:
@@ -315,6 +309,7 @@ class UnitReader:
         behind: whether the last page was full, so that more can be read at once.
         unscored: position of the first experiences that the scoring in use does not cover yet, or
             None. The reader stops before it.
+        due_us: when a batch may be overdue; infinite: never.
     """
 
     def __init__(
@@ -337,6 +332,9 @@ class UnitReader:
         self.behind = False
         self.unscored: int | None = None
         self._read_at: int | None = None  # time of the last event read, while more follow
+        timeout_s = rules.group_timeout_s
+        self._timeout_us = math.inf if timeout_s is None else timeout_s * 1e6
+        self.due_us = 0.0 if timeout_s is not None else math.inf
 
     def take_ready(self) -> list[ReadyUnit]:
         """Return, once, every unit that is ready.
@@ -345,6 +343,43 @@ class UnitReader:
         rows that came before a group's deadline.
         """
         return self.grouping.take_ready(now_us() if self._read_at is None else self._read_at)
+
+    async def seal_overdue(self) -> None:
+        """Seal the batches that are overdue now, if the trainer reads this set.
+
+        Other sets close overdue groups only for themselves (`Grouping`).
+        """
+        key, database = self._experiment.key, self._experiment.database
+        full_page = now_us() >= self.due_us
+        while full_page:
+            overdue = await database.read(self._overdue)
+            # Sealing removes batches from the page, so reading it again yields the next ones.
+            full_page = len(overdue) == counts.BATCHES_LOOKED_AT
+            for batch in overdue:
+                sealed = await database.write(planning.seal, key, batch, actor=self._name)
+                if sealed is not None:
+                    _logger.warning(
+                        "strategy %r has sealed batch %r with %d experiences: group_timeout_s=%g "
+                        "has passed since its plan",
+                        *(self._name, batch, sealed, self._timeout_us / 1e6),
+                    )
+
+    def _overdue(self, tx: Transaction) -> list[str]:
+        """Return overdue batches, and note when to check again."""
+        key, now = self._experiment.key, now_us()
+        # A batch planned from now on is due later, so this bound holds until then.
+        self.due_us = now + max(self._timeout_us, SHORTEST_US)
+        stored = writer_queries.config_of(tx, key)
+        config = {} if stored is None else stored[0]
+        reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
+        # Only the set that the trainer reads may seal: a seal stops the explorers of the batch.
+        if reader is not None and reader.config.get("strategy") != self._name:
+            return []
+        planned = counts.open_batches(tx, key)
+        since = log.recorded_at(tx, key, [batch.planned_at for batch in planned])
+        due = {batch.key: since[batch.planned_at] + self._timeout_us for batch in planned}
+        self.due_us = min([self.due_us, *(at for at in due.values() if at > now)])
+        return [batch for batch, at in due.items() if at <= now]
 
     async def load(self, row: ConsumerRow) -> None:
         """Continue after the last commit, whose state ``row`` holds."""
@@ -442,7 +477,8 @@ class UnitReader:
             page: events of the kinds `Reads`.
             waiting: the rows that count of events before the cursor; None: all, they lie behind it.
         """
-        facts, ranges = self._decode(s, page, waiting)
+        facts = {event.position: self._decoded(event) for event in page}
+        ranges = self._ranges(s, facts, waiting)
         # The rows of this page are likely decided next; the cache saves decoding them again.
         self._cache.keep({a: f for a, f in facts.items() if isinstance(f, ExperiencesRecorded)})
         sealed = {str(fact.batch) for fact in facts.values() if isinstance(fact, BatchSealed)}
@@ -462,43 +498,42 @@ class UnitReader:
             elif isinstance(fact, BatchSealed):
                 self.grouping.seal(str(fact.batch))
 
-    def _decode(
-        self, s: ReadSession, page: Sequence[StoredEvent], waiting: Collection[int] | None
-    ) -> tuple[dict[int, Fact], dict[int, list[RowRange]]]:
-        """Return position -> what each event says, and its rows by group, also if it is damaged."""
-        facts: dict[int, Fact] = {}
-        rows: dict[int, Iterable[tuple[int, Key, Key, int, bool]]] = {}
-        damaged: list[int] = []
-        for event in page:
-            at = event.position
-            try:
-                fact = facts[at] = decoded(self._experiment.name, event).fact
-            except CodecVersionError:
+    def _decoded(self, event: StoredEvent) -> Fact | None:
+        """Return what an event says; None if it recorded experiences and is damaged."""
+        try:
+            return decoded(self._experiment.name, event).fact
+        except CodecVersionError:
+            raise
+        except CodecError as error:
+            if event.kind not in kinds_of(ExperiencesRecorded):
                 raise
-            except CodecError as error:
-                if event.kind not in kinds_of(ExperiencesRecorded):
-                    raise
-                # Its rows are in the projection: the strategy rejects them one by one.
-                text = one_line(f"{error}")
-                _logger.warning("its experiences are rejected as damaged: %s", text)
-                damaged.append(at)
-                continue
+            # Its rows are in the projection: the strategy rejects them one by one.
+            text = one_line(f"{error}")
+            _logger.warning("its experiences are rejected as damaged: %s", text)
+            return None
+
+    def _ranges(
+        self, s: ReadSession, facts: Mapping[int, Fact | None], waiting: Collection[int] | None
+    ) -> dict[int, list[RowRange]]:
+        """Return position -> the rows of each event, by group; see `_take`."""
+        rows: dict[int, Iterable[tuple[int, Key, Key, int, bool]]] = {}
+        for at, fact in facts.items():
             if isinstance(fact, ExperiencesRecorded):
                 columns, refused = fact.columns, [slot in fact.refused for slot in range(fact.rows)]
                 addresses = range(first_address(at), first_address(at) + fact.rows)
                 rows[at] = zip(
                     addresses, columns.batch, columns.task, columns.run, refused, strict=True
                 )
-        if damaged:
+        if damaged := [at for at, fact in facts.items() if fact is None]:
             known = s.read(writer_queries.rows_of_events, self._experiment.key, damaged)
             for at, of_event in known.items():
-                rows[at] = [
+                rows[at] = (
                     (r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused))
                     for r in of_event
-                ]
+                )
         if waiting is not None:
             rows = {at: [r for r in of_event if r[0] in waiting] for at, of_event in rows.items()}
-        return facts, {at: ranges_of(of_event) for at, of_event in rows.items()}
+        return {at: ranges_of(of_event) for at, of_event in rows.items()}
 
     def _learn(self, s: ReadSession, groups: set[GroupKey], sealed: set[str]) -> set[str]:
         """Look up groups and batches that the grouping does not have in memory.
@@ -531,65 +566,3 @@ class UnitReader:
         for group, run in refused:
             grouping.group(group).runs.add(run)
         return new & grouping.batches.keys()
-
-
-SHORTEST_US = 10_000
-"""Least time between two checks for overdue batches."""
-
-
-class Deadlines:
-    """Seals overdue batches of an experiment on behalf of the set that its trainer reads.
-
-    Other sets close overdue groups only for themselves (`Grouping`).
-
-    Args:
-        experiment: the experiment.
-        name: name of the annotation set.
-        group_timeout_s: seconds after its plan at which a batch is sealed; None: never.
-
-    Attributes:
-        due_us: when a batch may be overdue; infinite: never.
-    """
-
-    def __init__(
-        self, experiment: ExperimentHandle, name: str, group_timeout_s: float | None
-    ) -> None:
-        self._experiment = experiment
-        self._name = name
-        self._after_us = math.inf if group_timeout_s is None else group_timeout_s * 1e6
-        self.due_us = 0.0 if group_timeout_s is not None else math.inf
-
-    async def keep(self) -> None:
-        """Seal the batches that are overdue now."""
-        key, database = self._experiment.key, self._experiment.database
-        full_page = now_us() >= self.due_us
-        while full_page:
-            overdue = await database.read(self._overdue)
-            # Sealing removes batches from the page, so reading it again yields the next ones.
-            full_page = len(overdue) == counts.BATCHES_LOOKED_AT
-            for batch in overdue:
-                sealed = await database.write(planning.seal, key, batch, actor=self._name)
-                if sealed is not None:
-                    message = (
-                        f"strategy {self._name!r} has sealed batch {batch!r} with {sealed} "
-                        f"experiences: group_timeout_s={self._after_us / 1e6:g} has passed since "
-                        "its plan"
-                    )
-                    _logger.warning("%s", one_line(message))
-
-    def _overdue(self, tx: Transaction) -> list[str]:
-        """Return overdue batches, and note when to check again."""
-        key, now = self._experiment.key, now_us()
-        # A batch planned from now on is due later, so this bound holds until then.
-        self.due_us = now + max(self._after_us, SHORTEST_US)
-        stored = writer_queries.config_of(tx, key)
-        config = {} if stored is None else stored[0]
-        reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
-        # Only the set that the trainer reads may seal: a seal stops the explorers of the batch.
-        if reader is not None and reader.config.get("strategy") != self._name:
-            return []
-        planned = counts.open_batches(tx, key)
-        since = log.recorded_at(tx, key, [batch.planned_at for batch in planned])
-        due = {batch.key: since[batch.planned_at] + self._after_us for batch in planned}
-        self.due_us = min([self.due_us, *(at for at in due.values() if at > now)])
-        return [batch for batch, at in due.items() if at <= now]
