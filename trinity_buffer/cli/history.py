@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import anyio
 import typer
 
 from trinity_buffer.cli import options, output
@@ -52,7 +53,7 @@ def replay(
     from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
 
     url, named = options.chosen_place(store, experiment, place)
-    name = options.run(lambda: options.chosen_experiment(url, named))
+    name = anyio.run(options.chosen_experiment, url, named)
     # Last, so that --loss and --algorithm win over --set.
     changed = [*(overrides or [])]
     changed += [f"loss.name={loss}"] if loss else []

@@ -8,16 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.options import STORE_VARIABLE, command, make_folder_of, run
+from trinity_buffer.cli.options import STORE_VARIABLE, command, make_folder_of
 from trinity_buffer.cli.output import Answer
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.identity import require_name
-from trinity_buffer.integrations.imports.formats import (
-    FORMATS,
-    Imported,
-    import_file,
-    require_readable,
-)
+from trinity_buffer.integrations.imports.formats import FORMATS, import_file, require_readable
 from trinity_buffer.integrations.imports.rows import name_of
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.store import open_store
@@ -25,7 +20,7 @@ from trinity_buffer.store.url import named
 
 
 @command()
-def import_(
+async def import_(
     name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
     path: Path,
     store: Annotated[str, typer.Option(envvar=STORE_VARIABLE)] = "runs/imported.db",
@@ -54,12 +49,8 @@ def import_(
     options: dict[str, Any] = {"tokenizer": tokenizer, "skip_bad_lines": skip_bad_lines}
     require_readable(name, path, **options)
     make_folder_of(store)
-
-    async def main() -> Imported:
-        async with open_store(store) as opened:
-            return await import_file(opened, target, name, path, **options)
-
-    done: Imported = run(main)
+    async with open_store(store) as opened:
+        done = await import_file(opened, target, name, path, **options)
     line = (
         f"{counted(done.written, 'experience')} in {counted(done.batches, 'batch')} written to "
         f"{named(store)}, {done.duplicates} there already, {counted(len(done.left_out), 'row')} "

@@ -142,7 +142,7 @@ async def rebuild(experiment: Experiment, *, progress: Progress) -> output.Answe
 
 
 @options.command()
-def migrate(store: str | None = None, wait: bool = False) -> output.Answer:
+async def migrate(store: str | None = None, wait: bool = False) -> output.Answer:
     """Upgrade a store that an older version wrote.
 
     Example: trinity-buffer migrate --store runs/demo.db
@@ -153,7 +153,7 @@ def migrate(store: str | None = None, wait: bool = False) -> output.Answer:
     from trinity_buffer.pipeline.history.migrate import migrate as migrate_store  # noqa: PLC0415 - alembic
 
     url = options.chosen_store(store)
-    before, after = options.run(partial(migrate_store, url, wait=wait))
+    before, after = await migrate_store(url, wait=wait)
     name = named(url)
     line = f"{name}: schema {before} -> {after}"
     if before == after:

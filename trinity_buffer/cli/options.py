@@ -7,8 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from copy import copy
 from functools import partial, wraps
 from inspect import Parameter, Signature, getdoc, iscoroutinefunction, signature
@@ -246,23 +246,6 @@ async def awaited_experiment(url: str, experiment: str | None) -> str:
         await anyio.sleep(STORE_POLL_S)
 
 
-@contextmanager
-def interruptible(message: str | None = None) -> Iterator[None]:
-    """End with a message instead of a traceback on Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if message is not None:
-            typer.echo(message)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def run(main: Callable[[], Awaitable[Any]], message: str | None = None) -> Any:
-    """Run a command to its end; Ctrl-C ends it with ``message`` instead of a traceback."""
-    with interruptible(message):
-        return anyio.run(main)
-
-
 @asynccontextmanager
 async def opened_as(
     kind: type,
@@ -296,27 +279,28 @@ _PLACES: dict[Any, dict[str, Any]] = {
 
 
 def command(
-    *, lines: bool = False, read_only: bool = True
+    *, lines: bool = False, read_only: bool = True, interrupted: str | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a command of a function, whose parameters are its options.
 
-    An async function works on its first parameter, a `Store`, an `Experiment` or a `Source`, and
-    has the options that choose it. One that returns an `Answer` has --json. ``progress`` is not an
-    option: a function that takes it shows how far it is.
+    If the first one is a `Store`, an `Experiment` or a `Source`, it is opened, and has the options
+    that choose it. A function that returns an `Answer` has --json. ``progress`` is not an option: a
+    function that takes it shows how far it is.
 
     Args:
         lines: with --json there is an object per line.
         read_only: how the store is opened.
+        interrupted: what Ctrl-C prints.
     """
 
     def decorated(work: Callable[..., Any]) -> Callable[..., None]:
         own = signature(work, eval_str=True)
         parameters = dict(own.parameters)
-        kind: Any = None
-        if iscoroutinefunction(work):
-            kind = parameters.pop(next(iter(own.parameters))).annotation
         reports = parameters.pop("progress", None) is not None
+        kind: Any = next((parameter.annotation for parameter in parameters.values()), None)
         place = _PLACES.get(kind, {})
+        if place:
+            del parameters[next(iter(parameters))]
 
         async def on_opened(options: Mapping[str, Any], passed: dict[str, Any]) -> Any:
             chosen = {name: options[name] for name in place}
@@ -330,7 +314,13 @@ def command(
         @wraps(work)
         def run_command(**options: Any) -> None:
             passed = {name: value for name, value in options.items() if name in parameters}
-            answer = work(**passed) if kind is None else run(partial(on_opened, options, passed))
+            main = partial(on_opened, options, passed) if place else partial(work, **passed)
+            try:
+                answer: Any = anyio.run(main) if iscoroutinefunction(work) else main()
+            except KeyboardInterrupt:
+                if interrupted is not None:
+                    typer.echo(interrupted)
+                raise typer.Exit(INTERRUPTED) from None
             if isinstance(answer, Answer):
                 print_answer(answer, as_json=options["as_json"])
             elif answer is not None:

@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.history.replay import RecordedEnd, open_replay_stre
 from trinity_buffer.pipeline.store import open_store
 from trinity_buffer.pipeline.train.checkpoint import digest_of, require_digest
 from trinity_buffer.trainer.checkpoint import read_step, save_checkpoint
-from trinity_buffer.trainer.determinism import LargestDifference, largest_difference
+from trinity_buffer.trainer.determinism import largest_difference
 from trinity_buffer.trainer.requirements import stream_options
 from trinity_buffer.trainer.trainer import StepReport, Trainer
 from trinity_buffer.user_code import own_code
@@ -128,9 +128,8 @@ def replay(
         weights = save_checkpoint(Path(scratch), trainer.state) / trainer.policy.file_name
         digest = digest_of(weights, like=end.digest)
         identical = None if overrides or end.digest is None else digest == end.digest
-        largest = None
-        if tolerance is not None or identical is False:
-            largest = _compared(end, weights)
+        is_measured = tolerance is not None or identical is False
+        relative, tensor = _compared(end, weights) if is_measured else (None, None)
     return ReplayReport(
         first,
         end.step,
@@ -139,9 +138,9 @@ def replay(
         end.digest,
         dict(trainer.differences),
         sum(losses) / len(losses) if losses else 0.0,
-        None if largest is None else largest.relative,
-        None if largest is None else largest.tensor,
-        None if largest is None or tolerance is None else largest.relative <= tolerance,
+        relative,
+        tensor,
+        within=None if tolerance is None or relative is None else relative <= tolerance,
     )
 
 
@@ -160,41 +159,37 @@ def _configured(url: str, experiment: str, overrides: list[str]) -> RunConfig:
     return replace(config, commit_every_steps=1 << 30, max_steps=None)
 
 
-def _compared(end: RecordedEnd, weights: Path) -> LargestDifference | None:
+def _compared(end: RecordedEnd, weights: Path) -> tuple[float, str] | tuple[None, None]:
     """Return how far ``weights`` are from the recorded ones; None if those no longer exist."""
     if end.weights is None or end.digest is None or not end.weights.exists():
-        return None
+        return None, None
     try:
         require_digest(end.weights, end.digest)
     except CheckpointError:  # other weights have taken their place
-        return None
+        return None, None
     return largest_difference(end.weights, weights)
 
 
 def _span(steps: str | None, from_checkpoint: Path | None) -> tuple[int, int | None]:
     begin, _, end = (steps or "").partition(":")
     try:
-        first = int(begin) if begin else None
-        last = int(end) if end else None
+        first, last = (int(text) if text else None for text in (begin, end))
     except ValueError as error:
         raise InvalidArgumentError(f"--steps {steps}: write it as A:B, such as 10:20") from error
     if last is not None and last < (first or 1):
         raise InvalidArgumentError(
             f"--steps {steps}: it ends before it begins: write it as A:B, such as 10:20"
         )
+    begin_at = 1 if from_checkpoint is None else read_step(from_checkpoint) + 1
+    if first in (None, begin_at):
+        return begin_at, last
+    wrong = f"{from_checkpoint} is followed by step {begin_at}"
     if from_checkpoint is None:
-        if first not in (None, 1):
-            raise InvalidArgumentError(
-                f"--steps {steps}: to begin at step {first} the weights after step "
-                f"{(first or 1) - 1} are needed: --from-checkpoint FOLDER"
-            )
-        return 1, last
-    after = read_step(from_checkpoint)
-    if first not in (None, after + 1):
-        raise InvalidArgumentError(
-            f"--steps {steps}: {from_checkpoint} is followed by step {after + 1}"
+        wrong = (
+            f"to begin at step {first} the weights after step {(first or 1) - 1} are needed: "
+            "--from-checkpoint FOLDER"
         )
-    return after + 1, last
+    raise InvalidArgumentError(f"--steps {steps}: {wrong}")
 
 
 async def _end(url: str, experiment: str, trainer: str, last: int | None) -> RecordedEnd:

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import anyio
 import torch
@@ -52,7 +53,6 @@ from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stre
 from trinity_buffer.trainer.trainer import KEPT_CHECKPOINTS, StepReport, Trainer, TrainerSettings
 from trinity_buffer.user_code import own_code
 
-T = TypeVar("T", str, float | None)
 Say = Callable[[str], None]
 
 DEFAULT_NAME = "run"
@@ -106,12 +106,11 @@ def ranks_of_environment() -> Iterator[Processes]:
         torch.distributed.destroy_process_group()
 
 
-def on_rank_0(processes: Processes, work: Callable[[], T]) -> T:
+def on_rank_0(processes: Processes, work: Callable[[], Any]) -> Any:
     """Return what ``work`` returns on rank 0, which alone runs it; every rank must call this."""
     # As JSON: a gather has room for texts alone.
     text = "" if processes.rank else json.dumps(work())
-    returned: T = json.loads(gather_texts(processes, text)[0])
-    return returned
+    return json.loads(gather_texts(processes, text)[0])
 
 
 def device_here(device: str) -> str:
@@ -185,27 +184,24 @@ async def prepare(
     async def record(store: Store) -> str:
         names = await store.experiments()
         chosen = name or only_one(names) or DEFAULT_NAME
-        if chosen not in names:
-            changed = settings(names)
-            await run_config.require_expert(store, chosen, run_config.of_experiment(changed))
-            await store.experiment(chosen, config=changed)
-            return chosen
-        opened = await store.experiment(chosen)
-        before = opened.config
-        changed = settings(names, before, await opened.columns())
-        run_config.require_model(chosen, {**before, **(file or {})}, explores=explores)
+        opened = await store.experiment(chosen) if chosen in names else None
+        before = {} if opened is None else opened.config
+        changed = settings(names, before, None if opened is None else await opened.columns())
         config = run_config.of_experiment(changed)
         await run_config.require_expert(store, chosen, config)
-        await _require_same_set(opened, config)
-        if resume_from is not None:
-            await require_checkpoint_of(store.database, opened.key, config.trainer, resume_from)
+        if opened is not None:
+            run_config.require_model(chosen, {**before, **(file or {})}, explores=explores)
+            await _require_same_set(opened, config)
+            if resume_from is not None:
+                await require_checkpoint_of(store.database, opened.key, config.trainer, resume_from)
         # Keys that are not ours, such as `extra` of a run in Python, stay.
         await store.experiment(chosen, config={**before, **changed})
-        left_out = [] if file is None else run_config.left_out(config, file, overrides)
-        if left_out:
+        if opened is None or file is None:
+            return chosen
+        if left_out := ", ".join(run_config.left_out(config, file, overrides)):
             plain(
-                f"the file of --config leaves out {', '.join(left_out)}, which {chosen} has "
-                "recorded and keeps (--set KEY=VALUE changes it, KEY=null lifts a bound)"
+                f"the file of --config leaves out {left_out}, which {chosen} has recorded and "
+                "keeps (--set KEY=VALUE changes it, KEY=null lifts a bound)"
             )
         return chosen
 
@@ -239,11 +235,10 @@ def _settings(
     overrides: Sequence[str],
     explores: bool,
     names: Collection[str] = (),
-    before: Mapping[str, Any] | None = None,
+    before: Mapping[str, Any] = MappingProxyType({}),
     columns: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Return what the experiment will record; raise InvalidArgumentError if a part lacks."""
-    before = before or {}
     known = asdict(run_config.of_experiment(before))
     if "rollouts_per_group" not in before:
         del known["rollouts_per_group"]  # its default depends on the algorithm
@@ -348,25 +343,23 @@ async def annotate(
                 f"{name or strategy!r} is the trainer's name: give the annotation set another, "
                 "with --name"
             )
-        if strategy is not None:
-            return await run_named(
-                opened, strategy.split("+"), args or {}, name=name, follow=follow
-            )
-        if name is not None and args is None:
+        options: dict[str, Any] = {"name": name, "follow": follow}
+        row = None
+        if strategy is None and name is not None and args is None:
             row = await opened.database.read(writer_queries.consumer_row, opened.key, name)
-            if row is not None:
-                # A set goes on as it began, whatever the run's configuration says by now.
-                options = dict(row.config)
-                names, args, rules = (options.pop(k) for k in ("strategy", "args", "grouping"))
-                rules = renamed(rules, warn=False)
-                return await run_named(
-                    opened, names, args, name=name, follow=follow, **rules, **options
-                )
-        config = await _config_of(store, opened)
-        names, configured = strategies_of(run_config.algorithm_of(config))
-        if names:
+        if strategy is not None:
+            names, args = strategy.split("+"), args or {}
+        elif row is not None:
+            # A set goes on as it began, whatever the run's configuration says by now.
+            began = dict(row.config)
+            names, args, rules = (began.pop(key) for key in ("strategy", "args", "grouping"))
+            options |= renamed(rules, warn=False) | began
+        else:
+            config = await _config_of(store, opened)
+            names, configured = strategies_of(run_config.algorithm_of(config))
             args = configured if args is None else args
-            return await run_named(opened, names, args, name=name, follow=follow)
+        if names:
+            return await run_named(opened, names, args, **options)
         if follow:
             plain(
                 "nothing to annotate: the trainer reads what was recorded; waits for the run's end"

@@ -83,8 +83,8 @@ def demo(
     raise typer.Exit(run.run())
 
 
-@options.command()
-def explore(
+@options.command(interrupted=options.RESUMABLE)
+async def explore(
     actor: options.Required,
     store: str | None = None,
     experiment: str | None = None,
@@ -109,28 +109,25 @@ def explore(
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
-    async def main() -> None:
-        url, named = options.chosen_place(store, experiment, config)
-        if not actor or "/" in actor:
-            raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
-        require_name("--actor", actor)
-        if acknowledge is not None:
-            options.require_folder(acknowledge)
-        await roles.explore(
-            url,
-            await _prepared(url, named, config, overrides, explores=True),
-            actor=actor,
-            acknowledgements=None if acknowledge is None else acknowledge / f"{actor}.ack",
-            max_batches=batches,
-            take_over=take_over,
-            say=roles.plain,
-        )
-
-    options.run(main, options.RESUMABLE)
+    url, named = options.chosen_place(store, experiment, config)
+    if not actor or "/" in actor:
+        raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
+    require_name("--actor", actor)
+    if acknowledge is not None:
+        options.require_folder(acknowledge)
+    await roles.explore(
+        url,
+        await _prepared(url, named, config, overrides, explores=True),
+        actor=actor,
+        acknowledgements=None if acknowledge is None else acknowledge / f"{actor}.ack",
+        max_batches=batches,
+        take_over=take_over,
+        say=roles.plain,
+    )
 
 
-@options.command()
-def annotate(
+@options.command(interrupted=options.RESUMABLE)
+async def annotate(
     store: str | None = None,
     experiment: str | None = None,
     place: Path | None = None,
@@ -151,29 +148,24 @@ def annotate(
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
-    async def main() -> None:
-        url, named = options.chosen_place(store, experiment, place)
-        chosen = await (options.awaited_experiment if follow else options.chosen_experiment)(
-            url, named
+    url, named = options.chosen_place(store, experiment, place)
+    chosen = await (options.awaited_experiment if follow else options.chosen_experiment)(url, named)
+    args = overridden({}, arguments) if arguments else None
+    if follow and not as_json:
+        roles.plain(f"annotates {chosen}")
+    report = await roles.annotate(
+        url, chosen, strategy=strategy, name=name, args=args, follow=follow
+    )
+    if as_json:
+        print_json(asdict(report))
+    else:
+        roles.plain(
+            f"{report.annotated} annotated, {report.rejected} rejected, "
+            f"{report.waiting} waiting in {report.waiting_groups} incomplete groups"
         )
-        args = overridden({}, arguments) if arguments else None
-        if follow and not as_json:
-            roles.plain(f"annotates {chosen}")
-        report = await roles.annotate(
-            url, chosen, strategy=strategy, name=name, args=args, follow=follow
-        )
-        if as_json:
-            print_json(asdict(report))
-        else:
-            roles.plain(
-                f"{report.annotated} annotated, {report.rejected} rejected, "
-                f"{report.waiting} waiting in {report.waiting_groups} incomplete groups"
-            )
-
-    options.run(main, options.RESUMABLE)
 
 
-@options.command()
+@options.command(interrupted=options.RESUMABLE)
 def train(
     store: str | None = None,
     experiment: str | None = None,
@@ -213,19 +205,18 @@ def train(
         prepared = partial(_prepared, url, named, config, overrides, resume_from=resume_from)
         name = roles.on_rank_0(processes, lambda: anyio.run(prepared))
         folder = checkpoints or anyio.run(options.folder_of, base, url, name)
-        with options.interruptible(options.RESUMABLE):
-            roles.train(
-                url,
-                name,
-                checkpoints=folder,
-                keep_checkpoints=kept,
-                follow=follow,
-                resume_from=resume_from,
-                damaged_rows="drop" if drop_damaged_rows else "refuse",
-                drop=tuple(drop or ()),
-                say=(lambda _: None) if processes.rank else roles.plain,
-                processes=processes,
-            )
+        roles.train(
+            url,
+            name,
+            checkpoints=folder,
+            keep_checkpoints=kept,
+            follow=follow,
+            resume_from=resume_from,
+            damaged_rows="drop" if drop_damaged_rows else "refuse",
+            drop=tuple(drop or ()),
+            say=(lambda _: None) if processes.rank else roles.plain,
+            processes=processes,
+        )
 
 
 def _count(option: str, text: str) -> int:

@@ -169,7 +169,7 @@ class HFBackend:
         """
         self._require_no_critic()
         self._rollout()
-        self._tasks_or_function()
+        self._tasks(checks_only=True)
         if self.config.server is None or self.config.server_type != "vllm":
             _ = self._model_path
 
@@ -277,35 +277,26 @@ class HFBackend:
 
         return attempt
 
-    def _tasks(self) -> Any:
-        named = self._tasks_or_function()
+    def _tasks(self, *, checks_only: bool = False) -> Any:
+        """Return the tasks, or check what ``tasks`` names as far as possible without using it."""
+        tasks, wrong = self._named("tasks", str(self.config.tasks)), None
         with _failing(f"tasks {self.config.tasks!r}"):
-            tasks = named() if callable(named) else named
-            if callable(named):
-                self._require_list(tasks, "it returned")
+            # An async function is callable too, and its coroutine is no list.
+            if inspect.iscoroutinefunction(tasks) or inspect.isasyncgenfunction(tasks):
+                wrong = "it is an async function"
+            elif not (callable(tasks) and checks_only):
+                origin = "it returned" if callable(tasks) else "it is"
+                tasks = tasks() if callable(tasks) else tasks
+                is_list = isinstance(tasks, Iterable) or hasattr(tasks, "__getitem__")
+                if not is_list or isinstance(tasks, str | bytes):
+                    wrong = f"{origin} {kind_of(tasks)}"
+            if wrong is not None:
+                raise InvalidArgumentError(
+                    f"tasks = {self.config.tasks!r}: {wrong}, it must be a list of tasks, or a "
+                    "plain function that returns one"
+                )
             # A mapping stays one: its keys name the tasks.
-            return tasks if hasattr(tasks, "items") else list(tasks)
-
-    def _tasks_or_function(self) -> Any:
-        """Return what ``tasks`` names, checked as far as possible without calling it."""
-        named = self._named("tasks", str(self.config.tasks))
-        # An async function is callable too, and its coroutine is no list.
-        if inspect.iscoroutinefunction(named) or inspect.isasyncgenfunction(named):
-            raise self._no_tasks("it is an async function")
-        if not callable(named):
-            self._require_list(named, "it is")
-        return named
-
-    def _require_list(self, tasks: Any, origin: str) -> None:
-        is_list = isinstance(tasks, Iterable) or hasattr(tasks, "__getitem__")
-        if not is_list or isinstance(tasks, str | bytes):
-            raise self._no_tasks(f"{origin} {kind_of(tasks)}")
-
-    def _no_tasks(self, why: str) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"tasks = {self.config.tasks!r}: {why}, it must be a list of tasks, or a plain "
-            "function that returns one"
-        )
+            return tasks if checks_only or hasattr(tasks, "items") else list(tasks)
 
     def _named(self, key: str, name: str) -> Any:
         """Return what ``module:name`` refers to, looked up first in the folder of the file."""

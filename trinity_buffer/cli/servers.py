@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import anyio
 import typer
 
 from trinity_buffer.cli import options
@@ -70,7 +69,7 @@ def _require_token(token: str | None, host: str, risk: str) -> None:
 
 
 @options.command()
-def serve(
+async def serve(
     store: str | None = None, host: str = "127.0.0.1", port: Port = 8500, token: Token = None
 ) -> None:
     """Show a store in the browser: red flags, steps, groups, rollouts, events; and /metrics.
@@ -86,24 +85,20 @@ def serve(
     from trinity_buffer.web.app import inspector  # noqa: PLC0415 - an extra
 
     url = options.chosen_store(store)
-
-    async def main() -> None:
-        async with open_store(url, read_only=True) as opened:  # before anything listens
-            shown = opened.url
-        await _serve(
-            uvicorn,
-            inspector(url, token=token),
-            (host, port),
-            lambda at: f"shows {shown}: {at}/",
-            lifespan="on",
-            timeout_graceful_shutdown=GOODBYE_S,
-        )
-
-    options.run(main)
+    async with open_store(url, read_only=True) as opened:  # before anything listens
+        shown = opened.url
+    await _serve(
+        uvicorn,
+        inspector(url, token=token),
+        (host, port),
+        lambda at: f"shows {shown}: {at}/",
+        lifespan="on",
+        timeout_graceful_shutdown=GOODBYE_S,
+    )
 
 
-@options.command()
-def sync_weights(
+@options.command(interrupted=options.RESUMABLE)
+async def sync_weights(
     server: list[str] | None = None,
     store: str | None = None,
     experiment: str | None = None,
@@ -134,32 +129,29 @@ def sync_weights(
     def report(push: PushReport) -> None:
         plain(f"{push.url}: policy {push.version}, checksum {push.checksum or 'not told'}")
 
-    async def main() -> None:
-        async with open_store(url, read_only=True) as opened, AsyncExitStack() as stack:
-            name = await options.experiment_in(opened, named)
-            run_ = await opened.experiment(name)
-            urls = server or [own for own in (run_.config.get("server"),) if own]
-            if not urls:
-                raise InvalidArgumentError(f"experiment {name!r} names no server: say --server URL")
-            known, of_run = get_args(Dialect), run_.config.get("server_type", "vllm")
-            chosen = dialect or of_run
-            if chosen not in known or not all(isinstance(own, str) for own in urls):
-                raise InvalidArgumentError(
-                    f"experiment {name!r}: server={urls[0]!r}, server_type={chosen!r}: the first "
-                    f"must be a URL, the second one of {', '.join(known)}"
-                )
-            plain(f"syncs the weights of {name} to {', '.join(urls)}")
-            servers = [await stack.enter_async_context(Server(own)) for own in urls]
-            if not await push_weights(
-                run_, servers, mode=mode, follow=follow, dialect=chosen, report=report
-            ):
-                plain("no policy is published yet: nothing was pushed")
-
-    options.run(main, options.RESUMABLE)
+    async with open_store(url, read_only=True) as opened, AsyncExitStack() as stack:
+        name = await options.experiment_in(opened, named)
+        run_ = await opened.experiment(name)
+        urls = server or [own for own in (run_.config.get("server"),) if own]
+        if not urls:
+            raise InvalidArgumentError(f"experiment {name!r} names no server: say --server URL")
+        known, of_run = get_args(Dialect), run_.config.get("server_type", "vllm")
+        chosen = dialect or of_run
+        if chosen not in known or not all(isinstance(own, str) for own in urls):
+            raise InvalidArgumentError(
+                f"experiment {name!r}: server={urls[0]!r}, server_type={chosen!r}: the first "
+                f"must be a URL, the second one of {', '.join(known)}"
+            )
+        plain(f"syncs the weights of {name} to {', '.join(urls)}")
+        servers = [await stack.enter_async_context(Server(own)) for own in urls]
+        if not await push_weights(
+            run_, servers, mode=mode, follow=follow, dialect=chosen, report=report
+        ):
+            plain("no policy is published yet: nothing was pushed")
 
 
 @options.command()
-def record(
+async def record(
     upstream: options.Required,
     store: Annotated[str, typer.Option(envvar=options.STORE_VARIABLE)] = "runs/recorded.db",
     experiment: str = "recorded",
@@ -210,15 +202,12 @@ def record(
         token=token, ack=ack, logprobs_mode=logprobs_mode, max_in_flight=max_in_flight
     )
 
-    async def main() -> None:
-        config = {key: value for key, value in rules.items() if value is not None}
-        async with Server(upstream, api_key=upstream_key) as behind, open_store(store) as opened:
-            recording = await Recording.begin(opened, experiment, actor=actor, config=config)
-            await _serve(
-                uvicorn,
-                Recorder(behind, recording, settings).app(),
-                (host, port),
-                lambda at: f"records what {behind.root} answers into {experiment}: {at}/v1",
-            )
-
-    anyio.run(main)
+    config = {key: value for key, value in rules.items() if value is not None}
+    async with Server(upstream, api_key=upstream_key) as behind, open_store(store) as opened:
+        recording = await Recording.begin(opened, experiment, actor=actor, config=config)
+        await _serve(
+            uvicorn,
+            Recorder(behind, recording, settings).app(),
+            (host, port),
+            lambda at: f"records what {behind.root} answers into {experiment}: {at}/v1",
+        )
