@@ -60,7 +60,7 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/explorer/openai_model.py:__init__": "torch, which a client does not need",
     f"{PACKAGE}/cli/demo_run.py:save_curve": "matplotlib is an extra",
     f"{PACKAGE}/pipeline/experiment.py:writer": "torch, which readers do not need",
-    f"{PACKAGE}/pipeline/experiment.py:_decoded": "torch, which who only counts does not need",
+    f"{PACKAGE}/pipeline/experiment.py:read": "torch, which who only counts does not need",
     f"{PACKAGE}/pipeline/experiment.py:train_stream": "torch, which readers do not need",
     f"{PACKAGE}/pipeline/store.py:_create_or_change": "all options: for a new configuration",
     f"{PACKAGE}/codec/objects.py:_arrays": "NumPy, which who only asks does not need",

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.write.batch import OnInvalid
     from trinity_buffer.pipeline.write.writer import SQLWriter
 
-IDENTITY_KEYS = frozenset({"schema"})
-"""Configuration that describes the stored experiences, and hence cannot change."""
-
 SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
 """The names in `checks.SCHEMAS`, repeated here because readers do without torch."""
 
@@ -135,7 +132,7 @@ class Experiment(ExperimentHandle):
     ) -> tuple[int, list[StoredEvent], bool]:
         head = log.head(tx, self.key)
         page = log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
-        return head, page, self.finished(tx)
+        return head, page, writer_queries.is_finished(tx, self.key)
 
     @property
     def _trainer(self) -> str:
@@ -214,17 +211,15 @@ class Experiment(ExperimentHandle):
         addresses = None if trained_in is None else await self._rows_of_step(trainer, trained_in)
         # A batch is mostly small: looking up its addresses beats a scan of the experiment.
         if addresses is None and batch is not None:
-            addresses = await self._rows_of_batch(batch, task)
+            most = sizes().rows_looked_up
+            addresses = await self.database.read(
+                writer_queries.addresses_in_batch, self.key, batch, task, limit=most + 1
+            )
+            addresses = addresses if len(addresses) <= most else None
         wanted = writer_queries.Filter(
             *(batch, task, run, policy_version, reward_min, reward_max, include_refused),
             *(annotation_set, state, addresses),
         )
-        async for experience in self._decoded(wanted, families):
-            yield experience
-
-    async def _decoded(
-        self, wanted: writer_queries.Filter, families: Sequence[str]
-    ) -> AsyncIterator[Experience]:
         from trinity_buffer.pipeline.load.experiences import load_experiences  # noqa: PLC0415 - torch
         from trinity_buffer.pipeline.load.reading import EventCache  # noqa: PLC0415 - torch
 
@@ -262,14 +257,6 @@ class Experiment(ExperimentHandle):
             known = ", ".join(names) or "none"
             raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
         return state or "annotated"
-
-    async def _rows_of_batch(self, batch: Key, task: Key | None) -> tuple[int, ...] | None:
-        """Return the addresses of a batch's rows; None if there are too many to look up singly."""
-        most = sizes().rows_looked_up
-        addresses = await self.database.read(
-            writer_queries.addresses_in_batch, self.key, batch, task, limit=most + 1
-        )
-        return addresses if len(addresses) <= most else None
 
     async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
         """Return the addresses of this experiment's rows in a step's manifest."""
@@ -309,20 +296,19 @@ class Experiment(ExperimentHandle):
         def publish(tx: Transaction) -> None:
             tx.lock(self.key)
             newest = writer_queries.newest_policy(tx, self.key, self._trainer)
-            if newest is not None and version < newest[0] and not self._rewound(tx, newest[3]):
+            newest_version, _, _, after = newest or (version, "", "", 0)
+            rewinds = kinds_of(TrainerRewound)
+            if version < newest_version and not log.read_after(
+                tx, self.key, after, limit=1, kinds=rewinds
+            ):
                 raise ConflictError(
-                    f"experiment {self.name!r}: policy {newest[0]} is published (position "
-                    f"{newest[3]}), so {version} is not news; to go back, rewind the trainer with "
+                    f"experiment {self.name!r}: policy {newest_version} is published (position "
+                    f"{after}), so {version} is not news; to go back, rewind the trainer with "
                     "resume_from="
                 )
             self._append(tx, event, actor)
 
         await self.database.write(publish)
-
-    def _rewound(self, tx: Transaction, after: int) -> bool:
-        """Return whether a trainer was rewound after position ``after``."""
-        kinds = kinds_of(TrainerRewound)
-        return bool(log.read_after(tx, self.key, after, limit=1, kinds=kinds))
 
     async def columns(self) -> frozenset[str] | None:
         """Return the fields of the first readable experience; None if none can be read."""
@@ -373,6 +359,5 @@ def _check_policy(version: object, uri: object, digest: object) -> None:
         raise InvalidArgumentError(
             f"policy {version}: uri={uri!r:.80}: give a path or the address of a server"
         )
-    problem = problem_of_name(digest)
-    if problem is not None:
+    if (problem := problem_of_name(digest)) is not None:
         raise InvalidArgumentError(f"policy {version}: digest {problem}")

@@ -15,7 +15,6 @@ from trinity_buffer.events import Fact, Recorded
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.log import NewEvent, StoredEvent
-from trinity_buffer.store.transaction import Transaction
 
 
 class ExperimentHandle:
@@ -34,12 +33,8 @@ class ExperimentHandle:
         self.name = name
         self.config = dict(config)
 
-    def finished(self, tx: Transaction) -> bool:
-        """Return whether it is finished; a later change of configuration reopens it."""
-        return writer_queries.is_finished(tx, self.key)
-
     async def is_finished(self) -> bool:
-        """Return whether it is finished now."""
+        """Return whether it is finished now; a later change of configuration reopens it."""
         return await self.database.read(writer_queries.is_finished, self.key)
 
 

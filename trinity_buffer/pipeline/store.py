@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from trinity_buffer.codec.blob import keep_what_is_freed
@@ -11,7 +12,7 @@ from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
 from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
 from trinity_buffer.identity import problem_of_text, require_name
 from trinity_buffer.options import renamed
-from trinity_buffer.pipeline.experiment import IDENTITY_KEYS, SCHEMA_NAMES, Experiment
+from trinity_buffer.pipeline.experiment import SCHEMA_NAMES, Experiment
 from trinity_buffer.pipeline.handle import as_json, new_event, now_us
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import log, writer_queries
@@ -83,12 +84,6 @@ class Store:
         wanted = as_json(f"the config of experiment {name!r}", renamed(config))
         if schema is not None:
             wanted = {"schema": schema, **wanted}
-        key, current = await self._create_or_change(name, wanted, actor)
-        return Experiment(self.database, self._group_commit, key, name, current)
-
-    async def _create_or_change(
-        self, name: str, wanted: dict[str, Any], actor: str
-    ) -> tuple[int, dict[str, Any]]:
         fresh = {"schema": SCHEMA_NAMES[0], **wanted}
         if fresh["schema"] not in SCHEMA_NAMES:
             raise InvalidArgumentError(
@@ -96,7 +91,9 @@ class Store:
                 f"{', '.join(SCHEMA_NAMES)}"
             )
         created = new_event(ExperimentCreated(config=fresh))
-        return await self.database.write(_create_or_change, name, wanted, fresh, created, actor)
+        change = partial(_create_or_change, name=name, wanted=wanted, fresh=fresh, created=created)
+        its_key, current = await self.database.write(change, actor=actor)
+        return Experiment(self.database, self._group_commit, its_key, name, current)
 
 
 def _find(
@@ -132,11 +129,11 @@ def _create_or_change(
         k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v
     }
     require_values(name, {key: wanted[key] for key in changes})
-    for identity in IDENTITY_KEYS & changes.keys():
+    if "schema" in changes:  # it describes what is stored
+        then, now = changes["schema"]
         raise InvalidArgumentError(
-            f"experiment {name!r} has {identity}={before.get(identity)!r}, "
-            "which cannot become "
-            f"{wanted[identity]!r}; create another experiment"
+            f"experiment {name!r} has schema={then!r}, which cannot become {now!r}; create another "
+            "experiment"
         )
     after = {**before, **wanted}
     if changes:

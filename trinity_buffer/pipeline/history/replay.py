@@ -27,7 +27,7 @@ from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.pipeline.train.microbatch import Mover
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.resume import UNREADABLE, leased_step, plan_again, refusal
-from trinity_buffer.pipeline.train.step import Commit, StepMeasures, TrainStep, collated
+from trinity_buffer.pipeline.train.step import TrainStep, collated
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession
@@ -216,30 +216,19 @@ class ReplayStream(StepStream):
         return step
 
     @override
-    def record(self, step: TrainStep, request: Commit) -> None:
-        """Do nothing: a replay changes no store."""
-
-    @override
-    def measure(self, measures: StepMeasures) -> None:
-        """Do nothing: a replay changes no store."""
-
-    @override
     def uids(self, step: TrainStep, rows: Sequence[int]) -> list[str]:
         """Return the uids of rows of a step, by their places in its manifest."""
         return self._portal.call(self._uids, step, rows)
-
-    @override
-    def fail(self, error: Exception) -> None:
-        """Do nothing: no other rank waits for a replay."""
 
     @override
     def leads(self) -> bool:
         """Return True: a replay has no lease to lose."""
         return True
 
-    @override
-    def finish(self, reason: str) -> None:
-        """Do nothing: a replay changes no store."""
+    def _change_nothing(self, *_: Any, **__: Any) -> None:
+        """Do nothing: a replay changes no store, and no other rank waits for it."""
+
+    record = measure = fail = finish = _change_nothing
 
 
 @asynccontextmanager
