@@ -329,7 +329,7 @@ class StrategyConsumer:
         database, changes = self.experiment.database, self.experiment.database.changes
         key = self.experiment.key if self._speaks else None  # inside a trainer, its own wait ends
         wait = ReportedWait(database, key, self._waiting_for, self._presence, aloud=self._speaks)
-        other = Standby(self.experiment, self.name, self._reader)
+        other: Standby | None = None
         while True:
             await self._presence.seen(at_once=follow)  # a trainer that follows waits for it
             state = await changes.state()
@@ -337,12 +337,14 @@ class StrategyConsumer:
                 wait.over()
                 if await self._decide_on(wait, follow=follow):
                     return
-            elif not follow and await other.is_over():
-                return
-            else:
-                self._presence.waiting_for = self._lease.holder_text()
-                await anyio.sleep(REST_S)  # else each commit of the holder would wake this process
-                await wait.changed(state, LOOKS_AFTER_S)
+                continue
+            if not follow:
+                other = other or Standby(self.experiment, self.name, self._reader)
+                if await other.is_over():
+                    return
+            self._presence.waiting_for = self._lease.holder_text()
+            await anyio.sleep(REST_S)  # else each commit of the holder would wake this process
+            await wait.changed(state, LOOKS_AFTER_S)
 
     async def _decide_on(self, wait: ReportedWait, *, follow: bool) -> bool:
         """Continue from the last commit; return True at the end, False if the lease is lost."""
@@ -434,9 +436,8 @@ class StrategyConsumer:
         read = self._reader.read(s)
         # Units without rows first: only the commit that moves the cursor past them records that
         # they are decided.
-        units = sorted(
-            self._reader.take_ready(), key=lambda unit: any(group.members for group in unit)
-        )
+        ready = self._reader.grouping.take_ready(self._reader.clock_us)
+        units = sorted(ready, key=lambda unit: num_members(unit) > 0)
         late = self._reader.grouping.take_late()
         in_step = live and not self._reader.behind
         most = sizes().experiences_per_live_commit if in_step else sizes().experiences_per_commit

@@ -309,6 +309,8 @@ class UnitReader:
         behind: whether the last page was full, so that more can be read at once.
         unscored: position of the first experiences that the scoring in use does not cover yet, or
             None. The reader stops before it.
+        clock_us: when the log was read. While more pages follow, the time of the last event read:
+            the next page may hold rows that came before a group's deadline.
         due_us: when a batch may be overdue; infinite: never.
     """
 
@@ -331,18 +333,10 @@ class UnitReader:
         self.cursor = 0
         self.behind = False
         self.unscored: int | None = None
-        self._read_at: int | None = None  # time of the last event read, while more follow
+        self.clock_us = 0
         timeout_s = rules.group_timeout_s
         self._timeout_us = math.inf if timeout_s is None else timeout_s * 1e6
         self.due_us = 0.0 if timeout_s is not None else math.inf
-
-    def take_ready(self) -> list[ReadyUnit]:
-        """Return, once, every unit that is ready.
-
-        While more pages follow, the clock stands at the last event read: the next page may hold
-        rows that came before a group's deadline.
-        """
-        return self.grouping.take_ready(now_us() if self._read_at is None else self._read_at)
 
     async def seal_overdue(self) -> None:
         """Seal the batches that are overdue now, if the trainer reads this set.
@@ -385,6 +379,7 @@ class UnitReader:
         """Continue after the last commit, whose state ``row`` holds."""
         self.grouping = Grouping(self.grouping.unit, self.grouping.rules)
         self.seen = self.cursor = row.cursor
+        self.clock_us = now_us()
         # Rows that waited at the last commit lie before the cursor and must be read again.
         after: int | None = -1
         while after is not None:
@@ -403,9 +398,11 @@ class UnitReader:
             pass
         end = first_address(up_to + 1)
         # A unit with rows beyond `up_to` was not complete at that position.
-        units = [[a for group in unit for a in group.members] for unit in self.take_ready()]
-        late = [[address] for address in self.grouping.take_late()]
-        return any(all(address < end for address in addresses) for addresses in (*units, *late))
+        units = self.grouping.take_ready(self.clock_us)
+        members = [[a for group in unit for a in group.members] for unit in units]
+        return min(self.grouping.take_late(), default=end) < end or any(
+            max(addresses, default=-1) < end for addresses in members
+        )
 
     def _load_page(self, after: int, s: ReadSession) -> int | None:
         """Feed a page of waiting rows to the grouping; return its last address, None at the end."""
@@ -443,7 +440,7 @@ class UnitReader:
 
         head, page = s.read(load)
         self.behind = len(page) == limit
-        self._read_at = page[-1].recorded_at if self.behind else None
+        self.clock_us = page[-1].recorded_at if self.behind else now_us()
         if head == self.seen:
             return False
         self._take(s, page, None)
