@@ -34,7 +34,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
-from trinity_buffer.identity import EID, order_of
+from trinity_buffer.identity import order_of
 from trinity_buffer.limits import by_size, sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate.deciding import (
@@ -62,15 +62,13 @@ from trinity_buffer.pipeline.coordination.waiting import (
 )
 from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event, now_us
 from trinity_buffer.pipeline.load.experiences import load_experiences
-from trinity_buffer.pipeline.load.reading import EventCache, unreadable_among
+from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.store import log, segments, writer_queries
 from trinity_buffer.store.rows import (
     SLOT_BITS,
     ConsumerRow,
     ExperienceRow,
-    position_of,
     rows_recorded_by,
-    slot_of,
 )
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import StagedWriter
@@ -311,10 +309,10 @@ class StrategyConsumer:
             )
         if row.config == self.config:
             return
-        args = with_over(self._args, self._classes, row.config)
-        if args != with_over(self._args, self._classes, None):
+        by_default = self.config["args"]
+        self._configure(row.config)
+        if self.config["args"] != by_default:
             _logger.warning("%s", one_line(_COUNTS_ROWS.format(self.name)))
-            self._configure(row.config)
         differences = config_diff(self._classes, row.config, self.config)
         if differences is not None:
             before, now = differences
@@ -485,10 +483,7 @@ class StrategyConsumer:
         # Each group counts as one call of `add`, whichever way it is decided.
         self._calls += len(groups)
         if groups:
-            first, slot = events[position_of(addresses[0])].columns, slot_of(addresses[0])
-            run = first.batch[slot], first.task[slot], first.run[slot]
-            uid = EID(*run, first.step[slot], first.suffix[slot]).uid
-            with blame_strategy(self.name, uid):
+            with blame_strategy(self.name, lambda: self._uid(s, addresses[0])):
                 table = table_of(groups, events, assigned)
                 decision.score(groups, table, self._scorer, self.strategy.over)
         self._commit(s, decision, units)
@@ -519,6 +514,9 @@ class StrategyConsumer:
         )
         return {row.address: row for page in pages for row in page}
 
+    def _uid(self, s: ReadSession, address: int) -> str:
+        return self._rows(s, [address])[address].eid.uid
+
     async def _decide_by_experiences(self, units: Sequence[ReadyUnit]) -> None:
         """Have the strategy decide on the experiences of ``units``, and commit."""
         database = self.experiment.database
@@ -543,7 +541,7 @@ class StrategyConsumer:
                 masks.update((e.address or 0, e.__dict__.get("action_mask")) for e in members)
                 # In the event loop, since `add` is a coroutine of the user's: where it blocks that
                 # for long, it can lose the lease, as `StrategyLease.doubt` explains.
-                with blame_strategy(self.name, members[0].eid.uid):
+                with blame_strategy(self.name, partial(str, members[0].eid.uid)):
                     decision.metrics.append(
                         metrics_of(await self.strategy.add(members, self._calls))
                     )
@@ -565,16 +563,13 @@ class StrategyConsumer:
         experiences = await load_experiences(database, self._cache, rows, self._families)
         bad = {e.address or 0: "damaged" for e in experiences if e.damaged is not None}
         absent = [pair for pair in zip(rows, experiences, strict=True) if pair[1].archived]
-        if absent:
-            # No families required: here only the absence of a whole segment matters.
-            wanted: dict[bytes, tuple[str, ...]] = {row.segment: () for row, _ in absent}
-            gone = await database.read_session(
-                lambda s: unreadable_among(s, wanted, self._families)
-            )
-            for row, experience in absent:
-                if row.segment not in gone:
-                    raise ArchivedSegmentError(f"{row.eid}: {experience.archived}")
-                bad[row.address] = gone[row.segment]
+        keys = [row.segment for row, _ in absent]
+        left = await database.read(segments.archived_at, keys) if keys else {}
+        for row, experience in absent:
+            _, uri = left.get(row.segment, (0, ""))
+            if uri is not None:
+                raise ArchivedSegmentError(f"{row.eid}: {experience.archived}")
+            bad[row.address] = "deleted"
         decision.reasons |= bad
         if self.rules.on_incomplete_group == "reject":
             broken = {row.eid.tid for row in rows if row.address in bad}
@@ -631,7 +626,7 @@ class StrategyConsumer:
             self._watch.rejected(
                 len(groups),
                 set(decision.reasons.values()),
-                lambda: self._rows(s, [first])[first].eid.uid,
+                lambda: self._uid(s, first),
             )
 
     def _reject_late(self, s: Session, late: Sequence[int]) -> None:

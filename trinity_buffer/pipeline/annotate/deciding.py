@@ -8,7 +8,7 @@ must give it the same configuration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -356,13 +356,13 @@ def _broken(written: Sequence[Experience]) -> dict[int, str]:
 
 
 @contextmanager
-def blame_strategy(strategy: str, uid: str) -> Iterator[None]:
+def blame_strategy(strategy: str, uid: Callable[[], str]) -> Iterator[None]:
     """Add to errors raised inside which strategy raised them, and its first experience."""
     try:
         yield
     except Exception as error:
         error.add_note(
-            f"in strategy {strategy!r}, which was given {uid} first; nothing of it is committed"
+            f"in strategy {strategy!r}, which was given {uid()} first; nothing of it is committed"
         )
         raise
 
