@@ -1,8 +1,11 @@
 """What commands do with a whole store, a run or a checkpoint, without a process of their own."""
 
-from tests.handles import Database
+from alembic import command
+from alembic.script import ScriptDirectory
+
+from tests.handles import Database, Transaction
 from trinity_buffer.pipeline.history.compact import restore
-from trinity_buffer.pipeline.history.migrate import downgrade, migrate
+from trinity_buffer.pipeline.history.migrate import config, migrate
 from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.history.replay import recorded_end, replayed_steps
 from trinity_buffer.pipeline.load.columns import experiences_of
@@ -29,6 +32,7 @@ __all__ = [
     "recorded_end",
     "replayed_steps",
     "restore",
+    "revisions",
 ]
 
 
@@ -36,3 +40,14 @@ async def diff_projections(database: Database, experiment: int) -> list[Differen
     """Return every row of the projections that is not what the log says."""
     with scratch_for(database, experiment) as scratch:
         return await compare(database, scratch, no_progress, decoded_events)
+
+
+def revisions() -> list[str]:
+    """Return all revisions of the schema, the oldest first."""
+    scripts = ScriptDirectory.from_config(config()).walk_revisions()
+    return [script.revision for script in scripts][::-1]
+
+
+def downgrade(tx: Transaction, revision: str) -> None:
+    """Bring a database back to ``revision``; what only newer ones have is gone."""
+    command.downgrade(config(tx), revision)

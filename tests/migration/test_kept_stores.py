@@ -16,7 +16,13 @@ from tests.migration.kept import kept
 from tests.pipeline.planting import unguarded
 from tests.raw_store import sql
 from tests.sample_run import record_sample_run, rollout
-from tests.whole_stores import SCHEMA_REVISION, diff_projections, migrate, open_for_migration
+from tests.whole_stores import (
+    SCHEMA_REVISION,
+    diff_projections,
+    migrate,
+    open_for_migration,
+    revisions,
+)
 from trinity_buffer import open_store, run_strategy, verify
 from trinity_buffer.pipeline.history import migrate as migrations
 
@@ -63,11 +69,11 @@ def _fill(connection: Connection, rows: dict[str, list[dict[str, Any]]]) -> None
 
 def test_every_older_revision_has_a_store_that_was_kept() -> None:
     """If this fails: python -m tests.migration.kept, at the last commit of that revision."""
-    older = migrations.revisions()[:-1]
+    older = revisions()[:-1]
     assert [revision for revision in older if not kept(revision).exists()] == []
 
 
-@pytest.mark.parametrize("revision", [one for one in migrations.revisions() if kept(one).exists()])
+@pytest.mark.parametrize("revision", [one for one in revisions() if kept(one).exists()])
 async def test_a_kept_store_is_migrated_holds_and_goes_on(
     store_url: str, tmp_path: Path, revision: str
 ) -> None:

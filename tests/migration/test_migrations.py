@@ -10,7 +10,7 @@ from pysqlite3 import dbapi2
 from sqlalchemy import text
 
 from tests.handles import Transaction
-from tests.whole_stores import migrate, open_for_migration
+from tests.whole_stores import downgrade, migrate, open_for_migration, revisions
 from trinity_buffer import open_store
 from trinity_buffer.errors import (
     InvalidArgumentError,
@@ -73,7 +73,7 @@ async def migrated(url: str) -> None:
 async def emptied(url: str) -> None:
 
     def empty(tx: Transaction) -> None:
-        migrations.downgrade(tx, "base")
+        downgrade(tx, "base")
         tx.execute(text("DROP TABLE alembic_version"))
 
     async with open_for_migration(url) as database:
@@ -114,7 +114,7 @@ async def test_a_filled_store_goes_down_and_up_again(store_url: str) -> None:
         await experiment.writer("e0").plan("b", [1, 2], 4)
     before = await schema_of(store_url)
     async with open_for_migration(store_url) as database:
-        await database.write(migrations.downgrade, "base")
+        await database.write(downgrade, "base")
     async with open_for_migration(store_url) as database:
         await database.write(migrations.upgrade)
     assert await schema_of(store_url) == before
@@ -138,7 +138,7 @@ async def test_an_interrupted_migration_has_not_happened(store_url: str) -> None
 async def go_down_and_fail(url: str) -> None:
 
     def fail(tx: Transaction) -> None:
-        migrations.downgrade(tx, "base")
+        downgrade(tx, "base")
         raise InvalidArgumentError("stop")
 
     async with open_for_migration(url) as database:
@@ -146,8 +146,8 @@ async def go_down_and_fail(url: str) -> None:
 
 
 def test_the_tables_are_those_of_the_last_migration() -> None:
-    assert migrations.revisions() == list(schema.KNOWN_REVISIONS)
-    assert migrations.revisions()[-1] == tables.SCHEMA_REVISION
+    assert revisions() == list(schema.KNOWN_REVISIONS)
+    assert revisions()[-1] == tables.SCHEMA_REVISION
 
 
 async def stamp(url: str, revision: str) -> None:

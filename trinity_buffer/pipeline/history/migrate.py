@@ -10,7 +10,6 @@ import anyio
 import anyio.to_thread
 from alembic import command
 from alembic.config import Config
-from alembic.script import ScriptDirectory
 
 from trinity_buffer.errors import StoreBusyError, UnknownStoreError
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
@@ -77,31 +76,17 @@ async def _users(url: StoreURL) -> list[str]:
     return ["another process"] if used else []
 
 
-def folder() -> Path:
-    """Return where the migrations lie: in the package of a wheel, beside it in a checkout."""
-    inside = _PACKAGE / "_migrations"
-    return inside if inside.is_dir() else _PACKAGE.parent / "migrations"
-
-
 def config(tx: Transaction | None = None) -> Config:
     """Return alembic's configuration, for what happens in a transaction."""
+    # In the package of a wheel, beside it in a checkout.
+    folder = _PACKAGE / "_migrations"
+    folder = folder if folder.is_dir() else _PACKAGE.parent / "migrations"
     settings = Config()
-    settings.set_main_option("script_location", str(folder()).replace("%", "%%"))
+    settings.set_main_option("script_location", str(folder).replace("%", "%%"))
     settings.attributes["connection"] = None if tx is None else tx.connection
     return settings
-
-
-def revisions() -> list[str]:
-    """Return all revisions, the oldest first."""
-    scripts = ScriptDirectory.from_config(config()).walk_revisions()
-    return [script.revision for script in scripts][::-1]
 
 
 def upgrade(tx: Transaction, revision: str = "head") -> None:
     """Bring an older (or empty) database up to ``revision``."""
     command.upgrade(config(tx), revision)
-
-
-def downgrade(tx: Transaction, revision: str) -> None:
-    """Bring a database back to ``revision``; what only newer ones have is gone."""
-    command.downgrade(config(tx), revision)
