@@ -19,6 +19,7 @@ from tests.sample_run import record_sample_run, rollout
 from tests.whole_stores import (
     SCHEMA_REVISION,
     diff_projections,
+    downgrade,
     migrate,
     open_for_migration,
     revisions,
@@ -123,7 +124,7 @@ async def test_a_store_that_was_taken_back_and_migrated_again_holds(
 ) -> None:
     await record_sample_run(store_url, tmp_path / "run")
     async with open_for_migration(store_url) as database:
-        await database.write(migrations.downgrade, "0001")
+        await database.write(downgrade, "0001")
     for _ in range(2):
         await migrate(store_url)
     async with open_store(store_url) as store:
