@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.cli import run_config
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.options import make_folder, make_folder_of, only_one
+from trinity_buffer.cli.options import chosen_experiment, make_folder, make_folder_of, only_one
 from trinity_buffer.cli.run_backends import Backend, backend_for, require_policies
 from trinity_buffer.errors import (
     InvalidArgumentError,
@@ -160,7 +160,7 @@ async def prepare(
     explores: bool = False,
     resume_from: int | None = None,
 ) -> str:
-    """Create the experiment of a run, or record what changed in its configuration.
+    """Create the experiment of a run, or record what changed in its configuration, if anything.
 
     A refusal records nothing, and creates neither a store nor its folder.
 
@@ -179,6 +179,8 @@ async def prepare(
         InvalidArgumentError: says which key is wrong, or what the run lacks.
         CheckpointError: there is no such step to go back to.
     """
+    if file is None and not overrides:
+        return await chosen_experiment(url, name)
     settings = partial(_settings, file or {}, overrides, explores)
 
     async def record(store: Store) -> str:
@@ -250,19 +252,30 @@ def _settings(
     require_policies(config)
     schema = before.get("schema", settings["schema"])
     run_config.require_parts_of(config, schema=schema, columns=columns, experiments=names)
-    backend = backend_for(config)
-    if explores:
-        backend.require_explorable()
-    else:
+    if not explores:
         device_here(config.device)
-        backend.require_trainable()
+    backend_for(config).require(explores=explores)
     return settings
 
 
 async def _config_of(
-    store: Store, experiment: Experiment, *, expert_rows: bool = False
+    store: Store,
+    experiment: Experiment,
+    *,
+    explores: bool | None = None,
+    expert_rows: bool = False,
 ) -> RunConfig:
-    """Return the configuration of a run; InvalidArgumentError if it lacks what it needs."""
+    """Return the configuration of a run.
+
+    Args:
+        store: of the run.
+        experiment: of the run.
+        explores: require what makes rollouts, or what is trained; None: neither.
+        expert_rows: require rows of the expert.
+
+    Raises:
+        InvalidArgumentError: the run lacks what it needs.
+    """
     config = run_config.of_experiment(experiment.config)
     require_policies(config)
     await run_config.require_expert(store, experiment.name, config, rows=expert_rows)
@@ -272,6 +285,9 @@ async def _config_of(
         columns=await experiment.columns(),
         experiments=await store.experiments(),
     )
+    if explores is not None:
+        run_config.require_model(experiment.name, experiment.config, explores=explores)
+        backend_for(config).require(explores=explores)
     return config
 
 
@@ -300,14 +316,11 @@ async def explore(
 
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
-        config = await _config_of(store, opened)
-        run_config.require_model(experiment, opened.config, explores=True)
-        backend = backend_for(config)
-        backend.require_explorable()
+        config = await _config_of(store, opened, explores=True)
         if acknowledgements is not None:
             make_folder(acknowledgements.parent)
         say(f"explores {experiment} as {actor}")
-        await backend.explore(
+        await backend_for(config).explore(
             opened,
             report=on_batch,
             actor=actor,
@@ -385,9 +398,7 @@ async def config_of(url: str, experiment: str, *, expert_rows: bool = False) -> 
     """Return the configuration of a run that can be trained."""
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
-        config = await _config_of(store, opened, expert_rows=expert_rows)
-        run_config.require_model(experiment, opened.config)
-        return config
+        return await _config_of(store, opened, explores=False, expert_rows=expert_rows)
 
 
 def settings_of(
@@ -437,7 +448,6 @@ def train(
     processes = processes or Processes()
     use_one_thread()
     config = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
-    backend_for(config).require_trainable()
     reason = anyio.run(_finished_by, url, experiment, config.trainer)
     if reason is not None and going_on.get("resume_from") is None:
         say(

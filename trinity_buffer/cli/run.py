@@ -108,6 +108,7 @@ async def explore(
         take_over: Finish batches of explorers that are gone, too.
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
+    from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
     url, named = options.chosen_place(store, experiment, config)
     if not actor or "/" in actor:
@@ -115,9 +116,10 @@ async def explore(
     require_name("--actor", actor)
     if acknowledge is not None:
         options.require_folder(acknowledge)
+    file = None if config is None else read_file(config)
     await roles.explore(
         url,
-        await _prepared(url, named, config, overrides, explores=True),
+        await roles.prepare(url, named, file, overrides or [], explores=True),
         actor=actor,
         acknowledgements=None if acknowledge is None else acknowledge / f"{actor}.ack",
         max_batches=batches,
@@ -194,16 +196,18 @@ def train(
         follow: Wait for more; otherwise end with what is stored.
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
+    from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
     url, named = options.chosen_place(store, experiment, config)
     kept = None if keep_checkpoints == "all" else _count("--keep-checkpoints", keep_checkpoints)
     base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
         options.require_folder(checkpoints)
+    file = None if config is None else read_file(config)
+    prepare = partial(roles.prepare, url, named, file, overrides or [], resume_from=resume_from)
     with roles.ranks_of_environment() as processes:
         # One rank creates the experiment, and the others learn its name.
-        prepared = partial(_prepared, url, named, config, overrides, resume_from=resume_from)
-        name = roles.on_rank_0(processes, lambda: anyio.run(prepared))
+        name = roles.on_rank_0(processes, lambda: anyio.run(prepare))
         folder = checkpoints or anyio.run(options.folder_of, base, url, name)
         roles.train(
             url,
@@ -232,27 +236,6 @@ def _beside(url: str) -> Path:
             "a store on a server has no folder beside it: say --checkpoints FOLDER"
         )
     return Path(path).expanduser().with_suffix(".checkpoints")
-
-
-async def _prepared(
-    url: str,
-    experiment: str | None,
-    config: Path | None,
-    overrides: list[str] | None,
-    *,
-    explores: bool = False,
-    resume_from: int | None = None,
-) -> str:
-    """Return the experiment's name; with a configuration, create it or record what changed."""
-    if config is None and not overrides:
-        return await options.chosen_experiment(url, experiment)
-    from trinity_buffer.cli.roles import prepare  # noqa: PLC0415 - torch
-    from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
-
-    file = None if config is None else read_file(config)
-    return await prepare(
-        url, experiment, file, overrides or [], explores=explores, resume_from=resume_from
-    )
 
 
 WRITTEN = ("run.toml", "rollout.py", "README.md")

@@ -100,12 +100,10 @@ class DemoBackend:
         """Return the policy in the file ``path``; CheckpointError if there is none."""
         return TransformerPolicy.load(path).to(self.config.device)
 
-    def require_explorable(self) -> None:
+    def require(self, *, explores: bool) -> None:
         """Raise InvalidArgumentError if the algorithm takes solutions and the task has none."""
-        self._sampler()
-
-    def require_trainable(self) -> None:
-        """Do nothing: the first policy of a demo only needs its seed."""
+        if explores:  # to train, the first policy only needs its seed
+            self._sampler()
 
     def _sampler(self) -> Sampler:
         config = self.config
@@ -162,28 +160,22 @@ class HFBackend:
         _disable_progress_bars()
         return CausalLM(load_causal_lm(path).to(self.config.device))
 
-    def require_explorable(self) -> None:
-        """Raise InvalidArgumentError unless there are a rollout, tasks and what is sampled from.
+    def require(self, *, explores: bool) -> None:
+        """Raise InvalidArgumentError unless there is all that is trained, or that explores.
 
-        A server of vLLM needs no folder of the model, because it renders the chat template itself.
+        That is a rollout, tasks and what is sampled from.
         """
-        self._require_no_critic()
-        self._rollout()
-        self._tasks(checks_only=True)
-        if self.config.server is None or self.config.server_type != "vllm":
-            _ = self._model_path
-
-    def require_trainable(self) -> None:
-        """Raise InvalidArgumentError unless there is all that the algorithm trains."""
-        self._require_no_critic()
-        _ = self._model_path
-
-    def _require_no_critic(self) -> None:
         if ALGORITHM_TYPE.get(self.config.algorithm).use_critic:
             raise InvalidArgumentError(
                 f"algorithm={self.config.algorithm} trains a critic, and a model of transformers "
                 "has none here: choose an algorithm without a critic, such as grpo"
             )
+        if explores:
+            self._rollout()
+            self._tasks(checks_only=True)
+        # A server of vLLM renders the chat template itself, so its explorers need no tokenizer.
+        if not explores or self.config.server is None or self.config.server_type != "vllm":
+            _ = self._model_path
 
     async def explore(
         self, experiment: Experiment, *, report: Callable[[BatchReport], None], **options: Any

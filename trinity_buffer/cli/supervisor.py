@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import random
 import signal
@@ -91,6 +92,27 @@ class Child:
     kills: int = 0
     _log_start: int = 0
 
+    def start(self) -> None:
+        """Start it; it appends to its log."""
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",  # the processes share few cores
+            "PYTHONUNBUFFERED": "1",
+            ENDS_WITH_PARENT: str(os.getpid()),
+        }
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            # In a session of its own, so that Ctrl-C only reaches the supervisor, which then asks
+            # the children one by one.
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+
     @property
     def alive(self) -> bool:
         """Whether it runs right now."""
@@ -102,12 +124,10 @@ class Child:
 
         An annotator only prints a first one.
         """
-        if not self.alive:
-            return False
         with self.log.open("rb") as handle:
             handle.seek(self._log_start)
             lines = handle.read().count(b"\n")
-        return lines > (0 if "annotate" in self.command else 1)
+        return self.alive and lines > (0 if "annotate" in self.command else 1)
 
     def last_line(self) -> str:
         """Return the last line of its log."""
@@ -134,7 +154,7 @@ class Supervisor:
     seed: int = 0
     children: list[Child] = field(default_factory=list)
     _random: random.Random = field(default_factory=random.Random)
-    _next_kill: float = 0.0
+    _next_kill: float = math.inf
 
     def start(self) -> None:
         """Start every process."""
@@ -144,28 +164,8 @@ class Supervisor:
             child = Child(name, command, self.logs / f"{name}.log")
             child.log.write_text("")
             self.children.append(child)
-            self._spawn(child)
+            child.start()
         self._plan_kill()
-
-    def _spawn(self, child: Child) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",  # the processes share few cores
-            "PYTHONUNBUFFERED": "1",
-            ENDS_WITH_PARENT: str(os.getpid()),
-        }
-        with child.log.open("ab") as log:
-            child._log_start = log.tell()  # noqa: SLF001 - private to this module
-            # In a session of its own, so that Ctrl-C only reaches the supervisor, which then asks
-            # the children one by one.
-            child.process = subprocess.Popen(
-                child.command,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
 
     def _plan_kill(self) -> None:
         if self.chaos_every_s is not None:
@@ -182,11 +182,10 @@ class Supervisor:
         A process that was refused, or whose exit code says that a restart would not help, is not
         started again.
         """
-        if self.chaos_every_s is not None and time.monotonic() >= self._next_kill:
+        if time.monotonic() >= self._next_kill:
             # Only those at work: on a machine where starting a process takes longer than the time
             # between two kills, the run would otherwise never make progress.
-            victims = [child for child in self.children if child.at_work]
-            if victims:
+            if victims := [child for child in self.children if child.at_work]:
                 victim = self._random.choice(victims)
                 assert victim.process is not None
                 victim.process.kill()
@@ -194,15 +193,13 @@ class Supervisor:
                 victim.kills += 1
             self._plan_kill()
         for child in self.children:
-            if child.process is None or child.alive or child.process.returncode == 0:
+            code = None if child.process is None else child.process.poll()
+            if not code:  # it runs, or has ended well
                 continue
-            if (
-                child.process.returncode in _FINAL
-                or child.restarts - child.kills >= RESTARTS_WITHOUT_CHAOS
-            ):
+            if code in _FINAL or child.restarts - child.kills >= RESTARTS_WITHOUT_CHAOS:
                 return child
             child.restarts += 1
-            self._spawn(child)
+            child.start()
         return None
 
     @property
@@ -219,24 +216,19 @@ class Supervisor:
         in_main_thread = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
         try:
-            self._stop(friendly_s)
+            running = [child.process for child in self.children if child.alive and child.process]
+            for process in running:
+                process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + friendly_s
+            for process in running:
+                try:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
         finally:
             if in_main_thread:
                 signal.signal(signal.SIGINT, before)
-
-    def _stop(self, friendly_s: float) -> None:
-        for child in self.children:
-            if child.alive and child.process is not None:
-                child.process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + friendly_s
-        for child in self.children:
-            if child.process is None:
-                continue
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
 
 
 def command_of(*words: str) -> list[str]:
