@@ -52,7 +52,6 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/cli/run.py:explore": "torch, likewise",
     f"{PACKAGE}/cli/run.py:annotate": "torch, likewise",
     f"{PACKAGE}/cli/run.py:train": "torch, likewise",
-    f"{PACKAGE}/cli/run.py:_prepared": "torch, likewise",
     f"{PACKAGE}/cli/run_config.py:_yaml": "YAML, in which few configurations are written",
     f"{PACKAGE}/cli/servers.py:record": "starlette and uvicorn are an extra",
     f"{PACKAGE}/cli/servers.py:serve": "starlette is an extra",
