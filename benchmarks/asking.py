@@ -43,8 +43,7 @@ from trinity_buffer.inspector.compare import comparing
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.source import Source, as_of, now
 from trinity_buffer.inspector.step_lines import rows_of_step
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.web.app import inspector
 
 ONE, LIST, FOLDED = 0.2, 1.0, 60.0

@@ -30,8 +30,7 @@ from benchmarks.measuring import frozen, peak_kb
 from benchmarks.verify import EXPERIMENT, RUNS, TASKS, batches_done, fill, rollouts
 from benchmarks.workload import ROWS_PER_STEP
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.train.stream import open_async_train_stream
 
 BATCHES_PER_STEP = ROWS_PER_STEP // (TASKS * RUNS)

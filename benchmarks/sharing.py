@@ -29,9 +29,8 @@ from benchmarks.sites import site
 from benchmarks.workload import BATCH, RUNS
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 
 EXPERIMENT = "sharing"
 STRATEGY = "grpo"

@@ -17,8 +17,7 @@ from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.inspector.compare import compare_runs, compare_sets
 from trinity_buffer.inspector.overviews import overview_of
 from trinity_buffer.inspector.source import Source, as_of, now
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.tables import annotation, event, experience, segment

@@ -31,8 +31,7 @@ from benchmarks.provenance import provenance
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.write.writer import SQLWriter
 from trinity_buffer.writer import WriteReceipt
 

@@ -31,8 +31,7 @@ from benchmarks.asking import filled
 from benchmarks.performance import RECORD, record
 from benchmarks.provenance import provenance
 from benchmarks.verify import EXPERIMENT, GROUPS_PER_STEP, STORE
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 
 COMPUTE_S = 0.05
 PAUSE_S = 2.0

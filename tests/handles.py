@@ -5,9 +5,8 @@ within the package moves in one line of the tests.
 """
 
 from trinity_buffer.pipeline.annotate.consumer import ConsumerReport
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event
-from trinity_buffer.pipeline.store import Store
+from trinity_buffer.pipeline.store import Experiment, Store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import StepMeasures, TrainStep

@@ -41,7 +41,7 @@ import anyio, sys
 from trinity_buffer.events import PolicyScored
 from trinity_buffer.inspector.events import event_lines
 from trinity_buffer.pipeline.handle import new_event, now_us
-from trinity_buffer.pipeline.history.rebuild import rebuild
+from trinity_buffer.pipeline.verify.projections import rebuild
 from trinity_buffer import open_store
 from trinity_buffer import verify
 from trinity_buffer.store import log

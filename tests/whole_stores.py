@@ -6,7 +6,6 @@ from alembic.script import ScriptDirectory
 from tests.handles import Database, Transaction
 from trinity_buffer.pipeline.history.compact import restore
 from trinity_buffer.pipeline.history.migrate import config, migrate
-from trinity_buffer.pipeline.history.rebuild import rebuild
 from trinity_buffer.pipeline.history.replay import recorded_end, replayed_steps
 from trinity_buffer.pipeline.load.columns import experiences_of
 from trinity_buffer.pipeline.train.checkpoint import digest_of
@@ -14,6 +13,7 @@ from trinity_buffer.pipeline.verify.projections import (
     compare,
     decoded_events,
     no_progress,
+    rebuild,
     scratch_for,
 )
 from trinity_buffer.store.database import open_for_migration

@@ -24,7 +24,7 @@ from trinity_buffer.explorer.local_model import LocalModel
 from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.explorer.server import Server
 from trinity_buffer.explorer.weights import PushReport, push_weights, sync_weights
-from trinity_buffer.pipeline.experiment import PublishedPolicy
+from trinity_buffer.pipeline.store import PublishedPolicy
 from trinity_buffer.trainer.token_scores import token_scores
 
 REAL = os.environ.get("TRINITY_BUFFER_VLLM")

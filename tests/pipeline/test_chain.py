@@ -20,7 +20,7 @@ from trinity_buffer.codec.objects import decode_body, encode_body
 from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.verify.addresses import Names
-from trinity_buffer.pipeline.verify.evidence import Acknowledged
+from trinity_buffer.pipeline.verify.verify import Acknowledged
 
 Change = Callable[[Transaction], object]
 

@@ -28,14 +28,13 @@ from trinity_buffer.events import (
 from trinity_buffer.pipeline.load.columns import Block, Field
 from trinity_buffer.pipeline.manifest import manifest_digest, plan_microbatches, repartitioned
 from trinity_buffer.pipeline.verify.log_audit import (
-    EventChain,
     LogAudit,
     Problem,
     TrainerAudit,
 )
 from trinity_buffer.pipeline.verify.segments import wrong_columns
 from trinity_buffer.store import segments
-from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.log import EventChain, StoredEvent
 
 PAIR = {"rollouts_per_group": 2}
 

@@ -20,8 +20,7 @@ from tests.whole_stores import diff_projections, rebuild
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import StoreError
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.pipeline.history.rebuild import RebuildReport
-from trinity_buffer.pipeline.verify.projections import catch_up, suspects
+from trinity_buffer.pipeline.verify.projections import RebuildReport, catch_up, suspects
 from trinity_buffer.store import refold
 from trinity_buffer.store.refold import open_scratch
 from trinity_buffer.store.tables import annotation, consumer, experience, plan, rejection, waiting

@@ -54,7 +54,7 @@ FAULTS = [
     ),
     Fault(
         "a rebuild holds the write lock throughout",
-        "pipeline/history/rebuild.py",
+        "pipeline/verify/projections.py",
         "    with scratch_for(database, experiment) as scratch:\n",
         "    with scratch_for(database, experiment) as scratch, database._connect() as held:\n        held.execute('BEGIN IMMEDIATE')\n",  # noqa: E501 - a text of the package
         "tests/pipeline/test_sizes.py::test_a_rebuild_lets_others_write_at_every_stage",
@@ -411,14 +411,14 @@ FAULTS = [
     ),
     Fault(
         "the last step of a checkpoint is not asked for",
-        "pipeline/verify/evidence.py",
+        "pipeline/verify/verify.py",
         "if unknown < step <= last and digest not in times",
         "if unknown < step < last and digest not in times",
         "tests/pipeline/test_verify.py::test_a_committed_step_that_the_weights_did_not_go_through_is_lost",
     ),
     Fault(
         "what a checkpoint does not name is taken as proven",
-        "pipeline/verify/evidence.py",
+        "pipeline/verify/verify.py",
         '    lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []\n',
         "    lost: list[str] = []\n",
         "tests/pipeline/test_gone_through.py::test_the_chain_proves_what_a_checkpoint_does_not_name",
@@ -446,7 +446,7 @@ FAULTS = [
     ),
     Fault(
         "two manifests with a row in common are no repetition",
-        "pipeline/verify/evidence.py",
+        "pipeline/verify/verify.py",
         "    twice |= _sharing_rows(known)\n",
         "",
         "tests/pipeline/test_verify.py::test_two_manifests_with_one_row_are_a_row_trained_twice",

@@ -19,8 +19,7 @@ from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.table import parquet_writer, record_batches
 from trinity_buffer.inspector.tracking import track as track_steps
 from trinity_buffer.pipeline.background import made_ahead
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store
+from trinity_buffer.pipeline.store import Experiment, Store
 
 SUFFIXES = (".parquet", ".jsonl")
 """Of the files that `export` writes."""

@@ -32,9 +32,8 @@ from trinity_buffer.demo.rollout import Needs, needs_of, require_solutions
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.config import RunConfig
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.pipeline.verify.verify import verify
 from trinity_buffer.store.url import named
 from trinity_buffer.trainer.checkpoint import POLICY_FILE

@@ -11,9 +11,9 @@ import typer
 
 from trinity_buffer.cli import options, output
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.compact import compact as compact_experiment
 from trinity_buffer.pipeline.history.compact import restore as restore_experiment
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
 

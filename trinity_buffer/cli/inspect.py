@@ -29,8 +29,7 @@ from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.inspector.source import as_of as opened_as_of
 from trinity_buffer.inspector.token_table import token_texts
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
 

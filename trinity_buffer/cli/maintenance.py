@@ -9,10 +9,9 @@ from typing import Any
 
 from trinity_buffer.cli import options, output
 from trinity_buffer.inspector.doctor import examine
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.history.rebuild import rebuild as rebuild_projections
-from trinity_buffer.pipeline.store import Store
+from trinity_buffer.pipeline.store import Experiment, Store
 from trinity_buffer.pipeline.verify.projections import Progress
+from trinity_buffer.pipeline.verify.projections import rebuild as rebuild_projections
 from trinity_buffer.pipeline.verify.verify import VerifyReport
 from trinity_buffer.pipeline.verify.verify import verify as verify_experiment
 from trinity_buffer.pipeline.write import planning

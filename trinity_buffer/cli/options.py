@@ -27,8 +27,7 @@ from trinity_buffer.identity import TURNS
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.source import as_of as opened_as_of
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.pipeline.verify.projections import no_progress
 
 STORE_VARIABLE = "TRINITY_BUFFER_STORE"

@@ -41,9 +41,8 @@ from trinity_buffer.options import renamed
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, ConsumerReport, run_strategy
 from trinity_buffer.pipeline.config import RunConfig
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.history.replay import ReplayStream
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.pipeline.train.resume import require_checkpoint_of

@@ -33,7 +33,7 @@ from trinity_buffer.explorer.openai_model import OpenAIModel
 from trinity_buffer.lazy import extra
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.config import ModelConfig, RolloutOptions, RunConfig
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.policy import in_eval_mode
 from trinity_buffer.user_code import failed, kind_of, look_in

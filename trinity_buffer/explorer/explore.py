@@ -55,7 +55,7 @@ from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.config import BatchOptions, RolloutOptions
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, one_line, wait_report_s
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.write.planning import require_same_contents
 from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.user_code import kind_of

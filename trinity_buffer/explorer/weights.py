@@ -15,7 +15,7 @@ import anyio.to_thread
 from trinity_buffer.errors import CheckpointError, InferenceServerError, RefusedRequestError
 from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.explorer.server import Dialect, Server
-from trinity_buffer.pipeline.experiment import Experiment, PublishedPolicy
+from trinity_buffer.pipeline.store import Experiment, PublishedPolicy
 from trinity_buffer.pipeline.train.checkpoint import being_read, require_digest
 
 

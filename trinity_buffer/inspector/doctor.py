@@ -13,9 +13,8 @@ from trinity_buffer.pipeline.coordination.waiting import (
     is_unheard,
     own_wait_of,
 )
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import now_us
-from trinity_buffer.pipeline.store import Store
+from trinity_buffer.pipeline.store import Experiment, Store
 from trinity_buffer.pipeline.write.planning import (
     PUBLISHING,
     Admission,

@@ -11,8 +11,8 @@ from trinity_buffer import events
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector.source import require_position
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.store import inspection, log
 
 

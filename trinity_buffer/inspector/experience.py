@@ -39,9 +39,9 @@ from trinity_buffer.identity import FAMILIES, parse_uid
 from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded
 from trinity_buffer.pipeline.load.reading import Absence, read_segments
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import inspection, log, segments, trainer_queries, writer_queries
 from trinity_buffer.store.log import StoredEvent

@@ -16,7 +16,7 @@ from trinity_buffer.inspector.experience import EventWithSegment, events_with_se
 from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, chosen_set, now
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.store import inspection, writer_queries
 from trinity_buffer.store.rows import BatchRow, ExperienceRow, position_of, slot_of
 from trinity_buffer.store.transaction import Transaction

@@ -17,9 +17,9 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.events import BatchLeased
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import Event, decoded
 from trinity_buffer.pipeline.manifest import leased_steps
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, decoded_events, no_progress, pages
 from trinity_buffer.store import fold, log, refold
 from trinity_buffer.store.database import Database, DedicatedConnection

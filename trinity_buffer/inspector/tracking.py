@@ -15,7 +15,7 @@ from trinity_buffer.events import StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import StepLine, steps, trainer_of
 from trinity_buffer.pipeline.coordination.waiting import ReportedWait
-from trinity_buffer.pipeline.experiment import Experiment
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.store import writer_queries
 
 PAGE_STEPS = 256

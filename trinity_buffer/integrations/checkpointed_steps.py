@@ -11,9 +11,8 @@ from typing import Any
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError, TrainingError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.sync_stream import LoopThread
 from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream

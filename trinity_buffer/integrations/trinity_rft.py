@@ -24,9 +24,8 @@ from trinity_buffer.integrations.checkpointed_steps import (
 from trinity_buffer.integrations.imports.formats import counted_eid
 from trinity_buffer.lazy import TESTED, importing
 from trinity_buffer.pipeline.annotate.consumer import run_strategy
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.load.columns import experiences_of
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 
 with importing("trinity-rft", f"trinity-rft{TESTED['trinity-rft']}"):
     from trinity.algorithm.sample_strategy.sample_strategy import SampleStrategy

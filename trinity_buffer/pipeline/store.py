@@ -1,25 +1,380 @@
-"""Opens stores and experiments, and records what their configuration is."""
+"""Opens stores, and the experiments in them: their writers, their events, their stored rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trinity_buffer.codec.blob import keep_what_is_freed
-from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError
-from trinity_buffer.events import ConfigurationChanged, ExperimentCreated
-from trinity_buffer.identity import problem_of_text, require_name
+from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    ConflictError,
+    InvalidArgumentError,
+    UnknownExperimentError,
+    UnknownNameError,
+)
+from trinity_buffer.events import (
+    BatchLeased,
+    ConfigurationChanged,
+    ExperimentCreated,
+    ExperimentFinished,
+    PolicyPublished,
+    TrainerRewound,
+    kinds_of,
+)
+from trinity_buffer.identity import problem_of_name, problem_of_text, require_name
+from trinity_buffer.limits import sizes
 from trinity_buffer.options import renamed
-from trinity_buffer.pipeline.experiment import SCHEMA_NAMES, Experiment
-from trinity_buffer.pipeline.handle import as_json, new_event, now_us
+from trinity_buffer.pipeline.background import settle_imports
+from trinity_buffer.pipeline.coordination.waiting import ReportedWait
+from trinity_buffer.pipeline.handle import (
+    Event,
+    ExperimentHandle,
+    as_json,
+    decoded,
+    new_event,
+    now_us,
+)
+from trinity_buffer.pipeline.manifest import leased_steps
+from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
-from trinity_buffer.store import log, writer_queries
+from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database, Durability, open_database
-from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.log import NewEvent, StoredEvent
+from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.url import StoreURL
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from trinity_buffer.experience import Experience
+    from trinity_buffer.identity import Key
+    from trinity_buffer.pipeline.train.stream import TrainStream
+    from trinity_buffer.pipeline.write.batch import OnInvalid
+    from trinity_buffer.pipeline.write.writer import SQLWriter
+
+SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
+"""The names in `checks.SCHEMAS`, repeated here because readers do without torch."""
+
+
+MAX_URI = 4096
+"""Longest address of a policy in characters: that of a path on Linux."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPolicy:
+    """Weights that a trainer has published.
+
+    Attributes:
+        version: their number, equal to the gradient step that produced them.
+        uri: their path or address.
+        digest: sha256 of the file, "" if it was not computed.
+        position: position of the event.
+    """
+
+    version: int
+    uri: str
+    digest: str
+    position: int
+
+
+class Experiment(ExperimentHandle):
+    """One named training run. Made by `Store.experiment`."""
+
+    def __init__(
+        self,
+        database: Database,
+        group_commit: GroupCommit,
+        key: int,
+        name: str,
+        config: Mapping[str, Any],
+    ) -> None:
+        super().__init__(database, key, name, config)
+        self._group_commit = group_commit
+
+    def writer(self, actor: str, *, on_invalid: OnInvalid = "raise") -> SQLWriter:
+        """Return a writer for the process ``actor``, which checks against the experiment's schema.
+
+        Args:
+            on_invalid: ``"raise"``, or ``"quarantine"``: record invalid rows as rejected and go
+                on.
+        """
+        from trinity_buffer.pipeline.write.writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
+
+        # The first full garbage collection is better spent here than in the first write.
+        settle_imports()
+        return SQLWriter(
+            self.database,
+            self._group_commit,
+            self.key,
+            actor=actor,
+            schema=self.config.get("schema", "experience"),
+            on_invalid=on_invalid,
+        )
+
+    async def events(
+        self, after: int = 0, *, follow: bool = False, kinds: Sequence[str] | None = None
+    ) -> AsyncIterator[Event]:
+        """Yield the events after position ``after``, in order, each exactly once.
+
+        Args:
+            follow: wait for more at the end of the log; an ``ExperimentFinished`` event ends it.
+            kinds: only these.
+        """
+        limit = sizes().events_per_page
+        state = (0, 0)
+        while True:
+            if follow:  # a hot standby cannot notify, and only followers need it
+                state = await self.database.changes.state()
+            head, page, finished = await self.database.read(self._page, after, limit, kinds)
+            for stored in page:
+                yield decoded(self.name, stored)
+            if len(page) == limit:
+                after = page[-1].position
+                continue
+            after = max(after, head)
+            if not follow or finished:
+                return
+            await self.database.changes.changed(state)
+
+    def _page(
+        self, tx: Transaction, after: int, limit: int, kinds: Sequence[str] | None
+    ) -> tuple[int, list[StoredEvent], bool]:
+        head = log.head(tx, self.key)
+        page = log.read_after(tx, self.key, after, limit=limit, kinds=kinds)
+        return head, page, writer_queries.is_finished(tx, self.key)
+
+    @property
+    def _trainer(self) -> str:
+        """The trainer that explorers follow."""
+        return str(self.config.get("trainer", "trainer"))
+
+    def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
+        log.append(tx, self.key, [(actor, event)], now_us=now_us())
+
+    async def until_finished(self) -> None:
+        """Wait until the experiment is finished.
+
+        Raises:
+            RunStalledError: it made no progress for ``stalled_after_s``.
+        """
+
+        async def tell() -> str:
+            return f"the end of experiment {self.name!r} is waited for"
+
+        wait = ReportedWait(self.database, self.key, tell, aloud=False)
+        while True:
+            state = await self.database.changes.state()
+            if await self.is_finished():
+                return
+            await wait.changed(state)
+
+    async def finish(self, reason: str, *, actor: str = "user") -> None:
+        """Record that nothing more will be generated or trained; its followers end.
+
+        Raises:
+            InvalidArgumentError: the reason is no text.
+        """
+        if not isinstance(reason, str):
+            raise InvalidArgumentError(
+                f"experiment {self.name!r}: reason={reason!r:.40}, it must be a text"
+            )
+        event = new_event(ExperimentFinished(reason=reason))
+        await self.database.write(self._append, event, actor)
+
+    async def read(  # noqa: PLR0913 - all by keyword, each a filter
+        self,
+        *,
+        batch: Key | None = None,
+        task: Key | None = None,
+        run: int | None = None,
+        policy_version: int | None = None,
+        reward_min: float | None = None,
+        reward_max: float | None = None,
+        families: Sequence[str] = ("light", "tokens", "text", "heavy"),
+        include_refused: bool = False,
+        annotation_set: str | None = None,
+        state: writer_queries.State | None = None,
+        trained_in: int | None = None,
+        trainer: str = "trainer",
+    ) -> AsyncIterator[Experience]:
+        """Yield the stored experiences that match every given keyword, oldest first, decoded.
+
+        An unreadable one is included, with what the log knows of it: a warning is logged, its
+        ``damaged`` says why, and its other attributes raise DamagedSegmentError.
+
+        Args:
+            families: the column families to load; attributes of others raise an error that names
+                the family.
+            include_refused: also experiences that were recorded as late or invalid.
+            annotation_set: the set that ``state`` refers to; alone, the experiences it annotated.
+            state: ``unseen``, ``waiting``, ``annotated`` or ``rejected`` in ``annotation_set``.
+            trained_in: only experiences of this gradient step of ``trainer``; the rows of an
+                expert's experiment are read from that experiment.
+
+        Raises:
+            InvalidArgumentError: a ``state`` without a set.
+            UnknownNameError: no such annotation set, or no such step of ``trainer``.
+        """
+        if annotation_set is not None or state is not None:
+            state = await self._checked_state(annotation_set, state)
+        addresses = None if trained_in is None else await self._rows_of_step(trainer, trained_in)
+        # A batch is mostly small: looking up its addresses beats a scan of the experiment.
+        if addresses is None and batch is not None:
+            most = sizes().rows_looked_up
+            addresses = await self.database.read(
+                writer_queries.addresses_in_batch, self.key, batch, task, limit=most + 1
+            )
+            addresses = addresses if len(addresses) <= most else None
+        wanted = writer_queries.Filter(
+            *(batch, task, run, policy_version, reward_min, reward_max, include_refused),
+            *(annotation_set, state, addresses),
+        )
+        from trinity_buffer.pipeline.load.experiences import load_experiences  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.load.reading import EventCache  # noqa: PLC0415 - torch
+
+        cache = EventCache(self.key, self.name)
+        async for rows in self._pages(wanted):
+            for experience in await load_experiences(self.database, cache, rows, families):
+                yield experience
+
+    async def _pages(self, wanted: writer_queries.Filter) -> AsyncIterator[list[ExperienceRow]]:
+        """Yield pages of the wanted rows by address; known addresses are looked up directly."""
+        most, known = sizes().experiences_per_page, sorted(wanted.addresses or ())
+        read, of = self.database.read, self.key
+        for start in range(0, len(known), most):
+            page = tuple(known[start : start + most])
+            named = replace(wanted, addresses=page)
+            yield await read(writer_queries.experiences, of, named, after=-1, limit=most)
+        after = -1
+        while wanted.addresses is None:
+            rows = await read(writer_queries.experiences, of, wanted, after=after, limit=most)
+            if not rows:
+                return
+            yield rows
+            after = rows[-1].address
+
+    async def _checked_state(
+        self, name: str | None, state: writer_queries.State | None
+    ) -> writer_queries.State:
+        """Return the state to read, checked against the registered sets."""
+        if name is None:
+            raise InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
+        consumers = await self.database.read(writer_queries.consumers, self.key)
+        # Trainers are consumers too, but have no annotations.
+        names = [consumer.name for consumer in consumers.values() if consumer.kind == "strategy"]
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
+        return state or "annotated"
+
+    async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
+        """Return the addresses of this experiment's rows in a step's manifest."""
+
+        def load(tx: Transaction) -> BatchLeased | None:
+            row = trainer_queries.step_at(tx, self.key, trainer, step)
+            if row is None:
+                return None
+            return leased_steps(tx, self.key, self.name, [row.leased_at])[row.leased_at].manifest
+
+        leased = await self.database.read(load)
+        if leased is None:
+            raise UnknownNameError(f"trainer {trainer!r} was never handed step {step}")
+        sources = leased.source or [0] * len(leased.experiences)
+        pairs = zip(leased.experiences, sources, strict=True)
+        return tuple(sorted({address for address, source in pairs if source == 0}))
+
+    async def publish_policy(
+        self, version: int, uri: str, *, digest: str = "", actor: str = "user"
+    ) -> None:
+        """Record that the weights of policy ``version`` are at ``uri``; explorers load them.
+
+        Args:
+            version: their number, 0 or more. It may be below the newest one only after a trainer
+                was rewound.
+            uri: path, or the address of a server.
+            digest: digest of the file, as `checkpoint.digest_of` computes it: explorers refuse a
+                different file; "": explorers load any file.
+
+        Raises:
+            InvalidArgumentError: not a valid version, address or digest.
+            ConflictError: a newer version is published.
+        """
+        _check_policy(version, uri, digest)
+        event = new_event(PolicyPublished(number=version, uri=uri, digest=digest))
+
+        def publish(tx: Transaction) -> None:
+            tx.lock(self.key)
+            newest = writer_queries.newest_policy(tx, self.key, self._trainer)
+            newest_version, _, _, after = newest or (version, "", "", 0)
+            rewinds = kinds_of(TrainerRewound)
+            if version < newest_version and not log.read_after(
+                tx, self.key, after, limit=1, kinds=rewinds
+            ):
+                raise ConflictError(
+                    f"experiment {self.name!r}: policy {newest_version} is published (position "
+                    f"{after}), so {version} is not news; to go back, rewind the trainer with "
+                    "resume_from="
+                )
+            self._append(tx, event, actor)
+
+        await self.database.write(publish)
+
+    async def columns(self) -> frozenset[str] | None:
+        """Return the fields of the first readable experience; None if none can be read."""
+        with suppress(ArchivedSegmentError):
+            async for experience in self.read():
+                if experience.damaged is not None:
+                    continue
+                fields = experience.__dict__.items()
+                return frozenset(name for name, value in fields if value is not None)
+        return None
+
+    async def newest_policy(self) -> PublishedPolicy | None:
+        """Return the policy that was published last, or None.
+
+        If several trainers publish, only the one that the configuration names (``trainer``) counts:
+        explorers follow one model.
+        """
+        newest = await self.database.read(writer_queries.newest_policy, self.key, self._trainer)
+        if newest is None:
+            return None
+        version, uri, digest, position = newest
+        path = found_again(uri, digest or None, self.database.folder)
+        return PublishedPolicy(version, str(path) if digest else uri, digest, position)
+
+    async def committed_step(self, trainer: str = "trainer") -> int:
+        """Return the last committed step of the live line of ``trainer``, or 0."""
+        row = await self.database.read(writer_queries.consumer_row, self.key, trainer)
+        return 0 if row is None else row.committed_step
+
+    async def last_checkpoint(self, trainer: str = "trainer") -> str | None:
+        """Return the checkpoint of the last committed step that has one, on the live line."""
+        last = await self.database.read(trainer_queries.last_checkpoint, self.key, trainer)
+        if last is None or last.checkpoint is None:
+            return None
+        return str(found_again(last.checkpoint, last.checkpoint_digest, self.database.folder))
+
+    def train_stream(self, **options: Any) -> AbstractAsyncContextManager[TrainStream]:
+        """Open the stream of gradient steps, an async context manager; see `StreamOptions`."""
+        from trinity_buffer.pipeline.train.stream import open_async_train_stream  # noqa: PLC0415 - torch
+
+        return open_async_train_stream(self, **options)
+
+
+def _check_policy(version: object, uri: object, digest: object) -> None:
+    if type(version) is not int or not 0 <= version < 1 << 63:
+        raise InvalidArgumentError(f"policy version {version!r:.40}: it must be an int, 0 or more")
+    if not isinstance(uri, str) or not 0 < len(uri) <= MAX_URI or not uri.isprintable():
+        raise InvalidArgumentError(
+            f"policy {version}: uri={uri!r:.80}: give a path or the address of a server"
+        )
+    if (problem := problem_of_name(digest)) is not None:
+        raise InvalidArgumentError(f"policy {version}: digest {problem}")
 
 
 class Store:

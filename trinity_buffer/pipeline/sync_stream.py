@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from trinity_buffer.errors import UnknownExperimentError
 from trinity_buffer.pipeline.environment import environment_of_run
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions, takes
 from trinity_buffer.pipeline.train.step import Commit, CommitDoor, StepMeasures, TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream

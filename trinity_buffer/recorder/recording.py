@@ -31,8 +31,7 @@ from trinity_buffer.explorer.conversation import Completion, experiences_of
 from trinity_buffer.explorer.server import reasoning_in
 from trinity_buffer.identity import EID, TURNS, require_name
 from trinity_buffer.pipeline.coordination.waiting import one_line
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store
+from trinity_buffer.pipeline.store import Experiment, Store
 from trinity_buffer.sampling import MODE, SEGMENTS
 from trinity_buffer.writer import WriteReceipt
 

@@ -323,3 +323,43 @@ def head_of(
     kind_bytes, actor_bytes = kind.encode(), actor.encode()
     numbers = _NUMBERS.pack(position, recorded_at, len(kind_bytes), len(actor_bytes))
     return sha256(b"".join((previous, numbers, kind_bytes, actor_bytes, body))).digest()
+
+
+class EventChain:
+    """Follows the heads of a log, event by event.
+
+    Args:
+        experiment: name of the experiment.
+        heads: kept outside of the store; those that the log proves are taken out of `unproven`.
+
+    Attributes:
+        before: the head before the event that was taken last.
+        head: its own.
+        unproven: those that were not met so far.
+        started: whether an event with a head was met.
+    """
+
+    def __init__(self, experiment: str, heads: Iterable[bytes] = ()) -> None:
+        self.before = self.head = origin(experiment)
+        self.unproven = set(heads)
+        self.started = False
+
+    def take(self, event: StoredEvent) -> str | None:
+        """Go on by one event; return what is wrong with its head, or None.
+
+        What is wrong is reported once: the events after it are followed from the head that it has.
+        """
+        self.before = self.head
+        says = (event.position, event.kind, event.actor, event.recorded_at, event.body)
+        computed = head_of(self.before, *says)
+        self.head = event.head or computed
+        if event.head is None:
+            return "it has no head, and the one before it has one" if self.started else None
+        first, self.started = not self.started, True
+        if first and event.position > 1 and event.kind != "ChainStarted":
+            return "it is the first with a head, and no ChainStarted"
+        if computed != self.head:
+            what = "what the log says up to it has"
+            return f"its head is {self.head.hex()}, {what} {computed.hex()}"
+        self.unproven.discard(self.head)
+        return None

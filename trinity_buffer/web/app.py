@@ -41,8 +41,7 @@ from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.events import event_lines
 from trinity_buffer.inspector.overviews import STEPS_OF_STALENESS, Overview, overview
 from trinity_buffer.inspector.source import Source, as_of, as_of_position
-from trinity_buffer.pipeline.experiment import Experiment
-from trinity_buffer.pipeline.store import Store, open_store
+from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.recorder.guard import LOCAL
 from trinity_buffer.web.pages import PAGES
 from trinity_buffer.web.request import GREATEST, Asked, View, whole

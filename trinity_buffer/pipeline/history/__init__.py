@@ -1,1 +1,1 @@
-"""What is done with a log afterwards: rebuilt, replayed, compacted, migrated."""
+"""What is done with a log afterwards: replayed, compacted, migrated."""

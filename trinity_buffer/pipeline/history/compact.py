@@ -26,9 +26,9 @@ from trinity_buffer.pipeline.archive import (
     require_pyarrow,
     write_archive,
 )
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import fact_at, new_event, now_us
 from trinity_buffer.pipeline.load.reading import blobs_of
+from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress, readable_events
 from trinity_buffer.pipeline.verify.segments import bytes_of, sound_family
 from trinity_buffer.store import log, segments

@@ -16,12 +16,11 @@ from typing_extensions import override
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.experiment import Experiment
 from trinity_buffer.pipeline.handle import fact_at
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, repartitioned, rows_by_rank
-from trinity_buffer.pipeline.store import open_store
+from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.pipeline.train.microbatch import Mover

@@ -7,7 +7,7 @@ refusals with seals, manifests with annotations, archives with decisions.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import itemgetter
@@ -38,8 +38,8 @@ from trinity_buffer.pipeline.verify.addresses import (
     together,
     unpacked,
 )
-from trinity_buffer.store import counters, log
-from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store import counters
+from trinity_buffer.store.log import EventChain, StoredEvent
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, first_address, written_as
 
 
@@ -62,46 +62,6 @@ class Problem:
     @override
     def __str__(self) -> str:
         return f"{self.check}: {self.where}: {self.what}"
-
-
-class EventChain:
-    """Follows the heads of a log, event by event.
-
-    Args:
-        experiment: name of the experiment.
-        heads: kept outside of the store; those that the log proves are taken out of `unproven`.
-
-    Attributes:
-        before: the head before the event that was taken last.
-        head: its own.
-        unproven: those that were not met so far.
-        started: whether an event with a head was met.
-    """
-
-    def __init__(self, experiment: str, heads: Iterable[bytes] = ()) -> None:
-        self.before = self.head = log.origin(experiment)
-        self.unproven = set(heads)
-        self.started = False
-
-    def take(self, event: StoredEvent) -> str | None:
-        """Go on by one event; return what is wrong with its head, or None.
-
-        What is wrong is reported once: the events after it are followed from the head that it has.
-        """
-        self.before = self.head
-        says = (event.position, event.kind, event.actor, event.recorded_at, event.body)
-        computed = log.head_of(self.before, *says)
-        self.head = event.head or computed
-        if event.head is None:
-            return "it has no head, and the one before it has one" if self.started else None
-        first, self.started = not self.started, True
-        if first and event.position > 1 and event.kind != "ChainStarted":
-            return "it is the first with a head, and no ChainStarted"
-        if computed != self.head:
-            what = "what the log says up to it has"
-            return f"its head is {self.head.hex()}, {what} {computed.hex()}"
-        self.unproven.discard(self.head)
-        return None
 
 
 _OTHER_EXPERIMENT = 1 << 56
