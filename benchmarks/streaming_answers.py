@@ -21,7 +21,7 @@ from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.tables import annotation, event, experience, segment
-from trinity_buffer.store.transaction import Transaction, in_list
+from trinity_buffer.store.transaction import Transaction
 
 NOBODY_SAID = "zzqq"
 FIRST_S, SHARE = 1.0, 0.3
@@ -62,7 +62,7 @@ def _steps(tx: Transaction) -> None:
         facts: list[Any] = [decode_fact(kind, body) for kind, body in stored]
         leased = [at for fact in facts for at in getattr(fact, "experiences", ())]
         for start in range(0, len(leased), AT_ONCE):
-            wanted = in_list(tx, experience.c.address, leased[start : start + AT_ONCE])
+            wanted = experience.c.address.in_(leased[start : start + AT_ONCE])
             columns = (experience.c.address, experience.c.reward, experience.c.policy_version)
             tx.execute(sa.select(*columns).where(wanted)).all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -102,9 +103,8 @@ async def assert_conserved(experiment: Experiment) -> None:
             held = await rows(experiment, "delivery")
             delivered = [row["address"] for row in held if row["consumer"] == name]
             of_set = await rows(experiment, "annotation")
-            everything = [
-                row["address"] for row in of_set if row["consumer"] == one["config"]["strategy"]
-            ]
+            annotation_set = json.loads(one["config"])["strategy"]
+            everything = [row["address"] for row in of_set if row["consumer"] == annotation_set]
             places = [delivered, left_out, [*{*everything} - {*delivered, *left_out}]]
         assert sorted(address for place in places for address in place) == everything, name
 

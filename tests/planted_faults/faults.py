@@ -545,8 +545,8 @@ FAULTS = [
     Fault(
         "rows that left a step stay in the hands of its trainer",
         "store/fold.py",
-        "if gone := rows.dropped_rows(experiment, fact):",
-        "if gone := ():",
+        "for source, address in zip(sources, fact.dropped, strict=True):",
+        "for source, address in ():",
         "tests/trainer/test_damaged_steps.py::test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained",
     ),
     Fault(
@@ -624,8 +624,8 @@ FAULTS = [
     Fault(
         "rows that a step lost count as handed out",
         "store/fold.py",
-        "sum(not source for _, _, source, _, _ in gone)",
-        "0",
+        "less=sources.count(",
+        "less=0 * sources.count(",
         "tests/store/test_counters.py::test_rows_that_a_step_loses_are_handed_out_no_more",
     ),
     Fault(

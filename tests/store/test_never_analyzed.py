@@ -96,9 +96,9 @@ async def test_without_statistics_no_question_compares_every_row_with_every_othe
     async with open_store(unanalyzed) as store:
         experiment = await store.experiment("run", config={"rollouts_per_group": RUNS})
         async with store.database.dedicated_connection() as apart:
-            asked = await apart.change(_prepared)
+            asked = await apart.read(_prepared)
             await _fill(experiment)
-            worked = await apart.change(_worked, asked)
+            worked = await apart.read(_worked, asked)
     assert {name: rows for name, rows in worked.items() if rows > 20 * ROWS} == {}
     assert worked["how many a batch holds"] >= ROWS  # it was there to be looked at
 

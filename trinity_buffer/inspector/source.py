@@ -22,7 +22,7 @@ from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, decoded_events, no_progress, pages
 from trinity_buffer.store import fold, log, refold
-from trinity_buffer.store.database import Database, DedicatedConnection
+from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -42,7 +42,7 @@ class Source:
     key: int
     name: str
     position: int | None = None
-    _earlier: DedicatedConnection | None = field(default=None, repr=False)
+    _earlier: Database | None = field(default=None, repr=False)
 
     async def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -101,11 +101,11 @@ async def as_of(
     database, key = experiment.database, experiment.key
     await require_position(experiment, position)
     async with database.dedicated_connection() as connection:
-        await connection.change(refold.make_temporary_tables)
+        await connection.read(refold.make_temporary_tables)
         async for page in pages(database, key, up_to=position):
             facts = await anyio.to_thread.run_sync(decoded_events, page)
             try:
-                await connection.change(fold.fold_all, key, facts)
+                await connection.read(fold.fold_all, key, facts)
             except (StoreBusyError, StoreUnavailableError):
                 raise  # of the database, and not of the log
             except refold.CANNOT_FOLD as error:

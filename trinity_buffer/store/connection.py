@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, nullcontext
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -21,26 +21,16 @@ import anyio
 from sqlalchemy import Table, insert
 from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
 from sqlalchemy.engine import Engine
-from sqlalchemy.exc import DBAPIError, IntegrityError
 from typing_extensions import override
 
 from trinity_buffer.codec.blob import Buffer, mapped
 from trinity_buffer.errors import (
-    InvalidArgumentError,
-    ReadOnlyStoreError,
-    StoreBusyError,
-    StoreError,
     StoreReplacedError,
-    StoreUnavailableError,
     StoreUseError,
-    UnknownStoreError,
-    UnsafeStoreError,
 )
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import sqlite
 from trinity_buffer.store.sqlite import dbapi2, open_blob
 from trinity_buffer.store.transaction import (
-    TakenKeyError,
     Transaction,
     Values,
     engine_without_connections,
@@ -182,83 +172,6 @@ class StoreFiles:
                     "when it ends. Nothing of this call is acknowledged; end every process that "
                     "uses the store, put the file back, and write again"
                 )
-
-
-POOLED = (
-    "is behind a pooler (PgBouncer) that lends a server connection for one transaction: prepared "
-    "statements and notifications do not survive that. Connect to PostgreSQL itself, or set "
-    "pool_mode = session"
-)
-
-
-@contextmanager
-def foreign_errors(name: str) -> Iterator[None]:
-    """Turn the database's errors into ours, the most specific first."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except (DBAPIError, dbapi2.Error) as error:
-        raise _translate(error, name) from error
-    except OSError as error:
-        raise StoreUnavailableError(
-            f"{name}: cannot reach the database: {str(error) or 'it does not answer'}"
-        ) from error
-    except OverflowError as error:
-        raise InvalidArgumentError(f"{name}: {_TOO_LARGE} ({error})") from error
-    except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
-        raise InvalidArgumentError(
-            f"{name}: {error.object!r:.80} is not valid UTF-8, and nothing in the store has that "
-            f"name ({error.reason})"
-        ) from error
-    except UnicodeDecodeError as error:  # SQLite's message quotes a damaged schema
-        raise StoreError(
-            f"{name} is damaged, its schema is not valid text ({error}): put a copy back"
-        ) from error
-
-
-def _translate(error: Exception, name: str) -> Exception:
-    cause = " ".join(str(getattr(error, "orig", error)).split())
-    if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
-        return TakenKeyError(f"{name}: {cause}")
-    lowered = cause.lower()
-    if lowered.endswith("integer out of range"):
-        return InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")
-    for words, kind, what in _MEANINGS:
-        if any(word in lowered for word in words):
-            return kind(what.format(name=name, cause=cause, busy_s=sqlite.BUSY_TIMEOUT_MS // 1000))
-    return StoreError(f"{name}: {cause}")
-
-
-_TOO_LARGE = "a number is larger than a store can hold"
-_MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
-    (
-        ("database is locked", "database is busy", "due to lock timeout"),
-        StoreBusyError,
-        "{name}: another process held the database for over {busy_s} s; "
-        "`trinity-buffer stats` shows what is at work",
-    ),
-    (
-        ("readonly database", "read-only transaction"),
-        ReadOnlyStoreError,
-        "{name} cannot be written: {cause}",
-    ),
-    (
-        ("not a database", "file is encrypted"),
-        UnknownStoreError,
-        "{name} is not a Trinity Buffer store, nor a SQLite database",
-    ),
-    (
-        ("prepared statement", "statement pooling mode"),
-        UnsafeStoreError,
-        "{name} " + POOLED + " ({cause})",
-    ),
-    (
-        ("no space left", "disk is full", "disk full"),
-        StoreError,
-        "{name}: the disk is full; nothing of this transaction was written",
-    ),
-)
 
 
 T = TypeVar("T")

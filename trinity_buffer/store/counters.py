@@ -20,7 +20,7 @@ from trinity_buffer.events import (
     PlacedFact,
     kind_of,
 )
-from trinity_buffer.store.transaction import Statement, Transaction, bind_list, bind_rows
+from trinity_buffer.store.transaction import Statement, Transaction
 
 Numbers = dict[tuple[str, str], int]
 """(consumer, state) -> a number; the consumer is ``""`` for the experiment itself."""
@@ -112,7 +112,7 @@ def add(tx: Transaction, experiment: int, events: Sequence[PlacedFact], stored: 
         numbers["", STORED_ROLLOUTS] = stored
     rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
     if rows:
-        _ADD.execute_later(tx, of=experiment, **bind_rows(tx, rows))
+        _ADD.execute_later(tx, of=experiment, rows=rows)
 
 
 # A condition, or SQLite reads ON CONFLICT as that of a join.
@@ -190,10 +190,10 @@ def count_late(
     late_runs = sorted(set(runs))
     if not late_runs:
         return 0
-    named = bind_list(tx, sorted({key for key, _, _ in late_runs}))
+    named = sorted({key for key, _, _ in late_runs})
     stored = partial(_STORED_OF.value, tx, of=experiment, keys=named)
     before = stored()
-    _LATE.execute_later(tx, of=experiment, first=first, keys=named, **bind_rows(tx, late_runs))
+    _LATE.execute_later(tx, of=experiment, first=first, keys=named, rows=late_runs)
     return int(stored() or 0) - int(before or 0)
 
 

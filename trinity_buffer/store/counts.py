@@ -18,7 +18,7 @@ from trinity_buffer.store import counters, log
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.rows import ConsumerRow, first_address, position_of
 from trinity_buffer.store.trainer_queries import SO_FAR, Reader, first_undelivered
-from trinity_buffer.store.transaction import Statement, Transaction, bind_list
+from trinity_buffer.store.transaction import Statement, Transaction
 from trinity_buffer.store.writer_queries import IS_OPEN, waiting_addresses
 
 
@@ -314,7 +314,7 @@ def open_groups(
         tx, experiment, strategy.name, after=-1, up_to=strategy.cursor, limit=most
     )
     mine, behind = {"of": experiment, "most": most}, first_address(strategy.cursor + 1)
-    rows = _ROLLOUTS_AT.fetch_all(tx, **mine, addresses=bind_list(tx, seen))
+    rows = _ROLLOUTS_AT.fetch_all(tx, **mine, addresses=seen)
     runs_of: dict[str, dict[str, set[int]]] = {}
     for key, task, run in rows + _ROLLOUTS_BEHIND.fetch_all(tx, **mine, start=behind):
         runs_of.setdefault(key, {}).setdefault(task, set()).add(int(run))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
@@ -20,13 +20,17 @@ from trinity_buffer.store.connection import (
     Owner,
     SQLiteTransaction,
     StoreFiles,
-    foreign_errors,
 )
 from trinity_buffer.store.notify import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Outage, PostgresConnection, Server
 from trinity_buffer.store.segments import SegmentStore, TableSegments
 from trinity_buffer.store.sqlite import dbapi2
-from trinity_buffer.store.transaction import ReadSession, SegmentParts, Session, Transaction
+from trinity_buffer.store.transaction import (
+    ReadSession,
+    Session,
+    Transaction,
+    foreign_errors,
+)
 from trinity_buffer.store.url import (
     StoreURL,
     nothing_at,
@@ -55,6 +59,7 @@ class Database:
         version: of the database library or server.
         segments: where the blobs of its segments are kept.
         owner: says who may use it.
+        connections: run functions in their threads.
     """
 
     def __init__(self, url: URL, *, read_only: bool, durability: Durability) -> None:
@@ -70,7 +75,7 @@ class Database:
         self._computing = anyio.CapacityLimiter(COMPUTED_AT_ONCE)
         writes_file = self.dialect == "sqlite" and not read_only
         self._checkpointer = Checkpointer(self.path) if writes_file else None
-        self._connections: ConnectionPool | Server
+        self.connections: ConnectionPool | Server
         self._changes: Changes
         self.owner: Owner
         self._any_revision = False
@@ -155,9 +160,16 @@ class Database:
             once: where a server is away, do not try again.
         """
         self.owner.require()
-        session = _Session(self, once)
+        if writes:
+            self.require_writable()
+        session = Session(self.name, self.segments.get)
+
+        def trip(connection: SQLiteTransaction | PostgresConnection) -> T:
+            session.run = partial(connection.run, once=once)
+            return work(session)
+
         try:
-            return await self._connections.run_in_thread(partial(session.run, work), writes=writes)
+            return await self.connections.run_in_thread(trip, writes=writes)
         finally:
             if session.wrote:  # tasks of this process that wait for a commit
                 self._changes.notify()
@@ -165,11 +177,16 @@ class Database:
                     self._checkpointer.notify()
 
     @asynccontextmanager
-    async def dedicated_connection(self) -> AsyncIterator[DedicatedConnection]:
-        """Open one more connection, for tables and views that are temporary."""
+    async def dedicated_connection(self) -> AsyncIterator[Database]:
+        """Open one more connection; the tables and views that `read` makes there are temporary.
+
+        They hide those of the same names.
+        """
         self.owner.require()
-        async with self._connections.dedicated_connection() as connections:
-            yield DedicatedConnection(self, connections)
+        async with self.connections.dedicated_connection() as own:
+            apart = copy(self)
+            apart.connections = own
+            yield apart
 
     async def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(...)``, computed in a thread."""
@@ -220,7 +237,7 @@ class Database:
                 await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
             here = stack.enter_context(sqlite.open_here(self.path))
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
-        self._connections = ConnectionPool(
+        self.connections = ConnectionPool(
             self._connect, files, self._require_schema, WriterQueue(self.path)
         )
         stack.push_async_callback(self._close)
@@ -234,7 +251,7 @@ class Database:
     async def _open_server(self, stack: AsyncExitStack) -> None:
         url = self.url if self.read_only else with_primary(self.url)
         is_timed = not self._any_revision  # a migration takes as long as it takes
-        self._connections = server = Server(url, self.name, self._outage, is_timed=is_timed)
+        self.connections = server = Server(url, self.name, self._outage, is_timed=is_timed)
         stack.push_async_callback(self._close)
         self._changes = PostgresChanges(url, self.name, self.owner, self._outage)
         stack.push_async_callback(self._changes.close)
@@ -248,10 +265,10 @@ class Database:
         with anyio.CancelScope(shield=True):
             if self._checkpointer is not None:
                 await anyio.to_thread.run_sync(self._checkpointer.close)
-            if isinstance(self._connections, Server):
-                self._connections.close()
+            if isinstance(self.connections, Server):
+                self.connections.close()
             else:
-                await self._connections.close()
+                await self.connections.close()
 
     def _connect(self) -> Any:
         """Open one connection to a SQLite file."""
@@ -263,77 +280,9 @@ class Database:
         return driver
 
 
-class DedicatedConnection:
-    """A connection with tables and views of its own, which hide those of the same names."""
-
-    def __init__(self, database: Database, connections: ConnectionPool | Server) -> None:
-        self._database = database
-        self._connections = connections
-
-    async def read(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Return ``f(tx, ...)``, as `Database.read` does."""
-        return await self._run(f, args, kwargs, writes=False)
-
-    async def change(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Return ``f(tx, ...)``, which makes or changes what is temporary, and nothing else."""
-        # On SQLite that needs no lock of the file, so that no writer waits for it.
-        writes = self._database.dialect == "postgresql"
-        return await self._run(f, args, kwargs, writes=writes)
-
-    async def _run(
-        self, f: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any], *, writes: bool
-    ) -> T:
-        self._database.owner.require()
-        with foreign_errors(self._database.name):
-            return await self._connections.run_in_thread(
-                lambda connection: connection.run(f, args, kwargs, writes=writes), writes=writes
-            )
-
-
 def _first_look(tx: Transaction) -> None:
     """Read a row: only then does SQLite open the log."""
     tx.fetch_all("SELECT count(*) FROM sqlite_master", ())
-
-
-@dataclass(slots=True)
-class _Session:
-    """A session in the thread of a connection, where everything is a plain call."""
-
-    database: Database
-    once: bool
-    wrote: bool = False
-    connection: SQLiteTransaction | PostgresConnection = field(init=False)
-
-    def run(
-        self, work: Callable[[Session], T], connection: SQLiteTransaction | PostgresConnection
-    ) -> T:
-        self.connection = connection
-        return work(self)
-
-    def read(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        with foreign_errors(self.database.name):
-            return self.connection.run(f, args, kwargs, writes=False)
-
-    def write(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        self.database.require_writable()
-        with foreign_errors(self.database.name):
-            done = self.connection.run(f, args, kwargs, writes=True, once=self.once)
-        self.wrote = True
-        return done
-
-    def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return f(*args, **kwargs)
-
-    def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-        return self.database.segments.get(self, keys, families)
 
 
 @asynccontextmanager

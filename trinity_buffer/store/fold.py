@@ -39,8 +39,8 @@ from trinity_buffer.events import (
     TrainerRewound,
     UnknownEvent,
 )
-from trinity_buffer.store import counters, rows
-from trinity_buffer.store.rows import first_address
+from trinity_buffer.store import counters
+from trinity_buffer.store.rows import experience_rows, first_address
 from trinity_buffer.store.tables import (
     annotation,
     archived,
@@ -53,7 +53,7 @@ from trinity_buffer.store.tables import (
     policy,
     rejection,
 )
-from trinity_buffer.store.transaction import Statement, Transaction, bind_list
+from trinity_buffer.store.transaction import Statement, Transaction
 
 _STEP = Statement(
     'INSERT INTO step (experiment, consumer, step, leased_at, "rows", "groups", '
@@ -125,7 +125,12 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
         case ExperiencesAnnotated():
             _see(tx, experiment, fact)
             decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
-            tx.insert_many(annotation, rows.annotation_rows(experiment, at, fact))
+            name, grouped = fact.consumer, zip(fact.experiences, fact.groups, strict=True)
+            rows = [
+                (experiment, name, slot, address, group, fact.planned[group])
+                for slot, (address, group) in enumerate(grouped, first_address(at))
+            ]
+            tx.insert_many(annotation, rows)
         case ExperiencesRejected():
             _rejected(tx, experiment, at, fact)
         case BatchLeased():
@@ -177,11 +182,12 @@ def _planned(
     key, size, groups = fact.batch, fact.rollouts_per_group, len(fact.tasks)
     named = (experiment, str(key), isinstance(key, int), actor)
     tx.insert_many(batch, [(*named, size, position, None, None, groups, None)])
-    first = int(_LAST_ORDINAL.value(tx, of=experiment)) + 1
-    tx.insert_many(plan, rows.plan_rows(experiment, fact, first))
+    tasks = enumerate(fact.tasks, int(LAST_ORDINAL.value(tx, of=experiment)) + 1)
+    own = (experiment, str(key))
+    tx.insert_many(plan, [(*own, str(task), isinstance(task, int), n) for n, task in tasks])
 
 
-_LAST_ORDINAL = Statement("SELECT coalesce(max(ordinal), 0) FROM plan WHERE experiment = :of")
+LAST_ORDINAL = Statement("SELECT coalesce(max(ordinal), 0) FROM plan WHERE experiment = :of")
 
 
 def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> int:
@@ -216,7 +222,7 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
     facts = [event.fact for event in placed if isinstance(event.fact, ExperiencesRecorded)]
     made = []
     for event, fact in zip(placed, facts, strict=True):
-        made += rows.experience_rows(experiment, event.position, fact)
+        made += experience_rows(experiment, event.position, fact)
     tx.insert_many(experience, made)
     stored = 0
     for event, fact in zip(placed, facts, strict=True):
@@ -272,7 +278,7 @@ def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]
         return
     mine = {"of": experiment, "by": name}
     # One DELETE that returns its rows: of two processes, only one can get a row.
-    gone = _TAKEN.fetch_all(tx, **mine, addresses=bind_list(tx, addresses))
+    gone = _TAKEN.fetch_all(tx, **mine, addresses=addresses)
     if len(gone) != len(addresses):
         raise CursorConflictError(
             f"strategy {name!r}: {len(addresses) - len(gone)} of {len(addresses)} experiences "
@@ -284,14 +290,18 @@ def _rejected(tx: Transaction, experiment: int, position: int, fact: Experiences
     if fact.by == "strategy":
         _see(tx, experiment, fact)
         decide(tx, experiment, fact.consumer, fact.experiences)
-    tx.insert_many(rejection, rows.rejection_rows(experiment, position, fact))
+    reasons = zip(fact.experiences, fact.reasons, strict=True)
+    tx.insert_many(rejection, [(experiment, fact.consumer, *row, position) for row in reasons])
     if fact.planned_groups:
         _LEFT_OUT.execute_later(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
 
 
 def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
     name, number = fact.consumer, fact.step
-    tx.insert_many(delivery, rows.delivery_rows(experiment, fact))
+    names = ("", *fact.sources)
+    sources = [names[of] for of in fact.source] or [""] * len(fact.annotations)
+    rows = zip(sources, fact.annotations, strict=True)
+    tx.insert_many(delivery, [(experiment, name, *row, number) for row in rows])
     _STEP.execute_later(
         tx,
         of=experiment,
@@ -302,7 +312,7 @@ def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) 
         rows=len(fact.annotations),
         groups=fact.num_groups,
         planned=fact.planned_groups,
-        own=rows.own_rows(fact),
+        own=sources.count(""),
         digest=fact.digest,
     )
     _HANDED_OUT.execute_later(tx, of=experiment, by=name, number=number, fence=fact.token)
@@ -313,11 +323,10 @@ def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> 
     _SERVE.execute_later(tx, **mine, position=position, digest=fact.digest)
     if fact.dropped:
         _SHRINK.execute_later(tx, **mine, rows=len(fact.order), groups=fact.num_groups)
-    if gone := rows.dropped_rows(experiment, fact):
-        for _, _, source, address, _ in gone:
+        sources = fact.dropped_from or ("",) * len(fact.dropped)
+        for source, address in zip(sources, fact.dropped, strict=True):
             _DROP.execute_later(tx, **mine, source=source, address=address)
-        less = sum(not source for _, _, source, _, _ in gone)
-        _LESS.execute_later(tx, **mine, less=less)
+        _LESS.execute_later(tx, **mine, less=sources.count(""))
     _FENCE.execute_later(tx, of=experiment, by=fact.consumer, fence=fact.token)
 
 

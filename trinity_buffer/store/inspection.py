@@ -12,9 +12,8 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
 from trinity_buffer.store.trainer_queries import guest_name, readers
-from trinity_buffer.store.transaction import Statement, Transaction, bind_list
+from trinity_buffer.store.transaction import Statement, Transaction
 
-_EXPERIENCE = ", ".join(column.name for column in EXPERIENCE_COLUMNS)
 _ABOVE_ALL = 1 << 62
 """No address is as high."""
 
@@ -23,8 +22,7 @@ def position_before(
     tx: Transaction, experiment: int, count: int, wanted: Sequence[str], up_to: int
 ) -> int:
     """Return the position before the last ``count`` events of ``wanted`` kinds up to ``up_to``."""
-    kinds = bind_list(tx, wanted)
-    return int(_POSITION.value(tx, of=experiment, kinds=kinds, last=up_to, count=count) or 0)
+    return int(_POSITION.value(tx, of=experiment, kinds=wanted, last=up_to, count=count) or 0)
 
 
 _POSITION = Statement(
@@ -37,7 +35,7 @@ def known_policy_versions(
     tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> dict[int, int]:
     """Return address -> policy version of the experiences whose version is known."""
-    return dict(_VERSIONS.fetch_all(tx, of=experiment, addresses=bind_list(tx, addresses)))
+    return dict(_VERSIONS.fetch_all(tx, of=experiment, addresses=addresses))
 
 
 _VERSIONS = Statement(
@@ -108,19 +106,11 @@ def members(
     tx: Transaction, experiment: int, groups: Sequence[tuple[str, str]]
 ) -> list[ExperienceRow]:
     """Return the experiences of (batch, task) groups, by address."""
-    # A batch at a time: of several at once, SQLite looks at every experience.
-    tasks_of: dict[str, list[str]] = {}
-    for batch_key, task in groups:
-        tasks_of.setdefault(batch_key, []).append(task)
-    rows: list[ExperienceRow] = []
-    for batch_key, tasks in tasks_of.items():
-        wanted = bind_list(tx, tasks)
-        records = _MEMBERS.fetch_all(tx, of=experiment, batch=batch_key, tasks=wanted)
-        rows += map(experience_row, records)
-    return sorted(rows, key=lambda row: row.address)
+    rows = writer_queries.of_groups(tx, _MEMBERS, experiment, groups)
+    return sorted((experience_row(row) for _, *row in rows), key=lambda row: row.address)
 
 
-_MEMBERS = writer_queries.in_batch(_EXPERIENCE, writer_queries.IN_TASKS)
+_MEMBERS = writer_queries.in_batch(EXPERIENCE_COLUMNS, writer_queries.IN_TASKS)
 
 
 def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
@@ -131,7 +121,7 @@ def find(tx: Transaction, experiment: int, eid: EID) -> ExperienceRow | None:
 
 
 _FIND = Statement(
-    f"SELECT {_EXPERIENCE} FROM experience WHERE experiment = :of AND batch = :batch "
+    f"SELECT {EXPERIENCE_COLUMNS} FROM experience WHERE experiment = :of AND batch = :batch "
     "AND task = :task AND run = :run AND step = :step AND suffix = :suffix"
 )
 
@@ -140,7 +130,7 @@ def annotation_rows(
     tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> list[tuple[str, int, int]]:
     """Return (set, address of the experience, address of the annotation), sorted."""
-    rows = _ANNOTATIONS.fetch_all(tx, of=experiment, addresses=bind_list(tx, addresses))
+    rows = _ANNOTATIONS.fetch_all(tx, of=experiment, addresses=addresses)
     return sorted(((name, of, address) for name, of, address in rows), key=itemgetter(0, 2))
 
 
@@ -164,7 +154,7 @@ def deliveries(
         experiment: the trainers'.
         source: the experiment of the rows, where it is another one.
     """
-    wanted = {"by": bind_list(tx, trainers), "addresses": bind_list(tx, addresses)}
+    wanted = {"by": trainers, "addresses": addresses}
     rows = _DELIVERIES.fetch_all(tx, of=experiment, source=source, **wanted)
     return [(name, address, step) for name, address, step in rows]
 
@@ -218,7 +208,7 @@ def rejections(
     tx: Transaction, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
 ) -> list[RejectedRow]:
     """Return which of ``addresses`` these consumers rejected."""
-    wanted = {"by": bind_list(tx, consumers), "addresses": bind_list(tx, addresses)}
+    wanted = {"by": consumers, "addresses": addresses}
     return [RejectedRow(*row) for row in _REJECTIONS.fetch_all(tx, of=experiment, **wanted)]
 
 
@@ -231,7 +221,7 @@ def still_waiting(
     tx: Transaction, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
 ) -> set[tuple[str, int]]:
     """Return (set, address) of the experiences that ``strategies`` have read and not decided."""
-    wanted = {"by": bind_list(tx, strategies), "addresses": bind_list(tx, addresses)}
+    wanted = {"by": strategies, "addresses": addresses}
     return {(name, at) for name, at in _WAITING.fetch_all(tx, of=experiment, **wanted)}
 
 
@@ -274,7 +264,7 @@ _FOR = (
 )
 _REJECTED_FOR = Statement(f"{_REJECTED} AND consumer = :by {_FOR.format('reason')} {_DOWN}")
 _REFUSED_FOR = Statement(
-    f"SELECT {_EXPERIENCE} FROM experience WHERE experiment = :of AND refused IS NOT NULL "
+    f"SELECT {EXPERIENCE_COLUMNS} FROM experience WHERE experiment = :of AND refused IS NOT NULL "
     f"{_FOR.format('refused')} {_DOWN}"
 )
 
@@ -313,7 +303,7 @@ _LEASES = Statement(
 
 def actors(tx: Transaction, experiment: int, positions: Sequence[int]) -> dict[int, str]:
     """Return position -> the actor that recorded the event."""
-    return dict(_ACTORS.fetch_all(tx, of=experiment, positions=bind_list(tx, positions)))
+    return dict(_ACTORS.fetch_all(tx, of=experiment, positions=positions))
 
 
 _ACTORS = Statement(
@@ -325,7 +315,7 @@ def annotated_experiences(
     tx: Transaction, experiment: int, sets: Sequence[str], addresses: Sequence[int]
 ) -> dict[int, int]:
     """Return address of annotation -> address of experience."""
-    wanted = {"by": bind_list(tx, sets), "addresses": bind_list(tx, addresses)}
+    wanted = {"by": sets, "addresses": addresses}
     return dict(_EXPERIENCES.fetch_all(tx, of=experiment, **wanted))
 
 

@@ -21,7 +21,6 @@ from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event
 from trinity_buffer.store.transaction import (
     Statement,
     Transaction,
-    bind_list,
     one_statement,
 )
 
@@ -115,7 +114,7 @@ def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bo
 
 def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
     """Return `end`, or None if one of ``batches`` is sealed, in one statement."""
-    rows = _END_IF_OPEN.fetch_all(tx, of=experiment_id, batches=bind_list(tx, batches))
+    rows = _END_IF_OPEN.fetch_all(tx, of=experiment_id, batches=batches)
     if not rows:
         return _beginning(tx, experiment_id)
     ((position, known, is_sealed),) = rows
@@ -243,7 +242,7 @@ FEW_KINDS = 6
 @one_statement
 def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
-    rows = _AT.fetch_all(tx, of=experiment_id, positions=bind_list(tx, positions))
+    rows = _AT.fetch_all(tx, of=experiment_id, positions=positions)
     return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
@@ -252,7 +251,7 @@ _AT = Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")
 
 def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> dict[int, int]:
     """Return position -> when its event was recorded, in microseconds since 1970."""
-    rows = _RECORDED_AT.fetch_all(tx, of=experiment_id, positions=bind_list(tx, positions))
+    rows = _RECORDED_AT.fetch_all(tx, of=experiment_id, positions=positions)
     return {int(position): int(at) for position, at in rows}
 
 

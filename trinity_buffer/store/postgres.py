@@ -40,12 +40,13 @@ from trinity_buffer.errors import (
 from trinity_buffer.lazy import extra
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import log, sqlite
-from trinity_buffer.store.connection import POOLED, foreign_errors
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import (
+    POOLED,
     Transaction,
     Values,
     engine_without_connections,
+    foreign_errors,
     is_of_one_statement,
 )
 
@@ -417,6 +418,7 @@ _NEWER = (
 # what its holder committed, whatever the database's default is.
 _WRITING = "BEGIN ISOLATION LEVEL READ COMMITTED"
 _READING = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+_APART = "BEGIN ISOLATION LEVEL REPEATABLE READ"  # may make what is temporary
 
 
 @cache
@@ -459,6 +461,8 @@ class PostgresConnection:
             once: do not try again.
         """
         begin = _WRITING if writes else "" if is_of_one_statement(f) else _READING
+        if self._server.is_dedicated:
+            begin = _APART
         doubted: dict[int, tuple[int, bytes]] = {}
         results: list[T] = []
 

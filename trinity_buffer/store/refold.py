@@ -381,7 +381,7 @@ _NEEDLESS = ("ix_annotation_experience", "ix_archived_segment")
 
 
 def make_temporary_tables(tx: Transaction) -> None:
-    """Make empty projections that hide the live ones, on a `DedicatedConnection`."""
+    """Make empty projections that hide the live ones, on a dedicated connection."""
     if tx.dialect.name == "sqlite":
         tx.fetch_all("PRAGMA query_only=OFF", ())  # the file itself is open read-only, or is ours
         # In memory, the projections of a long run would take hundreds of megabytes.

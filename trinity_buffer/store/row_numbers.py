@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.rows import ConsumerRow, first_address
-from trinity_buffer.store.transaction import Statement, Transaction, bind_list
+from trinity_buffer.store.transaction import Statement, Transaction
 
 Integers = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
     """
     size, numbers = sizes().rows_per_page, [np.zeros(0, NUMBERS)]
     for start in range(0, len(wanted), size):  # more objects at once, and Python sweeps all it has
-        page_wanted = bind_list(tx, wanted[start : start + size])
+        page_wanted = wanted[start : start + size]
         rows = _NUMBERS.fetch_all(tx, of=experiment, wanted=page_wanted, none=NO_VERSION)
         page = np.zeros(len(rows), NUMBERS)
         for name, values in zip(NUMBERS.names or (), zip(*rows, strict=True), strict=False):

@@ -8,20 +8,13 @@ address sorts by position, then by slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count, repeat
+from dataclasses import dataclass, fields
+from itertools import repeat
 from typing import Any, NamedTuple
 
-from trinity_buffer.events import (
-    BatchLeased,
-    BatchPlanned,
-    ExperiencesAnnotated,
-    ExperiencesRecorded,
-    ExperiencesRejected,
-    StepDealt,
-)
+from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.store.tables import consumer, experience, step
+from trinity_buffer.store.tables import experience, parsed
 
 SLOT_BITS = 20
 MAX_ROWS_PER_EVENT = 1 << SLOT_BITS
@@ -112,26 +105,23 @@ class StepRow:
     rows_by_rank: list[int] | None
 
 
-STEP_COLUMNS = (
-    'step, leased_at, "rows", "groups", manifest_digest, committed_at, checkpoint, '
-    "checkpoint_digest, chain, rows_by_rank"
+STEP_COLUMNS, CONSUMER_COLUMNS = (
+    ", ".join(f'"{column.name}"' for column in fields(row)) for row in (StepRow, ConsumerRow)
 )
+EXPERIENCE_COLUMNS = ", ".join(column.name for column in experience.columns[1:])
+"""All of the table, in its order, but the experiment."""
 
 
 def read_step(row: Sequence[Any]) -> StepRow:
     """Return the value object of a row of `STEP_COLUMNS`."""
     *others, ranks = row
-    return StepRow(*[*others, _RANKS.process_result_value(ranks, None)])
+    return StepRow(*[*others, parsed(ranks, list)])
 
 
 def read_consumer(row: Sequence[Any]) -> ConsumerRow:
-    """Return the value object of a row of `consumer` from its name on."""
+    """Return the value object of a row of `CONSUMER_COLUMNS`."""
     name, kind, config, *numbers = row
-    return ConsumerRow(name, kind, _CONFIG.process_result_value(config, None), *numbers)
-
-
-_RANKS: Any = step.c.rows_by_rank.type
-_CONFIG: Any = consumer.c.config.type
+    return ConsumerRow(name, kind, parsed(config, dict) or {}, *numbers)
 
 
 def typed(text_key: str, *, is_int: bool) -> Key:
@@ -139,27 +129,7 @@ def typed(text_key: str, *, is_int: bool) -> Key:
     return int(text_key) if is_int else text_key
 
 
-EXPERIENCE_COLUMNS = (
-    experience.c.address,
-    experience.c.batch,
-    experience.c.task,
-    experience.c.run,
-    experience.c.step,
-    experience.c.suffix,
-    experience.c.int_keys,
-    experience.c.reward,
-    experience.c.policy_version,
-    experience.c.prompt_length,
-    experience.c.length,
-    experience.c.trained_tokens,
-    experience.c.finish_reason,
-    experience.c.refused,
-    experience.c.segment,
-    experience.c.digest,
-)
-
-
-def experience_row(row: Any) -> ExperienceRow:
+def experience_row(row: Sequence[Any]) -> ExperienceRow:
     """Return the value object of a row of `EXPERIENCE_COLUMNS`."""
     # Unpacked: looked up by name, the columns would take four times as long as all else.
     address, batch, task, run, step, suffix, kinds, *others, segment, digest = row
@@ -222,55 +192,3 @@ def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -
             strict=True,
         )
     )
-
-
-def plan_rows(experiment: int, fact: BatchPlanned, first: int) -> list[Row]:
-    """Return the rows of `plan` that an event makes; ``first`` is the ordinal of its first."""
-    key = str(fact.batch)
-    return [
-        (experiment, key, str(task), isinstance(task, int), ordinal)
-        for ordinal, task in enumerate(fact.tasks, first)
-    ]
-
-
-def annotation_rows(experiment: int, position: int, fact: ExperiencesAnnotated) -> list[Row]:
-    """Return the rows of `annotation` that an event makes."""
-    name, planned = fact.consumer, fact.planned
-    addressed = zip(fact.experiences, fact.groups, strict=True)
-    slots = zip(addressed, count(first_address(position)), strict=False)
-    return [
-        (experiment, name, slot, address, group, planned[group]) for (address, group), slot in slots
-    ]
-
-
-def rejection_rows(experiment: int, position: int, fact: ExperiencesRejected) -> list[Row]:
-    """Return the rows of `rejection` that an event makes."""
-    return [
-        (experiment, fact.consumer, address, reason, position)
-        for address, reason in zip(fact.experiences, fact.reasons, strict=True)
-    ]
-
-
-def delivery_rows(experiment: int, fact: BatchLeased) -> list[Row]:
-    """Return the rows of `delivery` that an event makes."""
-    name, number, addresses = fact.consumer, fact.step, fact.annotations
-    if not fact.source:
-        return [(experiment, name, "", address, number) for address in addresses]
-    names = ("", *fact.sources)
-    return [
-        (experiment, name, names[of], address, number)
-        for of, address in zip(fact.source, addresses, strict=True)
-    ]
-
-
-def own_rows(fact: BatchLeased) -> int:
-    """Return how many rows of a step are of the trainer's own experiment."""
-    return len(fact.annotations) - sum(map(bool, fact.source or ()))
-
-
-def dropped_rows(experiment: int, fact: StepDealt) -> list[Row]:
-    """Return the rows of `delivery` that an event takes away."""
-    name, number = fact.consumer, fact.step
-    sources = fact.dropped_from or ("",) * len(fact.dropped)
-    pairs = zip(sources, fact.dropped, strict=True)
-    return [(experiment, name, source, address, number) for source, address in pairs]

@@ -11,8 +11,6 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 import xxhash
-from sqlalchemy import delete as sql_delete
-from sqlalchemy import func, select, text
 from typing_extensions import override
 
 from trinity_buffer.codec.blob import Blob, Buffer
@@ -97,19 +95,24 @@ class TableSegments(SegmentStore):
     @override
     def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:
         # A trigger refuses those that no ``archived`` row names.
-        tx.execute(sql_delete(segment).where(segment.c.key.in_(keys)))
+        for key in keys:
+            _DELETE.execute_later(tx, key=key)
 
     @override
     def keys(self, tx: Transaction) -> set[bytes]:
-        return {bytes(key) for (key,) in tx.execute(select(segment.c.key).distinct())}
+        return {bytes(key) for (key,) in _KEYS.fetch_all(tx)}
 
     @override
     def segment_parts(self, tx: Transaction) -> int:
         """Return how many parts there are, of all experiments."""
         left = any(("", "SegmentsArchived") in numbers for numbers in all_numbers(tx).values())
         # SQLite numbers them, without a gap until some leave.
-        number = text("max(rowid)") if tx.dialect.name == "sqlite" and not left else func.count()
-        return int(tx.execute(select(number).select_from(segment)).scalar_one() or 0)
+        number = "max(rowid)" if tx.dialect.name == "sqlite" and not left else "count(*)"
+        return int(Statement(f"SELECT {number} FROM segment").value(tx) or 0)
+
+
+_DELETE = Statement("DELETE FROM segment WHERE key = :key")
+_KEYS = Statement("SELECT DISTINCT key FROM segment")
 
 
 def new_key() -> bytes:

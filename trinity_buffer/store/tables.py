@@ -11,7 +11,7 @@ talks about.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -25,11 +25,9 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
-    TypeDecorator,
     text,
 )
 from sqlalchemy.schema import SchemaItem
-from typing_extensions import override
 
 from trinity_buffer.errors import StoreError
 
@@ -46,50 +44,31 @@ metadata = MetaData(
 )
 
 
+T = TypeVar("T")
+
+
 def canonical(value: Any) -> str | None:
     """Return ``value`` as JSON with sorted keys; None as None."""
     return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-class CanonicalJSON(TypeDecorator[Any]):
-    """JSON with sorted keys, as text: the same value is the same bytes on every backend.
+def parsed(stored: str | None, kind: type[T]) -> T | None:
+    """Return the value of a column of JSON, a dict or a list.
 
-    Args:
-        kind: of the values: dict or list.
+    Raises:
+        StoreError: it is not JSON of that kind: the file was edited or damaged.
     """
-
-    impl = Text
-    cache_ok = True
-
-    def __init__(self, kind: type[Any]) -> None:
-        super().__init__()
-        self.kind = kind
-
-    @override
-    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
-        """Return the canonical text."""
-        return canonical(value)
-
-    @override
-    def process_result_value(self, value: str | None, dialect: Any) -> Any:
-        """Return the value of the text.
-
-        Raises:
-            StoreError: it is not JSON of that kind: the file was edited or damaged.
-        """
-        if value is None:
-            return None
-        try:
-            parsed = json.loads(value)
-        except (TypeError, ValueError) as error:
-            raise _damaged_json(error) from error
-        if not isinstance(parsed, self.kind):
-            raise _damaged_json(f"{type(parsed).__name__} in place of {self.kind.__name__}")
-        return parsed
-
-
-def _damaged_json(why: object) -> StoreError:
-    return StoreError(
+    if stored is None:
+        return None
+    why: object = f"in place of {kind.__name__}"
+    try:
+        value = json.loads(stored)
+        if isinstance(value, kind):
+            return value
+        why = f"{type(value).__name__} {why}"
+    except (TypeError, ValueError) as error:
+        why = error
+    raise StoreError(
         f"a value that the store keeps as JSON is damaged ({why}): run `trinity-buffer rebuild`, "
         "which makes it from the log again; if that cannot open the experiment, restore the store "
         "from a backup"
@@ -154,7 +133,7 @@ segment = Table(
 configuration = _of_experiment(
     "configuration",
     Column("position", BigInteger, nullable=False),
-    Column("config", CanonicalJSON(dict), nullable=False),
+    Column("config", Text, nullable=False),
     Column("finished", Boolean, nullable=False),
 )
 
@@ -215,7 +194,7 @@ consumer = _of_experiment(
     "consumer",
     _key("name", Text),
     Column("kind", Text, nullable=False),
-    Column("config", CanonicalJSON(dict), nullable=False),
+    Column("config", Text, nullable=False),
     # Of a strategy: the position up to which the log was seen, how often `add` was called, and how
     # many planned groups it left out as a whole.
     Column("cursor", BigInteger, nullable=False),
@@ -286,7 +265,7 @@ step = _of_experiment(
     # Of the last step of a commit: the digest of the chain of manifests up to it, and how many rows
     # of it each rank took, where that was recorded.
     Column("chain", LargeBinary),
-    Column("rows_by_rank", CanonicalJSON(list)),
+    Column("rows_by_rank", Text),
     # of this and all earlier steps of the consumer, without those of an expert's experiment
     Column("own_rows_so_far", BigInteger),
 )

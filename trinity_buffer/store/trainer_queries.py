@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trinity_buffer.store.rows import STEP_COLUMNS, ConsumerRow, StepRow, read_consumer, read_step
+from trinity_buffer.store.fold import LAST_ORDINAL
+from trinity_buffer.store.rows import (
+    CONSUMER_COLUMNS,
+    STEP_COLUMNS,
+    ConsumerRow,
+    StepRow,
+    read_consumer,
+    read_step,
+)
 from trinity_buffer.store.tables import NOT_FREQUENT
 from trinity_buffer.store.transaction import Statement, Transaction
 from trinity_buffer.store.writer_queries import (
@@ -53,9 +61,9 @@ def readers(tx: Transaction, experiment: int) -> list[tuple[int, str, str, Consu
 
 # A look at the primary key for each trainer: joined, PostgreSQL may read every delivery.
 _READERS = Statement(
-    "SELECT c.experiment, x.name, CASE c.experiment WHEN :of THEN '' ELSE own.name END, c.name, "
-    "c.kind, c.config, c.cursor, c.calls, c.rejected_groups, c.token, c.leased_step, "
-    "c.committed_step FROM consumer c JOIN experiment x ON x.id = c.experiment "
+    "SELECT c.experiment, x.name, CASE c.experiment WHEN :of THEN '' ELSE own.name END, "
+    f"c.{CONSUMER_COLUMNS.replace(', ', ', c.')} "
+    "FROM consumer c JOIN experiment x ON x.id = c.experiment "
     "JOIN experiment own ON own.id = :of WHERE c.kind = 'trainer' AND (c.experiment = :of "
     "OR EXISTS (SELECT 1 FROM delivery d WHERE d.experiment = c.experiment "
     "AND d.consumer = c.name AND d.source = own.name OFFSET 0)) ORDER BY c.experiment, c.name"
@@ -238,7 +246,6 @@ def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     )
 
 
-LAST_ORDINAL = Statement("SELECT coalesce(max(ordinal), 0) FROM plan WHERE experiment = :of")
 SO_FAR = Statement(
     f"SELECT step, planned_groups_so_far, own_rows_so_far {_OF_TRAINER} "
     "AND (step = :leased OR step = :committed)"

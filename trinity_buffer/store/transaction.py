@@ -10,31 +10,34 @@ import json
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from sqlalchemy import (
-    ARRAY,
-    BigInteger,
-    ColumnElement,
     Connection,
     CursorResult,
     Executable,
     Table,
-    Text,
-    cast,
     create_engine,
-    func,
-    literal,
-    literal_column,
-    select,
 )
 from sqlalchemy.engine import Engine
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.pool import NullPool
-from sqlalchemy.types import TypeEngine
 
 from trinity_buffer.codec.blob import Buffer
-from trinity_buffer.errors import StoreError
+from trinity_buffer.errors import (
+    InvalidArgumentError,
+    ReadOnlyStoreError,
+    StoreBusyError,
+    StoreError,
+    StoreUnavailableError,
+    UnknownStoreError,
+    UnsafeStoreError,
+)
+from trinity_buffer.store import sqlite
+from trinity_buffer.store.sqlite import dbapi2
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,6 +71,83 @@ def engine_without_connections(url: str, **options: Any) -> Engine:
 
 class TakenKeyError(StoreError):
     """A unique key is taken already, or a check of the database fails."""
+
+
+POOLED = (
+    "is behind a pooler (PgBouncer) that lends a server connection for one transaction: prepared "
+    "statements and notifications do not survive that. Connect to PostgreSQL itself, or set "
+    "pool_mode = session"
+)
+
+
+@contextmanager
+def foreign_errors(name: str) -> Iterator[None]:
+    """Turn the database's errors into ours, the most specific first."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (DBAPIError, dbapi2.Error) as error:
+        raise _translate(error, name) from error
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"{name}: cannot reach the database: {str(error) or 'it does not answer'}"
+        ) from error
+    except OverflowError as error:
+        raise InvalidArgumentError(f"{name}: {_TOO_LARGE} ({error})") from error
+    except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
+        raise InvalidArgumentError(
+            f"{name}: {error.object!r:.80} is not valid UTF-8, and nothing in the store has that "
+            f"name ({error.reason})"
+        ) from error
+    except UnicodeDecodeError as error:  # SQLite's message quotes a damaged schema
+        raise StoreError(
+            f"{name} is damaged, its schema is not valid text ({error}): put a copy back"
+        ) from error
+
+
+def _translate(error: Exception, name: str) -> Exception:
+    cause = " ".join(str(getattr(error, "orig", error)).split())
+    if isinstance(error, (IntegrityError, dbapi2.IntegrityError)):
+        return TakenKeyError(f"{name}: {cause}")
+    lowered = cause.lower()
+    if lowered.endswith("integer out of range"):
+        return InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")
+    for words, kind, what in _MEANINGS:
+        if any(word in lowered for word in words):
+            return kind(what.format(name=name, cause=cause, busy_s=sqlite.BUSY_TIMEOUT_MS // 1000))
+    return StoreError(f"{name}: {cause}")
+
+
+_TOO_LARGE = "a number is larger than a store can hold"
+_MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
+    (
+        ("database is locked", "database is busy", "due to lock timeout"),
+        StoreBusyError,
+        "{name}: another process held the database for over {busy_s} s; "
+        "`trinity-buffer stats` shows what is at work",
+    ),
+    (
+        ("readonly database", "read-only transaction"),
+        ReadOnlyStoreError,
+        "{name} cannot be written: {cause}",
+    ),
+    (
+        ("not a database", "file is encrypted"),
+        UnknownStoreError,
+        "{name} is not a Trinity Buffer store, nor a SQLite database",
+    ),
+    (
+        ("prepared statement", "statement pooling mode"),
+        UnsafeStoreError,
+        "{name} " + POOLED + " ({cause})",
+    ),
+    (
+        ("no space left", "disk is full", "disk full"),
+        StoreError,
+        "{name}: the disk is full; nothing of this transaction was written",
+    ),
+)
 
 
 class Transaction(ABC):
@@ -175,28 +255,54 @@ def is_of_one_statement(f: Callable[..., Any]) -> bool:
     return f in _OF_ONE_STATEMENT
 
 
-class ReadSession(Protocol):
-    """Several short transactions and the computing between them, on one trip."""
+@dataclass(slots=True)
+class ReadSession:
+    """Several short transactions and the computing between them, on one trip.
+
+    It runs in the thread of a connection, where everything is a plain call.
+
+    Args:
+        name: of the database, for messages.
+        get: returns the parts of some segments, as `SegmentStore.get` does.
+
+    Attributes:
+        run: runs a function in a transaction of the connection.
+        wrote: whether a transaction that writes has committed.
+    """
+
+    name: str
+    get: Callable[[ReadSession, Sequence[bytes], Sequence[str]], SegmentParts]
+    run: Callable[..., Any] = field(init=False)
+    wrote: bool = False
 
     def read(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing."""
+        with foreign_errors(self.name):
+            done: T = self.run(f, args, kwargs, writes=False)
+        return done
 
     def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(...)``, computed while no transaction is open."""
+        return f(*args, **kwargs)
 
     def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-        """Return the parts of some segments, as `SegmentStore.get` does."""
+        """Return the parts of some segments."""
+        return self.get(self, keys, families)
 
 
-class Session(ReadSession, Protocol):
+class Session(ReadSession):
     """A `ReadSession` that writes too."""
 
     def write(
         self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return ``f(tx, ...)`` of a writing transaction, which has committed."""
+        with foreign_errors(self.name):
+            done: T = self.run(f, args, kwargs, writes=True)
+        self.wrote = True
+        return done
 
 
 class Statement:
@@ -207,8 +313,9 @@ class Statement:
 
     What the databases write differently:
 
-    - ``IN INTS(:x)`` and ``IN TEXTS(:x)``: in a list, bound to what `bind_list` returns;
-    - ``ROWS(text, bigint)``: a table of rows with the columns c0, c1 and so on, from `bind_rows`;
+    - ``IN INTS(:x)`` and ``IN TEXTS(:x)``: in a list of any length, which is one value;
+    - ``ROWS(text, bigint)``: a table with the columns c0, c1 and so on, of the one or more rows in
+      the value ``rows``;
     - ``OFFSET 0`` at the end of an EXISTS, which is then asked for each row. Of a plain one
       PostgreSQL makes a join: without statistics, one that compares every row with every other.
 
@@ -222,6 +329,8 @@ class Statement:
     def __init__(self, sql: str, postgresql: str = "") -> None:
         self._sqlite = _LIST.sub(r"IN (SELECT value FROM json_each(:\2))", sql)
         self._sqlite = _ROWS.sub(_rows_of_json, self._sqlite).replace(" OFFSET 0", "")
+        self._lists = {name for _, name in _LIST.findall(sql)}
+        self._has_rows = _ROWS.search(sql) is not None
         numbered = _LIST.sub(_in_array, postgresql or sql)
         numbered = _ROWS.sub(_rows_of_arrays, numbered)
         # Numbered once for each name, which has one type then.
@@ -230,21 +339,31 @@ class Statement:
 
     def fetch_all(self, tx: Transaction, **values: object) -> list[tuple[Any, ...]]:
         """Execute it, and return all rows."""
-        if tx.dialect.name == "sqlite":  # which binds by name, and passes over the others
-            return tx.fetch_all(self._sqlite, values)
-        return tx.fetch_all(self._postgresql, [values[name] for name in self._names])
+        return tx.fetch_all(*self._bound(tx, values))
 
     def execute_later(self, tx: Transaction, **values: object) -> None:
         """Execute it, as `Transaction.execute_later` does."""
-        if tx.dialect.name == "sqlite":
-            tx.execute_later(self._sqlite, values)
-        else:
-            tx.execute_later(self._postgresql, [values[name] for name in self._names])
+        tx.execute_later(*self._bound(tx, values))
 
     def value(self, tx: Transaction, **values: object) -> Any:
         """Execute it, and return the first column of its first row; None without rows."""
         rows = self.fetch_all(tx, **values)
         return rows[0][0] if rows else None
+
+    def _bound(self, tx: Transaction, values: dict[str, Any]) -> tuple[str, Values]:
+        """Return the text for the database of ``tx``, and its values as the driver takes them."""
+        if tx.dialect.name == "sqlite":  # which binds by name, and passes over the others
+            for name in self._lists:
+                values[name] = json.dumps(list(values[name]))
+            if self._has_rows:
+                values["rows"] = json.dumps(values["rows"])
+            return self._sqlite, values
+        for name in self._lists:
+            values[name] = list(map(str, values[name]))
+        if self._has_rows:
+            for number, column in enumerate(zip(*values["rows"], strict=True)):
+                values[f"column{number}"] = list(map(str, column))
+        return self._postgresql, [values[name] for name in self._names]
 
 
 _PLACE = re.compile(r"(?<!:):(\w+)")
@@ -267,38 +386,3 @@ def _rows_of_arrays(match: re.Match[str]) -> str:
     kinds = match[1].split(", ")
     arrays = ", ".join(f":column{n}::text[]::{kind}[]" for n, kind in enumerate(kinds))
     return f"unnest({arrays}) AS given({', '.join(f'c{n}' for n in range(len(kinds)))})"
-
-
-def in_list(
-    tx: Transaction, column: ColumnElement[Any], values: Iterable[int | str]
-) -> ColumnElement[bool]:
-    """Return ``column IN (values)`` with one bound parameter, however many values there are."""
-    listed = bind_list(tx, values)
-    if tx.dialect.name == "sqlite":
-        return column.in_(select(func.json_each(listed).table_valued("value").c.value))
-    kind: TypeEngine[Any] = _TEXTS if isinstance(column.type, Text) else ARRAY(BigInteger())
-    return column == func.any(cast(literal(listed, _TEXTS), kind))
-
-
-def bind_list(tx: Transaction, values: Iterable[int | str]) -> Any:
-    """Return ``values`` as a statement with ``IN INTS`` or ``IN TEXTS`` takes them."""
-    return json.dumps(list(values)) if tx.dialect.name == "sqlite" else list(map(str, values))
-
-
-def bind_rows(tx: Transaction, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return ``rows``, at least one, as a statement with ``ROWS`` takes them."""
-    if tx.dialect.name == "sqlite":
-        return {"rows": json.dumps(rows)}
-    columns = zip(*rows, strict=True)
-    return {f"column{number}": bind_list(tx, values) for number, values in enumerate(columns)}
-
-
-_TEXTS = ARRAY(Text())
-
-
-def has_row(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Return the condition that a row exists, which is looked up by its key for each row that asks.
-
-    For that is its OFFSET; see `Statement`.
-    """
-    return select(literal_column("1")).where(*conditions).offset(literal_column("0")).exists()

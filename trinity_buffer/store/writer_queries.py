@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-from sqlalchemy import ColumnElement, bindparam, select
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import renamed
 from trinity_buffer.store import counters, log
 from trinity_buffer.store.rows import (
+    CONSUMER_COLUMNS,
     EXPERIENCE_COLUMNS,
     MAX_ROWS_PER_EVENT,
     BatchRow,
@@ -24,22 +23,8 @@ from trinity_buffer.store.rows import (
     read_consumer,
     typed,
 )
-from trinity_buffer.store.tables import (
-    annotation,
-    configuration,
-    consumer,
-    experience,
-    rejection,
-    waiting,
-)
-from trinity_buffer.store.transaction import (
-    Statement,
-    Transaction,
-    bind_list,
-    has_row,
-    in_list,
-    one_statement,
-)
+from trinity_buffer.store.tables import parsed
+from trinity_buffer.store.transaction import Statement, Transaction, one_statement
 
 DOOR = "door"
 """The consumer name of rows that are refused as late or invalid when they are written."""
@@ -47,8 +32,9 @@ DOOR = "door"
 
 def config_of(tx: Transaction, experiment: int) -> tuple[dict[str, Any], bool] | None:
     """Return (configuration, whether it is finished), or None before the first event."""
-    row = tx.execute(_CONFIG, {"of": experiment}).one_or_none()
-    return None if row is None else (renamed(row.config, warn=False), bool(row.finished))
+    for config, finished in _CONFIG.fetch_all(tx, of=experiment):
+        return renamed(parsed(config, dict) or {}, warn=False), bool(finished)
+    return None
 
 
 @one_statement
@@ -57,31 +43,35 @@ def is_finished(tx: Transaction, experiment: int) -> bool:
     return bool(_FINISHED.value(tx, of=experiment))
 
 
-_CONFIG = select(configuration.c.config, configuration.c.finished).where(
-    configuration.c.experiment == bindparam("of")
-)
+_CONFIG = Statement("SELECT config, finished FROM configuration WHERE experiment = :of")
 _FINISHED = Statement("SELECT finished FROM configuration WHERE experiment = :of")
 
 
 def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[EID, tuple[int, bytes]]:
     """Return (address, content digest) of those of ``eids`` that are stored."""
     wanted = {(str(e.batch), str(e.task), e.run, e.step, e.suffix): e for e in eids}
-    rows_by_eid: dict[EID, tuple[int, bytes]] = {}
-    for batch_key, tasks in _by_batch(key[:2] for key in wanted):
-        rows = _OF_TASKS.fetch_all(tx, of=experiment, batch=batch_key, tasks=bind_list(tx, tasks))
-        for address, digest, *key in rows:
-            eid = wanted.get((batch_key, *key))
-            if eid is not None:
-                rows_by_eid[eid] = (int(address), bytes(digest))
-    return rows_by_eid
+    rows = of_groups(tx, _OF_TASKS, experiment, (key[:2] for key in wanted))
+    return {
+        wanted[key]: (int(address), bytes(digest))
+        for batch_key, address, digest, *others in rows
+        if (key := (batch_key, *others)) in wanted
+    }
 
 
-def _by_batch(groups: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]]:
-    """Return each batch with its tasks."""
+def of_groups(
+    tx: Transaction,
+    query: Statement,
+    experiment: int,
+    groups: Iterable[tuple[str, str]],
+    **values: object,
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of a query `in_batch` of (batch, task) groups, each behind its batch."""
     tasks: dict[str, dict[str, None]] = {}
     for batch_key, task in groups:
         tasks.setdefault(batch_key, {})[task] = None
-    return [(batch_key, list(names)) for batch_key, names in tasks.items()]
+    for batch_key, names in tasks.items():
+        rows = query.fetch_all(tx, of=experiment, batch=batch_key, tasks=names, **values)
+        yield from ((batch_key, *row) for row in rows)
 
 
 def in_batch(columns: str, named: str, more: str = "") -> Statement:
@@ -118,8 +108,8 @@ _IN_BATCH = in_batch("count(address)", "", " AND refused IS DISTINCT FROM 'late'
 
 def sealed_among(tx: Transaction, experiment: int, batches: Sequence[str]) -> set[str]:
     """Return which of ``batches`` are sealed."""
-    named = bind_list(tx, batches)
-    return {key for (key,) in _SEALED_AMONG.fetch_all(tx, of=experiment, batches=named)}
+    rows = _SEALED_AMONG.fetch_all(tx, of=experiment, batches=batches)
+    return {key for (key,) in rows}
 
 
 _SEALED_AMONG = Statement(
@@ -130,18 +120,16 @@ _SEALED_AMONG = Statement(
 
 def batch_row(tx: Transaction, experiment: int, key: Key) -> BatchRow | None:
     """Return the batch with its planned tasks, or None if it was neither planned nor sealed."""
-    rows = batches(tx, experiment, [str(key)])
-    return rows.get(str(key))
+    return batches(tx, experiment, [str(key)]).get(str(key))
 
 
 def batches(tx: Transaction, experiment: int, keys: Sequence[str]) -> dict[str, BatchRow]:
     """Return those of the batches ``keys`` that were planned or sealed."""
-    wanted = bind_list(tx, keys)
-    rows = _BATCHES.fetch_all(tx, of=experiment, batches=wanted)
+    rows = _BATCHES.fetch_all(tx, of=experiment, batches=keys)
     tasks: dict[str, list[Key]] = {}
     if rows:
         # Sorted here: asked to, SQLite walks through all plans of the run in their order.
-        plans = _TASKS.fetch_all(tx, of=experiment, batches=wanted)
+        plans = _TASKS.fetch_all(tx, of=experiment, batches=keys)
         for _, key, task, is_int in sorted(plans):
             tasks.setdefault(key, []).append(typed(task, is_int=is_int))
     return {
@@ -220,10 +208,7 @@ def consumer_row(tx: Transaction, experiment: int, name: str) -> ConsumerRow | N
     return read_consumer(rows[0]) if rows else None
 
 
-_COLUMNS_OF_CONSUMER = (
-    "SELECT name, kind, config, cursor, calls, rejected_groups, token, leased_step, "
-    "committed_step FROM consumer WHERE experiment = :of"
-)
+_COLUMNS_OF_CONSUMER = f"SELECT {CONSUMER_COLUMNS} FROM consumer WHERE experiment = :of"
 _CONSUMERS = Statement(f"{_COLUMNS_OF_CONSUMER} ORDER BY name")
 _CONSUMER = Statement(f"{_COLUMNS_OF_CONSUMER} AND name = :by")
 
@@ -282,37 +267,33 @@ def experience_rows(
     tx: Transaction, experiment: int, addresses: Sequence[int]
 ) -> list[ExperienceRow]:
     """Return the experiences at ``addresses``, in order of address."""
-    mine = (experience.c.experiment == experiment, in_list(tx, experience.c.address, addresses))
-    query = select(*EXPERIENCE_COLUMNS).where(*mine).order_by(experience.c.address)
-    return [experience_row(row) for row in tx.execute(query).all()]
+    rows = _AT.fetch_all(tx, of=experiment, addresses=addresses)
+    return list(map(experience_row, rows))
 
 
 def rows_of_events(
     tx: Transaction, experiment: int, positions: Sequence[int]
 ) -> dict[int, list[ExperienceRow]]:
     """Return position -> the experiences that the event there recorded, of those that did."""
-    rows_by_position: dict[int, list[ExperienceRow]] = {}
+    rows_by_position = {}
     for position in positions:
-        inside = experience.c.address.between(
-            first_address(position), first_address(position + 1) - 1
-        )
-        query = select(*EXPERIENCE_COLUMNS).where(experience.c.experiment == experiment, inside)
-        rows = tx.execute(query.order_by(experience.c.address)).all()
-        rows_by_position[position] = [experience_row(row) for row in rows]
+        span = {"first": first_address(position), "end": first_address(position + 1)}
+        rows = _OF_EVENT.fetch_all(tx, of=experiment, **span)
+        rows_by_position[position] = list(map(experience_row, rows))
     return rows_by_position
+
+
+_EXPERIENCE = f"SELECT {EXPERIENCE_COLUMNS} FROM experience e WHERE experiment = :of AND"
+_AT = Statement(f"{_EXPERIENCE} address IN INTS(:addresses) ORDER BY address")
+_OF_EVENT = Statement(f"{_EXPERIENCE} address >= :first AND address < :end ORDER BY address")
 
 
 def decided_groups(
     tx: Transaction, experiment: int, name: str, groups: Sequence[tuple[str, str]], *, cursor: int
 ) -> set[tuple[str, str]]:
     """Return which groups have experiences up to ``cursor`` that the strategy has decided."""
-    end = first_address(cursor + 1)
-    decided: set[tuple[str, str]] = set()
-    for key, tasks in _by_batch(groups):
-        wanted = bind_list(tx, tasks)
-        rows = _DECIDED.fetch_all(tx, of=experiment, by=name, batch=key, tasks=wanted, end=end)
-        decided.update((key, task) for (task,) in rows)
-    return decided
+    span = {"by": name, "end": first_address(cursor + 1)}
+    return {(key, task) for key, task in of_groups(tx, _DECIDED, experiment, groups, **span)}
 
 
 def newest_policy(
@@ -350,12 +331,8 @@ def refused_runs(
     tx: Transaction, experiment: int, groups: Sequence[tuple[str, str]], *, cursor: int
 ) -> set[tuple[tuple[str, str], int]]:
     """Return (group, run) of the experiences up to ``cursor`` that were refused at the door."""
-    end = first_address(cursor + 1)
-    runs: set[tuple[tuple[str, str], int]] = set()
-    for key, tasks in _by_batch(groups):
-        rows = _REFUSED.fetch_all(tx, of=experiment, batch=key, tasks=bind_list(tx, tasks), end=end)
-        runs.update(((key, task), int(run)) for task, run in rows)
-    return runs
+    rows = of_groups(tx, _REFUSED, experiment, groups, end=first_address(cursor + 1))
+    return {((key, task), int(run)) for key, task, run in rows}
 
 
 State = Literal["unseen", "waiting", "annotated", "rejected"]
@@ -381,12 +358,14 @@ def addresses_in_batch(
     tx: Transaction, experiment: int, batch: Key, task: Key | None, *, limit: int
 ) -> tuple[int, ...]:
     """Return the addresses of up to ``limit`` experiences of a batch, or of a task in it."""
-    query = select(experience.c.address).where(
-        experience.c.experiment == experiment, experience.c.batch == str(batch)
-    )
-    if task is not None:
-        query = query.where(experience.c.task == str(task))
-    return tuple(tx.execute(query.limit(limit)).scalars())
+    query = _IN_BATCH_OF if task is None else _IN_GROUP
+    mine = {"of": experiment, "batch": str(batch), "task": str(task), "most": limit}
+    return tuple(address for (address,) in query.fetch_all(tx, **mine))
+
+
+_IN = "SELECT address FROM experience WHERE experiment = :of AND batch = :batch"
+_IN_BATCH_OF = Statement(f"{_IN} LIMIT :most")
+_IN_GROUP = Statement(f"{_IN} AND task = :task LIMIT :most")
 
 
 def newest_version(tx: Transaction, experiment: int) -> int | None:
@@ -404,63 +383,48 @@ def experiences(
     tx: Transaction, experiment: int, wanted: Filter, *, after: int, limit: int
 ) -> list[ExperienceRow]:
     """Return up to ``limit`` experiences with an address above ``after``, in order of address."""
-    query = select(*EXPERIENCE_COLUMNS).where(
-        experience.c.experiment == experiment, experience.c.address > after
-    )
-    equal = ((experience.c.run, wanted.run), (experience.c.policy_version, wanted.policy_version))
-    for column, value in (*equal, *_keys(wanted)):
-        if value is not None:
-            query = query.where(column == value)
-    if wanted.reward_min is not None:
-        query = query.where(experience.c.reward >= wanted.reward_min)
-    if wanted.reward_max is not None:
-        query = query.where(experience.c.reward <= wanted.reward_max)
-    if wanted.addresses is not None:
-        query = query.where(in_list(tx, experience.c.address, wanted.addresses))
+    values = asdict(wanted) | {"of": experiment, "after": after, "most": limit}
+    conditions = [_CONDITIONS[name] for name in _CONDITIONS if values[name] is not None]
+    for name in ("batch", "task"):
+        if values[name] is not None:
+            values[name] = str(values[name])
+            # With addresses, the lookup goes by them: this keeps the planner from an index of keys.
+            column = name if wanted.addresses is None else f"{name} || ''"
+            conditions.append(f"{column} = :{name}")
     if wanted.state is not None:
-        query = query.where(_is(wanted.state, wanted.annotation_set or ""))
+        conditions.append(_IN_STATE[wanted.state])
     if not wanted.include_refused:
-        query = query.where(experience.c.refused.is_(None))
-    rows = tx.execute(query.order_by(experience.c.address).limit(limit))
-    return [experience_row(row) for row in rows.all()]
+        conditions.append("refused IS NULL")
+    those = " AND ".join(["address > :after", *conditions])
+    query = Statement(f"{_EXPERIENCE} {those} ORDER BY address LIMIT :most")
+    return list(map(experience_row, query.fetch_all(tx, **values)))
 
 
-def _keys(wanted: Filter) -> Iterator[tuple[ColumnElement[str], str | None]]:
-    """Yield the columns of the keys, and what each must be.
-
-    With addresses, the lookup goes by them: ``|| ''`` keeps the planner from an index of keys.
-    """
-    for column, key in ((experience.c.batch, wanted.batch), (experience.c.task, wanted.task)):
-        compared = column if wanted.addresses is None else column.concat("")
-        yield compared, None if key is None else str(key)
-
-
-def _is(state: State, name: str) -> ColumnElement[bool]:
-    """Return the condition that an experience is in ``state`` for the annotation set ``name``."""
-    if state == "unseen":
-        cursor = select(consumer.c.cursor).where(
-            consumer.c.experiment == experience.c.experiment, consumer.c.name == name
-        )
-        return experience.c.address >= (cursor.scalar_subquery() + 1) * MAX_ROWS_PER_EVENT
-    place: ColumnElement[Any]
-    if state == "annotated":
-        table, place = annotation, annotation.c.experience
-    else:
-        table = waiting if state == "waiting" else rejection
-        place = table.c.address
-    return has_row(
-        table.c.experiment == experience.c.experiment,
-        table.c.consumer == name,
-        place == experience.c.address,
-    )
+_CONDITIONS = {
+    "run": "run = :run",
+    "policy_version": "policy_version = :policy_version",
+    "reward_min": "reward >= :reward_min",
+    "reward_max": "reward <= :reward_max",
+    "addresses": "address IN INTS(:addresses)",
+}
+_ENTRY = (
+    "EXISTS (SELECT 1 FROM {0} WHERE {0}.experiment = :of AND consumer = :annotation_set "
+    "AND {0}.{1} = e.address OFFSET 0)"
+)
+_IN_STATE: dict[State, str] = {
+    "unseen": f"address >= {MAX_ROWS_PER_EVENT} * (1 + "
+    "(SELECT cursor FROM consumer WHERE experiment = :of AND name = :annotation_set))",
+    "waiting": _ENTRY.format("waiting", "address"),
+    "annotated": _ENTRY.format("annotation", "experience"),
+    "rejected": _ENTRY.format("rejection", "address"),
+}
 
 
 def assigned_rewards(
     tx: Transaction, experiment: int, scoring: str, addresses: Sequence[int]
 ) -> dict[int, float]:
     """Return address -> reward of those of ``addresses`` that a scoring has rewarded."""
-    wanted = bind_list(tx, addresses)
-    rows = _ASSIGNED.fetch_all(tx, of=experiment, scoring=scoring, addresses=wanted)
+    rows = _ASSIGNED.fetch_all(tx, of=experiment, scoring=scoring, addresses=addresses)
     return {int(address): float(reward) for address, reward in rows}
 
 
