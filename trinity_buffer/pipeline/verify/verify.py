@@ -90,8 +90,7 @@ class Acknowledged:
         self.compared = Names()
         self._contents = Names()
         self.heads: set[bytes] = set()
-        for lines in _pages_of(self._files):
-            parsed = [*map(_parsed, lines)]
+        for parsed in _pages_of(self._files):
             self.uids.add(uid for uid, _, _ in parsed)
             self.compared.add(uid for uid, digest, _ in parsed if digest)
             self._contents.add((uid, digest) for uid, digest, _ in parsed if digest)
@@ -106,7 +105,7 @@ class Acknowledged:
         lost: dict[str, None] = {}
         changed: dict[str, None] = {}
         for lines in _pages_of(self._files):
-            for uid, digest, _ in map(_parsed, lines):
+            for uid, digest, _ in lines:
                 if hash(uid) in gone:
                     lost[f"experience {uid}"] = None
                 elif digest and hash((uid, digest)) in other:
@@ -121,15 +120,8 @@ def _lacking(acknowledged: Names, known: Names) -> set[int]:
     return set(hashes[known.lacking(hashes)].tolist())
 
 
-def _parsed(line: str) -> tuple[str, bytes, bytes]:
-    """Return the uid of a line, the content digest, and the head; empty where there is none."""
-    uid, *rest = line.split("\t")
-    digest, head = ([*rest, "", ""])[:2]
-    return uid, _hex(digest), _hex(head)
-
-
-def _pages_of(files: Sequence[Path]) -> Iterator[list[str]]:
-    """Yield the lines of files, some at a time.
+def _pages_of(files: Sequence[Path]) -> Iterator[list[tuple[str, bytes, bytes]]]:
+    """Yield the lines of files, some at a time: uid, content digest, head; empty where it has none.
 
     A last line without its end counts if it begins with a uid: an explorer that is killed while it
     appends leaves the beginning of a line, of a receipt that it had.
@@ -138,12 +130,13 @@ def _pages_of(files: Sequence[Path]) -> Iterator[list[str]]:
         try:
             with path.open(encoding="utf-8-sig") as file:
                 while page := [*islice(file, sizes().rows_per_page)]:
-                    yield [
-                        line.rstrip("\n")
+                    lines = (
+                        (line.rstrip("\n") + "\t\t").split("\t")
                         for line in page
                         if line.strip("\n")
                         and (line.endswith("\n") or line.count("/") >= _SLASHES_OF_UID)
-                    ]
+                    )
+                    yield [(uid, _hex(digest), _hex(head)) for uid, digest, head, *_ in lines]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgumentError(f"{path} cannot be read as uids: {error}") from error
 
@@ -191,30 +184,6 @@ def manifest_text(digest: bytes, leased: LeasedManifest | None = None) -> str:
     """Return how a manifest is told in a report."""
     place = "" if leased is None else f" (step {leased.step}, position {leased.position})"
     return f"manifest {digest.hex()}{place}"
-
-
-class Evidence:
-    """All that was given from outside of the store.
-
-    Attributes:
-        acknowledged, chain: None: not given.
-        heads: of the log, of all of them.
-
-    Raises:
-        InvalidArgumentError: something cannot be read.
-        CheckpointError: the checkpoint is missing or names no manifests.
-    """
-
-    def __init__(
-        self, acknowledged: Path | None, checkpoint: Path | None, head: str | None
-    ) -> None:
-        self.acknowledged = None if acknowledged is None else Acknowledged(Path(acknowledged))
-        self.chain = None if checkpoint is None else Chain(Path(checkpoint))
-        heads = {_hex(head or "")} | (self.acknowledged.heads if self.acknowledged else set())
-        if head is not None and (len(head) != _HEAD_DIGITS or not _hex(head)):
-            raise InvalidArgumentError(f"head={head!r}: a head is {_HEAD_DIGITS} digits of hex")
-        self.heads = (heads | {self.chain.head if self.chain else b""}) - {b""}
-        self.has_contents = bool(self.acknowledged and self.acknowledged.compared.number)
 
 
 def examine_chain(
@@ -278,21 +247,18 @@ def _commit_of(chain: Chain, trainer: TrainerAudit) -> Commit | None:
 def _contradictions(
     chain: Chain, known: Sequence[LeasedManifest], commit: Commit | None
 ) -> list[Problem]:
-    where, problems = f"checkpoint {chain.checkpoint}", []
-    steps = [manifest.step for manifest in known]
+    wrong, steps = list[str](), [manifest.step for manifest in known]
     if steps != sorted(steps):
-        problems.append(Problem("commits", where, f"its chain goes through the steps {steps}"))
+        wrong.append(f"its chain goes through the steps {steps}")
     if commit is None:
-        problems.append(
-            Problem("commits", where, f"no commit names its sha256, {chain.digest_like(None)}")
-        )
+        wrong.append(f"no commit names its sha256, {chain.digest_like(None)}")
     elif commit.digest != (digest := chain.digest_like(commit.digest)):
-        what = f"its sha256 is {digest}, position {commit.position} recorded {commit.digest}"
-        problems.append(Problem("commits", where, what))
+        place = f"position {commit.position} recorded {commit.digest}"
+        wrong.append(f"its sha256 is {digest}, {place}")
     elif commit.chain != chain.manifests.link:
-        what = f"position {commit.position} committed another chain of manifests than it carries"
-        problems.append(Problem("commits", where, what))
-    return problems
+        place = f"position {commit.position} committed"
+        wrong.append(f"{place} another chain of manifests than it carries")
+    return [Problem("commits", f"checkpoint {chain.checkpoint}", what) for what in wrong]
 
 
 def _trainer_of(
@@ -350,8 +316,9 @@ async def verify(
         CheckpointError: the checkpoint is missing or names no manifests.
     """
     begin = time.perf_counter()
-    evidence = await anyio.to_thread.run_sync(Evidence, acknowledged, checkpoint, head)
-    verification = _Verification(experiment, evidence, progress or no_progress, quick=quick)
+    outside = (acknowledged, checkpoint, head)
+    begun = partial(_Verification, experiment, *outside, progress or no_progress, quick=quick)
+    verification = await anyio.to_thread.run_sync(begun)
     await verification.run()
     return await verification.report(consumer, begin)
 
@@ -464,18 +431,30 @@ def _snapshot(tx: Transaction, experiment: int) -> _Snapshot:
 
 
 class _Verification:
-    """One run of `verify`, on the log as it is when it begins."""
+    """One run of `verify`, on the log as it is when it begins. Reads what comes from outside."""
 
     def __init__(
-        self, experiment: Experiment, evidence: Evidence, progress: Progress, *, quick: bool
+        self,
+        experiment: Experiment,
+        acknowledged: Path | None,
+        checkpoint: Path | None,
+        head: str | None,
+        progress: Progress,
+        *,
+        quick: bool,
     ) -> None:
+        if head is not None and (len(head) != _HEAD_DIGITS or not _hex(head)):
+            raise InvalidArgumentError(f"head={head!r}: a head is {_HEAD_DIGITS} digits of hex")
+        self._acknowledged = None if acknowledged is None else Acknowledged(Path(acknowledged))
+        self._chain = None if checkpoint is None else Chain(Path(checkpoint))
+        heads = {_hex(head or ""), b"" if self._chain is None else self._chain.head}
+        heads |= set() if self._acknowledged is None else self._acknowledged.heads
         self._experiment = experiment
-        self._evidence = evidence
         self._database, self._key = experiment.database, experiment.key
         self._quick = quick
         self._progress = progress
-        chain = EventChain(experiment.name, evidence.heads)
-        self._audit = LogAudit(chain, contents=evidence.has_contents)
+        compares = bool(self._acknowledged and self._acknowledged.compared.number)
+        self._audit = LogAudit(EventChain(experiment.name, heads - {b""}), contents=compares)
         self._problems: list[Problem] = []
         self._segments = 0
         self._in_segments: list[tuple[bytes, Problem]] = []
@@ -604,7 +583,7 @@ class _Verification:
 
     async def report(self, consumer: str | None, begin: float) -> VerifyReport:
         """Return everything that was found, with the proof from outside."""
-        audit, chain, acknowledged = self._audit, self._evidence.chain, self._evidence.acknowledged
+        audit, chain, acknowledged = self._audit, self._chain, self._acknowledged
         if consumer not in (None, *audit.trainers):
             known = ", ".join(audit.trainers) or "none"
             raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
