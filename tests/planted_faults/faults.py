@@ -397,7 +397,7 @@ FAULTS = [
     ),
     Fault(
         "a row of just as many tokens as are allowed is too long",
-        "pipeline/train/resume.py",
+        "pipeline/train/sampler.py",
         "enumerate(lengths) if size > limit}",
         "enumerate(lengths) if size >= limit}",
         "tests/pipeline/test_edges.py::test_a_row_of_just_as_many_tokens_as_are_allowed_is_trained",
@@ -537,9 +537,9 @@ FAULTS = [
     ),
     Fault(
         "rows that leave a step are rejected nowhere",
-        "pipeline/train/resume.py",
-        "holder.append(tx, [*mine, *also])",
-        "holder.append(tx, also or mine)",
+        "pipeline/train/sampler.py",
+        "self._lease.append(tx, [*mine, *also])",
+        "self._lease.append(tx, also or mine)",
         "tests/trainer/test_damaged_steps.py::test_rows_of_a_leased_step_are_dropped_and_the_rest_is_trained",
     ),
     Fault(
@@ -551,21 +551,21 @@ FAULTS = [
     ),
     Fault(
         "another number of ranks is dealt the rows that an earlier one dropped",
-        "pipeline/train/resume.py",
-        "s, loader, first, sorted(leased.order), leaving",
-        "s, loader, first, range(len(first.groups)), leaving",
+        "pipeline/train/sampler.py",
+        "served = sorted(leased.order)",
+        "served = range(len(first.groups))",
         "tests/trainer/test_damaged_steps.py::test_ranks_come_and_go_before_and_behind_what_is_dropped",
     ),
     Fault(
         "a row that is dropped by name stays in a step that was handed out",
-        "pipeline/train/resume.py",
+        "pipeline/train/sampler.py",
         "if not (leaving or drops or",
         "if not (drops or",
         "tests/trainer/test_dropped_rows.py::test_a_row_that_is_dropped_leaves_its_leased_step_and_the_rest_is_trained",
     ),
     Fault(
         "what is left of a step is cut as large as the row that left it",
-        "pipeline/train/resume.py",
+        "pipeline/train/sampler.py",
         "height * max(own_lengths, default=0) if padded",
         "(plan.stop - plan.start) * plan.width if padded",
         "tests/trainer/test_dropped_rows.py::test_what_is_left_needs_no_more_memory_than_the_other_pieces_did",

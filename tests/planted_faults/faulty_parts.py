@@ -17,12 +17,12 @@ from tests.raw_store import new_event, now_us
 from trinity_buffer import StrategyConsumer, verify
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.events import BatchLeased, ExperiencesRejected, PlacedFact, Recorded, kind_of
+from trinity_buffer.pipeline import manifest
 from trinity_buffer.pipeline.annotate import deciding
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
 from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.manifest import LeasedStep, leased_steps
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
-from trinity_buffer.pipeline.train import resume
 from trinity_buffer.pipeline.write import batch, planning
 from trinity_buffer.store import (
     fold,
@@ -191,7 +191,7 @@ def a_replay_has_another_order(patch: Patch) -> None:
             found[at] = step._replace(manifest=other)
         return found
 
-    patch.setattr(resume, "leased_steps", in_another_order)
+    patch.setattr(manifest, "leased_steps", in_another_order)
 
 
 def positions_come_from_a_sequence(patch: Patch) -> None:

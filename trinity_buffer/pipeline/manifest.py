@@ -19,9 +19,10 @@ from msgspec.structs import replace
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepDealt
 from trinity_buffer.options import Layout
-from trinity_buffer.pipeline.handle import decoded, fact_at
+from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at
 from trinity_buffer.store import log
-from trinity_buffer.store.transaction import Transaction
+from trinity_buffer.store.rows import StepRow
+from trinity_buffer.store.transaction import ReadSession, Transaction
 
 
 class MicroBatchPlan(NamedTuple):
@@ -146,6 +147,19 @@ def leased_steps(
             lease = fact_at(experiment, stored[at], BatchLeased)
             steps[at] = LeasedStep(at, lease, range(len(lease.groups)), lease, stored[at].head)
     return steps
+
+
+def leased_step(s: ReadSession, experiment: ExperimentHandle, row: StepRow) -> LeasedStep:
+    """Return a leased step with its current partition, as it is served.
+
+    Raises:
+        CodecError: the body of its event is damaged.
+    """
+    steps = s.read(leased_steps, experiment.key, experiment.name, [row.leased_at])
+    step = steps[row.leased_at]
+    # What weights go through is named by its content, not by what the log says of it.
+    manifest = replace(step.manifest, digest=manifest_digest(step.manifest))
+    return step._replace(manifest=manifest)
 
 
 def plan_microbatches(

@@ -17,19 +17,24 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import BatchLeased, StepsCommitted
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import fact_at
-from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
+from trinity_buffer.pipeline.load.columns import RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
-from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, repartitioned, rows_by_rank
+from trinity_buffer.pipeline.manifest import (
+    FIRST_LINK,
+    chain,
+    leased_step,
+    repartitioned,
+    rows_by_rank,
+)
 from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.pipeline.train.microbatch import Mover
 from trinity_buffer.pipeline.train.options import Resume
-from trinity_buffer.pipeline.train.resume import UNREADABLE, leased_step, plan_again, refusal
+from trinity_buffer.pipeline.train.sampler import plan_again
 from trinity_buffer.pipeline.train.step import TrainStep, collated
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import StepRow
-from trinity_buffer.store.transaction import ReadSession
 from trinity_buffer.store.url import StoreURL
 
 
@@ -73,7 +78,12 @@ async def replayed_steps(
         link = recorded.chain or chain(link, recorded.manifest_digest)
         if first <= recorded.step:
             manifest, commit, head = await _recorded(experiment, recorded)
-            rows = await database.read_session(partial(_loaded, loader=loader, lease=manifest))
+            remedy = (
+                f"replay other steps: those before it (`--steps :{manifest.step - 1}`), or those "
+                "after a later checkpoint (`--from-checkpoint`)"
+            )
+            load = partial(loader.load_leased, lease=manifest, remedy=remedy)
+            rows = await database.read_session(load)
             lacks = len(rows.lacking("advantages")) == len(manifest.groups)
             if lacks and "advantages" in needs:  # no zeros in their place
                 raise InvalidArgumentError(
@@ -93,18 +103,6 @@ async def replayed_steps(
                 log_head=head,
                 environment={} if commit is None else commit.environment,
             )
-
-
-def _loaded(s: ReadSession, loader: RowLoader, lease: BatchLeased) -> LoadedRows:
-    try:
-        return loader.load(s, lease)
-    except UNREADABLE as error:
-        remedy = (
-            f"replay other steps: those before it (`--steps :{lease.step - 1}`), or those after a "
-            "later checkpoint (`--from-checkpoint`)"
-        )
-        why = loader.unreadable(s, lease)
-        raise refusal(s, loader, lease, why, error, remedy) from error
 
 
 async def _steps(

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from trinity_buffer import identity
 from trinity_buffer.codec.segments import Column, decode_segment
-from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownExperimentError
+from trinity_buffer.errors import (
+    ArchivedSegmentError,
+    CodecError,
+    DamagedSegmentError,
+    InvalidArgumentError,
+    TrinityBufferError,
+    UnknownExperimentError,
+)
 from trinity_buffer.events import BatchLeased, WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import sizes
@@ -36,7 +43,7 @@ from trinity_buffer.pipeline.load.reading import (
 )
 from trinity_buffer.pipeline.tensors import flat_tensor, tensors_of
 from trinity_buffer.store import log, writer_queries
-from trinity_buffer.store.rows import position_of, slot_of
+from trinity_buffer.store.rows import position_of, slot_of, written_as
 from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -175,6 +182,12 @@ def _ends(sizes: Array) -> tuple[Array, int]:
     return ends, -1
 
 
+UNREADABLE = (ArchivedSegmentError, CodecError, DamagedSegmentError)
+"""Errors of rows that cannot be read."""
+
+NAMED_ROWS = 3
+"""At most so many unreadable rows are named in a message."""
+
 FAMILIES = ("light", "tokens", "heavy")
 ANNOTATION = ("annotation",)
 ALL_FAMILIES = tuple(identity.FAMILIES)
@@ -235,6 +248,14 @@ class LoadedRows:
             return self.field(name).missing()
         missing = self.field("token_level_reward").missing()
         return [row for row in missing if np.isnan(self.facts.rewards[row])]
+
+    def planned_lengths(self, layout: str) -> list[int]:
+        """Return the tokens of each row that `plan_microbatches` counts."""
+        if not self.field("chosen").blocks:
+            lengths: list[int] = self.facts.lengths.tolist()
+        else:  # events know only their prompts
+            lengths = self.pair_lengths(longest=layout == "padded").tolist()
+        return lengths
 
     def pair_lengths(self, *, longest: bool) -> Array:
         """Return the tokens of both rows of each stored pair together, or of the longer one."""
@@ -303,13 +324,47 @@ class RowLoader:
                     unscorable[self.uids(s, lease, [place])[0]] = options[0]
         return replace(rows, unrecorded=unrecorded, unscorable=unscorable)
 
-    def lengths(self, s: ReadSession, lease: BatchLeased) -> Array:
+    def lengths(self, s: ReadSession, lease: BatchLeased) -> list[int]:
         """Return the tokens of each row of a manifest from the log; of a pair, one half.
 
         Raises:
             CodecError: the body of an event cannot be read.
         """
-        return self._located(s, lease)[0].lengths
+        lengths: list[int] = self._located(s, lease)[0].lengths.tolist()
+        return lengths
+
+    def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:
+        """Return the columns of a leased step, or raise its `refusal`."""
+        try:
+            return self.load(s, lease)
+        except UNREADABLE as error:
+            raise self.refusal(s, lease, error, remedy) from error
+
+    def refusal(
+        self, s: ReadSession, lease: BatchLeased, error: TrinityBufferError, remedy: str
+    ) -> TrinityBufferError:
+        """Return the error for a step with unreadable rows, which names some of them.
+
+        Args:
+            error: the error of loading them, which names the segment.
+            remedy: what to do if no backup has them.
+        """
+        step, lost = f"step {lease.step} of trainer {lease.consumer!r}", self.unreadable(s, lease)
+        if not lost:
+            return type(error)(f"{step} cannot be read now: {error}")
+        why = ", ".join(sorted(set(lost.values())))
+        return type(error)(
+            f"{step} was leased and {len(lost)} of its {len(lease.groups)} rows can never be read "
+            f"({why}): {self.named(s, lease, lost)}. {error}. If no backup has it, {remedy}"
+        )
+
+    def named(self, s: ReadSession, lease: BatchLeased, places: Iterable[int]) -> str:
+        """Return uid and address of the first rows among ``places`` of a manifest, as text."""
+        first = sorted(places)[: NAMED_ROWS + 1]
+        shown = first[:NAMED_ROWS]
+        uids = zip(self.uids(s, lease, shown), shown, strict=True)
+        named = [f"{uid} at {written_as(lease.experiences[place])}" for uid, place in uids]
+        return ", ".join(named) + (" ..." if len(first) > NAMED_ROWS else "")
 
     def unreadable(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:
         """Return place -> ``deleted`` or ``damaged``, of rows that can never be read."""

@@ -1,12 +1,23 @@
 """Selects the rows of a gradient step: whole groups, oldest first, of one or two experiments.
 
 Rows that cannot be trained are rejected with a reason, and the step takes the next groups.
+
+A step belongs to its rows, not to the ranks that existed when it was leased. A trainer that resumes
+with another number of ranks repartitions uncommitted steps and records that: the rows, the groups,
+their order within a group and the denominators stay the same, and so does the gradient.
+
+Rows that became unreadable since the step was leased end the trainer by default. If it may drop
+them, the same event removes them from the step, and the same transaction rejects them. So it does
+with rows to drop by uid, and with rows above ``max_tokens``: otherwise a row that no memory holds
+would come back for ever. The rest of their groups is trained: denominators count the remaining
+rows, advantages stay.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, pairwise
 from typing import Any, NamedTuple
@@ -16,24 +27,51 @@ from msgspec.structs import replace
 
 from trinity_buffer.codec.segments import ANNOTATED
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
-from trinity_buffer.events import BatchLeased, ExperiencesAnnotated
+from trinity_buffer.events import (
+    BatchLeased,
+    ExperiencesAnnotated,
+    ExperiencesRejected,
+    StepDealt,
+)
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
-from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, RejectionWatch
-from trinity_buffer.pipeline.handle import ExperimentHandle
-from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
+from trinity_buffer.pipeline.coordination.waiting import (
+    MAX_REJECTED_STEPS,
+    RejectionWatch,
+    one_line,
+)
+from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
+from trinity_buffer.pipeline.load.columns import UNREADABLE, LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache, contiguous_ranges, recorded_ranges
-from trinity_buffer.pipeline.manifest import plan_microbatches, repartitioned
+from trinity_buffer.pipeline.manifest import (
+    MicroBatchPlan,
+    leased_step,
+    plan_microbatches,
+    plans_of,
+    repartitioned,
+    rows_by_rank,
+)
 from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import StreamOptions
-from trinity_buffer.pipeline.train.resume import Dropped, reject, sound_rows, unwanted
 from trinity_buffer.store import trainer_queries
-from trinity_buffer.store.rows import first_address, position_of
+from trinity_buffer.store.log import NewEvent
+from trinity_buffer.store.rows import StepRow, first_address, position_of
 from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
+
+Dropped = Mapping[str, Collection[int]]
+"""Name of an experiment, "" for the trainer's own -> addresses of experiences to drop."""
+
+DROP_DAMAGED = (
+    "let the trainer go on without these rows: damaged_rows='drop', or `trinity-buffer train "
+    "--drop-damaged-rows`"
+)
+"""The remedy for a leased step with rows that can never be read."""
+
+_logger = logging.getLogger(__name__)
 
 
 class ReadyGroup(NamedTuple):
@@ -206,6 +244,7 @@ class StepSampler:
         loader: RowLoader,
         expert: ExperimentHandle | None = None,
     ) -> None:
+        self._experiment = experiment
         self._options = options
         self._lease = lease
         self._loader = loader
@@ -215,15 +254,13 @@ class StepSampler:
             options.groups_per_step,
             experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
         )
-        self._set = options.annotation_set
         self._sampling = options.sampling()
         # Each step takes as many groups as the first.
         self._plan = self._sampling.plan(1, options.groups_per_step)
         self._num_ready: list[int] = []
         self._dropped: Dropped = {}
-        self._experiment = experiment.key
         reader = Reader(experiment.key, options.consumer, "", options.consumer)
-        self._ready = [ReadyGroups(self._set, reader, loader.events, 0)]
+        self._ready = [ReadyGroups(options.annotation_set, reader, loader.events, 0)]
         if expert is not None:
             # A trainer of another experiment may have the same name, so the expert's log gets a
             # qualified one.
@@ -232,15 +269,31 @@ class StepSampler:
             rows = EventCache(expert.key, expert.name)
             self._ready.append(ReadyGroups(RECORDED, reader, rows, 1))
 
-    def start(self, tx: Transaction, dropped: Dropped) -> None:
-        """Continue after everything that was leased before; reject the dropped rows."""
+    def start(self, s: Session, dropped: Dropped, steps: Sequence[StepRow]) -> list[StepRow]:
+        """Continue after everything that was leased before; reject the ``dropped`` rows.
+
+        Args:
+            steps: the uncommitted steps, to be repartitioned over the ranks.
+
+        Returns:
+            These steps, as they are served now.
+
+        Raises:
+            LeaseLostError: another process took over.
+            ArchivedSegmentError, CodecError, DamagedSegmentError: as `_sound_rows`.
+        """
         self._dropped = dropped
+        for row in steps:
+            self._repartition(s, row)
         for ready in self._ready:
-            ready.start(tx)
+            s.read(ready.start)
+        key, name = self._experiment.key, self._options.consumer
+        after = steps[0].step - 1 if steps else 0
+        return s.read(trainer_queries.steps, key, name, after=after) if steps else []
 
     def waiting_for(self, tx: Transaction) -> str:
         """Explain what the next step lacks, and which process would bring it."""
-        options, key = self._options, self._experiment
+        options = self._options
         if self.lacks_expert and self._num_ready[0] >= self._plan.usual:
             return (
                 f"{diagnosis.counted(self._plan.expert, 'group')} of the expert's experiment "
@@ -250,9 +303,9 @@ class StepSampler:
         ready = " and ".join(map(str, self._num_ready))
         expert = "" if len(self._ready) == 1 else " and of its expert's"
         return (
-            f"{diagnosis.counted(options.groups_per_step, 'group')} of set {self._set!r}{expert} "
-            f"({ready} ready): "
-            f"{diagnosis.of_trainer(tx, key, self._set)}"
+            f"{diagnosis.counted(options.groups_per_step, 'group')} of set "
+            f"{options.annotation_set!r}{expert} ({ready} ready): "
+            f"{diagnosis.of_trainer(tx, self._experiment.key, options.annotation_set)}"
         )
 
     @property
@@ -281,6 +334,9 @@ class StepSampler:
         """Whether no further step is possible until more rows are committed."""
         return any(ready.is_through for ready in self._ready)
 
+    # -- a new step
+    # ------------------------------------------------------------------------------------------
+
     def take(
         self, s: Session, step: int, *, partial_ok: bool
     ) -> tuple[BatchLeased, LoadedRows] | None:
@@ -293,20 +349,16 @@ class StepSampler:
             TrainingError: no row of too many consecutive steps could be trained.
         """
         while (groups := self._groups(s, step, partial_ok=partial_ok)) is not None:
-            lease = self._unplanned(step, groups)
+            lease, unfit = self._unplanned(step, groups), partial(self._unfit, s)
             lengths = list(chain.from_iterable(group.lengths for group in groups))
+            lost, every = self._unwanted(lease, lengths), range(len(lengths))
             # Rejected rows are not replaced: the step gets smaller, or is selected anew if none is
             # left.
-            places, rows, lost = sound_rows(
-                s,
-                self._loader,
-                lease,
-                lost=unwanted(lease, lengths, self._dropped, self._options.max_tokens),
-                unfit=partial(self._unfit, s),
-                drops=True,
-            )
+            places, rows, lost = self._sound_rows(s, lease, every, lost, unfit, drops=True)
             if lost:
-                self._reject(s, lease, groups, lost)
+                left = {lease.groups[place] for place in places}
+                gone = (group for number, group in enumerate(groups) if number not in left)
+                self._reject(s, lease, lost, planned_groups=_num_planned(gone))
             if places:
                 self._watch.accepted()
                 return self._planned(lease, groups, places, rows)
@@ -329,7 +381,8 @@ class StepSampler:
             if not stale:
                 break
             lease = self._unplanned(step, stale)
-            self._reject(s, lease, stale, dict.fromkeys(range(len(lease.groups)), "stale"))
+            why = dict.fromkeys(range(len(lease.groups)), "stale")
+            self._reject(s, lease, why, planned_groups=lease.planned_groups)
             self._watch.rejected(len(stale), {"stale"}, partial(self._first_uid, s, lease))
             here[0] = self._ready[0].fill(s, wanted[0])
         self._num_ready = here
@@ -347,8 +400,7 @@ class StepSampler:
 
     def _unfit(self, s: ReadSession, lease: BatchLeased, rows: LoadedRows) -> dict[int, str]:
         """Return place -> reason, of rows that lack a column or have a misfit, and long pairs."""
-        needs, limit = self._options.needs, self._options.max_tokens
-        places = {name: lacking_of(name, lease, rows) for name in needs}
+        places = {name: lacking_of(name, lease, rows) for name in self._options.needs}
         if places.get("advantages"):
             (uid,) = self._loader.uids(s, lease, places["advantages"][:1])
             raise InvalidArgumentError(
@@ -365,32 +417,16 @@ class StepSampler:
             for place in (place for place in wrong if not rows.expert[place]):
                 lacking.setdefault(place, []).append(name)
         unfit = {place: invalid(*lacking[place]) for place in sorted(lacking)}
-        if self._pairs and limit is not None:
-            # Events know only the prompt of a pair, so its halves are measured here.
-            long = rows.expert < (rows.pair_lengths(longest=True) > limit)
-            unfit |= dict.fromkeys(np.flatnonzero(long).tolist(), OVERSIZE)
-        return unfit
-
-    def _reject(
-        self, s: Session, lease: BatchLeased, groups: Sequence[ReadyGroup], why: Mapping[int, str]
-    ) -> None:
-        """Record the rejection of rows of a step: place -> why.
-
-        It commits at once, before the step is leased: after a crash in between, these rows stay
-        rejected, and the step is selected anew from all others.
-        """
-        left = {number for place, number in enumerate(lease.groups) if place not in why}
-        planned = _num_planned(groups[number] for number in {*range(len(groups))} - left)
-        reject(s, self._lease, self._loader, lease, why, planned_groups=planned)
+        return unfit | self._long_pairs(rows)
 
     def _unplanned(self, step: int, taken: Sequence[ReadyGroup]) -> BatchLeased:
         """Return the manifest of a step of the groups ``taken``, still without micro-batches."""
         options = self._options
-        mixes = options.expert_experiment is not None
+        sources = [] if options.expert_experiment is None else [options.expert_experiment]
         groups = [number for number, group in enumerate(taken) for _ in group.annotations]
         return BatchLeased(
-            sources=[options.expert_experiment] if options.expert_experiment is not None else [],
-            source=[taken[number].key[0] for number in groups] if mixes else [],
+            sources=sources,
+            source=[taken[number].key[0] for number in groups] if sources else [],
             consumer=options.consumer,
             token=self._lease.token,
             step=step,
@@ -410,22 +446,15 @@ class StepSampler:
     def _planned(
         self,
         lease: BatchLeased,
-        groups: Sequence[ReadyGroup],
+        taken: Sequence[ReadyGroup],
         places: Sequence[int],
         rows: LoadedRows,
     ) -> tuple[BatchLeased, LoadedRows]:
         """Return a manifest of the rows at ``places`` with its micro-batches, and these rows."""
-        if len(places) < len(lease.groups):  # number the groups without those that are gone
-            lease = repartitioned(lease, places, [])
-            numbers, of_rows = np.unique(lease.groups, return_inverse=True)
-            planned = _num_planned(groups[number] for number in numbers)
-            lease = replace(lease, groups=of_rows.tolist(), planned_groups=planned)
-        options, lengths = self._options, rows.facts.lengths
-        if self._pairs:  # events know only their prompts
-            lengths = rows.pair_lengths(longest=options.layout == "padded")
+        options, groups = self._options, [lease.groups[place] for place in places]
         order, microbatches = plan_microbatches(
-            lengths.tolist(),
-            lease.groups,
+            rows.planned_lengths(options.layout),
+            groups,
             layout=options.layout,
             tokens_per_microbatch=options.tokens_per_microbatch,
             world_size=options.world_size,
@@ -433,7 +462,224 @@ class StepSampler:
         )
         if order != list(range(len(order))):
             rows = rows.reordered(order)
-        return repartitioned(lease, order, microbatches), rows
+        if len(places) < len(lease.groups):  # number the groups without those that are gone
+            left = sorted(set(groups))
+            numbers = {number: place for place, number in enumerate(left)}
+            planned = _num_planned(taken[number] for number in left)
+            groups = [numbers.get(number, -1) for number in lease.groups]
+            lease = replace(lease, groups=groups, planned_groups=planned)
+        return repartitioned(lease, [places[row] for row in order], microbatches), rows
+
+    # -- steps that were leased before
+    # ------------------------------------------------------------------------------------------
+
+    def _repartition(self, s: Session, row: StepRow) -> None:
+        """Record a new partition of an uncommitted step, if it has changed."""
+        options, world_size = self._options, self._options.world_size
+        leased = leased_step(s, self._experiment, row)
+        first, drops = leased.first, options.damaged_rows == "drop"
+        bounded, lengths = options.max_tokens is not None, list[int]()
+        if bounded and not self._pairs:
+            lengths = self._loader.lengths(s, leased.manifest)
+        leaving = {
+            leased.order[place]: why
+            for place, why in self._unwanted(leased.manifest, lengths).items()
+        }
+        changes_ranks = len(rows_by_rank(leased.manifest)) != world_size
+        if not (leaving or drops or changes_ranks or (bounded and self._pairs)):
+            return
+
+        def unfit(part: BatchLeased, rows: LoadedRows) -> dict[int, str]:
+            why = self._long_pairs(rows)
+            # A run may have lost the row that carried its reward.
+            if len(part.groups) < len(leased.order) and "reward" in options.needs:
+                why |= dict.fromkeys(lacking_of("reward", part, rows), invalid("reward"))
+            return why
+
+        served = sorted(leased.order)
+        places, rows, lost = self._sound_rows(s, first, served, leaving, unfit, drops=drops)
+        if not (lost or changes_ranks):
+            return
+        order, plans = s.compute(plan_again, world_size, first, rows, places)
+        manifest, sources = repartitioned(first, order, plans), ["", *first.sources]
+        lost_from = [sources[first.source[place]] if first.source else "" for place in sorted(lost)]
+        dealt = StepDealt(
+            consumer=options.consumer,
+            token=self._lease.token,
+            step=first.step,
+            leased_at=leased.position,
+            world_size=world_size,
+            order=order,
+            microbatches=manifest.microbatches,
+            digest=manifest.digest,
+            dropped=[first.annotations[place] for place in sorted(lost)],
+            dropped_from=lost_from if any(lost_from) else [],
+            num_groups=manifest.num_groups if lost else None,
+        )
+        # Planned groups were counted when the step was leased.
+        self._reject(s, first, lost, also=[new_event(dealt)])
+        if lost:
+            _logger.warning(
+                "trainer %r drops %s of step %d (%s): %s",
+                options.consumer,
+                diagnosis.counted(len(lost), "row"),
+                first.step,
+                ", ".join(sorted(set(lost.values()))),
+                one_line(self._loader.named(s, first, lost)),
+            )
+
+    # -- rows that cannot be trained
+    # ------------------------------------------------------------------------------------------
+
+    def _sound_rows(
+        self,
+        s: ReadSession,
+        lease: BatchLeased,
+        places: Sequence[int],
+        lost: Mapping[int, str],
+        unfit: Callable[[BatchLeased, LoadedRows], Mapping[int, str]],
+        *,
+        drops: bool,
+    ) -> tuple[list[int], LoadedRows, dict[int, str]]:
+        """Load the rows of a step that can be trained.
+
+        Args:
+            lease: the manifest of the step; rows are named by their places in it.
+            places: the rows to load, in order.
+            lost: row -> why, of those to leave out.
+            unfit: returns row -> why, of those that cannot be trained, by their places in the
+                manifest that it is passed.
+            drops: whether rows that can never be read may be left out too.
+
+        Returns:
+            The rows that stay, their columns, and row -> why of all others.
+
+        Raises:
+            ArchivedSegmentError, CodecError, DamagedSegmentError: unreadable rows; the message
+                names the step, some of the rows, and the remedies.
+        """
+        left, gone = [*places], dict(lost)
+        while True:  # each round loses at least one row
+            left = [place for place in left if place not in gone]
+            whole = len(left) == len(lease.groups)
+            part = lease if whole else repartitioned(lease, left, lease.microbatches)
+            try:
+                rows = self._loader.load(s, part)
+                why = unfit(part, rows)
+                if not why:
+                    return left, rows, gone
+            except UNREADABLE as error:
+                # An archive that is only unavailable at the moment must not lead to rejections.
+                why = self._loader.unreadable(s, part)
+                if not (drops and why):
+                    raise self._loader.refusal(s, part, error, DROP_DAMAGED) from error
+            gone |= {left[place]: reason for place, reason in why.items()}
+
+    def _unwanted(self, lease: BatchLeased, lengths: Sequence[int]) -> dict[int, str]:
+        """Return place -> why, of the rows of a step that are too long or dropped by name."""
+        limit, why = self._options.max_tokens, dict[int, str]()
+        if limit is not None:
+            why = {place: OVERSIZE for place, size in enumerate(lengths) if size > limit}
+        if any(self._dropped.values()):
+            names, source = ("", *lease.sources), lease.source or [0] * len(lease.groups)
+            for place, (of, address) in enumerate(zip(source, lease.experiences, strict=True)):
+                if address in self._dropped.get(names[of], ()):
+                    why[place] = DROPPED
+        return why
+
+    def _long_pairs(self, rows: LoadedRows) -> dict[int, str]:
+        """Return place -> why, of pairs with a half that is too long.
+
+        Events know only the prompt of a pair. The halves of an expert's pairs are not measured.
+        """
+        limit = self._options.max_tokens
+        if limit is None or not self._pairs:
+            return {}
+        long = rows.expert < (rows.pair_lengths(longest=True) > limit)
+        return dict.fromkeys(np.flatnonzero(long).tolist(), OVERSIZE)
+
+    def _reject(
+        self,
+        s: Session,
+        lease: BatchLeased,
+        why: Mapping[int, str],
+        *,
+        planned_groups: int = 0,
+        also: Sequence[NewEvent] = (),
+    ) -> None:
+        """Record in one transaction that rows of a step are rejected, and the events ``also``.
+
+        It commits at once, before a step is leased: after a crash in between, these rows stay
+        rejected, and the step is selected anew from all others.
+
+        Args:
+            lease: the manifest of the step.
+            why: place -> reason, of the rejected rows.
+            planned_groups: number of planned groups that lose their last row.
+        """
+        source, own = lease.source or [0] * len(lease.groups), self._experiment
+        rejected: list[tuple[int, NewEvent]] = []
+        # Others' experiments first: locks are always taken in that order.
+        for number in sorted({source[place] for place in why}, reverse=True):
+            places = [place for place in sorted(why) if source[place] == number]
+            key, consumer = own.key, self._options.consumer
+            if number:
+                key = self._loader.cache_of(s, lease.sources[number - 1]).experiment
+                consumer = guest_name(own.name, consumer)
+            fact = ExperiencesRejected(
+                consumer=consumer,
+                by="trainer",
+                experiences=[lease.annotations[place] for place in places],
+                reasons=[why[place] for place in places],
+                planned_groups=0 if number else planned_groups,
+            )
+            rejected.append((key, new_event(fact)))
+
+        def append(tx: Transaction) -> None:
+            for key, event in rejected:
+                if key != own.key:
+                    self._lease.append(tx, [event], experiment=key)
+            mine = [event for key, event in rejected if key == own.key]
+            if mine or also:
+                self._lease.append(tx, [*mine, *also])
+
+        s.write(append)
+
+
+def plan_again(
+    world_size: int, first: BatchLeased, rows: LoadedRows, readable: Sequence[int]
+) -> tuple[list[int], list[MicroBatchPlan]]:
+    """Return an order of a manifest's rows, and micro-batches over it for ``world_size`` ranks.
+
+    No micro-batch computes more than the largest recorded one, counted without lost rows: a lost
+    row may have exceeded the budget.
+
+    Args:
+        world_size: number of ranks.
+        first: the manifest.
+        rows: columns of the readable rows.
+        readable: places of these rows in the manifest, in order.
+    """
+    places, plans = [*readable], plans_of(first)
+    if len(rows_by_rank(first)) == world_size and len(places) == len(first.groups):
+        return places, plans
+    padded, pairs = first.layout == "padded", bool(rows.field("chosen").blocks)
+    lengths = rows.planned_lengths(first.layout)
+    length_at, largest = dict(zip(places, lengths, strict=True)), 1
+    for plan in plans:
+        own_lengths = [length_at[row] for row in range(plan.start, plan.stop) if row in length_at]
+        height = len(own_lengths) * (2 if pairs else 1)
+        largest = max(largest, height * max(own_lengths, default=0) if padded else sum(own_lengths))
+    order, plans = plan_microbatches(
+        lengths,
+        [first.groups[place] for place in places],
+        layout="padded" if padded else "packed",
+        tokens_per_microbatch=largest,
+        world_size=world_size,
+        pairs=pairs,
+        by_length=False,  # the order within a group is part of the gradient
+    )
+    return [places[row] for row in order], plans
 
 
 def _num_planned(groups: Iterable[ReadyGroup]) -> int:

@@ -8,7 +8,6 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
-from trinity_buffer.pipeline.manifest import FIRST_LINK, chain
+from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, leased_step
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
@@ -49,15 +48,12 @@ from trinity_buffer.pipeline.train.ranks import RankSession, require_one_process
 from trinity_buffer.pipeline.train.resume import (
     has_set,
     last_commit,
-    leased_step,
     register,
-    repartition,
     require_checkpoint_of,
     rows_to_drop,
-    sound_rows,
     wait_for_set,
 )
-from trinity_buffer.pipeline.train.sampler import StepSampler
+from trinity_buffer.pipeline.train.sampler import DROP_DAMAGED, StepSampler
 from trinity_buffer.pipeline.train.step import (
     NON_FINITE,
     Commit,
@@ -176,14 +172,15 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         """Return a step that was leased before, by the log.
 
         Raises:
-            ArchivedSegmentError, CodecError, DamagedSegmentError: as `sound_rows`.
+            ArchivedSegmentError, CodecError, DamagedSegmentError: as `RowLoader.load_leased`.
         """
 
         def load(s: ReadSession) -> TrainStep:
             leased = leased_step(s, self.experiment, row)
-            _, rows, _ = sound_rows(s, self._loader, leased.manifest, drops=False)
+            rows = self._loader.load_leased(s, leased.manifest, DROP_DAMAGED)
             step = s.compute(self._collated, leased.manifest, rows)
-            return self._chained(replace(step, recorded=True), leased.head)
+            step.recorded = True
+            return self._chained(step, leased.head)
 
         return await self._database.read_session(load)
 
@@ -343,10 +340,8 @@ class LeadingStream(TrainStream):
                 self.resume.step,
             )
         dropped = await rows_to_drop(self.experiment, self._expert, options)
-        leased = await repartition(
-            self.experiment, self.lease, self._loader, options, dropped, leased
-        )
-        await self._database.read(self._sampler.start, dropped)
+        start = partial(self._sampler.start, dropped=dropped, steps=leased)
+        leased = await self._database.session(start)
         await self._ranks.assemble(self.lease, row.committed_step)
         self._leased = leased
 
