@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 from typing import Any, Protocol, TypeVar
@@ -16,7 +16,6 @@ from anyio.from_thread import BlockingPortal
 from typing_extensions import override
 
 from trinity_buffer.errors import UnknownExperimentError
-from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions, takes
 from trinity_buffer.pipeline.train.step import Commit, CommitDoor, StepMeasures, TrainStep
@@ -104,9 +103,7 @@ class SyncTrainStream(StepStream):
     @override
     def record(self, step: TrainStep, request: Commit) -> None:
         """Carry out a `commit`."""
-        # Not in the event loop's thread: torch's number of threads is a setting of each thread.
-        environment = request.environment or environment_of_run(self.device)
-        self._call(self._stream.record, step, replace(request, environment=environment))
+        self._call(self._stream.record, step, request)
 
     @override
     def fail(self, error: Exception) -> None:

@@ -130,13 +130,13 @@ class RankSession:
         self.committed = committed
 
     async def all_parts(
-        self, steps: Sequence[int], own: Sequence[int], lease: TrainerLease
+        self, steps: Sequence[int], own: Sequence[list[int]], lease: TrainerLease
     ) -> list[list[int]]:
         """Wait until every other rank has recorded that its part of ``steps`` is done.
 
         Args:
             steps: the steps about to be committed, in order.
-            own: number of rows that rank 0 took of each.
+            own: number of rows that rank 0 took of each, in a list.
             lease: lease of the trainer.
 
         Returns:
@@ -146,8 +146,6 @@ class RankSession:
             LeaseLostError: another process took over, or a rank started again, or its process is
                 certainly gone.
         """
-        if self._world == 1:
-            return [[rows] for rows in own]
         others = range(1, self._world)
         while True:
             state = await self._database.changes.state()
@@ -166,7 +164,7 @@ class RankSession:
         self.wait.over()
         self._rows = {key: rows for key, rows in self._rows.items() if key[1] >= steps[0]}
         return [
-            [mine, *(self._rows.get((rank, step), 0) for rank in others)]
+            [*mine, *(self._rows.get((rank, step), 0) for rank in others)]
             for step, mine in zip(steps, own, strict=True)
         ]
 

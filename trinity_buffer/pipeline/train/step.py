@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,6 +26,7 @@ from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.codec.segments import Column, content_digest, encode_segment
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import MEASURED_ROWS, MEASURED_TOKENS, BatchLeased, StepMeasured
+from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows
 from trinity_buffer.pipeline.manifest import rows_by_rank
@@ -240,14 +242,17 @@ class StepQueue:
 
     Args:
         ahead: number of steps that are made before they are requested.
+
+    Attributes:
+        num_put: number of steps put.
     """
 
     def __init__(self, ahead: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._ahead = ahead
         self._steps: SimpleQueue[TrainStep | None] = SimpleQueue()
-        self._num_put = self._num_asked = self._num_received = 0
-        self._num_waiting = 0
+        self.num_put = 0
+        self._num_asked = self._num_received = self._num_waiting = 0
         self._idle_since = 0.0
         self._news = asyncio.Event()
         self._failure: Exception | None = None
@@ -255,18 +260,13 @@ class StepQueue:
     # -- for the maker
     # --------------------------------------------------------------------------------------------
 
-    @property
-    def num_put(self) -> int:
-        """Number of steps put."""
-        return self._num_put
-
     def has_room(self) -> bool:
         """Return whether another step may be made."""
-        return self._num_put < self._num_asked + self._ahead
+        return self.num_put < self._num_asked + self._ahead
 
     def is_waited_for(self) -> bool:
         """Return whether a reader waits for a step that does not exist yet."""
-        return self._num_asked > self._num_put
+        return self._num_asked > self.num_put
 
     async def room(self) -> None:
         """Wait until another step may be made."""
@@ -275,16 +275,13 @@ class StepQueue:
 
     def put(self, step: TrainStep) -> None:
         """Add the next step."""
-        self._num_put += 1
+        self.num_put += 1
         self._steps.put(step)
         self._tell()
 
-    def fail(self, error: Exception) -> None:
-        """End the queue by ``error``, which the next request raises."""
-        self._failure = error
-
-    def end(self) -> None:
-        """End the queue."""
+    def end(self, error: Exception | None = None) -> None:
+        """End the queue, by ``error`` if there is one, which the next request raises."""
+        self._failure = self._failure or error
         self._steps.put(None)
         self._tell()
 
@@ -295,7 +292,7 @@ class StepQueue:
         """Return the next step, or None at the end; blocks the thread until there is one.
 
         Raises:
-            Exception: the error passed to `fail`.
+            Exception: the error passed to `end`.
         """
         self._ask()
         return self._received(self._steps.get())
@@ -308,11 +305,10 @@ class StepQueue:
 
     def discard(self) -> None:
         """Drop the steps that were not requested."""
-        try:
+        with suppress(Empty):
             while True:
                 self._steps.get_nowait()
-        except Empty:
-            self.end()
+        self.end()
 
     def _ask(self) -> None:
         # A request that was cancelled while it waited is repeated, not counted twice.
@@ -416,36 +412,25 @@ PolicyPath = str | Path | Literal[False] | None
 """The weights that a commit publishes: a path, None for the checkpoint, False for none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """The arguments of a commit; see `CommitDoor.commit`."""
+class Commit(NamedTuple):
+    """What a commit records; see `CommitDoor.commit`. Its paths are absolute."""
 
-    checkpoint: str | Path | None
-    policy: PolicyPath
-    environment: Mapping[str, Any] | None
-    metrics: Mapping[str, float] | None
-    skipped: Mapping[int, Sequence[str]] | None
-    digests: Mapping[Path, str] | None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.policy, bool) and self.policy:
-            raise InvalidArgumentError(
-                "policy=True: leave it out to publish the checkpoint, give another path of the "
-                "same weights, or False to publish nothing"
-            )
-
-    @property
-    def paths(self) -> tuple[Path | None, Path | None]:
-        """Absolute paths of the checkpoint, and of the weights that explorers load."""
-        policy = self.checkpoint if self.policy is None else self.policy or None
-        checkpoint, published = (
-            None if path is None else Path(path).absolute() for path in (self.checkpoint, policy)
-        )
-        return checkpoint, published
+    checkpoint: Path | None
+    policy: Path | None
+    environment: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    skipped: Mapping[int, Sequence[str]]
+    digests: Mapping[Path, str]
 
 
 class CommitDoor(Protocol[T_co]):
-    """A stream whose steps are committed, by a function that returns or by one that is awaited."""
+    """A stream whose steps are committed, by a function that returns or by one that is awaited.
+
+    Attributes:
+        device: device of the tensors of its steps.
+    """
+
+    device: str
 
     def commit(
         self,
@@ -485,8 +470,19 @@ class CommitDoor(Protocol[T_co]):
         """
         if not isinstance(step, TrainStep):
             raise InvalidArgumentError(f"commit() takes a step of the stream, not {step!r:.60}")
-        request = Commit(checkpoint, policy, environment, metrics, skipped, digests)
-        return self.record(step, request)
+        if isinstance(policy, bool) and policy:
+            raise InvalidArgumentError(
+                "policy=True: leave it out to publish the checkpoint, give another path of the "
+                "same weights, or False to publish nothing"
+            )
+        weights = checkpoint if policy is None else policy or None
+        saved, published = (
+            None if path is None else Path(path).absolute() for path in (checkpoint, weights)
+        )
+        # In the caller's thread, of which torch's number of threads is a setting.
+        here = environment or environment_of_run(self.device)
+        commit = Commit(saved, published, here, metrics or {}, skipped or {}, digests or {})
+        return self.record(step, commit)
 
     def record(self, step: TrainStep, request: Commit) -> T_co:
         """Carry out a `commit`."""
@@ -530,7 +526,7 @@ COMMITS_KEPT = 64
 
 
 class LastCommits:
-    """The checkpoints and policies of the last commits of a stream, by step.
+    """The last commits of a stream, by step.
 
     Args:
         trainer: name of the trainer, for messages.
@@ -538,23 +534,22 @@ class LastCommits:
 
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
-        self._named: dict[int, tuple[Path | None, Path | None]] = {}
-        self._unknown: int | None = None  # the last step whose commit is not remembered
+        self._commits: dict[int, Commit] = {}
+        self._unknown = math.inf  # up to here, commits are not remembered
         self._saved_at = 0  # the last step with a checkpoint
         self._warned = self._warned_of_path = False
 
     def require_same(self, step: int, request: Commit) -> None:
-        """Raise unless a repeated commit of ``step`` names what the first one recorded.
+        """Raise if a repeated commit of ``step`` names what the first one did not record.
 
         Raises:
             InvalidArgumentError: its checkpoint or policy would be silently ignored.
         """
-        if request.paths == (None, None) or self._unknown is None or step <= self._unknown:
+        if step <= self._unknown:
             return  # committed by an earlier stream, or too long ago to remember how
-        recorded = self._named.get(step, (None, None))
-        named = zip(("checkpoint", "policy"), request.paths, recorded, strict=True)
-        for what, path, known in named:
-            if path is not None and path != known:
+        recorded = self._commits.get(step, (None, None))
+        for what, path, known in zip(("checkpoint", "policy"), request, recorded, strict=False):
+            if path not in (None, known):
                 how = f"with {known}" if known is not None else f"without a {what}"
                 raise InvalidArgumentError(
                     f"commit of step {step} with {what} {path}: the step is committed already, "
@@ -567,24 +562,8 @@ class LastCommits:
 
         Warns once if checkpoints stop, and once if one reuses an earlier path.
         """
-        if self._unknown is None:
-            self._unknown = first - 1
-        checkpoint, _ = request.paths
-        if checkpoint is not None:
-            self._saved_at = step
-            earlier = [at for at, (path, _) in self._named.items() if path == checkpoint]
-            if earlier and not self._warned_of_path:
-                self._warned_of_path = True
-                _logger.warning(
-                    "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
-                    "while the next one is written, a crash leaves no checkpoint to go on from, "
-                    "and explorers may read half of it; give each step a path of its own",
-                    self._trainer,
-                    step,
-                    earlier[-1],
-                    checkpoint,
-                )
-        elif self._saved_at and not self._warned:
+        checkpoint = request.checkpoint
+        if checkpoint is None and self._saved_at and not self._warned:
             self._warned = True
             _logger.warning(
                 "trainer %r: step %d is committed without a checkpoint, step %d had one: after a "
@@ -594,10 +573,24 @@ class LastCommits:
                 step,
                 self._saved_at,
             )
-        self._named[step] = request.paths
-        if len(self._named) > COMMITS_KEPT:
-            self._unknown = min(self._named)
-            del self._named[self._unknown]
+        earlier = [at for at, of in self._commits.items() if checkpoint == of.checkpoint]
+        if checkpoint is not None and earlier and not self._warned_of_path:
+            self._warned_of_path = True
+            _logger.warning(
+                "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
+                "while the next one is written, a crash leaves no checkpoint to go on from, "
+                "and explorers may read half of it; give each step a path of its own",
+                self._trainer,
+                step,
+                earlier[-1],
+                checkpoint,
+            )
+        self._saved_at = self._saved_at if checkpoint is None else step
+        self._unknown = min(self._unknown, first - 1)
+        self._commits[step] = request
+        if len(self._commits) > COMMITS_KEPT:
+            self._unknown = min(self._commits)
+            del self._commits[min(self._commits)]
 
 
 NON_FINITE = "non_finite"

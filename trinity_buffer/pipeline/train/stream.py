@@ -36,7 +36,6 @@ from trinity_buffer.pipeline.coordination.waiting import (
     one_line,
     wait_report_s,
 )
-from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
@@ -113,6 +112,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     ) -> None:
         self.experiment = experiment
         self.options = options
+        self.device = options.device
         self.resume: Resume | None = None
         self.incomplete_groups = 0
         self.queue = StepQueue(options.prefetch)
@@ -120,7 +120,10 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         self._loader = RowLoader(EventCache(experiment.key, experiment.name))
         self._memory = StepMemory()
         self._mover = Mover(options.device)
-        self._zeros = ZeroAdvantages(options.consumer, options.annotation_set)
+        # Recorded rows need no advantages, and a loss that does has said so.
+        computed = not options.needs and options.annotation_set != RECORDED
+        zeros = ZeroAdvantages(options.consumer, options.annotation_set)
+        self._read_zeros = zeros.warn if computed else None
         self._chain = FIRST_LINK  # the link after the last step made
         self._ranks = RankSession(experiment, options)
         own = presence or self._ranks.presence
@@ -142,12 +145,13 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
 
     async def run(self) -> None:
         """Put steps into the queue until there are no more; errors are raised to its reader."""
+        failure: Exception | None = None
         try:
             await self._serve()
         except Exception as error:  # noqa: BLE001 - re-raised where the stream is read
-            self.queue.fail(error)
+            failure = error
         finally:
-            self.queue.end()
+            self.queue.end(failure)
 
     @abstractmethod
     async def _serve(self) -> None:
@@ -186,14 +190,19 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
 
     def _collated(self, lease: BatchLeased, rows: LoadedRows) -> TrainStep:
         """Return a step with this rank's micro-batches, not yet in the chain."""
-        options, mover = self.options, self._mover
-        of_rank = partial(collated, rank=options.rank, world=options.world_size)
-        step = of_rank(lease, rows, mover=mover, memory=self._memory)
-        asked = options.needs or options.annotation_set == RECORDED
-        zeros = not asked and len(rows.lacking("advantages")) == len(lease.groups)
+        options = self.options
+        step = collated(
+            lease,
+            rows,
+            rank=options.rank,
+            world=options.world_size,
+            mover=self._mover,
+            memory=self._memory,
+        )
+        zeros = self._read_zeros and len(rows.lacking("advantages")) == len(lease.groups)
         for microbatch in step.microbatches:
             if zeros:
-                microbatch.read_zeros = self._zeros.warn
+                microbatch.read_zeros = self._read_zeros
             if options.recompute_old_logprob:
                 microbatch.drop("old_logprob")
         return step
@@ -232,8 +241,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
 
     def fail(self, error: Exception) -> None:
         """Raise ``error``, from elsewhere, in the current or next wait for a step."""
-        self.queue.fail(error)
-        self.queue.end()
+        self.queue.end(error)
 
     def _noted(self, step: TrainStep) -> TrainStep:
         """Note that ``step`` was delivered to the trainer."""
@@ -513,15 +521,16 @@ class LeadingStream(TrainStream):
             CheckpointError: no file at the checkpoint or the policy.
         """
         name, steps = self.options.consumer, [of.manifest.step for of in delivered]
-        rows = await self._ranks.all_parts(steps, [of.rows for of in delivered], self.lease)
+        rows = [[of.rows] for of in delivered]
+        if self.options.world_size > 1:
+            rows = await self._ranks.all_parts(steps, rows, self.lease)
         require_rows(delivered, rows)
-        checkpoint, published = request.paths
-        known = dict(request.digests or {})  # checkpoint and policy may share files
+        checkpoint, published, skipped = request.checkpoint, request.policy, request.skipped
+        known = dict(request.digests)  # checkpoint and policy may share files
         digests = [
             None if path is None else await run_sync(checkpoints.make_durable, path, known)
             for path in (checkpoint, published)
         ]
-        skipped = request.skipped or {}
         committed = StepsCommitted(
             consumer=name,
             token=self.lease.token,
@@ -531,8 +540,8 @@ class LeadingStream(TrainStream):
             chain=step.chain,
             checkpoint=None if checkpoint is None else str(checkpoint),
             checkpoint_digest=digests[0],
-            metrics=finite(request.metrics or {}),
-            environment=dict(request.environment or environment_of_run(self.options.device)),
+            metrics=finite(request.metrics),
+            environment=dict(request.environment),
             skipped=NON_FINITE if skipped else None,
             skipped_steps=list(skipped),
             largest_rows=[list(uids) for uids in skipped.values()],
