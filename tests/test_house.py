@@ -74,7 +74,6 @@ SEPARATE = {
     f"{PACKAGE}/pipeline/annotate/rewards.py": "public, loaded by its name",
     f"{PACKAGE}/pipeline/history/migrate.py": "imports alembic",
     f"{PACKAGE}/pipeline/train/ranks.py": "how ranks find each other; with its caller over 800",
-    f"{PACKAGE}/pipeline/train/sampler.py": "with its caller it has over 800 lines",
     f"{PACKAGE}/pipeline/write/writer.py": "imports torch, which readers do not need",
     f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",
     f"{PACKAGE}/store/notify.py": "how each database tells of commits",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ from trinity_buffer.errors import (
     TrinityBufferError,
     UnknownExperimentError,
 )
-from trinity_buffer.events import BatchLeased, WithSegment
+from trinity_buffer.events import BatchLeased, ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotations import decode_annotations
@@ -35,7 +35,6 @@ from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.experiences import load_experiences
 from trinity_buffer.pipeline.load.reading import (
     EventCache,
-    Facts,
     blobs_of,
     contiguous_ranges,
     read_segments,
@@ -103,26 +102,16 @@ class Field:
 
     def missing(self) -> list[int]:
         """Return the rows that have no value."""
-        if sum(len(block.rows) for block in self.blocks) == self.number:  # blocks do not overlap
-            return []
         rows_without: list[int] = np.flatnonzero(~self.present()).tolist()
         return rows_without
 
     def sizes(self) -> Array:
-        """Return ``[rows]``: the number of elements of each row, 0 for missing ones."""
-        sizes = np.zeros(self.number, np.int64)
-        for block in self.blocks:
-            sizes[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
-        return sizes
-
-    def misfits(self, sizes: Array) -> list[int]:
-        """Return the rows whose number of elements differs from ``sizes`` (``[rows]``)."""
-        wrong: list[int] = []
+        """Return ``[rows]``: the number of elements of each row, -1 if missing or scaled."""
+        sizes = np.full(self.number, -1, np.int64)
         for block in self.blocks:
             if not block.scaled:
-                own = np.diff(block.ends) if block.size < 0 else block.size
-                wrong += block.rows[own != sizes[block.rows]].tolist()
-        return wrong
+                sizes[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
+        return sizes
 
     def without(self, dropped: Array) -> Field:
         """Return the field without the ``dropped`` rows (``[rows]`` bool)."""
@@ -188,6 +177,60 @@ UNREADABLE = (ArchivedSegmentError, CodecError, DamagedSegmentError)
 NAMED_ROWS = 3
 """At most so many unreadable rows are named in a message."""
 
+_OF_ROWS = {
+    "rewards": "reward",
+    "prompt_lengths": "prompt_length",
+    "lengths": "length",
+    "trained_tokens": "trained_tokens",
+    "runs": "run",
+    "steps": "step",
+    "policy_versions": "policy_version",
+}
+"""Facts -> the columns of events that hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What events hold of the rows of a step, one entry per row.
+
+    Attributes:
+        rewards: float64, NaN for none.
+        policy_versions, sampling: of objects, None where nothing was recorded.
+    """
+
+    rewards: Array
+    prompt_lengths: Array
+    lengths: Array
+    trained_tokens: Array
+    runs: Array
+    steps: Array
+    policy_versions: Array
+    sampling: Array
+
+    @classmethod
+    def of(cls, number: int, ranges: Iterable[SlotRange]) -> Facts:
+        """Return the facts of ``number`` rows, which lie in these ranges of events."""
+        kinds = (np.float64, *5 * (np.int64,), np.object_, np.object_)
+        columns: Any = (np.empty(number, kind) for kind in kinds)
+        facts = cls(*columns)
+        for rows, event, slots in ranges:
+            assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
+            for name, column in _OF_ROWS.items():
+                values = getattr(event.columns, column)[slots.start : slots.stop]
+                getattr(facts, name)[rows] = values
+            spans = event.sampling or {}
+            for slot in slots if spans else ():
+                facts.sampling[rows[slot - slots.start]] = spans.get(slot)
+        return facts
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def reordered(self, order: Sequence[int] | Array) -> Facts:
+        """Return the facts with row ``order[i]`` as row ``i``."""
+        return Facts(*(getattr(self, column.name)[order] for column in fields(self)))
+
+
 FAMILIES = ("light", "tokens", "heavy")
 ANNOTATION = ("annotation",)
 ALL_FAMILIES = tuple(identity.FAMILIES)
@@ -232,8 +275,8 @@ class LoadedRows:
         }
         return replace(
             self,
-            facts=self.facts.reordered(order),
-            expert=self.expert[list(order)],
+            facts=self.facts.reordered([*order]),
+            expert=self.expert[[*order]],
             fields=fields,
             multi_modal=[self.multi_modal[row] for row in order],
         )
@@ -297,10 +340,9 @@ class RowLoader:
         """
         number = len(lease.groups)
         if not number:
-            return LoadedRows(Facts.of(), np.zeros(0, np.bool_), {}, [])
-        facts, own, computed = self._located(s, lease)
-        events = (event for _, event, _ in (*own, *computed))
-        wanted = _families_of(events, (*FAMILIES, *ANNOTATION))
+            return LoadedRows(Facts.of(0, ()), np.zeros(0, np.bool_), {}, [])
+        own, computed = self._ranges(s, lease)
+        wanted = _families_of((*own, *computed), (*FAMILIES, *ANNOTATION))
         # Consecutive steps share segments, since a write or an annotation spans several groups.
         missing = [key for key in wanted if key not in self._segments]
         parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
@@ -308,7 +350,7 @@ class RowLoader:
         fields, modal = s.compute(
             self._gathered, own, computed, {key: wanted[key] for key in missing}, parts, number
         )
-        rows = LoadedRows(facts, expert, fields, modal)
+        rows = LoadedRows(Facts.of(number, own), expert, fields, modal)
         unrecorded, unscorable = dict[str, str](), dict[str, str]()
         recorded = rows.field("logprobs").present()
         # Without any usual row's log-probabilities, the step has no such column at all.
@@ -330,7 +372,8 @@ class RowLoader:
         Raises:
             CodecError: the body of an event cannot be read.
         """
-        lengths: list[int] = self._located(s, lease)[0].lengths.tolist()
+        own, _ = self._ranges(s, lease)
+        lengths: list[int] = Facts.of(len(lease.groups), own).lengths.tolist()
         return lengths
 
     def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:
@@ -369,14 +412,12 @@ class RowLoader:
     def unreadable(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:
         """Return place -> ``deleted`` or ``damaged``, of rows that can never be read."""
         reasons: dict[int, str] = {}
-        columns = ((lease.experiences, FAMILIES), (lease.annotations, ANNOTATION))
-        for cache, places in self._sources(s, lease):
-            for addresses, families in columns:
-                at = {place: position_of(addresses[place]) for place in places}
-                events = cache.events(s, set(at.values()))
-                # The segment must have every family that its event names; a missing one is damage.
-                bad = unreadable_among(s, _families_of(events.values(), families), families)
-                reasons |= {p: bad[k] for p in places if (k := events[at[p]].segment) in bad}
+        for ranges, families in zip(self._ranges(s, lease), (FAMILIES, ANNOTATION), strict=True):
+            # The segment must have every family that its event names; a missing one is damage.
+            bad = unreadable_among(s, _families_of(ranges, families), families)
+            for rows, event, _ in ranges:
+                if event.segment in bad:
+                    reasons |= dict.fromkeys(rows.tolist(), bad[event.segment])
         return reasons
 
     def uids(self, s: ReadSession, lease: BatchLeased, places: Sequence[int]) -> list[str]:
@@ -410,17 +451,13 @@ class RowLoader:
             sources.append((cache, [row for row, of in enumerate(numbers) if of == number]))
         return sources
 
-    def _located(
+    def _ranges(
         self, s: ReadSession, lease: BatchLeased
-    ) -> tuple[Facts, list[SlotRange], list[SlotRange]]:
-        """Return what events tell of the rows of a manifest, and where their tensors are.
-
-        The latter is the ranges of the experiences, and of what was computed of them.
-        """
-        order, sources = list[int](), list[tuple[list[int], Mapping[int, WithSegment]]]()
+    ) -> tuple[list[SlotRange], list[SlotRange]]:
+        """Return where the rows of a manifest are recorded, and where their annotations are."""
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
         for cache, places in self._sources(s, lease):
-            in_step, parts = np.array(places), list[tuple[list[SlotRange], Array, int, int]]()
+            in_step, parts = np.array(places), list[tuple[list[SlotRange], Array, int]]()
             columns = (lease.experiences, lease.annotations)
             for row_ranges, column in zip(ranges, columns, strict=True):
                 addresses = np.array(column)[in_step]
@@ -429,15 +466,13 @@ class RowLoader:
                 # Consecutive addresses are consecutive rows of one segment: an address holds the
                 # position in its high bits, so the next event's addresses are far away.
                 for a, z in contiguous_ranges(ordered):
-                    address = int(ordered[a])
-                    parts.append((row_ranges, rows[a:z], position_of(address), slot_of(address)))
-            events = cache.events(s, {position for _, _, position, _ in parts})
-            for row_ranges, rows, at, first in parts:
-                row_ranges.append((rows, events[at], range(first, first + len(rows))))
-            order += places
-            sources.append(([lease.experiences[place] for place in places], events))
-        facts = Facts.of(*sources)
-        return facts.reordered(np.argsort(order).tolist()) if any(lease.source) else facts, *ranges
+                    parts.append((row_ranges, rows[a:z], int(ordered[a])))
+            events = cache.events(s, {position_of(address) for _, _, address in parts})
+            for row_ranges, rows, address in parts:
+                first = slot_of(address)
+                slots = range(first, first + len(rows))
+                row_ranges.append((rows, events[position_of(address)], slots))
+        return ranges
 
     def _gathered(
         self,
@@ -504,9 +539,10 @@ class RowLoader:
         return by_name
 
 
-def _families_of(events: Iterable[WithSegment], families: Collection[str]) -> dict[bytes, set[str]]:
+def _families_of(ranges: Iterable[SlotRange], families: Collection[str]) -> dict[bytes, set[str]]:
     """Return segment key -> those of ``families`` that the segment has."""
-    return {event.segment: event.families.keys() & families for event in events if event.segment}
+    events = (event for _, event, _ in ranges if event.segment)
+    return {event.segment: event.families.keys() & families for event in events}
 
 
 def _add_modal(

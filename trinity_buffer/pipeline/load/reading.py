@@ -7,9 +7,9 @@ costs less than a query per row. No torch: the inspector reads with it too.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain, pairwise, starmap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,12 @@ import numpy.typing as npt
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import ArchivedSegmentError, CodecError, DamagedSegmentError, StoreError
-from trinity_buffer.events import ExperiencesRecorded, WithSegment
+from trinity_buffer.events import WithSegment
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import read_archive
 from trinity_buffer.pipeline.handle import decoded
 from trinity_buffer.store import log, segments
 from trinity_buffer.store.log import StoredEvent
-from trinity_buffer.store.rows import position_of, slot_of
 from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 
@@ -156,65 +155,12 @@ def _whole(key: bytes, parts: SegmentParts, families: Collection[str]) -> bool:
     return bool(blobs) and blobs.keys() >= set(families)
 
 
-_OF_ROWS = ("reward", "prompt_length", "length", "trained_tokens", "run", "step", "policy_version")
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The columns that events hold of experiences, one entry per row; a reward may be NaN."""
-
-    rewards: npt.NDArray[np.float64]
-    prompt_lengths: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    trained_tokens: npt.NDArray[np.int64]
-    runs: npt.NDArray[np.int64]
-    steps: npt.NDArray[np.int64]
-    policy_versions: Sequence[int | None]
-    sampling: Sequence[Sequence[Sequence[Any]] | None]
-
-    @classmethod
-    def of(cls, *sources: tuple[Sequence[int], Mapping[int, WithSegment]]) -> Facts:
-        """Return the columns of the experiences at these addresses, from the events of each."""
-        columns: list[list[Any]] = [[] for _ in _OF_ROWS]
-        sampling: list[Sequence[Sequence[Any]] | None] = []
-        for event, first, last in chain.from_iterable(starmap(recorded_ranges, sources)):
-            for column, name in zip(columns, _OF_ROWS, strict=True):
-                column += getattr(event.columns, name)[first:last]
-            spans, number = event.sampling, last - first
-            sampling += map(spans.get, range(first, last)) if spans else [None] * number
-        rewards, *numbers, versions = columns
-        integers = (np.array(column, np.int64) for column in numbers)
-        every: Any = (np.array(rewards, np.float64), *integers, versions, sampling)
-        return cls(*every)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def reordered(self, order: Sequence[int]) -> Facts:
-        """Return the columns with row ``order[i]`` as row ``i``."""
-        columns: Any = (
-            of[order] if isinstance(of, np.ndarray) else [of[row] for row in order]
-            for of in (getattr(self, column.name) for column in fields(self))
-        )
-        return Facts(*columns)
-
-
 def contiguous_ranges(numbers: npt.NDArray[Any] | Sequence[int]) -> list[tuple[int, int]]:
     """Return (start, stop) of the ranges in which each number is one more than the last."""
     if not len(numbers):
         return []
     breaks = np.flatnonzero(np.diff(np.asarray(numbers)) != 1) + 1
     return list(pairwise([0, *breaks.tolist(), len(numbers)]))
-
-
-def recorded_ranges(
-    experiences: Sequence[int], events: Mapping[int, WithSegment]
-) -> Iterator[tuple[ExperiencesRecorded, int, int]]:
-    """Yield the event of each range of these addresses, its first slot, and where it ends."""
-    for a, z in contiguous_ranges(experiences):
-        first, event = slot_of(experiences[a]), events[position_of(experiences[a])]
-        assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
-        yield event, first, first + z - a
 
 
 class EventCache:

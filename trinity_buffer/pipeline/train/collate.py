@@ -29,8 +29,14 @@ from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, Tra
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs
-from trinity_buffer.pipeline.load.columns import Array, Block, Field, LoadedRows, field_of_values
-from trinity_buffer.pipeline.load.reading import Facts
+from trinity_buffer.pipeline.load.columns import (
+    Array,
+    Block,
+    Facts,
+    Field,
+    LoadedRows,
+    field_of_values,
+)
 from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
 from trinity_buffer.pipeline.train.microbatch import (
     Column,
@@ -163,12 +169,12 @@ def _halves(rows: LoadedRows) -> LoadedRows:
     trained = np.array([len(half) for _, half in answers])
     pair_of = np.arange(len(answers)) // 2
     facts = replace(
-        rows.facts.reordered(pair_of.tolist()),
+        rows.facts.reordered(pair_of),
         rewards=np.full(len(answers), np.nan),
         lengths=np.array([len(ids) for ids in tokens]),
         prompt_lengths=np.array([len(prompt) for prompt, _ in answers]),
         trained_tokens=trained,
-        sampling=[None] * len(answers),
+        sampling=np.full(len(answers), None),
     )
     masks = [np.ones(number, np.bool_) for number in trained]
     return replace(

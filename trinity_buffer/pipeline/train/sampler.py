@@ -30,6 +30,7 @@ from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.events import (
     BatchLeased,
     ExperiencesAnnotated,
+    ExperiencesRecorded,
     ExperiencesRejected,
     StepDealt,
 )
@@ -44,7 +45,7 @@ from trinity_buffer.pipeline.coordination.waiting import (
 )
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import UNREADABLE, LoadedRows, RowLoader
-from trinity_buffer.pipeline.load.reading import EventCache, contiguous_ranges, recorded_ranges
+from trinity_buffer.pipeline.load.reading import EventCache, contiguous_ranges
 from trinity_buffer.pipeline.manifest import (
     MicroBatchPlan,
     leased_step,
@@ -57,7 +58,7 @@ from trinity_buffer.pipeline.train.collate import lacking_of
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.rows import StepRow, first_address, position_of
+from trinity_buffer.store.rows import StepRow, first_address, position_of, slot_of
 from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
@@ -169,13 +170,14 @@ class ReadyGroups:
             event for event in map(events.get, positions) if isinstance(event, ExperiencesAnnotated)
         ]
         experiences = [at for event in annotated for at in event.experiences]
-        recorded = self._rows.events(
-            s, {position_of(experiences[a]) for a, _ in contiguous_ranges(experiences)}
-        )
+        ranges = [(experiences[a], z - a) for a, z in contiguous_ranges(experiences)]
+        recorded = self._rows.events(s, {position_of(address) for address, _ in ranges})
         all_lengths, all_versions, num_before = list[int](), list[int | None](), 0
-        for of, begin, end in recorded_ranges(experiences, recorded):
-            all_lengths += of.columns.length[begin:end]
-            all_versions += of.columns.policy_version[begin:end]
+        for address, number in ranges:
+            of, begin = recorded[position_of(address)], slot_of(address)
+            assert isinstance(of, ExperiencesRecorded)  # no other kind has experiences
+            all_lengths += of.columns.length[begin : begin + number]
+            all_versions += of.columns.policy_version[begin : begin + number]
         for position, event in zip(positions, annotated, strict=True):
             first, of_event = first_address(position), slice(num_before, num_before + event.rows)
             lengths, versions = all_lengths[of_event], all_versions[of_event]
@@ -411,9 +413,12 @@ class StepSampler:
         # Annotations of other programs may have any shape, and a misfit would corrupt a whole
         # batch.
         tokens = rows.facts.lengths - rows.facts.prompt_lengths
-        misfits = [] if self._pairs else [(n, rows.field(n).misfits(tokens)) for n in ANNOTATED]
+        for name in () if self._pairs else ANNOTATED:
+            sizes = rows.field(name).sizes()
+            misfits = np.flatnonzero((sizes >= 0) & (sizes != tokens)).tolist()
+            places[name] = [*places.get(name, ()), *misfits]
         lacking: dict[int, list[str]] = {}
-        for name, wrong in (*places.items(), *misfits):
+        for name, wrong in places.items():
             for place in (place for place in wrong if not rows.expert[place]):
                 lacking.setdefault(place, []).append(name)
         unfit = {place: invalid(*lacking[place]) for place in sorted(lacking)}
