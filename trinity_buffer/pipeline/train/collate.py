@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -106,10 +106,10 @@ def collate_step(
         groups = [group for group in lease.groups for _ in range(size)]
         lease = structs.replace(lease, groups=groups)
     wide = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans if p.rank == rank]
-    places = _places(rows.facts, wide, padded=lease.layout == "padded")
+    places = Places(rows.facts, wide, padded=lease.layout == "padded")
     responses, recorded = _responses(rows, pairs=size == 2)
-    sources = _sources(rows, responses, rewards_of(lease, rows), padded=places.padded)
-    flat = _columns_of_step(sources, responses, places, memory or StepMemory())
+    sources = _sources(rows, responses, rewards_of(lease, rows), places)
+    flat = _columns_of_step(sources, places, memory or StepMemory())
     flat |= _temperature(rows, places)
     per_row = _per_row(lease, rows, recorded, size)
     layout = _layout(lease, rows, per_row, world)
@@ -197,8 +197,8 @@ def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Arra
         # Log-probabilities of an expert's rows are not the policy's, so they become 0.
         responses = {name: field.without(expert) for name, field in responses.items()}
     for name, stored in OPTIONAL.items():
-        if not (field := rows.field(stored)).missing():
-            responses[name] = field
+        if not (optional := rows.field(stored)).missing():
+            responses[name] = optional
     recorded = responses["rollout_logprob"].present()
     # A mixed step may have only the expert's rows left, whose zeros no loss reads.
     has_logprobs = bool(recorded.any() or expert.all()) and not pairs
@@ -333,100 +333,102 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Rectangle(NamedTuple):
-    """Rows of one shape at equal distances in a column.
-
-    Attributes:
-        first: begin of the first row.
-        distance: distance between the begins of two rows.
-        rows: number of rows.
-        prompt: begin of the response in each row.
-        length: number of tokens of each row.
-        extent: number of elements of each row, padding included.
-    """
-
-    first: int
-    distance: int
-    rows: int
-    prompt: int
-    length: int
-    extent: int
-
-    def of(self, column: Array) -> Array:
-        """Return the rectangle as a view of ``column``, ``[rows, extent]``."""
-        width = column.itemsize
-        shape, strides = (self.rows, self.extent), (self.distance * width, width)
-        return np.ndarray(shape, column.dtype, column, self.first * width, strides)
-
-
-@dataclass(slots=True)
 class Places:
-    """The places of one rank's rows in the columns of a step.
+    """The places of one rank's rows in the columns of a step, one micro-batch after the other.
+
+    Args:
+        facts: of the rows of the step.
+        plans: the micro-batches of the rank.
+        padded: whether they are padded.
 
     Attributes:
         begins: ``[rows]``, begin of each row of the step; negative: on another rank.
         prompts, lengths: ``[rows]``, number of tokens of the prompt and of the whole row.
-        extents: ``[rows]``, number of elements of each row, padding included.
         parts: the part of each micro-batch.
         size: number of elements of a column.
-        padded: whether micro-batches are padded.
     """
 
-    begins: Array
-    prompts: Array
-    lengths: Array
-    extents: Array
-    parts: Sequence[Part]
-    size: int
-    padded: bool
-    _rectangles: dict[int, tuple[Array, Rectangle | None]] = field(default_factory=dict)
+    def __init__(self, facts: Facts, plans: Sequence[MicroBatchPlan], *, padded: bool) -> None:
+        self.prompts, self.lengths, self.padded = facts.prompt_lengths, facts.lengths, padded
+        self.begins = np.full(len(facts), -1, np.int64)
+        self.size, self.parts = 0, list[Part]()
+        self._extents = facts.lengths.copy()  # padding included
+        self._shapes: dict[int, tuple[Array, tuple[int, ...] | None]] = {}
+        for plan in plans:
+            rows, number = slice(plan.start, plan.stop), plan.stop - plan.start
+            if padded:
+                shape: tuple[int, ...] = (number, plan.width)
+                self.begins[rows] = self.size + np.arange(number) * plan.width
+                self._extents[rows] = plan.width
+            else:
+                own_lengths = self.lengths[rows]
+                shape = (int(own_lengths.sum()),)
+                self.begins[rows] = self.size + np.cumsum(own_lengths) - own_lengths
+            elements = slice(self.size, self.size + math.prod(shape))
+            self.parts.append(Part(rows, elements, shape))
+            self.size = elements.stop
 
-    def rectangle(self, block: Block, *, after_prompt: bool) -> Rectangle | None:
-        """Return the rectangle of a block; None if its rows must be written one by one."""
+    def area(
+        self, column: Array, block: Block, *, after_prompt: bool
+    ) -> tuple[Array, int, int] | None:
+        """Return the rows of a block as one view of a column, and where their values begin and end.
+
+        None if they differ in shape or distance: they must be written one by one.
+        """
         # Blocks of one segment share their array of rows, so its identity can be the cache key.
-        rows, where = self._rectangles.get(id(block.rows), (None, None))
+        rows, where = self._shapes.get(id(block.rows), (None, None))
         if rows is not block.rows:
             rows, where = block.rows, None
-            bounds = (self.begins, self.prompts, self.lengths, self.extents)
+            bounds = (self.begins, self.prompts, self.lengths, self._extents)
             begins, *shapes = (column[rows] for column in bounds)
-            first = int(begins[0])
-            prompt, length, extent = (int(shape[0]) for shape in shapes)
+            first, prompt, length, extent = (int(of[0]) for of in (begins, *shapes))
             distance = int(begins[1]) - first if len(rows) > 1 else extent
             alike = (np.diff(begins) == distance).all() and all(
                 (of == of[0]).all() for of in shapes
             )
             if first >= 0 and distance >= extent and alike:
-                where = Rectangle(first, distance, len(rows), prompt, length, extent)
-            self._rectangles[id(rows)] = rows, where
-        if where is None or block.scaled:
-            return where
-        return where if block.size == where.length - after_prompt * where.prompt else None
+                where = first, distance, prompt, length, extent
+            self._shapes[id(rows)] = rows, where
+        if where is None:
+            return None
+        first, distance, prompt, length, extent = where
+        start, width = prompt if after_prompt else 0, column.itemsize
+        if not block.scaled and block.size != length - start:
+            return None
+        shape, strides = (len(rows), extent), (distance * width, width)
+        return np.ndarray(shape, column.dtype, column, first * width, strides), start, length
+
+    def put_last(self, values: Array, column: Array) -> None:
+        """Write ``values``, one for the last token of each row, NaN for none."""
+        there = ~np.isnan(values) & (self.begins >= 0)
+        column[(self.begins + self.lengths)[there] - 1] = values[there]
+
+    def put_text(self, column: Array) -> None:
+        """Write the attention mask."""
+        column.fill(1)
+        for rows, elements, shape in self.parts if self.padded else ():
+            lengths = self.lengths[rows]
+            if (lengths < shape[1]).any():
+                np.less(np.arange(shape[1]), lengths[:, None], out=column[elements].reshape(shape))
+
+    def put_positions(self, column: Array) -> None:
+        """Write the position of each token in its packed row."""
+        for rows, elements, _ in self.parts:
+            lengths = self.lengths[rows]
+            longest = np.arange(lengths.max(initial=0))
+            if len(lengths) and (lengths == lengths[0]).all():
+                column[elements].reshape(len(lengths), len(longest))[...] = longest
+            else:
+                for begin, size in zip(self.begins[rows].tolist(), lengths.tolist(), strict=True):
+                    column[begin : begin + size] = longest[:size]
 
 
-def _places(facts: Facts, plans: Sequence[MicroBatchPlan], *, padded: bool) -> Places:
-    """Return the places of rows in the micro-batches of a rank, one after the other."""
-    lengths = facts.lengths
-    begins, extents = np.full(len(lengths), -1, np.int64), lengths.copy()
-    size, parts = 0, list[Part]()
-    for plan in plans:
-        rows = slice(plan.start, plan.stop)
-        number, own_lengths = plan.stop - plan.start, lengths[rows]
-        if padded:
-            shape: tuple[int, ...] = (number, plan.width)
-            begins[rows] = size + np.arange(number) * plan.width
-            extents[rows] = plan.width
-        else:
-            shape = (int(own_lengths.sum()),)
-            begins[rows] = size + np.cumsum(own_lengths) - own_lengths
-        parts.append(Part(rows, slice(size, size + math.prod(shape)), shape))
-        size = parts[-1].elements.stop
-    return Places(begins, facts.prompt_lengths, lengths, extents, parts, size, padded)
-
-
-class Source(NamedTuple):
+@dataclass(slots=True)
+class Source:
     """What a column is made of, once.
 
     Attributes:
+        places: the places of its rows.
         dtype: dtype of its elements.
         blocks: stored rows, removed as they are written.
         after_prompt: whether they cover responses instead of whole rows.
@@ -434,130 +436,99 @@ class Source(NamedTuple):
         zeros: whether all other elements are 0; if not, ``finish`` writes each.
     """
 
+    places: Places
     dtype: type[np.generic]
     blocks: deque[Block]
     after_prompt: bool = True
-    finish: Callable[[Array, Places], None] | None = None
+    finish: Callable[[Array], None] | None = None
     zeros: bool = True
+
+    def is_scaled(self) -> bool:
+        """Return whether some of its values are multiples of the action mask."""
+        return any(block.scaled for block in self.blocks)
+
+    def write(self, column: Array, factors: Array | None) -> Iterator[None]:
+        """Write a column into uninitialized memory, one block at a time."""
+        blocks, area, after_prompt = self.blocks, self.places.area, self.after_prompt
+        areas = deque(area(column, block, after_prompt=after_prompt) for block in blocks)
+        on_rank = np.count_nonzero(self.places.begins >= 0)
+        # Then the zeros between rows are written with the rows, while both are in the cache.
+        whole = None not in areas and sum(len(block.rows) for block in blocks) == on_rank
+        if self.zeros and not whole:
+            column.fill(0)
+        while blocks:
+            block, where = blocks.popleft(), areas.popleft()
+            if where is None:
+                self._put_rows(column, block, factors)
+            else:
+                rows, start, stop = where
+                if whole:
+                    rows[:, :start] = rows[:, stop:] = 0
+                target = rows[:, start:stop]
+                if not block.scaled:
+                    target[...] = block.data.reshape(target.shape)
+                elif factors is None:
+                    target[...] = block.data[:, None]
+                else:
+                    mask = area(factors, block, after_prompt=after_prompt)
+                    assert mask is not None  # it has the places of the column
+                    mine = mask[0][:, start:stop]
+                    np.multiply(mine, block.data[:, None], out=target, casting="unsafe")
+            del block
+            yield
+        if self.finish is not None:
+            self.finish(column)
+
+    def _put_rows(self, column: Array, block: Block, factors: Array | None) -> None:
+        """Write the rows of a block one by one."""
+        begins, values = (
+            self.places.begins[block.rows],
+            block.data if block.scaled else block.values(),
+        )
+        starts = begins + self.places.prompts[block.rows] if self.after_prompt else begins
+        stops = starts + np.diff(block.ends)
+        if block.scaled:
+            stops = begins + self.places.lengths[block.rows]
+        bounds = zip(begins.tolist(), starts.tolist(), stops.tolist(), values, strict=True)
+        for begin, start, stop, value in bounds:
+            if begin >= 0 and block.scaled and factors is not None:
+                np.multiply(factors[start:stop], value, out=column[start:stop], casting="unsafe")
+            elif begin >= 0:
+                column[start:stop] = value
 
 
 def _sources(
-    rows: LoadedRows, responses: Mapping[str, Field], rewards: Array, *, padded: bool
+    rows: LoadedRows, responses: Mapping[str, Field], rewards: Array, places: Places
 ) -> dict[str, Source]:
     """Return what each column is made of."""
     tokens, masks = rows.field("tokens").blocks, rows.field("action_mask").blocks
-    sources = {
-        "input_ids": Source(np.int64, deque(tokens), after_prompt=False),
-        "position_ids": Source(np.int64, deque(), finish=_put_positions, zeros=False),
-        "attention_mask": Source(np.bool_, deque(), finish=_put_text, zeros=False),
-        "action_mask": Source(np.bool_, deque(masks)),
-    }
-    if padded:
-        del sources["position_ids"]  # one row of positions serves all padded rows
+    text, positions = places.put_text, places.put_positions
+    sources = {"input_ids": Source(places, np.int64, deque(tokens), after_prompt=False)}
+    if not places.padded:  # one row of positions serves all padded rows
+        sources["position_ids"] = Source(places, np.int64, deque(), finish=positions, zeros=False)
+    sources["attention_mask"] = Source(places, np.bool_, deque(), finish=text, zeros=False)
+    sources["action_mask"] = Source(places, np.bool_, deque(masks))
     for name, of in responses.items():
-        sources[name] = Source(np.float32, deque(of.blocks))
+        sources[name] = Source(places, np.float32, deque(of.blocks))
     # The reward of a row without token-level rewards is that of its last token; an expert's rows
     # have none.
     last = np.where(responses[REWARDS].present() | rows.expert, np.nan, rewards)
-    sources[REWARDS] = sources[REWARDS]._replace(finish=partial(_put_last, last))
+    sources[REWARDS].finish = partial(places.put_last, last)
     return sources
 
 
 def _fill(
-    columns: Mapping[str, Array],
-    sources: Mapping[str, Source],
-    places: Places,
-    weights: Weights | None = None,
+    columns: Mapping[str, Array], sources: Mapping[str, Source], weights: Weights | None = None
 ) -> None:
     """Write whole columns into uninitialized memory, by turns a block of each.
 
     Stored bytes are released block by block, so that they and the columns never exist in full at
     the same time.
     """
-    scaled = any(block.scaled for name in columns for block in sources[name].blocks)
+    scaled = any(sources[name].is_scaled() for name in columns)
     factors = weights() if scaled and weights is not None else None
-    writers = (_written(column, sources[n], places, factors) for n, column in columns.items())
+    writers = (sources[name].write(column, factors) for name, column in columns.items())
     deque(zip_longest(*writers), maxlen=0)
-
-
-def _written(
-    column: Array, source: Source, places: Places, factors: Array | None
-) -> Iterator[None]:
-    """Write a column, one block at a time."""
-    blocks, after_prompt = source.blocks, source.after_prompt
-    areas = deque(places.rectangle(block, after_prompt=after_prompt) for block in blocks)
-    on_rank = np.count_nonzero(places.begins >= 0)
-    # Then the zeros between rows are written with the rows, while both are in the cache.
-    whole = None not in areas and sum(len(block.rows) for block in blocks) == on_rank
-    if source.zeros and not whole:
-        column.fill(0)
-    while blocks:
-        block, where = blocks.popleft(), areas.popleft()
-        if where is None:
-            _put_rows(column, block, places, factors, after_prompt=after_prompt)
-        else:
-            area, start = where.of(column), where.prompt if after_prompt else 0
-            if whole:
-                area[:, :start] = area[:, where.length :] = 0
-            target = area[:, start : where.length]
-            if not block.scaled:
-                target[...] = block.data.reshape(target.shape)
-            elif factors is None:
-                target[...] = block.data[:, None]
-            else:
-                mask = where.of(factors)[:, start : where.length]
-                np.multiply(mask, block.data[:, None], out=target, casting="unsafe")
-        del block
-        yield
-    if source.finish is not None:
-        source.finish(column, places)
-
-
-def _put_rows(
-    column: Array, block: Block, places: Places, factors: Array | None, *, after_prompt: bool
-) -> None:
-    """Write the rows of a block one by one."""
-    begins = places.begins[block.rows]
-    starts = (begins + places.prompts[block.rows] if after_prompt else begins).tolist()
-    here = (begins >= 0).tolist()
-    if not block.scaled:
-        for start, mine, (a, z) in zip(starts, here, pairwise(block.ends.tolist()), strict=True):
-            if mine:
-                column[start : start + z - a] = block.data[a:z]
-        return
-    stops = (begins + places.lengths[block.rows]).tolist()
-    for start, stop, mine, scalar in zip(starts, stops, here, block.data, strict=True):
-        if mine and factors is None:
-            column[start:stop] = scalar
-        elif mine and factors is not None:
-            np.multiply(factors[start:stop], scalar, out=column[start:stop], casting="unsafe")
-
-
-def _put_last(values: Array, column: Array, places: Places) -> None:
-    """Write ``values``, one for the last token of each row, NaN for none."""
-    there = ~np.isnan(values) & (places.begins >= 0)
-    column[(places.begins + places.lengths)[there] - 1] = values[there]
-
-
-def _put_text(column: Array, places: Places) -> None:
-    """Write the attention mask."""
-    column.fill(1)
-    for rows, elements, shape in places.parts if places.padded else ():
-        lengths = places.lengths[rows]
-        if (lengths < shape[1]).any():
-            np.less(np.arange(shape[1]), lengths[:, None], out=column[elements].reshape(shape))
-
-
-def _put_positions(column: Array, places: Places) -> None:
-    """Write the position of each token in its packed row."""
-    for rows, elements, _ in places.parts:
-        lengths = places.lengths[rows]
-        longest = np.arange(lengths.max(initial=0))
-        if len(lengths) and (lengths == lengths[0]).all():
-            column[elements].reshape(len(lengths), len(longest))[...] = longest
-        else:
-            for begin, size in zip(places.begins[rows].tolist(), lengths.tolist(), strict=True):
-                column[begin : begin + size] = longest[:size]
 
 
 def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) -> Array | None:
@@ -575,7 +546,7 @@ def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) 
             return mask
         dtype = np.bool_
     weights = np.empty(places.size, dtype)
-    _fill({"": weights}, {"": Source(dtype, deque(masks))}, places)
+    _fill({"": weights}, {"": Source(places, dtype, deque(masks))})
     return weights
 
 
@@ -584,13 +555,13 @@ class LazyColumns:
 
     Args:
         sources: what they are made of, released afterwards.
-        places, weights: the places of their rows, and the factors of scaled values.
+        weights: the factors of scaled values.
     """
 
-    def __init__(
-        self, sources: Mapping[str, Source], places: Places, weights: Weights | None
-    ) -> None:
-        self._inputs: tuple[Any, ...] | None = sources, places, weights
+    def __init__(self, sources: Mapping[str, Source], weights: Weights) -> None:
+        # The weights hold the blocks of the mask, which other columns do not need.
+        scaled = any(source.is_scaled() for source in sources.values())
+        self._inputs: tuple[Any, ...] | None = sources, weights if scaled else None
         self._made: dict[str, Array] = {}
         self._lock = Lock()  # threads of a trainer may read at the same time
 
@@ -603,10 +574,9 @@ class LazyColumns:
         with self._lock:
             inputs, self._inputs = self._inputs, None
             if inputs is not None:
-                sources, places, _ = inputs
                 made = {}
-                for own, source in sources.items():
-                    size = places.size * np.dtype(source.dtype).itemsize
+                for own, source in inputs[0].items():
+                    size = source.places.size * np.dtype(source.dtype).itemsize
                     large = size > sizes().bytes_read_at_once
                     memory = mapped(size) if large else bytearray(size)
                     made[own] = np.frombuffer(memory, source.dtype)
@@ -621,26 +591,18 @@ class LazyColumns:
 
 
 def _columns_of_step(
-    sources: dict[str, Source],
-    responses: Mapping[str, Field],
-    places: Places,
-    memory: StepMemory,
+    sources: Mapping[str, Source], places: Places, memory: StepMemory
 ) -> dict[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or lazy."""
-    masks = [*sources["action_mask"].blocks]
+    masks, late, ahead = [*sources["action_mask"].blocks], set(sources), dict[str, Array]()
     width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
-    if places.size * width > sizes().bytes_made_ahead:
-        late, ahead, weights = set(sources), dict[str, Array](), partial(_weights, masks, places)
-    else:
+    if places.size * width <= sizes().bytes_made_ahead:
         # Few losses read returns, rewards, or advantages that were not computed. They stay lazy
         # only if that keeps no more than the mask and one number per row alive.
+        late = {name for name in RESPONSES if name in sources and not sources[name].blocks}
         by_mask = all(block.data.dtype == np.bool_ for block in masks)
-        late = {
-            name
-            for name, field in responses.items()
-            if not field.blocks
-            or (name == "returns" and by_mask and all(block.scaled for block in field.blocks))
-        }
+        if by_mask and all(block.scaled for block in sources["returns"].blocks):
+            late.add("returns")
         if not places.padded:
             late.add("attention_mask")
         dtypes = {name: of.dtype for name, of in sources.items() if name not in late}
@@ -648,26 +610,18 @@ def _columns_of_step(
         # The mask first: scaled columns are multiples of it.
         others = dict(ahead)
         mask = others.pop("action_mask")
-        _fill({"action_mask": mask}, sources, places)
+        _fill({"action_mask": mask}, sources)
         factors = _weights(masks, places, mask)
-        _fill(others, sources, places, lambda: factors)
+        _fill(others, sources, lambda: factors)
         # Copies, since the memory of the mask and of the segments may change before they are read.
-        scaled = any(sources[name].blocks for name in late)
-        bits = np.packbits(factors) if scaled and factors is not None else None
-        weights = partial(_unpacked, bits, places.size)
+        masks = [replace(block, data=block.data.copy()) for block in masks]
         for name in late:
-            blocks = deque(replace(b, data=b.data.copy()) for b in sources[name].blocks)
-            sources[name] = sources[name]._replace(blocks=blocks)
+            own = sources[name].blocks
+            sources[name].blocks = deque(replace(b, data=b.data.copy()) for b in own)
     flat: dict[str, Array | LazyColumn] = {**ahead}
     together = [name for name in WITH_IDS if name in late]
     for names in (together, *([name] for name in late.difference(together))):
         of = {name: sources[name] for name in names}
-        # The weights hold the blocks of the mask, which other columns do not need.
-        scaled = any(block.scaled for source in of.values() for block in source.blocks)
-        made = LazyColumns(of, places, weights if scaled else None)
+        made = LazyColumns(of, partial(_weights, masks, places))
         flat |= {name: partial(made.part, name) for name in of}
     return {name: flat[name] for name in sources}
-
-
-def _unpacked(bits: Array | None, size: int) -> Array | None:
-    return None if bits is None else np.unpackbits(bits, count=size).view(np.bool_)
