@@ -11,12 +11,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from trinity_buffer.errors import CodecError, InvalidArgumentError
+from trinity_buffer.errors import CodecError
 from trinity_buffer.events import BatchLeased, StepDealt
 from trinity_buffer.options import Layout
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at
@@ -186,25 +187,21 @@ def plan_microbatches(
         pairs: every row stands for two, the chosen and the rejected one, and rows keep their order
             so that pairs stay together.
         by_length: whether rows may be sorted by length.
-
-    Raises:
-        InvalidArgumentError: a budget that is not positive.
     """
-    if tokens_per_microbatch is not None and tokens_per_microbatch < 1:
-        raise InvalidArgumentError(
-            f"tokens_per_microbatch={tokens_per_microbatch}: it must be at least 1"
-        )
     order: list[int] = []
     per_rank = []
     size = 2 if pairs and layout == "padded" else 1
-    for rows in _assign_to_ranks(lengths, groups, world_size):
+    ranks = [[*range(len(lengths))]]
+    if world_size > 1:
+        ranks = _assign_to_ranks(lengths, groups, world_size)
+    for rows in ranks:
         if by_length and layout == "padded" and tokens_per_microbatch is not None and not pairs:
             rows = sorted(rows, key=lambda row: -lengths[row])
         per_rank.append(_fill(rows, lengths, layout, tokens_per_microbatch, size))
     most = max(1, *map(len, per_rank))  # 1: a step that lost all its rows
     plans = []
     for rank, chunks in enumerate(per_rank):
-        for chunk in _split_to(chunks, most):
+        for chunk in _split_to(chunks, most) if len(chunks) < most else chunks:
             start, order = len(order), order + chunk
             sizes = [lengths[row] for row in chunk]
             # Models mostly accept no rows, but hardly any accepts no columns.
@@ -217,18 +214,15 @@ def _assign_to_ranks(
     lengths: Sequence[int], groups: Sequence[int], world_size: int
 ) -> list[list[int]]:
     """Return the rows of each rank, with whole groups together."""
-    if world_size == 1:
-        return [list(range(len(lengths)))]
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    ranks: list[list[int]] = [[] for _ in range(world_size)]
-    load = [0] * world_size
-    for rows in sorted(members.values(), key=lambda rows: -sum(lengths[row] for row in rows)):
-        rank = min(range(world_size), key=lambda r: (load[r], r))
-        ranks[rank] += rows
-        load[rank] += sum(lengths[row] for row in rows)
-    return [sorted(rows) for rows in ranks]
+    loads = [(sum(lengths[row] for row in rows), rows) for rows in members.values()]
+    ranks: list[tuple[int, int, list[int]]] = [(0, rank, []) for rank in range(world_size)]
+    for tokens, rows in sorted(loads, key=lambda load: -load[0]):
+        load, rank, own = heappop(ranks)
+        heappush(ranks, (load + tokens, rank, own + rows))
+    return [sorted(rows) for _, _, rows in sorted(ranks, key=lambda of: of[1])]
 
 
 def _fill(

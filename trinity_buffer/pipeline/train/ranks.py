@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import Any
 
 import anyio
 import torch.distributed
@@ -63,12 +63,13 @@ class RankSession:
 
     Attributes:
         committed: the last committed step when the ranks assembled.
-        presence: heartbeats of a rank above 0.
         wait: wait for the other ranks.
         ended: the last step of the stream, once rank 0 has recorded it.
     """
 
-    def __init__(self, experiment: ExperimentHandle, options: StreamOptions) -> None:
+    def __init__(
+        self, experiment: ExperimentHandle, options: StreamOptions, presence: Presence
+    ) -> None:
         self.committed = 0
         self.ended: int | None = None
         self._experiment = experiment
@@ -84,15 +85,10 @@ class RankSession:
         self._parts: dict[int, int] = {}  # rank -> last step whose part is done
         self._rows: dict[tuple[int, int], int] = {}  # (rank, step) -> rows it took
         self._superseded = ""
-        role = f"rank {self._rank}"
-        # Rank 0 is present as the trainer.
-        self.presence = (
-            Presence(self._database, experiment.key, role, self._name) if self._rank else None
-        )
         self._lacking = ""
-        # Rank 0 waits for processes alone, whose end it detects.
-        key = experiment.key if self._rank else None
-        self.wait = ReportedWait(self._database, key, self._waiting_for, self.presence)
+        # Rank 0 is present as the trainer, and waits for processes alone, whose end it detects.
+        key, self._presence = (experiment.key, presence) if self._rank else (None, None)
+        self.wait = ReportedWait(self._database, key, self._waiting_for, self._presence)
 
     async def _waiting_for(self) -> str:
         return f"rank {self._rank} of trainer {self._name!r} waits for {self._lacking}"
@@ -263,8 +259,8 @@ class RankSession:
     # ------------------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        if self.presence is not None:
-            await self.presence.seen(at_once=True)
+        if self._presence is not None:
+            await self._presence.seen(at_once=True)
         here = RankJoined(consumer=self._name, rank=self._rank, world_size=self._world)
         self._joined = self._read_up_to = await self._append(here)
         self._called = False
@@ -304,39 +300,28 @@ class RankSession:
 
     def _apply(self, position: int, fact: OfRanks) -> None:
         match fact:
-            case RankJoined():
-                self._apply_join(position, fact)
-            case RanksAssembled():
-                self._apply_assembly(position, fact)
-            case StepPartDone():
-                if fact.assembly == self._position:
-                    self._parts[fact.rank] = max(self._parts.get(fact.rank, 0), fact.step)
-                    first = fact.step - len(fact.rows) + 1
-                    for step, rows in enumerate(fact.rows, first):
-                        self._rows[fact.rank, step] = rows
-            case StreamEnded():
-                if fact.assembly == self._position:
-                    self.ended = fact.step
-            case _:
-                assert_never(fact)
-
-    def _apply_assembly(self, position: int, assembled: RanksAssembled) -> None:
-        if self._rank and self._joined in assembled.joins:
-            self._position, self.committed = position, assembled.committed_step
-        elif self._position and position > self._position:
-            self._superseded = "the ranks assembled anew without this process"
-
-    def _apply_join(self, position: int, join: RankJoined) -> None:
-        if not self._position:
-            if join.world_size != self._world and 0 in (self._rank, join.rank):
-                raise InvalidArgumentError(
-                    f"rank {join.rank} of trainer {self._name!r} was started with world_size="
-                    f"{join.world_size}, this one with {self._world}: start all ranks alike"
-                )
-            self._called |= join.rank == 0
-            self._joins[join.rank] = position
-        elif 0 in (self._rank, join.rank):
-            self._superseded = f"rank {join.rank} started again"
+            case RankJoined() if not self._position:
+                if fact.world_size != self._world and 0 in (self._rank, fact.rank):
+                    raise InvalidArgumentError(
+                        f"rank {fact.rank} of trainer {self._name!r} was started with world_size="
+                        f"{fact.world_size}, this one with {self._world}: start all ranks alike"
+                    )
+                self._called |= fact.rank == 0
+                self._joins[fact.rank] = position
+            case RankJoined() if 0 in (self._rank, fact.rank):
+                self._superseded = f"rank {fact.rank} started again"
+            case RanksAssembled() if self._rank and self._joined in fact.joins:
+                self._position, self.committed = position, fact.committed_step
+            case RanksAssembled() if self._position and position > self._position:
+                self._superseded = "the ranks assembled anew without this process"
+            case StepPartDone() if fact.assembly == self._position:
+                self._parts[fact.rank] = max(self._parts.get(fact.rank, 0), fact.step)
+                for step, rows in enumerate(fact.rows, fact.step - len(fact.rows) + 1):
+                    self._rows[fact.rank, step] = rows
+            case StreamEnded() if fact.assembly == self._position:
+                self.ended = fact.step
+            case _:  # of an assembly that this rank is not in
+                pass
 
     def _check(self) -> None:
         if self._superseded:

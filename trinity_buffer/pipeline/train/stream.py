@@ -91,7 +91,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     Args:
         experiment: the trainer's own experiment.
         options: options of the stream.
-        presence: heartbeats of rank 0, those of its lease.
+        presence: heartbeats of this rank.
 
     Attributes:
         resume: the last commit, or None at the very beginning; known after `prepare`.
@@ -108,7 +108,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         self,
         experiment: ExperimentHandle,
         options: StreamOptions,
-        presence: Presence | None = None,
+        presence: Presence,
     ) -> None:
         self.experiment = experiment
         self.options = options
@@ -125,10 +125,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         zeros = ZeroAdvantages(options.consumer, options.annotation_set)
         self._read_zeros = zeros.warn if computed else None
         self._chain = FIRST_LINK  # the link after the last step made
-        self._ranks = RankSession(experiment, options)
-        own = presence or self._ranks.presence
-        assert own is not None  # rank 0 has that of its lease
-        self.presence = own
+        self._ranks = RankSession(experiment, options, presence)
+        self.presence = presence
         self._next_step = 1
         self._committed = 0  # the last committed step
         self._delivered: dict[int, Delivered] = {}
@@ -675,8 +673,10 @@ async def open_async_train_stream(
     async with AsyncExitStack() as stack:
         # Only rank 0 holds the lease; the others find its steps in the log.
         if chosen.rank:
-            stream = FollowingStream(experiment, chosen)
-            await stack.enter_async_context(stream.presence.heartbeats())
+            role, name = f"rank {chosen.rank}", chosen.consumer
+            presence = Presence(experiment.database, experiment.key, role, name)
+            stream = FollowingStream(experiment, chosen, presence)
+            await stack.enter_async_context(presence.heartbeats())
         else:
             lease = await stack.enter_async_context(
                 hold_lease(
