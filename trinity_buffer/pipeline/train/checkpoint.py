@@ -51,8 +51,8 @@ def version_of(digest: str | None) -> int:
     """
     if digest is None:
         return VERSION
-    marked = _VERSION.match(digest)
-    version = 1 if marked is None else int(marked[1])
+    mark = _VERSION.match(digest)
+    version = 1 if mark is None else int(mark[1])
     if version not in (1, VERSION):
         raise CheckpointError(
             f"the digest {digest[:12]}… of a checkpoint is of version {version}, this package "
@@ -61,18 +61,9 @@ def version_of(digest: str | None) -> int:
     return version
 
 
-def marked(digest: str, contents: Sequence[str]) -> str:
-    """Return the digest of a checkpoint as recorded, with its version if a file is in pieces.
-
-    Args:
-        contents: hashes of its files from `contents_of`.
-    """
-    return f"v{VERSION}:{digest}" if any(map(_is_in_pieces, contents)) else digest
-
-
 def is_content(text: str | None, size: int) -> bool:
     """Return whether ``text`` has the form of a new hash of a file of ``size`` bytes."""
-    return text is not None and _is_in_pieces(text) == (size > PIECE_BYTES)
+    return text is not None and text.startswith(_IN_PIECES) == (size > PIECE_BYTES)
 
 
 def contents_of(files: Sequence[Path], version: int = VERSION) -> list[str]:
@@ -112,10 +103,6 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
     except RuntimeError:  # the thread limit is reached, or the main thread has ended
         return [work(item) for item in items]
     return [*results]
-
-
-def _is_in_pieces(content: str) -> bool:
-    return content.startswith(_IN_PIECES)
 
 
 _BUFFERS: SimpleQueue[bytearray] = SimpleQueue()
@@ -231,7 +218,8 @@ def digest_of(
             name = file.name if file == checkpoint else file.relative_to(checkpoint).as_posix()
             line = f"\0{file.stat().st_size}\0{contents[file]}\n".encode()
             total.update(os.fsencode(name) + line)  # a name may be any bytes
-    return marked(total.hexdigest(), [contents[file] for file in files])
+    in_pieces = any(contents[file].startswith(_IN_PIECES) for file in files)
+    return f"v{VERSION}:{total.hexdigest()}" if in_pieces else total.hexdigest()
 
 
 @contextmanager
@@ -344,16 +332,18 @@ def read_head(folder: Path) -> bytes:
 
 def _content(checkpoint: Path) -> tuple[list[Path], list[Path]]:
     """Return the files of a checkpoint, sorted, and its folders."""
-    files: list[Path] = []
+    files = [] if checkpoint.is_dir() else [checkpoint]
     folders: list[Path] = []
-    if not checkpoint.is_dir():
-        files.append(checkpoint)
-    else:
-        for folder, names, file_names in os.walk(checkpoint, followlinks=True, onerror=_raised):
-            folders.append(Path(folder))
-            files += [Path(folder, name) for name in file_names]
-            for name in names:
-                _refuse_circle(Path(folder, name))
+    failures: list[OSError] = []  # as of a folder that may not be read
+    for name, _, names in os.walk(checkpoint, followlinks=True, onerror=failures.append):
+        folder = Path(name)
+        # A link that leads back to a folder around it would never end.
+        if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
+            raise CheckpointError(f"checkpoint: the link {folder} leads back to where it lies")
+        folders.append(folder)
+        files += [folder / name for name in names]
+    if failures and checkpoint.is_dir():
+        raise failures[0]
     for file in files:
         if not file.is_file() and (file.is_symlink() or file.exists()):
             what = "leads nowhere" if file.is_symlink() else "is no file"
@@ -367,16 +357,6 @@ def _content(checkpoint: Path) -> tuple[list[Path], list[Path]]:
             "names it, restore it, or resume from an older step with resume_from="
         )
     return sorted(files), folders
-
-
-def _raised(error: OSError) -> None:
-    raise error
-
-
-def _refuse_circle(folder: Path) -> None:
-    """Raise if ``folder`` is a link to a folder that contains it."""
-    if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
-        raise CheckpointError(f"checkpoint: the link {folder} leads back to where it lies")
 
 
 def found_again(path: str, digest: str | None, beside: Path | None) -> Path:

@@ -23,12 +23,7 @@ from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer, recorder
 from trinity_buffer.pipeline.background import running, settle_imports, task_group
-from trinity_buffer.pipeline.coordination.diagnosis import (
-    counted,
-    is_being_decided,
-    left_of,
-    outcome_of,
-)
+from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.waiting import (
     Presence,
@@ -41,17 +36,10 @@ from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, leased_step
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
+from trinity_buffer.pipeline.train import resume
 from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.pipeline.train.ranks import RankSession, require_one_process
-from trinity_buffer.pipeline.train.resume import (
-    has_set,
-    last_commit,
-    register,
-    require_checkpoint_of,
-    rows_to_drop,
-    wait_for_set,
-)
 from trinity_buffer.pipeline.train.sampler import DROP_DAMAGED, StepSampler
 from trinity_buffer.pipeline.train.step import (
     NON_FINITE,
@@ -165,7 +153,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         for row in done:
             self._chain = row.chain or chain(self._chain, row.manifest_digest)
         if done:
-            self.resume = await last_commit(self.experiment, name, done[-1], self._chain)
+            self.resume = await resume.last_commit(self.experiment, name, done[-1], self._chain)
         return steps[len(done) :]
 
     # -- making steps, in order: each is a link of the manifest chain
@@ -327,13 +315,13 @@ class LeadingStream(TrainStream):
     @override
     async def prepare(self) -> None:
         """Begin, if the annotation set exists; otherwise `run` waits for it."""
-        if await has_set(self.experiment, self.options):
+        if await resume.has_set(self.experiment, self.options):
             await self._begin()
 
     async def _begin(self) -> None:
         """Register, rewind if asked to, and find the last commit and the steps leased after it."""
         options = self.options
-        row = await register(self.experiment, options.consumer, options.annotation_set)
+        row = await resume.register(self.experiment, options.consumer, options.annotation_set)
         if options.resume_from is not None:
             row = await self._rewind(row, options.resume_from)
         leased = await self.find_last_commit(row.committed_step)
@@ -345,7 +333,7 @@ class LeadingStream(TrainStream):
                 options.consumer,
                 self.resume.step,
             )
-        dropped = await rows_to_drop(self.experiment, self._expert, options)
+        dropped = await resume.rows_to_drop(self.experiment, self._expert, options)
         start = partial(self._sampler.start, dropped=dropped, steps=leased)
         leased = await self._database.session(start)
         await self._ranks.assemble(self.lease, row.committed_step)
@@ -353,7 +341,7 @@ class LeadingStream(TrainStream):
 
     async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
         name, key = self.options.consumer, self.experiment.key
-        await require_checkpoint_of(self._database, key, name, step)
+        await resume.require_checkpoint_of(self._database, key, name, step)
         if step == row.committed_step:
             return row
         back = TrainerRewound(consumer=name, step=step, from_step=row.committed_step)
@@ -372,7 +360,7 @@ class LeadingStream(TrainStream):
     @override
     async def _serve(self) -> None:
         if self._leased is None:
-            await wait_for_set(self.experiment, self.options, self.presence)
+            await resume.wait_for_set(self.experiment, self.options, self.presence)
             await self._begin()
         async with self._at_work(self._gather):
             for row in self._leased or ():
@@ -429,7 +417,7 @@ class LeadingStream(TrainStream):
         if not all(consumer.has_read_all for consumer in self._recorders.values()):
             return True
         key, annotation_set = self.experiment.key, self.options.annotation_set
-        return await self._database.read(is_being_decided, key, annotation_set)
+        return await self._database.read(diagnosis.is_being_decided, key, annotation_set)
 
     def _make(self, s: Session, *, partial_ok: bool) -> tuple[bool, bool]:
         """Make steps while there is room and there are rows.
@@ -483,7 +471,7 @@ class LeadingStream(TrainStream):
         lacking = await self._database.read(self._sampler.waiting_for)
         text = f"trainer {self.options.consumer!r} waits for {lacking}"
         rules, steps = Admission.of(self.experiment.config), self._next_step - 1 - self._committed
-        most = rules.most_uncommitted_steps
+        most, counted = rules.most_uncommitted_steps, diagnosis.counted
         # Uncommitted steps may keep explorers waiting.
         if most is None or steps < most or self.options.consumer != rules.trainer:
             return text
@@ -496,11 +484,11 @@ class LeadingStream(TrainStream):
     async def _report_untrained(self, served: int) -> None:
         """Report untrained rows, and why they are left, at the end of a stream."""
         options, key, read = self.options, self.experiment.key, self._database.read
-        left = await read(left_of, key, options.annotation_set)
+        left = await read(diagnosis.left_of, key, options.annotation_set)
         if not (left or served):
-            left = await read(outcome_of, key, options.consumer)
+            left = await read(diagnosis.outcome_of, key, options.consumer)
         if left:
-            steps = f"after {counted(served, 'step')}" if served else "without a step"
+            steps = f"after {diagnosis.counted(served, 'step')}" if served else "without a step"
             _logger.warning("trainer %r ended %s: %s", self.options.consumer, steps, one_line(left))
 
     # -- committing
@@ -592,8 +580,8 @@ class FollowingStream(TrainStream):
     @override
     async def prepare(self) -> None:
         """Join the other ranks, and find the last commit and the steps leased after it."""
-        if not await has_set(self.experiment, self.options):
-            await wait_for_set(self.experiment, self.options, self.presence)
+        if not await resume.has_set(self.experiment, self.options):
+            await resume.wait_for_set(self.experiment, self.options, self.presence)
         await self._ranks.join()
         self._ranks.wait.is_waited_for = self.queue.is_waited_for
         leased = await self.find_last_commit(self._ranks.committed)
