@@ -87,7 +87,8 @@ class RankSession:
         self._superseded = ""
         self._lacking = ""
         # Rank 0 is present as the trainer, and waits for processes alone, whose end it detects.
-        key, self._presence = (experiment.key, presence) if self._rank else (None, None)
+        self._presence = presence if self._rank else None
+        key = experiment.key if self._rank else None
         self.wait = ReportedWait(self._database, key, self._waiting_for, self._presence)
 
     async def _waiting_for(self) -> str:
