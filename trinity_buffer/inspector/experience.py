@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -40,12 +41,13 @@ from trinity_buffer.inspector.fates import Fate, fates
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import Event, decoded
-from trinity_buffer.pipeline.load.reading import Absence, read_segments
+from trinity_buffer.pipeline.load.reading import StoredSegments, read_segments
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
 from trinity_buffer.store import inspection, log, segments, trainer_queries, writer_queries
-from trinity_buffer.store.log import StoredEvent
+from trinity_buffer.store.row_numbers import addresses
 from trinity_buffer.store.rows import (
+    SLOT_BITS,
     ExperienceRow,
     StepRow,
     first_address,
@@ -54,7 +56,7 @@ from trinity_buffer.store.rows import (
     slot_of,
     written_as,
 )
-from trinity_buffer.store.transaction import ReadSession, SegmentParts, Transaction
+from trinity_buffer.store.transaction import ReadSession, Transaction
 
 Damage = ArchivedSegmentError | CodecError | DamagedSegmentError
 """The first where an archive cannot be read; what was deleted for good is no damage."""
@@ -123,59 +125,39 @@ async def readable_events(
     segment is in an archive that cannot be read, with none.
     """
     wanted = sorted(set(positions))
-    stored = await experiment.database.read(log.read_at, experiment.key, wanted)
-    events, damaged = decoded_each(experiment.name, stored)
-    readable, broken = await with_segments(experiment, events, families)
-    return readable, damaged | broken
-
-
-def decoded_each(
-    experiment: str, stored: Iterable[StoredEvent]
-) -> tuple[list[Event], dict[int, Damage]]:
-    """Return those of the events whose bodies can be read, and why the rest cannot, by position."""
-    events: list[Event] = []
-    damaged: dict[int, Damage] = {}
-    for event in stored:
-        try:
-            events.append(decoded(experiment, event))
-        except CodecError as error:
-            damaged[event.position] = error
-    return events, damaged
-
-
-async def with_segments(
-    experiment: Experiment | Source, events: Sequence[Event], families: Sequence[str]
-) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
-    """Return position -> event with what can be read of its segment, and why the rest cannot."""
     readable: dict[int, EventWithSegment] = {}
     damaged: dict[int, Damage] = {}
 
-    def decode(absent: Mapping[bytes, Absence], parts: SegmentParts) -> None:
+    def decode(events: Sequence[Event], stored: StoredSegments) -> None:
         for event in events:
-            fact = event.fact
+            fact, segment = event.fact, Segment(0)
             assert isinstance(fact, WithSegment)  # where rows are of
-            key, gone, segment = fact.segment, absent.get(fact.segment), Segment(0)
+            gone = stored.absent.get(fact.segment)
             for family in families if gone is None else ():
                 if family not in fact.families:
                     continue
+                parts = stored.parts.get((fact.segment, family), [])
                 try:
-                    blob = segments.blob_of(key, family, parts.get((key, family), []))
-                    part = decode_segment(blob)
+                    part = decode_segment(segments.blob_of(fact.segment, family, parts))
                 except (CodecError, DamagedSegmentError) as error:
                     damaged[event.position] = error
                     continue
-                segment = Segment(
-                    part.rows, segment.columns | part.columns, segment.objects | part.objects
-                )
+                columns, objects = segment.columns | part.columns, segment.objects | part.objects
+                segment = Segment(part.rows, columns, objects)
             if gone is not None and not gone.deleted:
                 damaged[event.position] = ArchivedSegmentError(gone.why)
             why = None if gone is None else gone.why
             readable[event.position] = EventWithSegment(event, fact, segment, why)
 
     def read(s: ReadSession) -> None:
+        events = []
+        for stored in s.read(log.read_at, experiment.key, wanted):
+            try:
+                events.append(decoded(experiment.name, stored))
+            except CodecError as error:
+                damaged[stored.position] = error
         keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
-        stored = read_segments(s, sorted(keys), families)
-        s.compute(decode, stored.absent, stored.parts)
+        s.compute(decode, events, read_segments(s, sorted(keys), families))
 
     await experiment.database.read_session(read)
     return readable, damaged
@@ -540,8 +522,6 @@ async def row_and_fates(source: Source, uid: str) -> tuple[ExperienceRow, list[F
     return await source.read(read)
 
 
-_RECORDED = ExperiencesRecorded.__name__
-
 AROUND = 40
 """So many characters stand before and after what was found."""
 
@@ -597,59 +577,32 @@ async def search(
     if not text:
         raise InvalidArgumentError("text is empty, and every text holds that: say what to look for")
     # What is recorded meanwhile is left out, or a search of a running store might never end.
-    head = await source.head()
+    head, reached = await source.head(), after
     damaged: list[Unreadable] = [] if unreadable is None else unreadable
-    async for positions, events, broken in _texts_of_events(source, position_of(after) - 1, head):
+    # By rows, not events: one event may hold a thousand long texts.
+    page = partial(addresses, experiment=source.key, limit=sizes().rows_per_page)
+    while len(wanted := await source.read(page, after=reached)):
+        positions = [at for at in np.unique(wanted >> SLOT_BITS).tolist() if at <= head]
+        if not positions:
+            break
+        events, broken = await readable_events(source, positions, ["text"])
         matches = await source.database.compute(_matches, events, text, after, exact=exact)
+        rows = await source.read(writer_queries.rows_of_events, source.key, sorted(broken))
         for position in positions:
-            if position in broken:
-                rows = await source.read(writer_queries.rows_of_events, source.key, [position])
-                damaged += [
-                    Unreadable(row.eid.uid, position, str(broken[position]))
-                    for row in rows[position]
-                    if row.refused is None and row.address > after
-                ]
+            damaged += [
+                Unreadable(row.eid.uid, position, str(broken[position]))
+                for row in rows.get(position, ())
+                if row.refused is None and row.address > after
+            ]
             for match in matches.get(position, ()):
                 yield match
         # After the matches: a caller may stop at this address and go on behind it.
         progress("search", positions[-1], head)
-        if looked_at(first_address(positions[-1] + 1) - 1):
+        reached = first_address(positions[-1] + 1) - 1
+        if looked_at(reached):
             break
     if unreadable is None and damaged:
         raise DamagedSegmentError("; ".join(map(str, damaged)))
-
-
-async def _texts_of_events(
-    source: Source, after: int, head: int
-) -> AsyncIterator[tuple[list[int], Mapping[int, EventWithSegment], Mapping[int, Damage]]]:
-    """Yield positions of events that recorded experiences, some at a time, and what they hold."""
-    limit = sizes().events_per_page
-    while stored := await source.database.read(
-        log.read_after, source.key, after, limit=limit, kinds=[_RECORDED], up_to=head
-    ):
-        after = stored[-1].position
-        read, unread = decoded_each(source.name, stored)
-        events = {event.position: event for event in read}
-        # By rows, not events: one event may hold a thousand long texts.
-        for positions in _parts([event.position for event in stored], events):
-            there = [events[at] for at in positions if at in events]
-            readable, broken = await with_segments(source, there, ["text"])
-            yield positions, readable, broken | {at: unread[at] for at in positions if at in unread}
-
-
-def _parts(positions: Iterable[int], events: Mapping[int, Event]) -> Iterator[list[int]]:
-    """Yield positions of events that have some hundred rows together, and at least one of them."""
-    part: list[int] = []
-    rows = 0
-    for position in positions:
-        part.append(position)
-        fact = events[position].fact if position in events else None
-        rows += fact.rows if isinstance(fact, ExperiencesRecorded) else 0
-        if rows >= sizes().rows_per_page:
-            yield part
-            part, rows = [], 0
-    if part:
-        yield part
 
 
 def _matches(
