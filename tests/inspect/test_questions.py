@@ -329,7 +329,7 @@ async def test_all_steps_of_two_runs_count_however_long_they_are(
         told.append(reached)
 
     paged = await asked(sample, lambda s: inspector.compare_runs(s, s, progress=progress))
-    assert (paged, told) == (whole, [("diff", 2, 3), ("diff", 3, 3)])
+    assert (paged, told) == (whole, 2 * [("diff", 2, 3), ("diff", 3, 3)])
     last = await asked(sample, lambda s: inspector.compare_runs(s, s, limit=1))
     assert (last.numbers["steps"], list(last.steps)) == ([1, 1], [3])
 

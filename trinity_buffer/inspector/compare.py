@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -226,48 +226,41 @@ async def compare_runs(
     Args:
         first, second: the experiments; they may be of different stores.
         limit: only so many of the last steps of each count; None: all do.
-        progress: called with the step that was reached, and the last one.
+        progress: called, for each run, with the step that was reached, and the last one.
     """
     sides = (first, second)
     configs = [await side.read(writer_queries.config_of, side.key) for side in sides]
     a, b = ({} if config is None else _flat(config[0]) for config in configs)
     config = {k: [a.get(k), b.get(k)] for k in sorted({*a, *b}) if a.get(k) != b.get(k)}
-    values: list[dict[str, list[Any]]] = [defaultdict(list), defaultdict(list)]
-    shared: dict[int, dict[str, list[Any]]] = {}
-    last = []
-    for side in sides:
-        consumers = (await side.read(writer_queries.consumers, side.key)).values()
-        steps_of = (row.leased_step for row in consumers if row.kind == "trainer")
-        last.append(max(steps_of, default=0))
-    skipped = [0 if limit is None else max(0, step - limit) for step in last]
-    page = sizes().events_per_page
-    # Both runs page by page, so that neither has to fit in memory.
-    for after in range(min(skipped), max(last), page):
-        up_to = after + page
-        pages: list[dict[int, StepLine]] = []
-        for side, own, left, end in zip(sides, values, skipped, last, strict=True):
-            first_step, last_step = max(after, left), min(up_to, end)
-            most = last_step - first_step
-            lines = await steps(side, after=first_step, limit=most) if most > 0 else []
-            pages.append({line.step: line for line in lines if line.step <= last_step})
-            for name in ("step", "state", "rows", "tokens", *_MEANS):
-                own[name] += [getattr(line, name) for line in pages[-1].values()]
-        both = sorted(pages[0].keys() & pages[1].keys())
-        shared |= {step: _side_by_side(pages[0][step], pages[1][step]) for step in both}
-        progress("diff", min(up_to, max(last)), max(last))
+    runs = [await _last_steps(side, limit, progress) for side in sides]
+    lines = [run.values() for run in runs]
     numbers: dict[str, list[Any]] = {
-        "steps": [len(own["step"]) for own in values],
-        "committed": [own["state"].count("committed") for own in values],
-        "rows": [sum(own["rows"]) for own in values],
-        "tokens": [sum(own["tokens"]) for own in values],
+        "steps": [*map(len, runs)],
+        "committed": [sum(line.state == "committed" for line in own) for own in lines],
+        "rows": [sum(line.rows for line in own) for own in lines],
+        "tokens": [sum(line.tokens for line in own) for own in lines],
     }
-    for name in _MEANS:
-        known = [[value for value in own[name] if value is not None] for own in values]
+    for name in ("reward", "staleness", "seconds"):
+        values = ([getattr(line, name) for line in own] for own in lines)
+        known = ([value for value in own if value is not None] for own in values)
         numbers[name] = [fmean(own) if own else None for own in known]
-    return RunDifference(first.name, second.name, config, numbers, shared)
+    both = sorted(runs[0].keys() & runs[1].keys())
+    steps_of_both = {step: _side_by_side(runs[0][step], runs[1][step]) for step in both}
+    return RunDifference(first.name, second.name, config, numbers, steps_of_both)
 
 
-_MEANS = ("reward", "staleness", "seconds")
+async def _last_steps(source: Source, limit: int | None, progress: Progress) -> dict[int, StepLine]:
+    """Return the steps of a run, or the last ones; those that are handed out meanwhile are left."""
+    consumers = (await source.read(writer_queries.consumers, source.key)).values()
+    last = max((row.leased_step for row in consumers if row.kind == "trainer"), default=0)
+    after = 0 if limit is None else max(0, last - limit)
+    lines: dict[int, StepLine] = {}
+    while after < last:
+        most = min(sizes().events_per_page, last - after)
+        lines |= {line.step: line for line in await steps(source, after=after, limit=most)}
+        after += most
+        progress("diff", after, last)
+    return {step: line for step, line in lines.items() if step <= last}
 
 
 def _side_by_side(a: StepLine, b: StepLine) -> dict[str, list[Any]]:
