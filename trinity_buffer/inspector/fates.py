@@ -12,7 +12,6 @@ from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import StepDealt, StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.identity import EID, parse_uid
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import decoded
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
@@ -310,8 +309,8 @@ def _of_a_step(tx: Transaction, source: Source, note: int, step: StepOfRow) -> _
         kinds = kinds_of(StepDealt)
         for stored in log.read_after(tx, source.key, at, limit=1, kinds=kinds, up_to=at + 1):
             match decoded(source.name, stored).fact:
-                case StepDealt(consumer=step.trainer, dropped=gone) as dealt if note in gone:
-                    yield from _of_the_log(tx, source, at + 1, dealt.step, step.trainer)
+                case StepDealt(consumer=step.trainer, dropped=gone) if note in gone:
+                    yield from _of_the_log(tx, source, at + 1, at + 1)
         yield at, f"{trainer} rejected, {step.reason}"
     elif step.experiment:
         state = "trained" if step.committed else "handed out, and not committed,"
@@ -320,52 +319,32 @@ def _of_a_step(tx: Transaction, source: Source, note: int, step: StepOfRow) -> _
     else:
         row = trainer_queries.step_at(tx, source.key, step.trainer, step.step)
         assert row is not None  # its rows were delivered
-        yield from _of_the_log(tx, source, row.leased_at, step.step, step.trainer)
-        state = "is not committed" if row.committed_at is None else "committed"
-        yield row.committed_at, f"{trainer} step {step.step} {state}"
+        yield from _of_the_log(tx, source, row.leased_at, row.committed_at or source.position)
+        if row.committed_at is None:
+            yield None, f"{trainer} step {step.step} is not committed"
 
 
-def _of_the_log(
-    tx: Transaction, source: Source, served_at: int, number: int, trainer: str
-) -> _Reasons:
-    """Yield what became of a step, but for the commit that counts.
+def _of_the_log(tx: Transaction, source: Source, served_at: int, last: int | None) -> _Reasons:
+    """Yield what became of a step up to the position ``last``; None: all there is.
 
     Args:
         served_at: position of its `BatchLeased`, or of a `StepDealt` of it.
     """
-    since = leased_steps(tx, source.key, source.name, [served_at])[served_at].position
-    yield since, f"trainer {trainer}: handed out in step {number}"
-    # Rewinds are rare, commits are not: only those that a rewind superseded are looked for.
-    kinds, last = kinds_of(StepDealt | TrainerRewound), source.position
-    for stored in log.read_after(tx, source.key, since, limit=_ALL, kinds=kinds, up_to=last):
-        at = stored.position
+    leased = leased_steps(tx, source.key, source.name, [served_at])[served_at]
+    name, number = leased.manifest.consumer, leased.manifest.step
+    yield leased.position, f"trainer {name}: handed out in step {number}"
+    # A rewind takes back a commit, and another one follows it.
+    kinds, since = kinds_of(StepDealt | StepsCommitted | TrainerRewound), leased.position
+    for stored in log.read_after(tx, source.key, since, limit=1 << 31, kinds=kinds, up_to=last):
         match decoded(source.name, stored).fact:
-            case StepDealt(consumer=by, step=step) if (by, step) == (trainer, number):
-                yield at, f"trainer {trainer}: step {number} dealt anew"
+            case StepDealt(consumer=by, step=step) if (by, step) == (name, number):
+                yield stored.position, f"trainer {name}: step {number} dealt anew"
+            case StepsCommitted(consumer=by, steps=steps) if by == name and number in steps:
+                yield stored.position, f"trainer {name}: step {number} committed"
             case TrainerRewound(consumer=by, step=to, from_step=start) if (
-                by == trainer and to < number <= start
+                by == name and to < number <= start
             ):
-                committed = _committed_between(tx, source, trainer, number, since, at)
-                yield committed, f"trainer {trainer}: step {number} committed"
-                yield at, f"trainer {trainer}: rewound from step {start} to step {to}"
-                since = at
-
-
-_ALL = 1 << 31
-
-
-def _committed_between(
-    tx: Transaction, source: Source, trainer: str, step: int, after: int, before: int
-) -> int | None:
-    """Return the position of the event between two others that committed a step."""
-    kinds, limit = kinds_of(StepsCommitted), sizes().events_per_page
-    while page := log.read_after(tx, source.key, after, limit=limit, kinds=kinds, up_to=before):
-        for stored in page:
-            match decoded(source.name, stored).fact:
-                case StepsCommitted(consumer=by, steps=steps) if by == trainer and step in steps:
-                    return stored.position
-        after = page[-1].position
-    return None
+                yield stored.position, f"trainer {name}: rewound from step {start} to step {to}"
 
 
 def _lacking(batch: BatchRow | None, group: Sequence[ExperienceRow]) -> str:
