@@ -297,7 +297,7 @@ class Measured:
 
 
 async def measured(
-    source: Source, trainer: str, steps: Sequence[int], *, tokens: bool = False
+    source: Source, trainer: str, rows: Sequence[StepRow], *, tokens: bool = False
 ) -> dict[int, Measured]:
     """Return step -> what ``trainer`` measured in it, of the committed ones that it measured.
 
@@ -307,37 +307,9 @@ async def measured(
     Raises:
         DamagedSegmentError: a checksum does not hold.
     """
-    if not steps:
-        return {}
-    # One query for the span: steps that are asked for lie side by side.
-    first, last = min(steps), max(steps)
-    rows = await source.read(
-        trainer_queries.steps, source.key, trainer, after=first - 1, limit=last - first + 1
-    )
-    wanted = {row.step: row for row in rows if row.step in set(steps) and row.committed_at}
-    positions = await _positions(source, trainer, wanted)
-    whose = {position: f"step {step} of {trainer}" for step, position in positions.items()}
-    # Apart: a name may be measured of rows and of tokens.
-    events = await events_with_segments(source, whose, [MEASURED_ROWS])
-    by_token = await events_with_segments(source, whose, [MEASURED_TOKENS]) if tokens else {}
-    leases = await source.leases([wanted[step].leased_at for step in positions])
-    measures = {}
-    for step, position in positions.items():
-        fact, by_row = events[position].fact, events[position].segment.columns
-        assert isinstance(fact, StepMeasured)  # what stands at these positions
-        columns = {name: parts[0].elements for name, parts in by_row.items()}
-        own_tokens = by_token[position].segment if tokens else Segment(0)
-        lease = leases[wanted[step].leased_at]
-        names = zip(experiments_of(lease), lease.annotations, strict=True)
-        places = {name: place for place, name in enumerate(names)}
-        measures[step] = Measured(step, fact.metrics, columns, own_tokens, places)
-    return measures
-
-
-async def _positions(source: Source, trainer: str, wanted: Mapping[int, StepRow]) -> dict[int, int]:
-    """Return step -> position of its `StepMeasured`: it stands behind the commit of the step."""
+    committed = {row.step: row for row in rows if row.committed_at}
     # No table knows where a measurement is: it is looked for behind its commit.
-    commits = await source.events([row.committed_at or 0 for row in wanted.values()])
+    commits = await source.events([row.committed_at or 0 for row in committed.values()])
     behind = [
         at + number
         for at, event in commits.items()
@@ -345,11 +317,26 @@ async def _positions(source: Source, trainer: str, wanted: Mapping[int, StepRow]
         for number in range(1, len(event.fact.steps) + 2)  # a PolicyPublished may come first
     ]
     facts = {at: event.fact for at, event in (await source.events(behind)).items()}
-    return {
-        fact.step: at
+    of_steps = {
+        at: fact
         for at, fact in facts.items()
-        if isinstance(fact, StepMeasured) and fact.consumer == trainer and fact.step in wanted
+        if isinstance(fact, StepMeasured) and fact.consumer == trainer and fact.step in committed
     }
+    whose = {at: f"step {fact.step} of {trainer}" for at, fact in of_steps.items()}
+    # Apart: a name may be measured of rows and of tokens.
+    events = await events_with_segments(source, whose, [MEASURED_ROWS])
+    by_token = await events_with_segments(source, whose, [MEASURED_TOKENS]) if tokens else {}
+    leases = await source.leases([committed[fact.step].leased_at for fact in of_steps.values()])
+    measures = {}
+    for position, fact in of_steps.items():
+        by_row = events[position].segment.columns
+        columns = {name: parts[0].elements for name, parts in by_row.items()}
+        own_tokens = by_token[position].segment if tokens else Segment(0)
+        lease = leases[committed[fact.step].leased_at]
+        names = zip(experiments_of(lease), lease.annotations, strict=True)
+        places = {name: place for place, name in enumerate(names)}
+        measures[fact.step] = Measured(fact.step, fact.metrics, columns, own_tokens, places)
+    return measures
 
 
 def experiments_of(lease: BatchLeased) -> list[str]:
@@ -451,11 +438,14 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     objects = {name: values[slot] for name, values in recorded.segment.objects.items()}
     noted = {position_of(fate.first): uid for fate in own if fate.first is not None}
     notes = await events_with_segments(source, noted, ["annotation"])
-    trained: dict[str, set[int]] = defaultdict(set)
+    trained: dict[str, dict[int, StepRow]] = defaultdict(dict)
     for step in (step for fate in own for step in fate.steps):
         if step.step is not None and step.committed and not step.experiment:
-            trained[step.trainer].add(step.step)
-    measures = {name: await measured(source, name, sorted(trained[name])) for name in trained}
+            asked = (source.key, step.trainer, step.step)
+            row_of_step = await source.read(trainer_queries.step_at, *asked)
+            assert row_of_step is not None  # its rows were delivered
+            trained[step.trainer][step.step] = row_of_step
+    measures = {name: await measured(source, name, [*of.values()]) for name, of in trained.items()}
 
     sets = []
     for fate in own:

@@ -6,12 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from trinity_buffer.codec.segments import Segment
 from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import BatchLeased, StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.inspector.experience import (
@@ -25,6 +26,7 @@ from trinity_buffer.inspector.experience import (
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs, rewards_by_run
 from trinity_buffer.pipeline.handle import decoded
+from trinity_buffer.pipeline.manifest import plans_of
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import (
@@ -171,39 +173,48 @@ async def steps(
     """
     name = await trainer_of(source, trainer)
     rows = await _step_rows(source, name, after, limit)
-    return [line for line, *_ in await _lines(source, name, rows)]
+    return [step.line for step in await _steps(source, name, rows)]
 
 
-async def _lines(
-    source: Source, trainer: str, rows: Sequence[StepRow]
-) -> list[tuple[StepLine, BatchLeased, StepsCommitted | None, Measured | None]]:
-    """Return steps with what leased each, committed it, and what its trainer measured."""
-    positions = [row.leased_at for row in rows] + [row.committed_at or 0 for row in rows]
-    events = await source.events(positions)
-    facts = {row.leased_at: events[row.leased_at].fact for row in rows}
-    leases = {at: fact for at, fact in facts.items() if isinstance(fact, BatchLeased)}
-    # The lease of a step that was dealt anew is another event.
-    leases |= await source.leases(list(facts.keys() - leases.keys()))
-    leased = [leases[row.leased_at] for row in rows]
-    measures = await measured(source, trainer, [row.step for row in rows])
-    rewinds = await _rewinds(source, trainer, positions)
-    lines: list[tuple[StepLine, BatchLeased, StepsCommitted | None, Measured | None]] = []
+class _Step(NamedTuple):
+    """A step as it is shown, and what that was read from.
+
+    Attributes:
+        numbers: `row_numbers` of the trainer's own rows, where known; ``slots`` of them.
+    """
+
+    line: StepLine
+    lease: BatchLeased
+    commit: StepsCommitted | None
+    measured: Measured | None
+    numbers: Numbers
+    slots: Numbers
+
+
+async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[_Step]:
+    served, committed = [row.leased_at for row in rows], [row.committed_at or 0 for row in rows]
+    times = await source.read(log.recorded_at, source.key, served)
+    commits, leases = await source.events(committed), await source.leases(served)
+    leased = [leases[at] for at in served]
+    measures = await measured(source, trainer, rows)
+    rewinds = await _rewinds(source, trainer, served + committed)
+    steps = []
     for row, lease, own in zip(rows, leased, await _numbers(source, leased), strict=True):
-        recorded_at, seconds = events[row.leased_at].recorded_at, None
-        numbers, groups = own
-        versions = numbers["policy_version"]
+        recorded_at, seconds = times[row.leased_at] / 1e6, None
+        numbers, slots = own
+        versions, groups = numbers["policy_version"], _groups(lease, slots)
         lags = row.step - 1 - versions[versions != NO_VERSION]
         commit, metrics = None, dict[str, Any]()
         if row.committed_at is not None:
             # Clocks of two machines may differ: a negative time is shown as unknown.
             # A rewind in between handed it out again: there is no lease of that.
             again = [when for at, when in rewinds if row.leased_at < at < row.committed_at]
-            seconds = events[row.committed_at].recorded_at - [recorded_at, *again][-1]
-            fact = events[row.committed_at].fact
+            seconds = commits[row.committed_at].recorded_at - [recorded_at, *again][-1]
+            fact = commits[row.committed_at].fact
             assert isinstance(fact, StepsCommitted)  # of which the step says so
             commit = fact
             # A commit of several steps has the metrics of the last one.
-            metrics = dict(fact.metrics) if fact.steps[-1] == row.step else {}
+            metrics = dict(commit.metrics) if commit.steps[-1] == row.step else {}
         line = StepLine(
             trainer=trainer,
             step=row.step,
@@ -223,8 +234,8 @@ async def _lines(
             checkpoint=row.checkpoint,
             metrics=measures[row.step].metrics if row.step in measures else metrics,
         )
-        lines.append((line, lease, commit, measures.get(row.step)))
-    return lines
+        steps.append(_Step(line, lease, commit, measures.get(row.step), *own))
+    return steps
 
 
 async def _rewinds(
@@ -253,29 +264,29 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
         DamagedSegmentError: a checksum of the advantages does not hold.
     """
     name = await trainer_of(source, trainer)
-    ((line, fact, commit, measures),) = await _lines(
-        source, name, [await _step_at(source, name, step)]
-    )
-    known, experiments = await _experiences(source, fact), experiments_of(fact)
+    (read,) = await _steps(source, name, [await _step_at(source, name, step)])
+    lease, numbers = read.lease, read.numbers
+    known, experiments = await _experiences(source, lease), experiments_of(lease)
     # Annotations of an expert are events of another log, and are not read.
     uids = {
         position_of(note): "" if row is None else row.eid.uid
-        for note, of, row in zip(fact.annotations, experiments, known, strict=True)
+        for note, of, row in zip(lease.annotations, experiments, known, strict=True)
         if not of
     }
     events = await events_with_segments(source, uids, ["annotation"])
-    own = [(slot, row) for slot, row in enumerate(known) if row and not experiments[slot]]
-    actors = await _actors(source, (position_of(row.address) for _, row in own))
-    run_rewards = _run_rewards(fact, own)
-    parts = {
-        slot: (at, rank)
-        for at, (begin, end, _, rank) in enumerate(fact.microbatches)
-        for slot in range(begin, end)
-    }
+    actors = await _actors(source, (position_of(row.address) for row in known if row))
+    of_runs = (_groups(lease, read.slots), numbers["run"], numbers["step"])
+    rewards = rewards_by_run(numbers["reward"], *of_runs).tolist()
+    run_rewards = dict(zip(read.slots.tolist(), rewards, strict=True))
+    parts = [
+        (at, plan.rank)
+        for at, plan in enumerate(plans_of(lease))
+        for _ in range(plan.start, plan.stop)
+    ]
     rows = []
     for slot, (row, of) in enumerate(zip(known, experiments, strict=True)):
-        note = fact.annotations[slot]
-        segment = None if of else events[position_of(note)].segment
+        note, run_reward = lease.annotations[slot], run_rewards.get(slot, math.nan)
+        segment = Segment(0) if of else events[position_of(note)].segment
         version = None if row is None else row.policy_version
         rows.append(
             EatenRow(
@@ -284,27 +295,26 @@ async def blame(source: Source, step: int, *, trainer: str | None = None) -> Ste
                 experiment=of,
                 microbatch=parts[slot][0],
                 rank=parts[slot][1],
-                group=fact.groups[slot],
+                group=lease.groups[slot],
                 run=None if row is None else row.eid.run,
                 reward=None if row is None else row.reward,
-                run_reward=run_rewards.get(slot),
-                advantage=None
-                if segment is None
-                else mean_of(segment, "advantages", slot_of(note)),
+                run_reward=None if math.isnan(run_reward) else run_reward,
+                advantage=mean_of(segment, "advantages", slot_of(note)),
                 policy_version=version,
                 staleness=None if version is None else step - 1 - version,
                 length=0 if row is None else row.length,
                 trained_tokens=0 if row is None else row.trained_tokens,
                 actor="" if row is None or of else actors.get(position_of(row.address), ""),
                 annotation=written_as(note),
-                address=written_as(fact.experiences[slot]),
-                measured={} if measures is None else measures.of_row(note, of),
+                address=written_as(lease.experiences[slot]),
+                measured={} if read.measured is None else read.measured.of_row(note, of),
             )
         )
-    digest, proven = fact.digest, None
-    if commit is not None:
-        proven = commit.manifests[list(commit.steps).index(step)] == digest
-    return StepContents(line, fact.annotation_set, fact.layout, digest.hex(), proven, tuple(rows))
+    digest, proven = lease.digest, None
+    if read.commit is not None:
+        proven = read.commit.manifests[list(read.commit.steps).index(step)] == digest
+    contents = (lease.annotation_set, lease.layout, digest.hex(), proven)
+    return StepContents(read.line, *contents, tuple(rows))
 
 
 async def rows_of_step(
@@ -392,33 +402,23 @@ async def _experiences(source: Source, fact: BatchLeased) -> list[ExperienceRow 
 
 
 async def _numbers(source: Source, facts: Sequence[BatchLeased]) -> list[tuple[Numbers, Numbers]]:
-    """Return `row_numbers` and groups of the trainer's own rows of each lease, where known."""
-    own = []
-    for fact in facts:
-        mine = [not of for of in experiments_of(fact)]
-        own.append((list(compress(fact.experiences, mine)), list(compress(fact.groups, mine))))
-    wanted = sorted(set(chain.from_iterable(addresses for addresses, _ in own)))
+    """Return `row_numbers` and slots of the trainer's own rows of each lease, where known."""
+    own = [np.flatnonzero([not of for of in experiments_of(fact)]) for fact in facts]
+    asked = [np.array(f.experiences, np.int64)[slots] for f, slots in zip(facts, own, strict=True)]
+    wanted = sorted({*chain.from_iterable(addresses.tolist() for addresses in asked)})
     numbers = await source.read(row_numbers, source.key, wanted)
     # One more, so that what sorts behind the last known address is found unequal to it.
     ended, counted = np.append(numbers["address"], -1), []
-    for addresses, groups in own:
+    for slots, addresses in zip(own, asked, strict=True):
         # Sorted by address: a dict of all rows of some hundred steps would cost more.
         places = np.searchsorted(numbers["address"], addresses)
         known = ended[places] == addresses
-        counted.append((numbers[places[known]], np.array(groups, np.int64)[known]))
+        counted.append((numbers[places[known]], slots[known]))
     return counted
 
 
-def _run_rewards(fact: BatchLeased, own: Sequence[tuple[int, ExperienceRow]]) -> dict[int, float]:
-    """Return slot -> reward of the run, of the trainer's own rows where one is known."""
-    rewards = rewards_by_run(
-        np.array([row.reward for _, row in own], np.float64),
-        np.array([fact.groups[slot] for slot, _ in own], np.int64),
-        np.array([row.eid.run for _, row in own], np.int64),
-        np.array([row.eid.step for _, row in own], np.int64),
-    )
-    pairs = zip(own, rewards.tolist(), strict=True)
-    return {slot: reward for (slot, _), reward in pairs if not math.isnan(reward)}
+def _groups(lease: BatchLeased, slots: Numbers) -> Numbers:
+    return np.array(lease.groups, np.int64)[slots]
 
 
 def rewards_of_runs(rows: Sequence[EatenRow]) -> list[float]:

@@ -23,7 +23,7 @@ from trinity_buffer.inspector.experience import (
 )
 from trinity_buffer.inspector.fates import Fate
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.store import writer_queries
+from trinity_buffer.store import trainer_queries, writer_queries
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 
 Numbers = npt.NDArray[Any]
@@ -103,7 +103,9 @@ async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
     if not steps:
         return {}
     trainer, number = steps[-1]
-    measures = (await measured(source, trainer, [number], tokens=True)).get(number)
+    row = await source.read(trainer_queries.step_at, source.key, trainer, number)
+    assert row is not None  # its rows were delivered
+    measures = (await measured(source, trainer, [row], tokens=True)).get(number)
     columns = {} if measures is None else measures.of_tokens(address)
     return {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
 
