@@ -577,13 +577,14 @@ async def search(
             break
         events, broken = await readable_events(source, positions, ["text"])
         matches = await source.database.compute(_matches, events, text, after, exact=exact)
-        rows = await source.read(writer_queries.rows_of_events, source.key, sorted(broken))
         for position in positions:
-            damaged += [
-                Unreadable(row.eid.uid, position, str(broken[position]))
-                for row in rows.get(position, ())
-                if row.refused is None and row.address > after
-            ]
+            if position in broken:
+                rows = await source.read(writer_queries.rows_of_events, source.key, [position])
+                damaged += [
+                    Unreadable(row.eid.uid, position, str(broken[position]))
+                    for row in rows[position]
+                    if row.refused is None and row.address > after
+                ]
             for match in matches.get(position, ()):
                 yield match
         # After the matches: a caller may stop at this address and go on behind it.
