@@ -79,11 +79,12 @@ _GROUPS = (
 )
 _DOWN = "ORDER BY address DESC LIMIT :most"
 _NEWEST = Statement(f"{_GROUPS} {_DOWN}")
-# A group that goes on behind the page was shown on the one before.
+# A group that goes on behind the page was shown on the one before. "+ 0": looked up by its key, for
+# by their addresses all later rows would be looked at for each row of the page.
 _NEWEST_BEFORE = Statement(
     f"{_GROUPS} AND NOT EXISTS (SELECT 1 FROM experience later WHERE later.experiment = :of "
-    "AND later.batch = e.batch AND later.task = e.task AND later.address >= :shown OFFSET 0) "
-    f"{_DOWN}"
+    "AND later.batch = e.batch AND later.task = e.task AND later.address + 0 >= :shown "
+    f"OFFSET 0) {_DOWN}"
 )
 
 
