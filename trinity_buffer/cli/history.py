@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import anyio
 import typer
@@ -16,9 +16,6 @@ from trinity_buffer.pipeline.history.compact import restore as restore_experimen
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress
 from trinity_buffer.store import writer_queries
-
-if TYPE_CHECKING:
-    from trinity_buffer.cli.replays import ReplayReport
 
 
 @options.command()
@@ -69,40 +66,30 @@ def replay(
     )
 
     def text() -> output.Lines:
-        verdict, distance = _verdict(report, changed), _distance(report, tolerance)
-        yield output.verbatim(
-            f"steps {report.first} to {report.last}: weights {verdict}\n"
-            f"replayed {report.digest}\nrecorded {report.recorded}{distance}"
-        )
+        verdict = "bit-identical" if report.identical else "DIFFERENT"
+        if report.identical is None:
+            verdict = "not compared, none were published after the last step"
+            if changed:
+                verdict = f"not compared, with {', '.join(changed)}"
+        line = f"steps {report.first} to {report.last}: weights {verdict}"
+        lines = [line, f"replayed {report.digest}", f"recorded {report.recorded}"]
+        if report.tensor is not None:
+            largest = f"{report.largest_difference:.3g}, in {report.tensor}"
+            if tolerance is not None:
+                largest += f": {'within' if report.within else 'above'} {tolerance:g}"
+            lines.append(f"largest relative difference {largest}")
+        elif tolerance is not None or report.identical is False:
+            lines.append(
+                "largest relative difference unknown: the recorded weights are not on the disk any "
+                "more (`train --keep-checkpoints` keeps them)"
+            )
+        yield output.verbatim("\n".join(lines))
 
     passed = report.within
     if passed is None:  # no tolerance, or the recorded weights are gone: then the bits decide
         passed = report.identical is True or (tolerance is None and report.identical is None)
     # A digest is for copying, so it must stay in one piece.
     return output.Answer(report, text, failed=not passed, soft_wrap=True)
-
-
-def _verdict(report: ReplayReport, changed: list[str]) -> str:
-    """Return how the bits of the weights compare with the recorded ones, or why they do not."""
-    if report.identical is None:
-        why = f"with {', '.join(changed)}" if changed else "none were published after the last step"
-        return f"not compared, {why}"
-    return "bit-identical" if report.identical else "DIFFERENT"
-
-
-def _distance(report: ReplayReport, tolerance: float | None) -> str:
-    """Return a line on how far the weights are apart, if that was asked or their bits differ."""
-    if report.tensor is not None:
-        verdict = "" if tolerance is None else f": {'within' if report.within else 'above'}"
-        allowed = "" if tolerance is None else f" {tolerance:g}"
-        largest = f"{report.largest_difference:.3g}"
-        return f"\nlargest relative difference {largest}, in {report.tensor}{verdict}{allowed}"
-    if tolerance is None and report.identical is not False:
-        return ""
-    return (
-        "\nlargest relative difference unknown: the recorded weights are not on the disk any more "
-        "(`train --keep-checkpoints` keeps them)"
-    )
 
 
 @options.command(read_only=False)

@@ -499,8 +499,7 @@ def train(
         else:
             with own_code(run_config.parts_of(algorithm)):
                 trainer.run(on_step, measure=evaluation)
-        _require_trained(experiment, config, trainer.state.step, num_skipped)
-        _name_the_bound(experiment, config, trainer.state.step, say)
+        _conclude(experiment, config, trainer.state.step, num_skipped, say)
         # Without --follow more data may still come, so the experiment stays open.
         if follow and not processes.rank:
             reason = f"{evaluation.summary}step {trainer.state.step}"
@@ -525,8 +524,12 @@ async def _finished_by(url: str, experiment: str, trainer: str) -> str | None:
     return reason
 
 
-def _require_trained(experiment: str, config: RunConfig, steps: int, skipped: int) -> None:
-    """Raise TrainingError unless a run has changed the weights in one of its ``steps``."""
+def _conclude(experiment: str, config: RunConfig, steps: int, skipped: int, say: Say) -> None:
+    """Say that ``max_steps`` ends a trainer, if it does; it may have trained nothing this time.
+
+    Raises:
+        TrainingError: no step of the run has changed the weights.
+    """
     if not steps:
         raise TrainingError(
             f"no step was trained of {experiment}: nothing is ready for the trainer "
@@ -541,11 +544,7 @@ def _require_trained(experiment: str, config: RunConfig, steps: int, skipped: in
             "were not finite; look at the rows that `trinity-buffer events --kind StepsCommitted "
             "--json` names, and at the learning rate and coefficients"
         )
-
-
-def _name_the_bound(experiment: str, config: RunConfig, step: int, say: Say) -> None:
-    """Say that a trainer ends because of ``max_steps``, if it does; it may have trained nothing."""
-    if config.max_steps is not None and step >= config.max_steps:
+    if config.max_steps is not None and steps >= config.max_steps:
         say(
             f"ends: max_steps={config.max_steps} of {experiment}'s configuration is reached; "
             "to train on, --set max_steps=N, or max_steps=null for no bound"
