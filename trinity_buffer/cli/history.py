@@ -65,30 +65,28 @@ def replay(
         say=(lambda _: None) if as_json else roles.plain,
     )
 
-    def text() -> output.Lines:
-        verdict = "bit-identical" if report.identical else "DIFFERENT"
-        if report.identical is None:
-            verdict = "not compared, none were published after the last step"
-            if changed:
-                verdict = f"not compared, with {', '.join(changed)}"
-        line = f"steps {report.first} to {report.last}: weights {verdict}"
-        lines = [line, f"replayed {report.digest}", f"recorded {report.recorded}"]
-        if report.tensor is not None:
-            largest = f"{report.largest_difference:.3g}, in {report.tensor}"
-            if tolerance is not None:
-                largest += f": {'within' if report.within else 'above'} {tolerance:g}"
-            lines.append(f"largest relative difference {largest}")
-        elif tolerance is not None or report.identical is False:
-            lines.append(
-                "largest relative difference unknown: the recorded weights are not on the disk any "
-                "more (`train --keep-checkpoints` keeps them)"
-            )
-        yield output.verbatim("\n".join(lines))
-
+    verdict = "bit-identical" if report.identical else "DIFFERENT"
+    if report.identical is None:
+        verdict = "not compared, none were published after the last step"
+        if changed:
+            verdict = f"not compared, with {', '.join(changed)}"
+    line = f"steps {report.first} to {report.last}: weights {verdict}"
+    lines = [line, f"replayed {report.digest}", f"recorded {report.recorded}"]
+    if report.tensor is not None:
+        largest = f"{report.largest_difference:.3g}, in {report.tensor}"
+        if tolerance is not None:
+            largest += f": {'within' if report.within else 'above'} {tolerance:g}"
+        lines.append(f"largest relative difference {largest}")
+    elif tolerance is not None or report.identical is False:
+        lines.append(
+            "largest relative difference unknown: the recorded weights are not on the disk any "
+            "more (`train --keep-checkpoints` keeps them)"
+        )
     passed = report.within
     if passed is None:  # no tolerance, or the recorded weights are gone: then the bits decide
         passed = report.identical is True or (tolerance is None and report.identical is None)
     # A digest is for copying, so it must stay in one piece.
+    text = [output.verbatim("\n".join(lines))]
     return output.Answer(report, text, failed=not passed, soft_wrap=True)
 
 
@@ -146,15 +144,12 @@ async def compact(
     report = await compact_experiment(
         experiment, keep_steps=keep_steps, archive=archive, delete=delete, progress=progress
     )
-
-    def text() -> output.Lines:
-        where = f" to {counted(len(report.files), 'file')}" if report.files else ""
-        count = counted(report.segments, "segment")
-        yield f"{count} ({report.bytes / 1e6:.1f} MB) left the store{where}"
-        if report.damaged:
-            yield f"{report.damaged} cannot be read and stayed: `verify` names what is damaged"
-
-    return output.Answer(report, text)
+    where = f" to {counted(len(report.files), 'file')}" if report.files else ""
+    count = counted(report.segments, "segment")
+    lines = [f"{count} ({report.bytes / 1e6:.1f} MB) left the store{where}"]
+    if report.damaged:
+        lines.append(f"{report.damaged} cannot be read and stayed: `verify` names what is damaged")
+    return output.Answer(report, lines)
 
 
 @options.command(read_only=False)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import anyio
@@ -143,7 +142,7 @@ async def groups(
         first = "the newest" if sort == "newest" else f"the greatest {sort}"
         yield output.table(f"{counted(len(views), 'group')}, {first} first", columns, rows)
 
-    return output.Answer(views, text)
+    return output.Answer(views, text())
 
 
 def _numbers(values: list[float | None], most: int = 8) -> str:
@@ -179,7 +178,7 @@ async def show(
     """
     view = await _by_uid(questions.show, source, uid)
     if not tokens:
-        return output.Answer(view, partial(_experience_text, view))
+        return output.Answer(view, _experience_text(view))
     by_token = await questions.tokens(source, view.uid, annotation_set=annotation_set)
     texts = await token_texts(source, by_token.ids)
     columns: dict[str, list[Any]] = {} if texts is None else {"text": texts}
@@ -191,7 +190,7 @@ async def show(
         yield from _experience_text(view)
         yield _token_table(by_token, columns)
 
-    return output.Answer(asdict(view) | {"tokens": columns}, text)
+    return output.Answer(asdict(view) | {"tokens": columns}, text())
 
 
 def _token_table(tokens: questions.TokenTable, columns: Mapping[str, Sequence[Any]]) -> Table:
@@ -280,7 +279,7 @@ async def steps(
         title = f"steps of {lines[0].trainer}" if lines else "no steps yet"
         yield output.table(one_line(title), [*columns, *names], rows)
 
-    return output.Answer(lines, text)
+    return output.Answer(lines, text())
 
 
 @options.command()
@@ -328,7 +327,7 @@ async def blame(
         of = "" if len(rows) == len(contents.rows) else f" of {len(contents.rows)}"
         yield output.table(f"{len(rows)}{of} rows", [*titles, "actor", *names], cells)
 
-    return output.Answer(output.fields_of(contents) | {"rows": rows}, text)
+    return output.Answer(output.fields_of(contents) | {"rows": rows}, text())
 
 
 # The slot breaks ties, so that two calls print the same order.
@@ -350,14 +349,9 @@ async def why(source: Source, uid: str) -> output.Answer:
     """
     answer = await _by_uid(questions.why, source, uid)
 
-    def text() -> output.Lines:
-        yield f"{answer.uid}: {answer.verdict}"
-        rows = [
-            (r.position, output.time_of(r.recorded_at), r.actor, r.what) for r in answer.reasons
-        ]
-        yield output.table("", ["position", "time", "actor", "what"], rows)
-
-    return output.Answer(answer, text)
+    rows = [(r.position, output.time_of(r.recorded_at), r.actor, r.what) for r in answer.reasons]
+    table = output.table("", ["position", "time", "actor", "what"], rows)
+    return output.Answer(answer, [f"{answer.uid}: {answer.verdict}", table])
 
 
 @options.command(lines=True)
@@ -393,7 +387,7 @@ async def rejected(
         elif not known:
             yield "nothing was left out" if by is None else f"{by} left out nothing"
 
-    return output.Answer(rows, text)
+    return output.Answer(rows, text())
 
 
 @options.command(lines=True)
@@ -403,14 +397,11 @@ async def leases(source: Source) -> output.Answer:
     Example: trinity-buffer leases --json
     """
     held = await questions.leases(source)
-
-    def text() -> output.Lines:
-        columns = ["kind", "trainer", "state", "owner", "token", "expires_in_s"]
-        columns += ["leased_step", "committed_step"]
-        titles = ["kind", "name", "state", "owner", "token", "expires in s", "leased", "committed"]
-        yield output.table_of("leases" if held else "no trainer yet", columns, held, titles)
-
-    return output.Answer(held, text)
+    columns = ["kind", "trainer", "state", "owner", "token", "expires_in_s"]
+    columns += ["leased_step", "committed_step"]
+    titles = ["kind", "name", "state", "owner", "token", "expires in s", "leased", "committed"]
+    title = "leases" if held else "no trainer yet"
+    return output.Answer(held, [output.table_of(title, columns, held, titles)])
 
 
 @options.command(lines=True)
@@ -431,7 +422,7 @@ async def staleness(
         yield output.table_of("", ["step", "state", "actor", "rows", "mean", "greatest"], by_step)
         yield from map(_growth_line, questions.growth_by_actor(by_step))
 
-    return output.Answer(by_step, text)
+    return output.Answer(by_step, text())
 
 
 def _growth_line(growth: questions.StalenessGrowth) -> str:
@@ -484,12 +475,12 @@ async def diff(
                 )
             a, b = now(await store.experiment(first)), now(await other.experiment(second))
             runs = await questions.compare_runs(a, b, progress=progress)
-            return output.Answer(runs, partial(_runs_text, runs, store.url, other.url))
+            return output.Answer(runs, _runs_text(runs, store.url, other.url))
     chosen = await store.experiment(await options.experiment_in(store, experiment))
     async with opened_as_of(chosen, as_of, progress) as source:
         sets = await questions.compare_sets(source, first, second, limit=limit, progress=progress)
     value = output.fields_of(sets, without="total") | {"mean": sets.mean}
-    return output.Answer(value, partial(_sets_text, sets), sets.unreadable)
+    return output.Answer(value, _sets_text(sets), sets.unreadable)
 
 
 def _sets_text(sets: questions.SetDifference) -> output.Lines:
@@ -561,11 +552,7 @@ async def search(
         if count == limit:
             break
 
-    def nothing() -> output.Lines:
-        if not count:
-            yield f"no text holds {text!r}"
-
-    return output.Answer([], nothing, unreadable)
+    return output.Answer([], [] if count else f"no text holds {text!r}", unreadable)
 
 
 @options.command()

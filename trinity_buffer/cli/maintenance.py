@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ async def verify(
         head=head,
         progress=progress,
     )
-    return output.Answer(report.to_dict(), partial(_verified, report), failed=not report.ok)
+    return output.Answer(report.to_dict(), _verified(report), failed=not report.ok)
 
 
 def _verified(report: VerifyReport) -> output.Lines:
@@ -183,7 +182,7 @@ async def doctor(store: Store, experiment: str | None = None) -> output.Answer:
         if not examination.stuck:
             yield "nothing is stuck"
 
-    return output.Answer(examination, text, failed=bool(examination.stuck))
+    return output.Answer(examination, text(), failed=bool(examination.stuck))
 
 
 @options.command(read_only=False)
@@ -239,7 +238,7 @@ def algorithms() -> output.Answer:
         rows = [(*[*entry.values()][:-1], _arguments_text(entry["arguments"])) for entry in entries]
         yield output.table(f"{len(entries)} registered names", list(entries[0]), rows)
 
-    return output.Answer(entries, text)
+    return output.Answer(entries, text())
 
 
 def _arguments_text(arguments: Mapping[str, Any]) -> str:

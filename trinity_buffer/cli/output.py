@@ -140,7 +140,7 @@ class Answer(NamedTuple):
     """
 
     value: Any
-    text: str | Callable[[], Lines] | None = None
+    text: str | Iterable[str | RenderableType] | None = None
     errors: Sequence[object] = ()
     failed: bool = False
     soft_wrap: bool | None = None
@@ -153,7 +153,7 @@ def print_answer(answer: Answer, *, as_json: bool) -> None:
     elif isinstance(answer.text, str):
         say(answer.text)
     else:
-        for item in answer.text():
+        for item in answer.text:
             if isinstance(item, str):
                 say(item)
             else:  # the markup of a table is its own, and its cells are escaped

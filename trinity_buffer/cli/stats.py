@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from rich.markup import escape
 from rich.text import Text
@@ -48,7 +47,7 @@ async def stats(
         view = replace(await overview(store, experiment), experiments=(then,))
     else:
         view = await overview(store, experiment)
-    return output.Answer(view, partial(_overview_text, view))
+    return output.Answer(view, _overview_text(view))
 
 
 def _overview_text(view: Overview) -> output.Lines:
