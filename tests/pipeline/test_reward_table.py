@@ -136,7 +136,6 @@ def by_experiences(
 
     asyncio.run(add_all())
     decision.take(staged, masks, known)
-    decision.encode(segments.TableSegments(), calls=len(groups))
     return decision
 
 
@@ -155,15 +154,15 @@ def by_rewards(
     score = strategy.from_rewards()
     assert score is not None
     decision.score(groups, table_of(groups, events), score, strategy.over)
-    decision.encode(segments.TableSegments(), calls=len(groups))
     return decision
 
 
 def said(decision: Decision) -> list[Any]:
     """Return all that is committed, but for the key of the segment; numbers with their signs."""
-    facts: list[Any] = [one.fact for one in decision.events]
+    events, segment_rows = decision.encode(segments.TableSegments(), calls=1)
+    facts: list[Any] = [event.fact for event in events]
     plain = [replace(f, segment=b"") if isinstance(f, ExperiencesAnnotated) else f for f in facts]
-    blobs = [(row.family, bytes(row.data)) for row in decision.segment_rows]
+    blobs = [(row.family, bytes(row.data)) for row in segment_rows]
     return [repr(plain), blobs, decision.experiences, sorted(decision.reasons.items())]
 
 

@@ -588,19 +588,19 @@ class StrategyConsumer:
     def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
         """Commit the decision on ``units`` together with the cursor."""
         database, key = self.experiment.database, self.experiment.key
-        decision.encode(database.segments, calls=self._calls)
+        events, segment_rows = decision.encode(database.segments, calls=self._calls)
         # Unplanned groups whose rows were all refused: of them there is nothing to record.
-        if not decision.events:
+        if not events:
             return
         reached("before-annotate")
 
         def commit(tx: Transaction) -> None:
-            database.segments.attach(tx, decision.segment_rows)
+            database.segments.attach(tx, segment_rows)
             # Inside the transaction of the events: a lease that is lost afterwards cannot matter.
             # The same statement tells where the log ends, so that `append` need not ask.
             last = self._lease.require(tx)
-            events = [(self.name, event) for event in decision.events]
-            log.append(tx, key, events, now_us=now_us(), last=last)
+            ours = [(self.name, event) for event in events]
+            log.append(tx, key, ours, now_us=now_us(), last=last)
             reached("inside-annotate")
 
         s.write(commit)

@@ -104,7 +104,6 @@ class Decision:
         without_advantages: how many of these have none.
         tids: of the groups that have annotated rows.
         blob: what was computed for them.
-        events, segment_rows: what is committed, once it is encoded.
     """
 
     strategy: str
@@ -118,8 +117,6 @@ class Decision:
     without_advantages: int = 0
     tids: list[str] = field(default_factory=list)
     blob: bytes = b""
-    events: list[NewEvent] = field(default_factory=list)
-    segment_rows: list[SegmentRow] = field(default_factory=list)
 
     def reject(self, addresses: Iterable[int], reason: str) -> None:
         """Reject experiences without asking the strategy."""
@@ -195,7 +192,7 @@ class Decision:
             InvalidArgumentError: an experience that was not given, or both written and rejected;
                 values that do not fit.
         """
-        written = [experience for group in staged.groups for experience in group]
+        written = [*chain.from_iterable(staged.groups)]
         rejected, staged.rejections, staged.groups = staged.rejections, [], []
         for experience in [*written, *(experience for experience, _ in rejected)]:
             if experience.address not in masks:
@@ -204,11 +201,10 @@ class Decision:
                     "given; a strategy may keep, copy or leave out experiences, not make them, and "
                     f"{_COPYING}"
                 )
-        self.reasons.update({e.address or 0: reason for e, reason in rejected})
+        self.reasons |= {e.address or 0: reason for e, reason in rejected}
         addresses = {e.address or 0 for e in written}
         # Either answer alone could be meant, so guessing would hide a bug of the strategy.
-        contradictory = addresses & self.reasons.keys()
-        if contradictory:
+        if contradictory := addresses & self.reasons.keys():
             raise InvalidArgumentError(
                 f"strategy {self.strategy!r} both wrote and rejected {len(contradictory)} "
                 "experiences of one unit"
@@ -263,20 +259,20 @@ class Decision:
                         f"its response has {tokens} tokens, so give [{tokens}]"
                     )
 
-    def encode(self, store: SegmentStore, *, calls: int) -> None:
-        """Make the events of the decision, and the rows of its segment in ``store``.
+    def encode(self, store: SegmentStore, *, calls: int) -> tuple[list[NewEvent], list[SegmentRow]]:
+        """Return the events of the decision, and the rows of its segment in ``store``.
 
         Args:
             store: where annotations are put.
             calls: how often the strategy was called so far.
         """
+        events, segment_rows = list[NewEvent](), list[SegmentRow]()
+        known: dict[str, Any] = {"consumer": self.strategy, "seen": self.seen, "calls": calls}
         if self.experiences:
             key = new_key()
-            self.segment_rows = store.put(key, {"annotation": self.blob})
+            segment_rows = store.put(key, {"annotation": self.blob})
             annotated = ExperiencesAnnotated(
-                consumer=self.strategy,
-                seen=self.seen,
-                calls=calls,
+                **known,
                 after=self.after,
                 segment=key,
                 families={"annotation": len(self.blob)},
@@ -286,7 +282,7 @@ class Decision:
                 planned=[self.planned.get(tid, False) for tid in self.tids],
                 metrics=self.metrics,
             )
-            self.events.append(new_event(annotated))
+            events.append(new_event(annotated))
         # Bounds of explorers count planned groups, so those that will not come are recorded.
         left_out = sum(self.planned[tid] for tid in self.planned.keys() - set(self.tids))
         for address, reason in self.reasons.items():
@@ -299,17 +295,16 @@ class Decision:
         if self.reasons or left_out:
             addresses = sorted(self.reasons)
             rejected = ExperiencesRejected(
-                consumer=self.strategy,
-                seen=self.seen,
-                calls=calls,
+                **known,
                 # One event of the commit is enough to check the cursor.
-                after=None if self.events else self.after,
+                after=None if events else self.after,
                 by="strategy",
                 experiences=addresses,
                 reasons=[self.reasons[address] for address in addresses],
                 planned_groups=left_out,
             )
-            self.events.append(new_event(rejected))
+            events.append(new_event(rejected))
+        return events, segment_rows
 
 
 def _weights(scores: Numbers, tokens: Integers, trained: Integers) -> NDArray[np.float32]:

@@ -127,13 +127,13 @@ class TrainerAudit:
 
     def leased(self, position: int, fact: events.BatchLeased) -> Iterator[Problem]:
         """Take in a ``BatchLeased``."""
-        place, digest = self._place(position), manifest_digest(fact)
+        digest, following = manifest_digest(fact), len(self.steps) + 1
         if digest != fact.digest:
             what = f"the manifest of step {fact.step} has the digest {digest.hex()}"
-            yield Problem("manifests", place, f"{what}, recorded is {fact.digest.hex()}")
-        if fact.step != len(self.steps) + 1:
-            what = f"step {fact.step} was leased, the next one is {len(self.steps) + 1}"
-            yield Problem("manifests", place, what)
+            yield self._wrong("manifests", position, f"{what}, recorded is {fact.digest.hex()}")
+        if fact.step != following:
+            what = f"step {fact.step} was leased, the next one is {following}"
+            yield self._wrong("manifests", position, what)
         rows, by_rank = self._rows_of(fact), rows_by_rank(fact)
         self.steps[fact.step] = LeasedManifest(
             position, fact.step, fact.digest, len(rows), packed(np.sort(rows)), by_rank
@@ -159,11 +159,11 @@ class TrainerAudit:
             fact: what it says.
             lease: the event that it refers to.
         """
-        leased, place = self.steps.get(fact.step), self._place(position)
+        leased = self.steps.get(fact.step)
         is_leased = leased is not None and leased.position == fact.leased_at
         if leased is None or lease is None or not is_leased or fact.step in self.live:
             what = f"step {fact.step} was dealt anew, and was not leased or is committed"
-            yield Problem("manifests", place, what)
+            yield self._wrong("manifests", position, what)
             return
         manifest = lease
         each_once = len(set(fact.order)) == len(fact.order) and min(fact.order, default=0) >= 0
@@ -194,7 +194,8 @@ class TrainerAudit:
                 len(by_rank) != ranks or sum(by_rank) != len(rows)
             ),
         }
-        yield from (Problem("manifests", place, what) for what, wrong in checks.items() if wrong)
+        wrong = (what for what, is_wrong in checks.items() if is_wrong)
+        yield from (self._wrong("manifests", position, what) for what in wrong)
         self._dropped.append((position, lost[lost < _OTHER_EXPERIMENT]))
         self.steps[fact.step] = replace(
             leased, digest=fact.digest, count=len(rows), rows=packed(np.sort(rows)), by_rank=by_rank
@@ -206,21 +207,19 @@ class TrainerAudit:
 
     def committed(self, position: int, fact: events.StepsCommitted) -> Iterator[Problem]:
         """Take in a ``StepsCommitted``."""
-        place = self._place(position)
-        yield from self._rows_taken(place, fact)
+        wrong = list(self._rows_taken(fact))
         for step, digest in zip(fact.steps, fact.manifests, strict=True):
             leased = self.steps.get(step)
             if leased is None:
-                yield Problem("commits", place, f"step {step} was committed and never leased")
+                wrong.append(f"step {step} was committed and never leased")
             elif leased.digest != digest:
                 what = f"step {step} was committed with the manifest {digest.hex()}"
-                yield Problem("commits", place, f"{what}, leased was {leased.digest.hex()}")
+                wrong.append(f"{what}, leased was {leased.digest.hex()}")
             if step in self.live:
                 self.twice.append((step, digest))
-                yield Problem("commits", place, f"step {step} was committed before")
+                wrong.append(f"step {step} was committed before")
             elif step != len(self.live) + 1:
-                what = f"step {step} was committed, the next one is {len(self.live) + 1}"
-                yield Problem("commits", place, what)
+                wrong.append(f"step {step} was committed, the next one is {len(self.live) + 1}")
             # the same bytes as above, which are there already
             digest = digest if leased is None or leased.digest != digest else leased.digest
             self.live[step] = digest
@@ -229,7 +228,8 @@ class TrainerAudit:
             self._before[self._links[step]] = (before, digest)
         last = fact.steps[-1]
         if self._links[last] != fact.chain:
-            yield Problem("commits", place, f"the chain of manifests up to step {last} is another")
+            wrong.append(f"the chain of manifests up to step {last} is another")
+        yield from (self._wrong("commits", position, what) for what in wrong)
         checkpoint = (fact.checkpoint, fact.checkpoint_digest, fact.chain)
         self.commits.append(Commit(position, last, *checkpoint))
 
@@ -252,8 +252,8 @@ class TrainerAudit:
                 return leased[:number] + manifests[::-1]
         return None
 
-    def _rows_taken(self, place: str, fact: events.StepsCommitted) -> Iterator[Problem]:
-        """Yield the steps of a commit of which the ranks did not take what they were dealt."""
+    def _rows_taken(self, fact: events.StepsCommitted) -> Iterator[str]:
+        """Yield of which steps of a commit the ranks did not take what they were dealt."""
         ranks = self._ranks.get(fact.token, 1)
         for index, step in enumerate(fact.steps):
             leased = self.steps.get(step)
@@ -262,28 +262,27 @@ class TrainerAudit:
             if fact.rows_by_rank:
                 taken, dealt = list(fact.rows_by_rank[index]), list(leased.by_rank)
                 if taken != dealt:
-                    what = f"step {step}: its ranks took {taken} rows, they were dealt {dealt}"
-                    yield Problem("commits", place, what)
+                    yield f"step {step}: its ranks took {taken} rows, they were dealt {dealt}"
             elif len(leased.by_rank) != ranks:  # of a version that did not count
                 what = f"step {step} was dealt to {len(leased.by_rank)} ranks as {leased.by_rank}"
-                yield Problem("commits", place, f"{what} rows, and trained by {ranks}")
+                yield f"{what} rows, and trained by {ranks}"
 
     def measured(self, position: int, fact: events.StepMeasured) -> Iterator[Problem]:
         """Take in a ``StepMeasured``: of a step that is committed, with as many rows."""
         leased = self.steps.get(fact.step)
         if leased is None or fact.step not in self.live:
             what = f"step {fact.step} was measured and is not committed"
-            yield Problem("commits", self._place(position), what)
+            yield self._wrong("commits", position, what)
         elif fact.rows != leased.count:
             what = f"{fact.rows} rows of step {fact.step} were measured, it has {leased.count}"
-            yield Problem("commits", self._place(position), what)
+            yield self._wrong("commits", position, what)
 
     def rewound(self, position: int, fact: events.TrainerRewound) -> Iterator[Problem]:
         """Take in a ``TrainerRewound``."""
         last = fact.step
         if last and last not in self.live:
             what = f"it goes back to step {last}, which was not committed"
-            yield Problem("commits", self._place(position), what)
+            yield self._wrong("commits", position, what)
         self.live = {step: digest for step, digest in self.live.items() if step <= last}
 
     def rejected(self, position: int, fact: events.ExperiencesRejected) -> None:
@@ -296,7 +295,7 @@ class TrainerAudit:
         for position, lost in self._dropped:
             for row in lost[~np.isin(lost, rejected)].tolist():
                 what = f"annotation {written_as(row)} was taken out of its step and not rejected"
-                yield Problem("conservation", self._place(position), what)
+                yield self._wrong("conservation", position, what)
         handed_out = [(leased.position, leased.rows) for leased in self.steps.values()]
         handed_out += self._rejected
         all_rows = together(unpacked(rows) for _, rows in handed_out)
@@ -308,11 +307,11 @@ class TrainerAudit:
                 if row in before:
                     address = written_as(row % _OTHER_EXPERIMENT)
                     what = f"annotation {address} was given out at position {before[row]} before"
-                    yield Problem("conservation", self._place(position), what)
+                    yield self._wrong("conservation", position, what)
                 before[row] = position
 
-    def _place(self, position: int) -> str:
-        return f"position {position} (trainer {self.name!r})"
+    def _wrong(self, check: str, position: int, what: str) -> Problem:
+        return Problem(check, f"position {position} (trainer {self.name!r})", what)
 
 
 @dataclass(slots=True)
