@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import anyio
@@ -162,10 +162,7 @@ async def _by_uid(question: Callable[[Source, str], Awaitable[T]], source: Sourc
 
 @options.command()
 async def show(
-    source: Source,
-    uid: str,
-    annotation_set: Annotated[str | None, typer.Option("--set")] = None,
-    tokens: bool = False,
+    source: Source, uid: str, annotation_set: str | None = None, tokens: bool = False
 ) -> output.Answer:
     """Show one experience: what it holds, its annotations, where it was trained, or why not.
 
@@ -300,7 +297,7 @@ async def blame(
         limit: Show at most this many rows.
     """
     contents = await questions.blame(source, step, trainer=trainer)
-    rows = sorted(contents.rows, key=_ORDERS[sort])[:limit]
+    rows = tuple(sorted(contents.rows, key=_ORDERS[sort])[:limit])
 
     def text() -> output.Lines:
         line = contents.line
@@ -327,7 +324,7 @@ async def blame(
         of = "" if len(rows) == len(contents.rows) else f" of {len(contents.rows)}"
         yield output.table(f"{len(rows)}{of} rows", [*titles, "actor", *names], cells)
 
-    return output.Answer(output.fields_of(contents) | {"rows": rows}, text())
+    return output.Answer(replace(contents, rows=rows), text())
 
 
 # The slot breaks ties, so that two calls print the same order.
@@ -479,7 +476,9 @@ async def diff(
     chosen = await store.experiment(await options.experiment_in(store, experiment))
     async with opened_as_of(chosen, as_of, progress) as source:
         sets = await questions.compare_sets(source, first, second, limit=limit, progress=progress)
-    value = output.fields_of(sets, without="total") | {"mean": sets.mean}
+    # `asdict` would copy a Counter by counting its items.
+    value = {one.name: getattr(sets, one.name) for one in fields(sets) if one.name != "total"}
+    value["mean"] = sets.mean
     return output.Answer(value, _sets_text(sets), sets.unreadable)
 
 

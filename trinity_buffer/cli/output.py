@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -66,14 +66,6 @@ def _plain(value: object) -> Any:
         return value.hex()
     tolist = getattr(value, "tolist", None)  # of NumPy's scalars and arrays
     return tolist() if callable(tolist) else str(value)
-
-
-def fields_of(value: Any, *, without: str = "") -> dict[str, Any]:
-    """Return the fields of a dataclass, one of them left out, each value as it is."""
-    # `asdict` would copy a Counter by counting its items.
-    return {
-        field.name: getattr(value, field.name) for field in fields(value) if field.name != without
-    }
 
 
 def print_json(*values: Any) -> None:

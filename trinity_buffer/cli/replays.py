@@ -30,14 +30,8 @@ OF_STEPS = frozenset(
     {
         *("groups_per_batch", "groups_per_step", "rollouts_per_group", "tokens_per_microbatch"),
         *("layout", "max_staleness", "max_queued_groups", "strategy", "strategy_args"),
-        *(
-            "group_timeout_s",
-            "idle_s",
-            "on_incomplete_group",
-            "stalled_after_s",
-            "commit_every_steps",
-        ),
-        "max_steps",
+        *("group_timeout_s", "idle_s", "on_incomplete_group", "stalled_after_s"),
+        *("commit_every_steps", "max_steps"),
     }
 )
 """Keys without effect on a replay: they decide what steps hold, and when a run commits and ends."""
