@@ -41,8 +41,8 @@ FAULTS = [
     Fault(
         "compaction asks of a segment for its first row alone",
         "store/segments.py",
-        "left[place] <= segment.last",
-        "left[place] <= segment.first",
+        "if needs and ordered[bisect_left(ordered, at.first)] > at.last",
+        "if needs and ordered[bisect_left(ordered, at.first)] > at.first",
         "tests/pipeline/test_sizes.py::test_what_may_leave_does_not_depend_on_the_page",
     ),
     Fault(

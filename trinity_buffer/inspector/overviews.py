@@ -301,7 +301,7 @@ async def rejections(
             )
             for row, address in zip(rows, addresses, strict=True)
         ]
-        if by in (None, DOOR) and counters.reasons(counters.counted_of(tx, key, ""), ""):
+        if by in (None, DOOR) and counters.reasons(counters.numbers_of(tx, key), ""):
             # No index finds what was refused: where nothing was, all rows would be read for it.
             rejected += [
                 Rejected(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import aiosqlite
 import anyio
-from sqlalchemy import Table, insert
-from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
+from sqlalchemy import Table
 from sqlalchemy.engine import Engine
 from typing_extensions import override
 
@@ -318,9 +317,8 @@ def _engine() -> Engine:
 @cache
 def _insert(table: Table, rows: int) -> str:
     """Return the statement for so many rows, whose places are all positional."""
-    statement = str(insert(table).compile(dialect=sqlite_dialect()))
-    head, values, row = statement.partition("VALUES ")
-    return head + values + ", ".join([row] * rows)
+    row = f"({', '.join('?' * len(table.columns))})"
+    return f"INSERT INTO {table.name} VALUES {', '.join([row] * rows)}"
 
 
 @cache
@@ -407,15 +405,9 @@ class ConnectionPool:
         done: T = answer
         return done
 
-    @asynccontextmanager
-    async def dedicated_connection(self) -> AsyncIterator[ConnectionPool]:
-        """Open one more connection; its temporary tables are its own."""
-        connection = ConnectionPool(self._connector, self._files, self._check, number=1)
-        try:
-            yield connection
-        finally:
-            with anyio.CancelScope(shield=True):
-                await connection.close()
+    def one_more(self) -> ConnectionPool:
+        """Return one more connection; its temporary tables are its own."""
+        return ConnectionPool(self._connector, self._files, self._check, number=1)
 
     async def _opened(self) -> aiosqlite.Connection:
         """Return a new connection, whose thread does not keep the interpreter from ending."""

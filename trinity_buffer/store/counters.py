@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import partial
 from hashlib import sha256
 
 from trinity_buffer.events import (
@@ -138,15 +137,6 @@ def numbers_of(tx: Transaction, experiment: int) -> Numbers:
 _NUMBERS = Statement("SELECT consumer, state, number FROM counter WHERE experiment = :of")
 
 
-def counted_of(tx: Transaction, experiment: int, consumer: str) -> Numbers:
-    """Return the counters of one consumer, "" for those of the experiment itself."""
-    rows = _OF_ONE.fetch_all(tx, of=experiment, by=consumer)
-    return {(consumer, state): int(number) for state, number in rows}
-
-
-_OF_ONE = Statement("SELECT state, number FROM counter WHERE experiment = :of AND consumer = :by")
-
-
 def planned_batches(tx: Transaction, experiment: int, actor: str) -> int:
     """Return how many batches an actor planned."""
     return int(_ONE.value(tx, of=experiment, by="", key=key_of(planned_by(actor))) or 0)
@@ -155,17 +145,6 @@ def planned_batches(tx: Transaction, experiment: int, actor: str) -> int:
 _ONE = Statement(
     "SELECT number FROM counter WHERE experiment = :of AND consumer = :by AND key = :key"
 )
-
-
-def all_numbers(tx: Transaction) -> dict[int, Numbers]:
-    """Return experiment -> its counters, if it has any."""
-    counters: dict[int, Numbers] = {}
-    for of, name, state, number in _ALL.fetch_all(tx):
-        counters.setdefault(int(of), {})[name, state] = int(number)
-    return counters
-
-
-_ALL = Statement("SELECT experiment, consumer, state, number FROM counter")
 
 
 def count_stored(tx: Transaction, experiment: int, key: str) -> int:
@@ -190,11 +169,10 @@ def count_late(
     late_runs = sorted(set(runs))
     if not late_runs:
         return 0
-    named = sorted({key for key, _, _ in late_runs})
-    stored = partial(_STORED_OF.value, tx, of=experiment, keys=named)
-    before = stored()
-    _LATE.execute_later(tx, of=experiment, first=first, keys=named, rows=late_runs)
-    return int(stored() or 0) - int(before or 0)
+    mine = {"of": experiment, "keys": sorted({key for key, _, _ in late_runs})}
+    before = _STORED_OF.value(tx, **mine)
+    _LATE.execute_later(tx, **mine, first=first, rows=late_runs)
+    return int(_STORED_OF.value(tx, **mine) or 0) - int(before or 0)
 
 
 # Planned rollouts of a row of `batch` that are stored. A look at an index for each group: joined,

@@ -183,10 +183,13 @@ class Database:
         They hide those of the same names.
         """
         self.owner.require()
-        async with self.connections.dedicated_connection() as own:
-            apart = copy(self)
-            apart.connections = own
+        apart = copy(self)
+        apart.connections = self.connections.one_more()
+        try:
             yield apart
+        finally:
+            with anyio.CancelScope(shield=True):
+                await apart.connections.close()
 
     async def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``f(...)``, computed in a thread."""
@@ -244,7 +247,8 @@ class Database:
         with foreign_errors(self.name):
             self._changes = SQLiteChanges(self.path, self.owner, files, still=self._still)
         stack.push_async_callback(self._changes.close)
-        await self.read(_first_look)
+        # Only when a row is read does SQLite open the log.
+        await self.read(lambda tx: tx.fetch_all("SELECT count(*) FROM sqlite_master", ()))
         stack.enter_context(here.keep_log())
         files.check(note=True)
 
@@ -265,10 +269,7 @@ class Database:
         with anyio.CancelScope(shield=True):
             if self._checkpointer is not None:
                 await anyio.to_thread.run_sync(self._checkpointer.close)
-            if isinstance(self.connections, Server):
-                self.connections.close()
-            else:
-                await self.connections.close()
+            await self.connections.close()
 
     def _connect(self) -> Any:
         """Open one connection to a SQLite file."""
@@ -278,11 +279,6 @@ class Database:
             for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
                 driver.execute(statement)
         return driver
-
-
-def _first_look(tx: Transaction) -> None:
-    """Read a row: only then does SQLite open the log."""
-    tx.fetch_all("SELECT count(*) FROM sqlite_master", ())
 
 
 @asynccontextmanager

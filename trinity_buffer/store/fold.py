@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby, repeat
-from typing import assert_never
+from typing import Any, assert_never
+
+from msgspec import structs
 
 from trinity_buffer.errors import CursorConflictError
 from trinity_buffer.events import (
@@ -55,34 +57,7 @@ from trinity_buffer.store.tables import (
 )
 from trinity_buffer.store.transaction import Statement, Transaction
 
-_STEP = Statement(
-    'INSERT INTO step (experiment, consumer, step, leased_at, "rows", "groups", '
-    "planned_groups_so_far, manifest_digest, own_rows_so_far) "
-    "VALUES (:of, :by, :number, :position, :rows, :groups, :planned + coalesce("
-    "(SELECT planned_groups_so_far FROM step "
-    "WHERE experiment = :of AND consumer = :by AND step = :before), 0), :digest, :own + coalesce("
-    "(SELECT own_rows_so_far FROM step "
-    "WHERE experiment = :of AND consumer = :by AND step = :before), 0))"
-)
-_HANDED_OUT = Statement(
-    "UPDATE consumer SET leased_step = :number, token = :fence "
-    "WHERE experiment = :of AND name = :by"
-)
-# All open steps up to the last, which gets the checkpoint.
-_DONE = Statement(
-    "UPDATE step SET committed_at = :position, "
-    "checkpoint = CASE WHEN step = :last THEN :checkpoint ELSE checkpoint END, "
-    "checkpoint_digest = CASE WHEN step = :last THEN :digest ELSE checkpoint_digest END, "
-    "chain = CASE WHEN step = :last THEN :chain ELSE chain END, "
-    "rows_by_rank = CASE WHEN step = :last THEN :rows_by_rank ELSE rows_by_rank END "
-    "WHERE experiment = :of AND consumer = :by AND step <= :last AND step > "
-    "(SELECT committed_step FROM consumer WHERE experiment = :of AND name = :by)"
-)
-_COMMITTED = Statement(
-    "UPDATE consumer SET committed_step = :last, token = :fence "
-    "WHERE experiment = :of AND name = :by"
-)
-
+Values = dict[str, Any]
 
 Decided = ExperiencesAnnotated | ExperiencesRejected
 """Events that move the cursor of a strategy."""
@@ -106,16 +81,19 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
     """Apply one event, except to counters; return how many rollouts it adds to sealed batches."""
     stored = 0
     at, fact = placed.position, placed.fact
+    # By these names the statements ask for what an event says.
+    says: Values = structs.asdict(fact) | {"of": experiment, "at": at, "actor": placed.actor}
     match fact:
         case ExperimentCreated() | ConfigurationChanged():
-            config = canonical(fact.config)
-            _CONFIGURE.execute_later(tx, of=experiment, position=at, config=config)
+            _CONFIGURE.execute_later(tx, **says | {"config": canonical(fact.config)})
         case ExperimentFinished():
             _FINISH.execute_later(tx, of=experiment)
         case BatchPlanned():
             _planned(tx, experiment, at, fact, placed.actor)
         case BatchSealed():
-            stored = _sealed(tx, experiment, at, fact, placed.actor)
+            key, is_int = str(fact.batch), isinstance(fact.batch, int)
+            _SEAL.execute_later(tx, **says | {"batch": key}, is_int=is_int)
+            stored = counters.count_stored(tx, experiment, key)
         case ExperiencesRecorded():
             stored = _recorded(tx, experiment, [placed])
         case ConsumerRegistered():
@@ -132,16 +110,24 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
             ]
             tx.insert_many(annotation, rows)
         case ExperiencesRejected():
-            _rejected(tx, experiment, at, fact)
+            if fact.by == "strategy":
+                _see(tx, experiment, fact)
+                decide(tx, experiment, fact.consumer, fact.experiences)
+            reasons = zip(fact.experiences, fact.reasons, strict=True)
+            tx.insert_many(rejection, [(experiment, fact.consumer, *row, at) for row in reasons])
+            if fact.planned_groups:
+                _LEFT_OUT.execute_later(tx, **says)
         case BatchLeased():
-            _leased(tx, experiment, at, fact)
+            _leased(tx, says, fact)
         case StepDealt():
-            _dealt(tx, experiment, at, fact)
+            _dealt(tx, says, fact)
         case StepsCommitted():
-            _committed(tx, experiment, at, fact)
+            ranks = canonical(list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None)
+            _DONE.execute_later(tx, **says | {"rows_by_rank": ranks}, last=fact.steps[-1])
+            _COMMITTED.execute_later(tx, **says, last=fact.steps[-1])
         case TrainerRewound():
             for undo in (_UNCOMMIT, _REWIND):
-                undo.execute_later(tx, of=experiment, by=fact.consumer, last=fact.step)
+                undo.execute_later(tx, **says)
         case PolicyPublished():
             tx.insert_many(policy, [(experiment, at, fact.number, fact.uri, fact.digest)])
         case RewardsAssigned():
@@ -153,8 +139,8 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
             gone = [(experiment, key, at, fact.uri) for key in fact.segments]
             tx.insert_many(archived, gone)
         case SegmentsRestored():
-            for key in fact.segments:
-                _RESTORE.execute_later(tx, of=experiment, key=key)
+            for segment in fact.segments:
+                _RESTORE.execute_later(tx, of=experiment, key=segment)
         case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
             pass  # what ranks say to each other they read in the log itself
         case StepMeasured():
@@ -170,10 +156,48 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
 
 _CONFIGURE = Statement(
     "INSERT INTO configuration (experiment, position, config, finished) "
-    "VALUES (:of, :position, :config, false) ON CONFLICT (experiment) DO UPDATE "
+    "VALUES (:of, :at, :config, false) ON CONFLICT (experiment) DO UPDATE "
     "SET position = excluded.position, config = excluded.config, finished = excluded.finished"
 )
 _FINISH = Statement("UPDATE configuration SET finished = true WHERE experiment = :of")
+# A planned batch keeps the actor of its plan, even if another one seals it.
+_SEAL = Statement(
+    "INSERT INTO batch (experiment, batch, batch_is_int, actor, sealed_at, expected) "
+    "VALUES (:of, :batch, :is_int, :actor, :at, :expected) ON CONFLICT (experiment, batch) "
+    "DO UPDATE SET sealed_at = excluded.sealed_at, expected = excluded.expected"
+)
+_LEFT_OUT = Statement(
+    "UPDATE consumer SET rejected_groups = rejected_groups + :planned_groups "
+    "WHERE experiment = :of AND name = :consumer"
+)
+_OF_STEP = "WHERE experiment = :of AND consumer = :consumer AND step"
+# All open steps up to the last, which gets the checkpoint.
+_DONE = Statement(
+    "UPDATE step SET committed_at = :at, "
+    "checkpoint = CASE WHEN step = :last THEN :checkpoint ELSE checkpoint END, "
+    "checkpoint_digest = CASE WHEN step = :last THEN :checkpoint_digest ELSE checkpoint_digest "
+    "END, chain = CASE WHEN step = :last THEN :chain ELSE chain END, "
+    "rows_by_rank = CASE WHEN step = :last THEN :rows_by_rank ELSE rows_by_rank END "
+    f"{_OF_STEP} <= :last AND step > "
+    "(SELECT committed_step FROM consumer WHERE experiment = :of AND name = :consumer)"
+)
+_COMMITTED = Statement(
+    "UPDATE consumer SET committed_step = :last, token = :token "
+    "WHERE experiment = :of AND name = :consumer"
+)
+_UNCOMMIT = Statement(
+    "UPDATE step SET committed_at = NULL, checkpoint = NULL, checkpoint_digest = NULL, "
+    f"chain = NULL, rows_by_rank = NULL {_OF_STEP} > :step"
+)
+_REWIND = Statement(
+    "UPDATE consumer SET committed_step = :step WHERE experiment = :of AND name = :consumer"
+)
+_SCORE = Statement(
+    "INSERT INTO assigned_reward (experiment, scoring, address, reward) "
+    "VALUES (:of, :scoring, :address, :reward) "
+    "ON CONFLICT (experiment, scoring, address) DO UPDATE SET reward = excluded.reward"
+)
+_RESTORE = Statement("DELETE FROM archived WHERE experiment = :of AND segment = :key")
 
 
 def _planned(
@@ -188,28 +212,6 @@ def _planned(
 
 
 LAST_ORDINAL = Statement("SELECT coalesce(max(ordinal), 0) FROM plan WHERE experiment = :of")
-
-
-def _sealed(tx: Transaction, experiment: int, position: int, fact: BatchSealed, actor: str) -> int:
-    key = str(fact.batch)
-    _SEAL.execute_later(
-        tx,
-        of=experiment,
-        key=key,
-        is_int=isinstance(fact.batch, int),
-        by=actor,
-        position=position,
-        number=fact.expected,
-    )
-    return counters.count_stored(tx, experiment, key)
-
-
-# A planned batch keeps the actor of its plan, even if another one seals it.
-_SEAL = Statement(
-    "INSERT INTO batch (experiment, batch, batch_is_int, actor, sealed_at, expected) "
-    "VALUES (:of, :key, :is_int, :by, :position, :number) ON CONFLICT (experiment, batch) "
-    "DO UPDATE SET sealed_at = excluded.sealed_at, expected = excluded.expected"
-)
 
 
 def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) -> int:
@@ -257,10 +259,6 @@ _CURSOR = Statement("SELECT cursor, calls FROM consumer WHERE experiment = :of A
 _SEE = Statement(
     "UPDATE consumer SET cursor = :to, calls = :called WHERE experiment = :of AND name = :by"
 )
-_LEFT_OUT = Statement(
-    "UPDATE consumer SET rejected_groups = rejected_groups + :more "
-    "WHERE experiment = :of AND name = :by"
-)
 _UNSEEN = Statement(
     "INSERT INTO waiting (experiment, consumer, address) SELECT experiment, :by, address "
     "FROM experience WHERE experiment = :of AND address >= :start AND address < :end "
@@ -286,92 +284,44 @@ def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]
         )
 
 
-def _rejected(tx: Transaction, experiment: int, position: int, fact: ExperiencesRejected) -> None:
-    if fact.by == "strategy":
-        _see(tx, experiment, fact)
-        decide(tx, experiment, fact.consumer, fact.experiences)
-    reasons = zip(fact.experiences, fact.reasons, strict=True)
-    tx.insert_many(rejection, [(experiment, fact.consumer, *row, position) for row in reasons])
-    if fact.planned_groups:
-        _LEFT_OUT.execute_later(tx, of=experiment, by=fact.consumer, more=fact.planned_groups)
-
-
-def _leased(tx: Transaction, experiment: int, position: int, fact: BatchLeased) -> None:
-    name, number = fact.consumer, fact.step
+def _leased(tx: Transaction, says: Values, fact: BatchLeased) -> None:
     names = ("", *fact.sources)
     sources = [names[of] for of in fact.source] or [""] * len(fact.annotations)
     rows = zip(sources, fact.annotations, strict=True)
-    tx.insert_many(delivery, [(experiment, name, *row, number) for row in rows])
-    _STEP.execute_later(
-        tx,
-        of=experiment,
-        by=name,
-        number=number,
-        before=number - 1,
-        position=position,
-        rows=len(fact.annotations),
-        groups=fact.num_groups,
-        planned=fact.planned_groups,
-        own=sources.count(""),
-        digest=fact.digest,
-    )
-    _HANDED_OUT.execute_later(tx, of=experiment, by=name, number=number, fence=fact.token)
+    named = (says["of"], fact.consumer)
+    tx.insert_many(delivery, [(*named, *row, fact.step) for row in rows])
+    _STEP.execute_later(tx, **says, rows=len(sources), own=sources.count(""))
+    _HANDED_OUT.execute_later(tx, **says)
 
 
-def _dealt(tx: Transaction, experiment: int, position: int, fact: StepDealt) -> None:
-    mine: dict[str, object] = {"of": experiment, "by": fact.consumer, "number": fact.step}
-    _SERVE.execute_later(tx, **mine, position=position, digest=fact.digest)
+_STEP = Statement(
+    'INSERT INTO step (experiment, consumer, step, leased_at, "rows", "groups", '
+    "planned_groups_so_far, manifest_digest, own_rows_so_far) "
+    "VALUES (:of, :consumer, :step, :at, :rows, :num_groups, :planned_groups + coalesce("
+    f"(SELECT planned_groups_so_far FROM step {_OF_STEP} = :step - 1), 0), :digest, "
+    f":own + coalesce((SELECT own_rows_so_far FROM step {_OF_STEP} = :step - 1), 0))"
+)
+_HANDED_OUT = Statement(
+    "UPDATE consumer SET leased_step = :step, token = :token "
+    "WHERE experiment = :of AND name = :consumer"
+)
+
+
+def _dealt(tx: Transaction, says: Values, fact: StepDealt) -> None:
+    _SERVE.execute_later(tx, **says)
     if fact.dropped:
-        _SHRINK.execute_later(tx, **mine, rows=len(fact.order), groups=fact.num_groups)
+        _SHRINK.execute_later(tx, **says, rows=len(fact.order))
         sources = fact.dropped_from or ("",) * len(fact.dropped)
         for source, address in zip(sources, fact.dropped, strict=True):
-            _DROP.execute_later(tx, **mine, source=source, address=address)
-        _LESS.execute_later(tx, **mine, less=sources.count(""))
-    _FENCE.execute_later(tx, of=experiment, by=fact.consumer, fence=fact.token)
+            _DROP.execute_later(tx, **says, source=source, address=address)
+        _LESS.execute_later(tx, **says, less=sources.count(""))
+    _FENCE.execute_later(tx, **says)
 
 
-_OF_STEP = "WHERE experiment = :of AND consumer = :by AND step"
-_SERVE = Statement(
-    f"UPDATE step SET leased_at = :position, manifest_digest = :digest {_OF_STEP} = :number"
-)
-_SHRINK = Statement(f'UPDATE step SET "rows" = :rows, "groups" = :groups {_OF_STEP} = :number')
-_LESS = Statement(
-    f"UPDATE step SET own_rows_so_far = own_rows_so_far - :less {_OF_STEP} >= :number"
-)
+_SERVE = Statement(f"UPDATE step SET leased_at = :at, manifest_digest = :digest {_OF_STEP} = :step")
+_SHRINK = Statement(f'UPDATE step SET "rows" = :rows, "groups" = :num_groups {_OF_STEP} = :step')
+_LESS = Statement(f"UPDATE step SET own_rows_so_far = own_rows_so_far - :less {_OF_STEP} >= :step")
 _DROP = Statement(
-    f"DELETE FROM delivery {_OF_STEP} = :number AND source = :source AND address = :address"
+    f"DELETE FROM delivery {_OF_STEP} = :step AND source = :source AND address = :address"
 )
-_FENCE = Statement("UPDATE consumer SET token = :fence WHERE experiment = :of AND name = :by")
-
-
-def _committed(tx: Transaction, experiment: int, position: int, fact: StepsCommitted) -> None:
-    mine = {"of": experiment, "by": fact.consumer, "last": fact.steps[-1]}
-    _DONE.execute_later(
-        tx,
-        **mine,
-        position=position,
-        checkpoint=fact.checkpoint,
-        digest=fact.checkpoint_digest,
-        chain=fact.chain,
-        rows_by_rank=canonical(list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None),
-    )
-    _COMMITTED.execute_later(tx, **mine, fence=fact.token)
-
-
-_UNCOMMIT = Statement(
-    "UPDATE step SET committed_at = NULL, checkpoint = NULL, checkpoint_digest = NULL, "
-    f"chain = NULL, rows_by_rank = NULL {_OF_STEP} > :last"
-)
-_REWIND = Statement(
-    "UPDATE consumer SET committed_step = :last WHERE experiment = :of AND name = :by"
-)
-
-
-_SCORE = Statement(
-    "INSERT INTO assigned_reward (experiment, scoring, address, reward) "
-    "VALUES (:of, :scoring, :address, :reward) "
-    "ON CONFLICT (experiment, scoring, address) DO UPDATE SET reward = excluded.reward"
-)
-
-
-_RESTORE = Statement("DELETE FROM archived WHERE experiment = :of AND segment = :key")
+_FENCE = Statement("UPDATE consumer SET token = :token WHERE experiment = :of AND name = :consumer")

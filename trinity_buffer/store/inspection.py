@@ -132,7 +132,7 @@ def annotation_rows(
 ) -> list[tuple[str, int, int]]:
     """Return (set, address of the experience, address of the annotation), sorted."""
     rows = _ANNOTATIONS.fetch_all(tx, of=experiment, addresses=addresses)
-    return sorted(((name, of, address) for name, of, address in rows), key=itemgetter(0, 2))
+    return sorted(rows, key=itemgetter(0, 2))
 
 
 # Only what its index holds, and not sorted: else SQLite walks through every annotation.
@@ -155,9 +155,8 @@ def deliveries(
         experiment: the trainers'.
         source: the experiment of the rows, where it is another one.
     """
-    wanted = {"by": trainers, "addresses": addresses}
-    rows = _DELIVERIES.fetch_all(tx, of=experiment, source=source, **wanted)
-    return [(name, address, step) for name, address, step in rows]
+    wanted = {"by": trainers, "addresses": addresses, "source": source}
+    return _DELIVERIES.fetch_all(tx, of=experiment, **wanted)
 
 
 _DELIVERIES = Statement(
@@ -209,8 +208,8 @@ def rejections(
     tx: Transaction, experiment: int, consumers: Sequence[str], addresses: Sequence[int]
 ) -> list[RejectedRow]:
     """Return which of ``addresses`` these consumers rejected."""
-    wanted = {"by": consumers, "addresses": addresses}
-    return [RejectedRow(*row) for row in _REJECTIONS.fetch_all(tx, of=experiment, **wanted)]
+    rows = _REJECTIONS.fetch_all(tx, of=experiment, by=consumers, addresses=addresses)
+    return list(map(RejectedRow._make, rows))
 
 
 _REJECTED = "SELECT consumer, address, reason, position FROM rejection WHERE experiment = :of"
@@ -222,8 +221,7 @@ def still_waiting(
     tx: Transaction, experiment: int, strategies: Sequence[str], addresses: Sequence[int]
 ) -> set[tuple[str, int]]:
     """Return (set, address) of the experiences that ``strategies`` have read and not decided."""
-    wanted = {"by": strategies, "addresses": addresses}
-    return {(name, at) for name, at in _WAITING.fetch_all(tx, of=experiment, **wanted)}
+    return set(_WAITING.fetch_all(tx, of=experiment, by=strategies, addresses=addresses))
 
 
 _WAITING = Statement(f"SELECT consumer, address FROM waiting WHERE experiment = :of {_OF_THESE}")
@@ -240,8 +238,7 @@ def rejected(
 ) -> list[RejectedRow]:
     """Return rows that a consumer rejected, by descending address, below ``before`` if given."""
     page = _page_of(reason, limit, before)
-    rows = _REJECTED_FOR.fetch_all(tx, of=experiment, by=name, **page)
-    return [RejectedRow(*row) for row in rows]
+    return list(map(RejectedRow._make, _REJECTED_FOR.fetch_all(tx, of=experiment, by=name, **page)))
 
 
 def refused(
@@ -249,7 +246,7 @@ def refused(
 ) -> list[ExperienceRow]:
     """Return the experiences refused at the door, from the newest, or ``before``, down."""
     page = _page_of(reason, limit, before)
-    return [experience_row(row) for row in _REFUSED_FOR.fetch_all(tx, of=experiment, **page)]
+    return list(map(experience_row, _REFUSED_FOR.fetch_all(tx, of=experiment, **page)))
 
 
 def _page_of(reason: str | None, limit: int, before: int | None) -> dict[str, object]:
@@ -294,7 +291,7 @@ class LeaseRow(NamedTuple):
 
 def leases(tx: Transaction, experiment: int) -> list[LeaseRow]:
     """Return the leases of an experiment, by consumer."""
-    return [LeaseRow(*row) for row in _LEASES.fetch_all(tx, of=experiment)]
+    return list(map(LeaseRow._make, _LEASES.fetch_all(tx, of=experiment)))
 
 
 _LEASES = Statement(
@@ -316,8 +313,7 @@ def annotated_experiences(
     tx: Transaction, experiment: int, sets: Sequence[str], addresses: Sequence[int]
 ) -> dict[int, int]:
     """Return address of annotation -> address of experience."""
-    wanted = {"by": sets, "addresses": addresses}
-    return dict(_EXPERIENCES.fetch_all(tx, of=experiment, **wanted))
+    return dict(_EXPERIENCES.fetch_all(tx, of=experiment, by=sets, addresses=addresses))
 
 
 _EXPERIENCES = Statement(

@@ -15,8 +15,8 @@ import re
 import select
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from threading import Event, Timer
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,13 +58,11 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("error ignored terminating")
-
-
 # What ends a pipeline or a COPY is raised as an error of ours: psycopg's line about what followed
 # from it would say it twice.
-logging.getLogger("psycopg").addFilter(_is_news)
+logging.getLogger("psycopg").addFilter(
+    lambda record: not str(record.msg).startswith("error ignored terminating")
+)
 
 APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
 """Our name in the server's list of connections."""
@@ -592,16 +590,11 @@ class Server:
             if self._ends.get(experiment, (0, b""))[0] < place[0]:
                 self._ends[experiment] = place
 
-    @asynccontextmanager
-    async def dedicated_connection(self) -> AsyncIterator[Server]:
-        """Open one more connection; its temporary tables are its own."""
+    def one_more(self) -> Server:
+        """Return one more connection; its temporary tables are its own."""
         # Not one of the pool: it may have prepared statements on tables that views hide here.
         timed = self._timeout_s is not None
-        apart = Server(self._url, self.name, self.outage, is_timed=timed, is_dedicated=True)
-        try:
-            yield apart
-        finally:
-            apart.close()
+        return Server(self._url, self.name, self.outage, is_timed=timed, is_dedicated=True)
 
     async def require_suitable(self) -> str:
         """Return the server's version.
@@ -646,7 +639,7 @@ class Server:
                 driver.rollback()  # here, where errors are translated, not as it is closed
         return version, float(lock_ms) / 1000
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close every connection; what is at work was cancelled, and hears of its end."""
         self._is_closed = True
         if self._watching is not None:

@@ -16,7 +16,6 @@ from typing_extensions import override
 from trinity_buffer.codec.blob import Blob, Buffer
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.limits import sizes
-from trinity_buffer.store.counters import all_numbers
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import Reader, guest_name, readers
@@ -105,14 +104,15 @@ class TableSegments(SegmentStore):
     @override
     def segment_parts(self, tx: Transaction) -> int:
         """Return how many parts there are, of all experiments."""
-        left = any(("", "SegmentsArchived") in numbers for numbers in all_numbers(tx).values())
         # SQLite numbers them, without a gap until some leave.
-        number = "max(rowid)" if tx.dialect.name == "sqlite" and not left else "count(*)"
+        counted = tx.dialect.name != "sqlite" or _LEFT_EVER.value(tx)
+        number = "count(*)" if counted else "max(rowid)"
         return int(Statement(f"SELECT {number} FROM segment").value(tx) or 0)
 
 
 _DELETE = Statement("DELETE FROM segment WHERE key = :key")
 _KEYS = Statement("SELECT DISTINCT key FROM segment")
+_LEFT_EVER = Statement("SELECT 1 FROM counter WHERE consumer = '' AND key = 'SegmentsArchived'")
 
 
 def new_key() -> bytes:
@@ -211,6 +211,9 @@ def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, Buffer]]) -
     return parts[0][2] if len(parts) == 1 else b"".join(data for _, _, data in parts)
 
 
+_BEHIND_ALL = 1 << 62
+"""No address is as high."""
+
 EXPERTS_SET = "recorded"
 """The set of an expert's experiment that other experiments mix in."""
 
@@ -306,27 +309,11 @@ def finished(
     """
     left: set[int] = set()
     for need in needs:
-        reader = need.reader
-        rows = _LEFT.fetch_all(
-            tx,
-            of=experiment,
-            first=held[0].first,
-            last=held[-1].last,
-            set=need.annotation_set,
-            holder=reader.experiment,
-            trainer=reader.name,
-            source=reader.source,
-            horizon=need.horizon,
-            rejecting=reader.rejecting,
-        )
+        span = {"of": experiment, "first": held[0].first, "last": held[-1].last}
+        rows = _LEFT.fetch_all(tx, **span, **need.reader._asdict(), **need._asdict())
         left.update(address for (address,) in rows)
-    ordered = sorted(left)
-    return [segment for segment in held if not _any_between(ordered, segment)] if needs else []
-
-
-def _any_between(left: Sequence[int], segment: Held) -> bool:
-    place = bisect_left(left, segment.first)
-    return place < len(left) and left[place] <= segment.last
+    ordered = [*sorted(left), _BEHIND_ALL]
+    return [at for at in held if needs and ordered[bisect_left(ordered, at.first)] > at.last]
 
 
 # Experiences that a set has not decided, or whose annotations a trainer may still train on. Keys
@@ -334,12 +321,12 @@ def _any_between(left: Sequence[int], segment: Held) -> bool:
 _LEFT = Statement(
     "SELECT e.address FROM experience e WHERE e.experiment = :of AND e.address >= :first "
     "AND e.address <= :last AND e.refused IS NULL AND NOT EXISTS (SELECT 1 FROM rejection r "
-    "WHERE r.experiment = :of AND r.consumer = :set AND r.address = e.address OFFSET 0) "
+    "WHERE r.experiment = :of AND r.consumer = :annotation_set AND r.address = e.address OFFSET 0) "
     "AND (NOT EXISTS (SELECT 1 FROM annotation a WHERE a.experiment = :of "
-    "AND a.consumer = :set AND a.experience = e.address OFFSET 0) "
-    "OR EXISTS (SELECT 1 FROM annotation a WHERE a.experiment = :of AND a.consumer = :set "
+    "AND a.consumer = :annotation_set AND a.experience = e.address OFFSET 0) OR EXISTS "
+    "(SELECT 1 FROM annotation a WHERE a.experiment = :of AND a.consumer = :annotation_set "
     "AND a.experience = e.address AND NOT EXISTS (SELECT 1 FROM delivery d "
-    "WHERE d.experiment = :holder AND d.consumer = :trainer AND d.source = :source "
+    "WHERE d.experiment = :experiment AND d.consumer = :name AND d.source = :source "
     "AND d.address = a.address AND d.step <= :horizon OFFSET 0) AND NOT EXISTS "
     "(SELECT 1 FROM rejection r WHERE r.experiment = :of AND r.consumer = :rejecting "
     "AND r.address = a.address OFFSET 0) OFFSET 0))"

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from fcntl import F_RDLCK, F_UNLCK
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from trinity_buffer.errors import (
@@ -76,30 +76,20 @@ def require_safe_library(library: ModuleType = dbapi2) -> str:
     return str(library.sqlite_version)
 
 
-class Mount(NamedTuple):
-    """A line of the kernel's table of mounts."""
-
-    source: str
-    point: str
-    file_system: str
-
-
-def mount_table(path: Path = Path("/proc/self/mounts")) -> list[Mount]:
-    """Return the mounts in order; nothing where the system does not list them."""
+def mount_table(path: Path) -> list[tuple[str, str, str]]:
+    """Return source, mount point and type of the mounts in order, where the system lists them."""
     try:
         lines = path.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
-    # Split first: an escaped space is part of its word.
-    words = [[_ESCAPED.sub(_unescaped, word) for word in line.split(" ")] for line in lines]
-    return [Mount(*columns[:3]) for columns in words]
+    mounts = []
+    for line in lines:  # split first: an escaped space is part of its word
+        words = [_ESCAPED.sub(lambda octal: chr(int(octal[1], 8)), w) for w in line.split(" ")]
+        mounts.append((words[0], words[1], words[2]))
+    return mounts
 
 
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes spaces, tabs and backslashes in octal
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return chr(int(match[1], 8))
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
@@ -143,15 +133,8 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
     exists = path.exists()
     if read_only and not exists:
         raise nothing_at(path)
-    kind = file_system_of(folder, mounts)
-    if kind.removeprefix("fuse.") in _NETWORK_FILE_SYSTEMS:
-        raise UnsafeStoreError(
-            f"{path} is on a network file system ({kind}), where SQLite's locks and shared memory "
-            "do not hold: put the "
-            "store on a local disk, or use PostgreSQL (postgresql://...)"
-        )
-    _require_one_name(path)
-    _require_not_mounted(path, mounts)
+    for danger in _dangers(path, mounts):
+        raise UnsafeStoreError(danger)
     _require_not_inherited(path)
     if not read_only and not os.access(path if exists else folder, os.W_OK):
         raise ReadOnlyStoreError(
@@ -161,40 +144,40 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
     return exists
 
 
-def _require_one_name(path: Path) -> None:
-    """Refuse a file whose log SQLite would look for under another name, or would throw away."""
+def _dangers(path: Path, mounts: Path) -> Iterator[str]:
+    """Yield why what is written to a file could be lost."""
+    kind = file_system_of(path.parent, mounts)
+    if kind.removeprefix("fuse.") in _NETWORK_FILE_SYSTEMS:
+        yield (
+            f"{path} is on a network file system ({kind}), where SQLite's locks and shared memory "
+            "do not hold: put the store on a local disk, or use PostgreSQL (postgresql://...)"
+        )
     whole = path.resolve()
     log = whole.with_name(f"{whole.name}-wal")
     left = _look_at(log)  # first: a store that is being made has a log later than a size
     there = _look_at(path)
     if there is not None and there.st_nlink > 1:
-        raise UnsafeStoreError(
+        yield (
             f"{path} is one file of {there.st_nlink} names (hard links): SQLite keeps a log beside "
             "each, and loses under one what is written under another. Keep one name "
             f"(find / -samefile {path} lists them), or make a copy of the file"
         )
     if left is not None and left.st_size and (there is None or there.st_size == 0):
-        raise UnsafeStoreError(
+        yield (
             f"{path} is missing or empty, but its log {log.name} may hold the last commits, which "
             "a new store would throw away: put the store back beside its log, or move the log away"
         )
-
-
-def _require_not_mounted(path: Path, mounts: Path) -> None:
-    """Refuse a file that is mounted by itself, as ``docker -v FILE:FILE`` does.
-
-    Its log then lies beside the mount point, and the log of another process beside the file: one
-    loses what the other writes.
-    """
-    whole = path.resolve()
-    names = {str(whole), f"{whole}-wal", f"{whole}-shm"}
-    for mount in mount_table(mounts):
-        if mount.point in names:
-            raise UnsafeStoreError(
-                f"{mount.point} is mounted as a single file (docker -v FILE:FILE): SQLite keeps "
-                "the log beside each path of the file, and loses under one path what is written "
-                f"under another. Mount the folder instead (docker -v {whole.parent}:/store)"
-            )
+    # The log lies beside the mount point then, and that of another process beside the file.
+    for mounted in {point for _, point, _ in mount_table(mounts)} & {
+        str(whole),
+        f"{whole}-wal",
+        f"{whole}-shm",
+    }:
+        yield (
+            f"{mounted} is mounted as a single file (docker -v FILE:FILE): SQLite keeps the log "
+            "beside each path of the file, and loses under one path what is written under "
+            f"another. Mount the folder instead (docker -v {whole.parent}:/store)"
+        )
 
 
 _SHARED = (0x40000002, 510)

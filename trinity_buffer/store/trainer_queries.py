@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from trinity_buffer.store.fold import LAST_ORDINAL
 from trinity_buffer.store.rows import (
@@ -24,8 +25,7 @@ from trinity_buffer.store.writer_queries import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(NamedTuple):
     """A trainer as it reads an annotation set, of its own experiment or of another.
 
     Attributes:
@@ -82,17 +82,8 @@ def spent_rows(
     tx: Transaction, experiment: int, *, trainer: Reader, start: int, end: int
 ) -> set[int]:
     """Return the addresses from ``start`` to below ``end`` that ``trainer`` holds or rejected."""
-    rows = _SPENT.fetch_all(
-        tx,
-        of=experiment,
-        holder=trainer.experiment,
-        trainer=trainer.name,
-        source=trainer.source,
-        rejecting=trainer.rejecting,
-        start=start,
-        end=end,
-    )
-    return {address for (address,) in rows}
+    span = {"of": experiment, "start": start, "end": end}
+    return {address for (address,) in _SPENT.fetch_all(tx, **span, **trainer._asdict())}
 
 
 # The limit comes before the DISTINCT, which would read all rows that follow.
@@ -103,7 +94,7 @@ _POSITIONS = Statement(
 )
 # Two ranges of two primary keys; a join of the tables would visit each row of both.
 _SPENT = Statement(
-    "SELECT address FROM delivery WHERE experiment = :holder AND consumer = :trainer "
+    "SELECT address FROM delivery WHERE experiment = :experiment AND consumer = :name "
     "AND source = :source AND address >= :start AND address < :end UNION ALL "
     "SELECT address FROM rejection WHERE experiment = :of AND consumer = :rejecting "
     "AND address >= :start AND address < :end"
@@ -294,13 +285,12 @@ def first_undelivered(tx: Transaction, trainer: Reader) -> int:
     Groups are handed out in the order of their addresses, but one that is too old is rejected
     before its turn: what was rejected says nothing of what lies below it.
     """
-    mine = {"of": trainer.experiment, "by": trainer.name, "source": trainer.source}
-    return int(_LAST_HANDED.value(tx, **mine) or 0) + 1
+    return int(_LAST_HANDED.value(tx, **trainer._asdict()) or 0) + 1
 
 
 _LAST_HANDED = Statement(
     "SELECT max(address) FROM delivery "
-    "WHERE experiment = :of AND consumer = :by AND source = :source"
+    "WHERE experiment = :experiment AND consumer = :name AND source = :source"
 )
 
 
