@@ -67,7 +67,6 @@ LAZY_IMPORTS = {
 SEPARATE = {
     f"{PACKAGE}/cli/demo_run.py": "loads the demo, which no other command needs",
     f"{PACKAGE}/cli/main.py": "the entry point, beside `python -m`",
-    f"{PACKAGE}/cli/replays.py": "loads torch, which the other commands of history do not need",
     f"{PACKAGE}/demo/recipes.py": "what a user of the demo changes",
     f"{PACKAGE}/integrations/trackers.py": "other people's packages, each an extra",
     f"{PACKAGE}/pipeline/annotate/deciding.py": "with its caller it has over 800 lines",

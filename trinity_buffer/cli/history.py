@@ -47,7 +47,7 @@ def replay(
         tolerance: Pass if no weight differs by more than this part of the largest of its tensor; by
             default, if all bits are the same.
     """
-    from trinity_buffer.cli import replays, roles  # noqa: PLC0415 - torch
+    from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
     url, named = options.chosen_place(store, experiment, place)
     name = anyio.run(options.chosen_experiment, url, named)
@@ -55,7 +55,7 @@ def replay(
     changed = [*(overrides or [])]
     changed += [f"loss.name={loss}"] if loss else []
     changed += [f"algorithm={algorithm}"] if algorithm else []
-    report = replays.replay(
+    report = roles.replay(
         url,
         name,
         steps=steps,
