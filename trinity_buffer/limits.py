@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ T = TypeVar("T")
 _MIB = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sizes:
     """The size of every page, block, span and batch.
 
@@ -104,12 +104,8 @@ class Sizes:
     bytes_per_hash: int = 16 * _MIB
 
 
-_current = Sizes()
-
-
-def sizes() -> Sizes:
-    """Return the sizes that hold now. Ask each time: a copy would miss `resized`."""
-    return _current
+sizes = Sizes()
+"""The sizes that hold now. Read them when they are needed: a copy would miss `resized`."""
 
 
 @contextmanager
@@ -117,15 +113,16 @@ def resized(**changed: int) -> Iterator[Sizes]:
     """Let other sizes hold in this process while the context is open: for tests.
 
     Raises:
-        TypeError: there is no such size.
+        AttributeError: there is no such size.
     """
-    global _current
-    before = _current
-    _current = replace(before, **changed)
+    before = {name: getattr(sizes, name) for name in changed}
     try:
-        yield _current
+        for name, size in changed.items():
+            setattr(sizes, name, size)
+        yield sizes
     finally:
-        _current = before
+        for name, size in before.items():
+            setattr(sizes, name, size)
 
 
 def by_size(

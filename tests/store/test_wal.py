@@ -102,7 +102,7 @@ async def test_who_writes_has_one_and_who_reads_has_none(new_sqlite_url: str) ->
 
 
 def test_the_writers_own_limit_lies_behind_it() -> None:
-    assert sizes().wal_pages_per_checkpoint < sizes().wal_pages_limit / 4
+    assert sizes.wal_pages_per_checkpoint < sizes.wal_pages_limit / 4
 
 
 def test_a_file_that_is_gone_before_the_first_checkpoint_is_no_traceback(

@@ -126,7 +126,7 @@ async def comparing(
     names = dict.fromkeys(chosen_set(consumers, name) for name in (first, second))
     sets = [consumers[name] for name in names if name is not None]
     difference, after = SetDifference(first, second), -1
-    most = 4 * sizes().rows_per_page  # or the events of a set would be read again and again
+    most = 4 * sizes.rows_per_page  # or the events of a set would be read again and again
 
     def look(tx: Transaction) -> tuple[Integers, list[Decisions]]:
         wanted = addresses(tx, source.key, after=after, limit=most)
@@ -204,7 +204,7 @@ async def _side(source: Source, decided: Decisions) -> _Side:
     advantages, known = np.zeros(len(slots)), np.zeros(len(slots), bool)
     noted = np.unique(positions[positions > 0]).tolist()
     damaged: dict[int, Damage] = {}
-    size = sizes().segments_per_load
+    size = sizes.segments_per_load
     for start in range(0, len(noted), size):
         events, broken = await readable_events(source, noted[start : start + size], ["annotation"])
         damaged |= broken
@@ -256,7 +256,7 @@ async def _last_steps(source: Source, limit: int | None, progress: Progress) -> 
     after = 0 if limit is None else max(0, last - limit)
     lines: dict[int, StepLine] = {}
     while after < last:
-        most = min(sizes().events_per_page, last - after)
+        most = min(sizes.events_per_page, last - after)
         lines |= {line.step: line for line in await steps(source, after=after, limit=most)}
         after += most
         progress("diff", after, last)

@@ -570,7 +570,7 @@ async def search(
     head, reached = await source.head(), after
     damaged: list[Unreadable] = [] if unreadable is None else unreadable
     # By rows, not events: one event may hold a thousand long texts.
-    page = partial(addresses, experiment=source.key, limit=sizes().rows_per_page)
+    page = partial(addresses, experiment=source.key, limit=sizes.rows_per_page)
     while len(wanted := await source.read(page, after=reached)):
         positions = [at for at in np.unique(wanted >> SLOT_BITS).tolist() if at <= head]
         if not positions:

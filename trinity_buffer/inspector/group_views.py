@@ -99,7 +99,7 @@ async def groups(
         return await newest(limit, before)
     first: list[GroupView] = []
     # Any group may have the greatest value, so all pages are read; few groups are held.
-    while page := await newest(sizes().groups_per_page, before):
+    while page := await newest(sizes.groups_per_page, before):
         first = heapq.nlargest(limit, [*first, *page], key=lambda group: _rank(group, order))
         before = min(group.newest for group in page)
     return first

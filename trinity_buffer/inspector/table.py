@@ -226,7 +226,7 @@ async def _pages(
     source: Source, of_step: tuple[int, str] | None
 ) -> AsyncIterator[list[ExperienceRow]]:
     """Yield the rows of a step of a trainer, or all; each page asks the same questions once."""
-    limit = 2 * sizes().experiences_per_page
+    limit = 2 * sizes.experiences_per_page
     if of_step is not None:
         step, trainer = of_step
         rows = await rows_of_step(source, step, trainer=trainer)

@@ -90,7 +90,7 @@ def write_archive(
             groups = by_size(
                 part_rows,
                 lambda row: len(row[-1]),
-                sizes().bytes_per_row_group,
+                sizes.bytes_per_row_group,
                 lambda rows, row: rows[0][1] != row[1],
             )
             for rows in groups:

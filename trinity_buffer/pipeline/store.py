@@ -125,7 +125,7 @@ class Experiment(ExperimentHandle):
             follow: wait for more at the end of the log; an ``ExperimentFinished`` event ends it.
             kinds: only these.
         """
-        limit = sizes().events_per_page
+        limit = sizes.events_per_page
         state = (0, 0)
         while True:
             if follow:  # a hot standby cannot notify, and only followers need it
@@ -225,7 +225,7 @@ class Experiment(ExperimentHandle):
         addresses = None if trained_in is None else await self._rows_of_step(trainer, trained_in)
         # A batch is mostly small: looking up its addresses beats a scan of the experiment.
         if addresses is None and batch is not None:
-            most = sizes().rows_looked_up
+            most = sizes.rows_looked_up
             addresses = await self.database.read(
                 writer_queries.addresses_in_batch, self.key, batch, task, limit=most + 1
             )
@@ -244,7 +244,7 @@ class Experiment(ExperimentHandle):
 
     async def _pages(self, wanted: writer_queries.Filter) -> AsyncIterator[list[ExperienceRow]]:
         """Yield pages of the wanted rows by address; known addresses are looked up directly."""
-        most, known = sizes().experiences_per_page, sorted(wanted.addresses or ())
+        most, known = sizes.experiences_per_page, sorted(wanted.addresses or ())
         read, of = self.database.read, self.key
         for start in range(0, len(known), most):
             page = tuple(known[start : start + most])

@@ -223,7 +223,7 @@ class SQLiteTransaction(Transaction):
     @override
     def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
-        size = sizes().rows_per_statement
+        size = sizes.rows_per_statement
         whole = len(rows) - len(rows) % size
         for start in range(0, whole, size):
             values = chain.from_iterable(rows[start : start + size])
@@ -258,7 +258,7 @@ class SQLiteTransaction(Transaction):
 
     def _long_blob(self, table: Table, row: int, size: int) -> Buffer:
         """Return the last column of a row, read piece by piece into memory of its own."""
-        memory, step = mapped(size), sizes().bytes_read_at_once
+        memory, step = mapped(size), sizes.bytes_read_at_once
         place = (table.name, list(table.columns)[-1].name, row)
         with closing(open_blob(self._driver, *place, read_only=True)) as stored:
             for start in range(0, size, step):

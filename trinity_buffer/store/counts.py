@@ -309,7 +309,7 @@ def open_groups(
     Of waiting and of unseen rows, up to some thousand each: a strategy that has decided nothing
     has not moved its cursor, however much it has read.
     """
-    most = sizes().waiting_rows_per_page
+    most = sizes.waiting_rows_per_page
     seen = waiting_addresses(
         tx, experiment, strategy.name, after=-1, up_to=strategy.cursor, limit=most
     )

@@ -65,7 +65,7 @@ def newest_groups(
     query = _NEWEST if before is None else _NEWEST_BEFORE
     shown = before = _ABOVE_ALL if before is None else before
     while len(groups) < limit:
-        page = {"before": before, "most": sizes().rows_per_page}
+        page = {"before": before, "most": sizes.rows_per_page}
         rows = query.fetch_all(tx, of=experiment, shown=shown, **page)
         if not rows:
             break

@@ -312,7 +312,7 @@ class PostgresTransaction(Transaction):
     @override
     def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order."""
-        if len(rows) < sizes().rows_to_copy:
+        if len(rows) < sizes.rows_to_copy:
             self._later += [(_insert(table), row) for row in rows]
             return
         if self._later:

@@ -153,7 +153,7 @@ def next_limit(folded: Transaction, experiment: int, span: Span) -> int | None:
     if not _order_of(span.table)[1]:
         return None
     sql = "SELECT {number} FROM {table} WHERE {span} ORDER BY {number} LIMIT 1 OFFSET :before"
-    limit = _fetch(folded, experiment, span, sql, before=sizes().rows_per_span - 1)
+    limit = _fetch(folded, experiment, span, sql, before=sizes.rows_per_span - 1)
     return int(limit[0][0]) if limit else None
 
 

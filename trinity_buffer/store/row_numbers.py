@@ -50,7 +50,7 @@ def row_numbers(tx: Transaction, experiment: int, wanted: Sequence[int]) -> npt.
     Args:
         wanted: addresses, in order.
     """
-    size, numbers = sizes().rows_per_page, [np.zeros(0, NUMBERS)]
+    size, numbers = sizes.rows_per_page, [np.zeros(0, NUMBERS)]
     for start in range(0, len(wanted), size):  # more objects at once, and Python sweeps all it has
         page_wanted = wanted[start : start + size]
         rows = _NUMBERS.fetch_all(tx, of=experiment, wanted=page_wanted, none=NO_VERSION)

@@ -76,7 +76,7 @@ class TableSegments(SegmentStore):
     @override
     def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
         # Checksums are computed here, before the transaction that `attach` is part of.
-        rows, size = [], sizes().bytes_per_part
+        rows, size = [], sizes.bytes_per_part
         for family, whole in families.items():
             blob = whole if isinstance(whole, Blob) else Blob([whole])
             for part, data in enumerate(blob.cut(size)):
@@ -147,7 +147,7 @@ def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> Se
     values: dict[str, object] = {f"key{number}": key for number, key in enumerate(keys)}
     values |= {f"family{number}": family for number, family in enumerate(families)}
     parts: SegmentParts = {}
-    values["long"] = sizes().bytes_read_at_once
+    values["long"] = sizes.bytes_read_at_once
     rows = _parts_of(len(keys), len(families)).fetch_all(tx, **values)
     for key, family, part, recorded, data in tx.with_blobs(segment, rows):
         parts.setdefault((key, family), []).append((part, recorded, data))

@@ -359,7 +359,7 @@ def pragmas(*, durability: str, read_only: bool) -> list[str]:
     return [
         *every,
         f"PRAGMA synchronous={'FULL' if durability == 'full' else 'NORMAL'}",
-        f"PRAGMA wal_autocheckpoint={sizes().wal_pages_limit}",
+        f"PRAGMA wal_autocheckpoint={sizes.wal_pages_limit}",
         f"PRAGMA journal_size_limit={JOURNAL_SIZE_LIMIT_BYTES}",
     ]
 

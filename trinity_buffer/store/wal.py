@@ -75,7 +75,7 @@ def log_state(path: Path) -> LogState:
     path = path.resolve()
     log = path.with_name(f"{path.name}-wal")
     size = log.stat().st_size if log.exists() else 0
-    limit = sizes().wal_pages_limit * PAGE_SIZE_BYTES
+    limit = sizes.wal_pages_limit * PAGE_SIZE_BYTES
     state = LogState(size, limit, ())
     return replace(state, readers=_readers(path)) if state.has_grown else state
 
@@ -167,9 +167,9 @@ class Checkpointer:
 
     def _tell_of_growth(self, pages: int) -> None:
         """Warn each time the log has doubled beyond its limit."""
-        if pages <= sizes().wal_pages_limit:
+        if pages <= sizes.wal_pages_limit:
             self._told_at = 0
-        elif pages > 2 * max(self._told_at, sizes().wal_pages_limit):
+        elif pages > 2 * max(self._told_at, sizes.wal_pages_limit):
             self._told_at = pages
             _logger.warning("%s: %s", self._path, log_state(self._path).message())
 
@@ -177,7 +177,7 @@ class Checkpointer:
         try:
             # Says how long the log is and how much of it was copied, and does nothing.
             _, pages, copied = connection.execute("PRAGMA wal_checkpoint(NOOP)").fetchone()
-            if pages - copied >= sizes().wal_pages_per_checkpoint:
+            if pages - copied >= sizes.wal_pages_per_checkpoint:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 self.checkpoints += 1
             self._tell_of_growth(pages)

@@ -438,7 +438,7 @@ class StrategyConsumer:
         units = sorted(ready, key=lambda unit: num_members(unit) > 0)
         late = self._reader.grouping.take_late()
         in_step = live and not self._reader.behind
-        most = sizes().experiences_per_live_commit if in_step else sizes().experiences_per_commit
+        most = sizes.experiences_per_live_commit if in_step else sizes.experiences_per_commit
         left = [*by_size(units, num_members, most)]
         if left and self._decide_by_rewards(s, left[0]):
             del left[0]
@@ -507,7 +507,7 @@ class StrategyConsumer:
         if events is not None:
             rows = chain.from_iterable(rows_recorded_by(at, e) for at, e in events.items())
             return {row.address: row for row in rows if row.address in wanted}
-        listed, size = sorted(wanted), sizes().rows_per_page
+        listed, size = sorted(wanted), sizes.rows_per_page
         pages = (
             s.read(writer_queries.experience_rows, self.experiment.key, listed[at : at + size])
             for at in range(0, len(listed), size)
@@ -526,7 +526,7 @@ class StrategyConsumer:
         masks: dict[int, Tensor | None] = {}
         # Light rows are small, so one load can cover a whole commit.
         light = self._families == ("light",)
-        most = sizes().experiences_per_commit if light else sizes().experiences_per_load
+        most = sizes.experiences_per_commit if light else sizes.experiences_per_load
         for part in by_size(shown, num_members, most):
             of_units = [
                 sorted((rows[a] for group in unit for a in group.members), key=sort_key)

@@ -408,7 +408,7 @@ class UnitReader:
         """Feed a page of waiting rows to the grouping; return its last address, None at the end."""
 
         def load(tx: Transaction) -> tuple[list[int], list[StoredEvent]]:
-            key, most = self._experiment.key, sizes().waiting_rows_per_page
+            key, most = self._experiment.key, sizes.waiting_rows_per_page
             page = writer_queries.waiting_addresses(
                 tx, key, self._name, after=after, up_to=self.seen, limit=most
             )
@@ -423,7 +423,7 @@ class UnitReader:
     def read(self, s: ReadSession) -> bool:
         """Feed the next events to the grouping; return whether there were any."""
         key = self._experiment.key
-        limit = sizes().events_per_page
+        limit = sizes.events_per_page
 
         def load(tx: Transaction) -> tuple[int, list[StoredEvent]]:
             # One transaction for head and page, so that no event between them is skipped.
@@ -452,7 +452,7 @@ class UnitReader:
         """Return the position of the first event of ``page`` with unscored rows, or None."""
         recorded = kinds_of(ExperiencesRecorded)
         places = [event.position for event in page if event.kind in recorded]
-        kinds, limit = kinds_of(RewardsAssigned), sizes().tail_events
+        kinds, limit = kinds_of(RewardsAssigned), sizes.tail_events
         while places and places[-1] > self._scored and self._scorings_read < head:
             assigned = log.read_after(
                 tx, self._experiment.key, self._scorings_read, limit=limit, kinds=kinds, up_to=head

@@ -85,7 +85,7 @@ async def assign_rewards(
 
 def _page(tx: Transaction, experiment: int, after: int) -> tuple[list[ExperienceRow], int]:
     """Return the next experiences and the head of the log; no experiences: all are scored."""
-    limit = sizes().experiences_per_page
+    limit = sizes.experiences_per_page
     rows = writer_queries.experiences(
         tx, experiment, writer_queries.Filter(), after=after, limit=limit
     )

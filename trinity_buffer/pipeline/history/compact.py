@@ -112,14 +112,14 @@ class _Compaction:
         key, read = self._experiment.key, self._database.read
         needs = await read(segments.needs_of, key, keep_steps=keep_steps)
         head = await read(log.head, key)
-        after, limit = -1, sizes().segments_per_page
+        after, limit = -1, sizes.segments_per_page
         while held := await read(segments.held_segments, key, after=after, limit=limit):
             # What needs a segment is asked for by ranges of addresses: one across a gap would hold
             # rows of segments that have left already.
             runs = by_size(
                 held,
                 lambda segment: segment.last - segment.first + 1,
-                sizes().rows_per_file,
+                sizes.rows_per_file,
                 lambda run, segment: segment.ordinal != run[-1].ordinal + 1,
             )
             for unbroken in runs:
@@ -132,7 +132,7 @@ class _Compaction:
                     if isinstance(placed.fact, ExperiencesRecorded)
                 ]
                 self._damaged += len(finished) - len(unneeded)
-                for recorded in by_size(unneeded, bytes_of, sizes().bytes_per_file):
+                for recorded in by_size(unneeded, bytes_of, sizes.bytes_per_file):
                     await self._remove(recorded)
                     self._progress("compact", recorded[-1][0], head)
                 if not unneeded:

@@ -109,7 +109,7 @@ async def _steps(
     experiment: Experiment, consumer: str, first: int, last: int
 ) -> AsyncIterator[StepRow]:
     """Yield the steps up to ``last``, from one whose link of the chain is known, page by page."""
-    database, key, limit = experiment.database, experiment.key, sizes().rows_per_page
+    database, key, limit = experiment.database, experiment.key, sizes.rows_per_page
     read = trainer_queries.steps_from_link
     page = await database.read(read, key, consumer, first - 1, limit=limit)
     while page:

@@ -509,7 +509,7 @@ class RowLoader:
         for key in reversed(list(self._segments)):
             segment = self._segments[key]
             num_bytes += segment.num_bytes
-            if segment.left <= 0 or num_bytes > sizes().bytes_kept:
+            if segment.left <= 0 or num_bytes > sizes.bytes_kept:
                 num_bytes -= segment.num_bytes
                 del self._segments[key]
         # Validation lets no row without tokens in, so this is damage rather than a user's mistake.

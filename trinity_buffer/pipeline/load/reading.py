@@ -68,7 +68,7 @@ def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]
     parts: SegmentParts = {}
     absent: dict[bytes, Absence] = {}
     wanted = list(dict.fromkeys(keys)) if families else []
-    size = sizes().segments_per_load
+    size = sizes.segments_per_load
     for start in range(0, len(wanted), size):
         asked = wanted[start : start + size]
         parts |= s.segments(asked, families)
@@ -226,5 +226,5 @@ class EventCache:
         self._num_rows += sum(event.rows for event in events.values())
 
     def _shrink(self, least: int) -> None:
-        while self._num_rows > sizes().rows_kept and len(self._known) > least:
+        while self._num_rows > sizes.rows_kept and len(self._known) > least:
             self._num_rows -= self._known.popitem(last=False)[1].rows

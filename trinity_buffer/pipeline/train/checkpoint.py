@@ -128,7 +128,7 @@ def _sha256(part: tuple[Path, int, int]) -> bytes:
         with file.open("rb", buffering=0) as handle:
             # Few large reads: after each, this thread waits for the interpreter lock of the
             # trainer, which hashlib releases too.
-            at_once = sizes().bytes_per_hash
+            at_once = sizes.bytes_per_hash
             size = min(length, os.fstat(handle.fileno()).st_size, at_once)
             if size > len(buffer):
                 buffer = bytearray(size)

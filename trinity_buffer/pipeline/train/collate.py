@@ -577,7 +577,7 @@ class LazyColumns:
                 made = {}
                 for own, source in inputs[0].items():
                     size = source.places.size * np.dtype(source.dtype).itemsize
-                    large = size > sizes().bytes_read_at_once
+                    large = size > sizes.bytes_read_at_once
                     memory = mapped(size) if large else bytearray(size)
                     made[own] = np.frombuffer(memory, source.dtype)
                 _fill(made, *inputs)
@@ -596,7 +596,7 @@ def _columns_of_step(
     """Return the flat columns of all micro-batches by name, made or lazy."""
     masks, late, ahead = [*sources["action_mask"].blocks], set(sources), dict[str, Array]()
     width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
-    if places.size * width <= sizes().bytes_made_ahead:
+    if places.size * width <= sizes.bytes_made_ahead:
         # Few losses read returns, rewards, or advantages that were not computed. They stay lazy
         # only if that keeps no more than the mask and one number per row alive.
         late = {name for name in RESPONSES if name in sources and not sources[name].blocks}

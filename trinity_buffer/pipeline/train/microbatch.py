@@ -235,7 +235,7 @@ class StepMemory:
 
     def __init__(self, allocate: Callable[[int], Array] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        self._pieces: deque[Array] = deque(maxlen=sizes().pieces_kept)
+        self._pieces: deque[Array] = deque(maxlen=sizes.pieces_kept)
 
     def take(self, size: int) -> Array:
         """Return ``size`` uninitialized bytes."""

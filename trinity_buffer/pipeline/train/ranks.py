@@ -281,7 +281,7 @@ class RankSession:
 
     async def _read(self) -> None:
         """Apply the events of ranks since the last call."""
-        key, kinds, limit = self._experiment.key, kinds_of(OfRanks), sizes().events_per_page
+        key, kinds, limit = self._experiment.key, kinds_of(OfRanks), sizes.events_per_page
 
         def page_of_ranks(tx: Transaction) -> tuple[int, list[StoredEvent]]:
             head, after = log.head(tx, key), self._read_up_to

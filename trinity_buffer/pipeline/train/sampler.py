@@ -202,7 +202,7 @@ class ReadyGroups:
                 if group.annotations:
                     self._groups.append(group)
         # A short page is the last one, which saves a query that would return nothing.
-        self._at_end = num_before < sizes().rows_per_page
+        self._at_end = num_before < sizes.rows_per_page
         self._start = first_address(positions[-1] + 1)
         return True
 
@@ -213,7 +213,7 @@ class ReadyGroups:
             self.experiment,
             annotation_set=self._set,
             start=self._start,
-            limit=sizes().rows_per_page,
+            limit=sizes.rows_per_page,
         )
         if not positions:
             return positions, set()

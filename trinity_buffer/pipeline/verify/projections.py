@@ -40,7 +40,7 @@ async def pages(
 ) -> AsyncGenerator[list[StoredEvent]]:
     """Yield the events of ``after`` < position <= ``up_to`` in pages, each read for itself."""
     while True:
-        limit = sizes().events_per_page
+        limit = sizes.events_per_page
         read = partial(log.read_after, limit=limit, up_to=up_to, kinds=kinds)
         page = await database.read(read, experiment, after)
         if page:
@@ -100,7 +100,7 @@ async def catch_up(
             progress("fold", page[-1].position, head)
         # Others write meanwhile: only a short tail may be folded inside of a transaction.
         behind = await database.read(log.head, scratch.experiment) - head
-        if behind <= sizes().tail_events:
+        if behind <= sizes.tail_events:
             return
 
 

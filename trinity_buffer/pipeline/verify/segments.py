@@ -140,7 +140,7 @@ async def check_segments(
         if isinstance(event.fact, WithSegment) and event.fact.segment
     ]
     problems: list[tuple[bytes, Problem]] = []
-    most, most_segments = sizes().bytes_per_audit, sizes().segments_per_audit
+    most, most_segments = sizes.bytes_per_audit, sizes.segments_per_audit
     for group in by_size(named, bytes_of, most, lambda group, _: len(group) == most_segments):
         keys = [fact.segment for _, fact in group]
         families = sorted({family for _, fact in group for family in fact.families})

@@ -129,7 +129,7 @@ def _pages_of(files: Sequence[Path]) -> Iterator[list[tuple[str, bytes, bytes]]]
     for path in files:
         try:
             with path.open(encoding="utf-8-sig") as file:
-                while page := [*islice(file, sizes().rows_per_page)]:
+                while page := [*islice(file, sizes.rows_per_page)]:
                     lines = (
                         (line.rstrip("\n") + "\t\t").split("\t")
                         for line in page

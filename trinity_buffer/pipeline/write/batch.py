@@ -234,7 +234,7 @@ def listed(experiences: object) -> list[Experience]:
 
 def _batches_of(experiences: Sequence[Experience]) -> list[RecordBatch]:
     """Return ``experiences`` as one batch per event."""
-    size, number = sizes().rows_per_event, len(experiences)
+    size, number = sizes.rows_per_event, len(experiences)
     return [RecordBatch(experiences[start : start + size]) for start in range(0, number, size)]
 
 

@@ -42,7 +42,7 @@ def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
         # First attempts of the same writer may share an event.
         writer = (call.experiment, call.actor, call.schema)
         events = together.setdefault(writer if call.pending is None else call, [[]])
-        if sum(other.rows for other in events[-1]) + call.rows > sizes().rows_per_event:
+        if sum(other.rows for other in events[-1]) + call.rows > sizes.rows_per_event:
             events.append([])
         events[-1].append(call)
     groups = chain.from_iterable(together.values())
@@ -119,10 +119,10 @@ class GroupCommit:
     def _group(self) -> list[WriteCall]:
         """Take queued calls: half of their rows, if that fills two commits, at least one call."""
         rows = sum(call.rows for call in self._waiting)
-        if rows >= 2 * sizes().rows_prepared_ahead and not self._commits:
+        if rows >= 2 * sizes.rows_prepared_ahead and not self._commits:
             rows = -(-rows // 2)
         calls: list[WriteCall] = []
-        taken, most = 0, min(rows, sizes().rows_per_transaction)
+        taken, most = 0, min(rows, sizes.rows_per_transaction)
         while self._waiting and taken < most:
             calls.append(self._waiting.pop(0))
             taken += calls[-1].rows
@@ -131,7 +131,7 @@ class GroupCommit:
     def _prepare_ahead(self) -> None:
         """Start preparing queued calls during the current commit."""
         rows = sum(call.rows for call in self._waiting)
-        if self._commits and not self._ahead and rows >= sizes().rows_prepared_ahead:
+        if self._commits and not self._ahead and rows >= sizes.rows_prepared_ahead:
             self._ahead = self._group()
             self._preparing = asyncio.create_task(self.database.compute(_prepared, self._ahead))
 
@@ -142,7 +142,7 @@ class GroupCommit:
         try:
             if preparing is not None:
                 writes = await preparing
-            elif sum(call.rows for call in calls) > sizes().rows_per_trip:
+            elif sum(call.rows for call in calls) > sizes.rows_per_trip:
                 writes = await self.database.compute(_prepared, calls)
             self._commits = True
             if self._waiting:
