@@ -289,7 +289,7 @@ async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url:
         assert await lease.ask()
         await held_by(experiment, owner())
         with pytest.raises(LeaseLostError, match=f"pid {OTHER} on host .* took over"):
-            await experiment.database.write(lease.require)
+            await experiment.database.write(lease.standing)
         lease.doubt(LeaseLostError())
         began = time.monotonic()
         with anyio.fail_after(20):

@@ -189,7 +189,6 @@ def _parquet() -> tuple[Any, Any]:
 
 # -- files of older versions ----------------------------------------------------------------------
 
-_ROW = "slot"
 _TEXTS = frozenset({"response_text", "prompt_text", "truncate_status"})
 _PACKED, _SHAPE = ":msgpack", ":shape"
 _KINDS = b"trinity_buffer.columns"
@@ -212,12 +211,9 @@ def _read_columns(
     parquet: Any, path: str, keys: Sequence[bytes], families: Sequence[str]
 ) -> tuple[set[bytes], SegmentParts]:
     """Read a file of typed columns; see `_read_parts`."""
-    schema = parquet.read_schema(path)
+    rows = parquet.read_table(path, filters=[("segment", "in", list(keys))])
     families = [family for family in families if family in FAMILIES]
-    kinds = {_Kind(*kind): name for *kind, name in json.loads(schema.metadata[_KINDS])}
-    names = _names_of(kinds, families)
-    columns = [name for name in schema.names if name in names]
-    rows = parquet.read_table(path, columns=columns, filters=[("segment", "in", list(keys))])
+    kinds = {_Kind(*kind): name for *kind, name in json.loads(rows.schema.metadata[_KINDS])}
     held, parts, start = set[bytes](), SegmentParts(), 0
     for key, slots in groupby(rows["segment"].to_pylist()):
         held.add(key)
@@ -228,19 +224,6 @@ def _read_columns(
             if (blob := _encoded(segment, kinds, family)) is not None:
                 parts[key, family] = [(0, segment[_CHECKSUM + family][0].as_py(), blob)]
     return held, parts
-
-
-def _names_of(kinds: Mapping[_Kind, str], families: Sequence[str]) -> set[str]:
-    """Return the names of the columns that ``families`` are encoded from."""
-    names = {"segment", _ROW}
-    for kind, name in kinds.items():
-        if kind.family in families:
-            names |= {name, name + _SHAPE}
-    for family in families:
-        fields = FAMILIES[family]
-        names |= {*fields, *(field + _PACKED for field in fields)}
-        names |= {_KEPT + family, _CHECKSUM + family}
-    return names
 
 
 def _encoded(rows: Any, kinds: Mapping[_Kind, str], family: str) -> bytes | None:

@@ -598,7 +598,7 @@ class StrategyConsumer:
             database.segments.attach(tx, segment_rows)
             # Inside the transaction of the events: a lease that is lost afterwards cannot matter.
             # The same statement tells where the log ends, so that `append` need not ask.
-            last = self._lease.require(tx)
+            last = self._lease.standing(tx).end
             ours = [(self.name, event) for event in events]
             log.append(tx, key, ours, now_us=now_us(), last=last)
             reached("inside-annotate")

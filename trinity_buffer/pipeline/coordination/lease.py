@@ -207,7 +207,7 @@ class StrategyLease(Lease):
         alone: decide without any lease, whoever else does.
 
     Attributes:
-        is_held: whether this process holds it, as far as it knows: `require` knows.
+        is_held: whether this process holds it, as far as it knows: `standing` knows.
         held_by: who holds it in our place, when we asked last.
     """
 
@@ -264,16 +264,10 @@ class StrategyLease(Lease):
 
     @override
     def standing(self, tx: Transaction) -> leases.Standing:
+        if self._alone:
+            return leases.Standing(0, None)
         # By its owner: its token is in no event, so that who had it since may have left no trace.
         return leases.require(tx, self._experiment, self.consumer, owner=self.owner)
-
-    def require(self, tx: Transaction) -> Place | None:
-        """Return where the log ends, if that was asked, and this process holds the lease.
-
-        Raises:
-            LeaseLostError: another took it, whoever holds it now.
-        """
-        return None if self._alone else self.standing(tx).end
 
     def holder_text(self) -> str:
         """Return who decides in our place."""
