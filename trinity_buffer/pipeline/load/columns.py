@@ -177,34 +177,23 @@ UNREADABLE = (ArchivedSegmentError, CodecError, DamagedSegmentError)
 NAMED_ROWS = 3
 """At most so many unreadable rows are named in a message."""
 
-_OF_ROWS = {
-    "rewards": "reward",
-    "prompt_lengths": "prompt_length",
-    "lengths": "length",
-    "trained_tokens": "trained_tokens",
-    "runs": "run",
-    "steps": "step",
-    "policy_versions": "policy_version",
-}
-"""Facts -> the columns of events that hold them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What events hold of the rows of a step, one entry per row.
+    """What events hold of the rows of a step, one entry per row, by the names of their columns.
 
     Attributes:
-        rewards: float64, NaN for none.
-        policy_versions, sampling: of objects, None where nothing was recorded.
+        reward: float64, NaN for none.
+        policy_version, sampling: of objects, None where nothing was recorded.
     """
 
-    rewards: Array
-    prompt_lengths: Array
-    lengths: Array
+    reward: Array
+    prompt_length: Array
+    length: Array
     trained_tokens: Array
-    runs: Array
-    steps: Array
-    policy_versions: Array
+    run: Array
+    step: Array
+    policy_version: Array
     sampling: Array
 
     @classmethod
@@ -213,10 +202,11 @@ class Facts:
         kinds = (np.float64, *5 * (np.int64,), np.object_, np.object_)
         columns: Any = (np.empty(number, kind) for kind in kinds)
         facts = cls(*columns)
+        names = [column.name for column in fields(cls) if column.name != "sampling"]
         for rows, event, slots in ranges:
             assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
-            for name, column in _OF_ROWS.items():
-                values = getattr(event.columns, column)[slots.start : slots.stop]
+            for name in names:
+                values = getattr(event.columns, name)[slots.start : slots.stop]
                 getattr(facts, name)[rows] = values
             spans = event.sampling or {}
             for slot in slots if spans else ():
@@ -224,7 +214,7 @@ class Facts:
         return facts
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.length)
 
     def reordered(self, order: Sequence[int] | Array) -> Facts:
         """Return the facts with row ``order[i]`` as row ``i``."""
@@ -290,12 +280,12 @@ class LoadedRows:
         if name != "reward":
             return self.field(name).missing()
         missing = self.field("token_level_reward").missing()
-        return [row for row in missing if np.isnan(self.facts.rewards[row])]
+        return [row for row in missing if np.isnan(self.facts.reward[row])]
 
     def planned_lengths(self, layout: str) -> list[int]:
         """Return the tokens of each row that `plan_microbatches` counts."""
         if not self.field("chosen").blocks:
-            lengths: list[int] = self.facts.lengths.tolist()
+            lengths: list[int] = self.facts.length.tolist()
         else:  # events know only their prompts
             lengths = self.pair_lengths(longest=layout == "padded").tolist()
         return lengths
@@ -344,12 +334,10 @@ class RowLoader:
         own, computed = self._ranges(s, lease)
         wanted = _families_of((*own, *computed), (*FAMILIES, *ANNOTATION))
         # Consecutive steps share segments, since a write or an annotation spans several groups.
-        missing = [key for key in wanted if key not in self._segments]
+        missing = {key: of for key, of in wanted.items() if key not in self._segments}
         parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
         expert = np.array(lease.source or [0] * number) > 0
-        fields, modal = s.compute(
-            self._gathered, own, computed, {key: wanted[key] for key in missing}, parts, number
-        )
+        fields, modal = s.compute(self._gathered, own, computed, missing, parts, number)
         rows = LoadedRows(Facts.of(number, own), expert, fields, modal)
         unrecorded, unscorable = dict[str, str](), dict[str, str]()
         recorded = rows.field("logprobs").present()
@@ -373,7 +361,7 @@ class RowLoader:
             CodecError: the body of an event cannot be read.
         """
         own, _ = self._ranges(s, lease)
-        lengths: list[int] = Facts.of(len(lease.groups), own).lengths.tolist()
+        lengths: list[int] = Facts.of(len(lease.groups), own).length.tolist()
         return lengths
 
     def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +26,7 @@ from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 
-@dataclass(frozen=True, slots=True)
-class Absence:
+class Absence(NamedTuple):
     """Why the tensors of a segment are not available.
 
     Attributes:
@@ -40,8 +38,7 @@ class Absence:
     deleted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSegments:
+class StoredSegments(NamedTuple):
     """Parts of segments, and the segments that are absent.
 
     Attributes:
@@ -50,7 +47,7 @@ class StoredSegments:
     """
 
     parts: SegmentParts
-    absent: Mapping[bytes, Absence]
+    absent: dict[bytes, Absence]
 
     def all_parts(self) -> SegmentParts:
         """Return the parts.
@@ -65,46 +62,31 @@ class StoredSegments:
 
 def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]) -> StoredSegments:
     """Return the parts of segments, from the database or from their archive."""
-    parts: SegmentParts = {}
-    absent: dict[bytes, Absence] = {}
-    wanted = list(dict.fromkeys(keys)) if families else []
-    size = sizes.segments_per_load
+    stored = StoredSegments({}, {})
+    wanted, size = list(dict.fromkeys(keys)) if families else [], sizes.segments_per_load
     for start in range(0, len(wanted), size):
-        asked = wanted[start : start + size]
-        parts |= s.segments(asked, families)
-    there = {key for key, _ in parts}
-    if gone := [key for key in wanted if key not in there]:
-        fetched = _fetched(s, gone, families)
-        parts |= fetched.parts
-        absent |= fetched.absent
-    return StoredSegments(parts, absent)
-
-
-def _fetched(s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> StoredSegments:
-    """Fetch segments that are not in the database from their archives."""
-    left = s.read(segments.archived_at, keys)
-    parts: SegmentParts = {}
-    absent: dict[bytes, Absence] = {}
+        stored.parts.update(s.segments(wanted[start : start + size], families))
+    there = {key for key, _ in stored.parts}
+    gone = [key for key in wanted if key not in there]
     by_event: dict[tuple[int, str | None], list[bytes]] = {}
-    for key, event in left.items():
+    for key, event in (s.read(segments.archived_at, gone) if gone else {}).items():
         by_event.setdefault(event, []).append(key)
     for (position, uri), lacking in by_event.items():
-        if uri is None:
-            why = (
-                f"the tensors were deleted for good by the event at position {position} "
-                "(SegmentsArchived): only a backup that is older has them"
-            )
-            absent |= dict.fromkeys(lacking, Absence(why, deleted=True))
-            continue
+        why = (
+            f"the tensors were deleted for good by the event at position {position} "
+            "(SegmentsArchived): only a backup that is older has them"
+        )
         try:
-            parts |= s.compute(read_archive, uri, lacking, families)
+            if uri is not None:
+                stored.parts.update(s.compute(read_archive, uri, lacking, families))
+                continue
         except StoreError as error:
             why = (
                 f"the tensors were archived to {uri} by the event at position {position} "
                 f"(SegmentsArchived), and {error}"
             )
-            absent |= dict.fromkeys(lacking, Absence(why, deleted=False))
-    return StoredSegments(parts, absent)
+        stored.absent.update(dict.fromkeys(lacking, Absence(why, deleted=uri is None)))
+    return stored
 
 
 def blobs_of(parts: SegmentParts) -> dict[bytes, dict[str, Buffer]]:

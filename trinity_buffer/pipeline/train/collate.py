@@ -110,7 +110,8 @@ def collate_step(
     responses, recorded = _responses(rows, pairs=size == 2)
     sources = _sources(rows, responses, rewards_of(lease, rows), places)
     flat = _columns_of_step(sources, places, memory or StepMemory())
-    flat |= _temperature(rows, places)
+    if rows.facts.sampling.any():
+        flat |= _temperature(rows, places)
     per_row = _per_row(lease, rows, recorded, size)
     layout = _layout(lease, rows, per_row, world)
     mover = mover or Mover("cpu")
@@ -122,7 +123,7 @@ def collate_step(
                 LazyTensors(tensors),
                 replace(layout, cu_seqlens=tensors.get("cu_seqlens")),
                 [mover.inputs(modal) if modal else {} for modal in rows.multi_modal[part.rows]],
-                [*rows.facts.policy_versions[part.rows]],
+                [*rows.facts.policy_version[part.rows]],
                 rows.unrecorded,
                 rows.unscorable,
             )
@@ -170,9 +171,9 @@ def _halves(rows: LoadedRows) -> LoadedRows:
     pair_of = np.arange(len(answers)) // 2
     facts = replace(
         rows.facts.reordered(pair_of),
-        rewards=np.full(len(answers), np.nan),
-        lengths=np.array([len(ids) for ids in tokens]),
-        prompt_lengths=np.array([len(prompt) for prompt, _ in answers]),
+        reward=np.full(len(answers), np.nan),
+        length=np.array([len(ids) for ids in tokens]),
+        prompt_length=np.array([len(prompt) for prompt, _ in answers]),
         trained_tokens=trained,
         sampling=np.full(len(answers), None),
     )
@@ -208,7 +209,7 @@ def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Arra
         raise InvalidArgumentError(
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
-    if (tokens.sizes() != rows.facts.lengths).any():
+    if (tokens.sizes() != rows.facts.length).any():
         raise DamagedSegmentError(
             "a row of the step is not as long as its event tells: run `verify`"
         )
@@ -217,11 +218,11 @@ def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Arra
 
 def rewards_of(lease: BatchLeased, rows: LoadedRows) -> Array:
     """Return the reward of each row; a row without one takes that of the last row of its run."""
-    rewards: Array = rows.facts.rewards
+    rewards: Array = rows.facts.reward
     if not lease.by_run or not np.isnan(rewards).any():
         return rewards
     runs = _run_numbers(lease, rows)
-    order = np.lexsort((rows.facts.steps, runs))
+    order = np.lexsort((rows.facts.step, runs))
     last = np.empty(len(rewards), np.int64)
     last[runs[order]] = order  # of several rows, the last one stays
     return np.where(np.isnan(rewards), rewards[last[runs]], rewards)
@@ -229,7 +230,7 @@ def rewards_of(lease: BatchLeased, rows: LoadedRows) -> Array:
 
 def _run_numbers(lease: BatchLeased, rows: LoadedRows) -> Array:
     """Return ``[rows]`` int32, a number that is equal for the rows of one run."""
-    keys = (np.array(lease.groups, np.int64) << 32) + rows.facts.runs
+    keys = (np.array(lease.groups, np.int64) << 32) + rows.facts.run
     order = np.argsort(keys, kind="stable")
     numbers = np.empty(len(keys), np.int32)
     numbers[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
@@ -242,7 +243,7 @@ def mean_reward(lease: BatchLeased, rows: LoadedRows) -> float | None:
     The reward of a row with token-level rewards alone is their sum.
     """
     facts = rows.facts
-    rewards = facts.rewards.copy()
+    rewards = facts.reward.copy()
     of_tokens, unknown = rows.field("token_level_reward"), np.flatnonzero(np.isnan(rewards))
     if of_tokens.blocks and len(unknown):
         values = of_tokens.values()
@@ -254,7 +255,7 @@ def mean_reward(lease: BatchLeased, rows: LoadedRows) -> float | None:
                 rewards[row] = value.sum()
     own = np.flatnonzero(~rows.expert)
     groups = np.array(lease.groups, np.int64)
-    return mean_over_runs(rewards[own], *(of[own] for of in (groups, facts.runs, facts.steps)))
+    return mean_over_runs(rewards[own], *(of[own] for of in (groups, facts.run, facts.step)))
 
 
 def lacking_of(name: str, lease: BatchLeased, rows: LoadedRows) -> list[int]:
@@ -349,10 +350,10 @@ class Places:
     """
 
     def __init__(self, facts: Facts, plans: Sequence[MicroBatchPlan], *, padded: bool) -> None:
-        self.prompts, self.lengths, self.padded = facts.prompt_lengths, facts.lengths, padded
+        self.prompts, self.lengths, self.padded = facts.prompt_length, facts.length, padded
         self.begins = np.full(len(facts), -1, np.int64)
         self.size, self.parts = 0, list[Part]()
-        self._extents = facts.lengths.copy()  # padding included
+        self._extents = facts.length.copy()  # padding included
         self._shapes: dict[int, tuple[Array, tuple[int, ...] | None]] = {}
         for plan in plans:
             rows, number = slice(plan.start, plan.stop), plan.stop - plan.start

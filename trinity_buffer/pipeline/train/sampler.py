@@ -412,7 +412,7 @@ class StepSampler:
             )
         # Annotations of other programs may have any shape, and a misfit would corrupt a whole
         # batch.
-        tokens = rows.facts.lengths - rows.facts.prompt_lengths
+        tokens = rows.facts.length - rows.facts.prompt_length
         for name in () if self._pairs else ANNOTATED:
             sizes = rows.field(name).sizes()
             misfits = np.flatnonzero((sizes >= 0) & (sizes != tokens)).tolist()

@@ -221,7 +221,7 @@ def collated(
 ) -> TrainStep:
     """Return a step of one rank, still without its link of the chain; see `collate_step`."""
     microbatches = collate_step(lease, rows, rank=rank, world=world, mover=mover, memory=memory)
-    versions = zip(rows.facts.policy_versions, rows.expert.tolist(), strict=True)
+    versions = zip(rows.facts.policy_version, rows.expert.tolist(), strict=True)
     return TrainStep(
         lease.step,
         microbatches,
