@@ -29,10 +29,11 @@ from trinity_buffer.pipeline.manifest import (
 from trinity_buffer.pipeline.store import Experiment, open_store
 from trinity_buffer.pipeline.sync_stream import StepStream, in_portal
 from trinity_buffer.pipeline.train.checkpoint import found_again
-from trinity_buffer.pipeline.train.microbatch import Mover
+from trinity_buffer.pipeline.train.collate import collate_step
+from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import Resume
 from trinity_buffer.pipeline.train.sampler import plan_again
-from trinity_buffer.pipeline.train.step import TrainStep, collated
+from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.url import StoreURL
@@ -71,7 +72,7 @@ async def replayed_steps(
         raise InvalidArgumentError(
             f"steps {first}:{last}: trainer {consumer!r} was handed steps 1 to {row.leased_step}"
         )
-    link, mover = FIRST_LINK, Mover(device)
+    link, mover, memory = FIRST_LINK, Mover(device), StepMemory()
     loader = RowLoader(EventCache(key, experiment.name))
     async for recorded in _steps(experiment, consumer, first, last):
         # A commit says its link; only the steps between commits are chained here.
@@ -94,9 +95,9 @@ async def replayed_steps(
             if len(rows_by_rank(manifest)) != world_size:
                 order, plans = plan_again(world_size, manifest, rows, range(len(manifest.groups)))
                 manifest, rows = repartitioned(manifest, order, plans), rows.reordered(order)
-            part = partial(collated, rank=rank, world=world_size, mover=mover)
+            part = partial(collate_step, rank=rank, world=world_size)
             yield replace(
-                await anyio.to_thread.run_sync(part, manifest, rows),
+                await anyio.to_thread.run_sync(part, manifest, rows, mover, memory),
                 chain=link,
                 recorded=True,
                 skipped=commit is not None and recorded.step in commit.skipped_steps,

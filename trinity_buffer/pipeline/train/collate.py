@@ -45,6 +45,7 @@ from trinity_buffer.pipeline.train.microbatch import (
     Mover,
     StepMemory,
 )
+from trinity_buffer.pipeline.train.step import TrainStep
 
 REWARDS = "token_level_rewards"
 WITH_IDS = ("input_ids", "rollout_logprob")
@@ -74,22 +75,23 @@ None: every token of each response is trained.
 def collate_step(
     lease: BatchLeased,
     rows: LoadedRows,
+    mover: Mover,
+    memory: StepMemory,
     *,
     rank: int = 0,
     world: int = 1,
-    mover: Mover | None = None,
-    memory: StepMemory | None = None,
-) -> list[MicroBatch]:
-    """Return the micro-batches of one rank, each with the denominators of the whole step.
+) -> TrainStep:
+    """Return a step with the micro-batches of one rank, still without its link of the chain.
 
-    A stored pair becomes two rows, the chosen one first. A micro-batch without rows has tensors of
-    the shapes ``[0, 1]``, packed ``[0]``. A step of which no row is left has no micro-batches.
+    Each micro-batch has the denominators of the whole step. A stored pair becomes two rows, the
+    chosen one first. A micro-batch without rows has tensors of the shapes ``[0, 1]``, packed
+    ``[0]``. A step of which no row is left has no micro-batches.
 
     Args:
         lease, rows: the manifest of the step, and its rows.
-        rank, world: the rank, and the number of ranks.
-        mover: moves the tensors to their device; None: they stay on the CPU.
+        mover: moves the tensors to their device.
         memory: memory of earlier steps to reuse.
+        rank, world: the rank, and the number of ranks.
 
     Raises:
         InvalidArgumentError: the step is partitioned over another number of ranks.
@@ -98,27 +100,30 @@ def collate_step(
     plans = plans_of(lease)
     if (ranks := 1 + max(plan.rank for plan in plans)) != world:
         raise InvalidArgumentError(f"step {lease.step} is dealt to {ranks} ranks, not to {world}")
+    plans = [plan for plan in plans if plan.rank == rank]
+    versions = [v for v in rows.facts.policy_version[~rows.expert] if v is not None]
+    step = TrainStep(lease.step, [], lease, b"", recorded=False, policy_versions=versions)
+    step.reward = mean_reward(lease, rows)
+    step.rows = sum(plan.stop - plan.start for plan in plans)
     if not lease.groups:
-        return []
+        return step
     size = 2 if rows.field("chosen").blocks else 1
     if size == 2:
         rows = _halves(rows)
         groups = [group for group in lease.groups for _ in range(size)]
         lease = structs.replace(lease, groups=groups)
-    wide = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans if p.rank == rank]
-    places = Places(rows.facts, wide, padded=lease.layout == "padded")
+        plans = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans]
+    places = Places(rows.facts, plans, padded=lease.layout == "padded")
     responses, recorded = _responses(rows, pairs=size == 2)
     sources = _sources(rows, responses, rewards_of(lease, rows), places)
-    flat = _columns_of_step(sources, places, memory or StepMemory())
+    flat = _columns_of_step(sources, places, memory)
     if rows.facts.sampling.any():
         flat |= _temperature(rows, places)
     per_row = _per_row(lease, rows, recorded, size)
     layout = _layout(lease, rows, per_row, world)
-    mover = mover or Mover("cpu")
-    batches = []
     for part in places.parts:
         tensors = _tensors(flat, per_row, places, part, mover)
-        batches.append(
+        step.microbatches.append(
             MicroBatch(
                 LazyTensors(tensors),
                 replace(layout, cu_seqlens=tensors.get("cu_seqlens")),
@@ -128,7 +133,7 @@ def collate_step(
                 rows.unscorable,
             )
         )
-    return batches
+    return step
 
 
 def _tensors(
@@ -231,9 +236,7 @@ def rewards_of(lease: BatchLeased, rows: LoadedRows) -> Array:
 def _run_numbers(lease: BatchLeased, rows: LoadedRows) -> Array:
     """Return ``[rows]`` int32, a number that is equal for the rows of one run."""
     keys = (np.array(lease.groups, np.int64) << 32) + rows.facts.run
-    order = np.argsort(keys, kind="stable")
-    numbers = np.empty(len(keys), np.int32)
-    numbers[order] = np.cumsum(np.diff(keys[order], prepend=keys[order[:1]]) != 0)
+    numbers: Array = np.unique(keys, return_inverse=True)[1].astype(np.int32)
     return numbers
 
 

@@ -28,11 +28,9 @@ from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.events import MEASURED_ROWS, MEASURED_TOKENS, BatchLeased, StepMeasured
 from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.handle import new_event
-from trinity_buffer.pipeline.load.columns import LoadedRows
 from trinity_buffer.pipeline.manifest import rows_by_rank
 from trinity_buffer.pipeline.tensors import columns_of
-from trinity_buffer.pipeline.train.collate import collate_step, mean_reward
-from trinity_buffer.pipeline.train.microbatch import MicroBatch, Mover, StepMemory
+from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 
@@ -208,30 +206,6 @@ class ZeroAdvantages:
                 self.consumer,
                 self.annotation_set,
             )
-
-
-def collated(
-    lease: BatchLeased,
-    rows: LoadedRows,
-    *,
-    rank: int,
-    world: int,
-    mover: Mover,
-    memory: StepMemory | None = None,
-) -> TrainStep:
-    """Return a step of one rank, still without its link of the chain; see `collate_step`."""
-    microbatches = collate_step(lease, rows, rank=rank, world=world, mover=mover, memory=memory)
-    versions = zip(rows.facts.policy_version, rows.expert.tolist(), strict=True)
-    return TrainStep(
-        lease.step,
-        microbatches,
-        lease,
-        b"",
-        recorded=False,
-        policy_versions=[version for version, of in versions if not (version is None or of)],
-        reward=mean_reward(lease, rows),
-        rows=rows_by_rank(lease)[rank],
-    )
 
 
 class StepQueue:

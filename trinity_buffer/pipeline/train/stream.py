@@ -37,6 +37,7 @@ from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, leased_step
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train import resume
+from trinity_buffer.pipeline.train.collate import collate_step
 from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
 from trinity_buffer.pipeline.train.options import Resume, StreamOptions
 from trinity_buffer.pipeline.train.ranks import RankSession, require_one_process
@@ -51,7 +52,6 @@ from trinity_buffer.pipeline.train.step import (
     StepQueue,
     TrainStep,
     ZeroAdvantages,
-    collated,
     finite,
     measured_event,
     require_rows,
@@ -177,14 +177,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     def _collated(self, lease: BatchLeased, rows: LoadedRows) -> TrainStep:
         """Return a step with this rank's micro-batches, not yet in the chain."""
         options = self.options
-        step = collated(
-            lease,
-            rows,
-            rank=options.rank,
-            world=options.world_size,
-            mover=self._mover,
-            memory=self._memory,
-        )
+        rank, world = options.rank, options.world_size
+        step = collate_step(lease, rows, self._mover, self._memory, rank=rank, world=world)
         zeros = self._read_zeros and len(rows.lacking("advantages")) == len(lease.groups)
         for microbatch in step.microbatches:
             if zeros:
