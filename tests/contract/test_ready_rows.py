@@ -57,7 +57,7 @@ async def ready(
 
 
 async def expected(experiment: Experiment, reader: Reader) -> list[tuple[Any, ...]]:
-    """Return (annotation, group, planned, experience, length, version), off the projections."""
+    """Return (annotation, group, planned, experience, version), off the projections."""
     held = {one["address"] for one in await rows(experiment, "delivery")}
     gone = {
         one["address"]
@@ -65,7 +65,7 @@ async def expected(experiment: Experiment, reader: Reader) -> list[tuple[Any, ..
         if one["consumer"] == reader.name
     }
     query = (
-        "SELECT a.address, a.group_slot, a.planned, a.experience, e.length, e.policy_version "
+        "SELECT a.address, a.group_slot, a.planned, a.experience, e.policy_version "
         "FROM annotation AS a JOIN experience AS e ON e.address = a.experience ORDER BY a.address"
     )
     every = [tuple(row) for row in await experiment.database.read(sql(query))]
@@ -75,10 +75,10 @@ async def expected(experiment: Experiment, reader: Reader) -> list[tuple[Any, ..
 def as_rows(groups: list[ReadyGroup]) -> list[tuple[Any, ...]]:
     """Return the rows of groups as `expected` does."""
     return [
-        (annotation, group.key[2], group.planned, experience, length, version)
+        (annotation, group.key[2], group.planned, experience, version)
         for group in groups
-        for annotation, experience, length, version in zip(
-            group.annotations, group.experiences, group.lengths, group.policy_versions, strict=True
+        for annotation, experience, version in zip(
+            group.annotations, group.experiences, group.policy_versions, strict=True
         )
     ]
 

@@ -215,7 +215,7 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
     read: Counter[bytes] = Counter()
 
     def counted(s: Any, keys: Sequence[bytes], families: Sequence[str]) -> Any:
-        read.update(keys)
+        read.update([*keys])
         return reading.read_segments(s, keys, families)
 
     monkeypatch.setattr(columns, "read_segments", counted)

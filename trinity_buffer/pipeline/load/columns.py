@@ -213,9 +213,6 @@ class Facts:
                 facts.sampling[rows[slot - slots.start]] = spans.get(slot)
         return facts
 
-    def __len__(self) -> int:
-        return len(self.length)
-
     def reordered(self, order: Sequence[int] | Array) -> Facts:
         """Return the facts with row ``order[i]`` as row ``i``."""
         return Facts(*(getattr(self, column.name)[order] for column in fields(self)))
@@ -273,7 +270,7 @@ class LoadedRows:
 
     def field(self, name: str) -> Field:
         """Return the column ``name``, which may be empty."""
-        return self.fields.get(name) or Field(len(self.facts))
+        return self.fields.get(name) or Field(len(self.expert))
 
     def lacking(self, name: str) -> list[int]:
         """Return the rows without the field ``name``; token-level rewards count as a reward."""
@@ -360,8 +357,7 @@ class RowLoader:
         Raises:
             CodecError: the body of an event cannot be read.
         """
-        own, _ = self._ranges(s, lease)
-        lengths: list[int] = Facts.of(len(lease.groups), own).length.tolist()
+        lengths: list[int] = Facts.of(len(lease.groups), self._ranges(s, lease)[0]).length.tolist()
         return lengths
 
     def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:

@@ -354,7 +354,7 @@ class Places:
 
     def __init__(self, facts: Facts, plans: Sequence[MicroBatchPlan], *, padded: bool) -> None:
         self.prompts, self.lengths, self.padded = facts.prompt_length, facts.length, padded
-        self.begins = np.full(len(facts), -1, np.int64)
+        self.begins = np.full(len(facts.length), -1, np.int64)
         self.size, self.parts = 0, list[Part]()
         self._extents = facts.length.copy()  # padding included
         self._shapes: dict[int, tuple[Array, tuple[int, ...] | None]] = {}

@@ -83,7 +83,6 @@ class ReadyGroup(NamedTuple):
             experiment, 1 the expert's.
         planned: whether the group was planned (copies and imports are not).
         annotations, experiences: log addresses.
-        lengths: numbers of tokens.
         policy_versions: versions of the weights that generated the rows, None if unknown.
     """
 
@@ -91,7 +90,6 @@ class ReadyGroup(NamedTuple):
     planned: bool
     annotations: Sequence[int]
     experiences: Sequence[int]
-    lengths: Sequence[int]
     policy_versions: Sequence[int | None]
 
 
@@ -172,15 +170,14 @@ class ReadyGroups:
         experiences = [at for event in annotated for at in event.experiences]
         ranges = [(experiences[a], z - a) for a, z in contiguous_ranges(experiences)]
         recorded = self._rows.events(s, {position_of(address) for address, _ in ranges})
-        all_lengths, all_versions, num_before = list[int](), list[int | None](), 0
+        all_versions, num_before = list[int | None](), 0
         for address, number in ranges:
             of, begin = recorded[position_of(address)], slot_of(address)
             assert isinstance(of, ExperiencesRecorded)  # no other kind has experiences
-            all_lengths += of.columns.length[begin : begin + number]
             all_versions += of.columns.policy_version[begin : begin + number]
         for position, event in zip(positions, annotated, strict=True):
-            first, of_event = first_address(position), slice(num_before, num_before + event.rows)
-            lengths, versions = all_lengths[of_event], all_versions[of_event]
+            first = first_address(position)
+            versions = all_versions[num_before : num_before + event.rows]
             num_before += event.rows
             # Rows of a group are adjacent in an event, so groups begin where the number changes.
             breaks = np.flatnonzero(np.diff(np.array(event.groups))) + 1
@@ -191,7 +188,6 @@ class ReadyGroups:
                     event.planned[number],
                     range(first + begin, first + end),
                     event.experiences[rows],
-                    lengths[rows],
                     versions[rows],
                 )
                 # Only the first page after a restart can begin in the middle of an event.
@@ -259,10 +255,11 @@ class StepSampler:
         self._sampling = options.sampling()
         # Each step takes as many groups as the first.
         self._plan = self._sampling.plan(1, options.groups_per_step)
+        self._set = options.annotation_set
         self._num_ready: list[int] = []
         self._dropped: Dropped = {}
         reader = Reader(experiment.key, options.consumer, "", options.consumer)
-        self._ready = [ReadyGroups(options.annotation_set, reader, loader.events, 0)]
+        self._ready = [ReadyGroups(self._set, reader, loader.events, 0)]
         if expert is not None:
             # A trainer of another experiment may have the same name, so the expert's log gets a
             # qualified one.
@@ -306,8 +303,8 @@ class StepSampler:
         expert = "" if len(self._ready) == 1 else " and of its expert's"
         return (
             f"{diagnosis.counted(options.groups_per_step, 'group')} of set "
-            f"{options.annotation_set!r}{expert} ({ready} ready): "
-            f"{diagnosis.of_trainer(tx, self._experiment.key, options.annotation_set)}"
+            f"{self._set!r}{expert} ({ready} ready): "
+            f"{diagnosis.of_trainer(tx, self._experiment.key, self._set)}"
         )
 
     @property
@@ -352,8 +349,7 @@ class StepSampler:
         """
         while (groups := self._groups(s, step, partial_ok=partial_ok)) is not None:
             lease, unfit = self._unplanned(step, groups), partial(self._unfit, s)
-            lengths = list(chain.from_iterable(group.lengths for group in groups))
-            lost, every = self._unwanted(lease, lengths), range(len(lengths))
+            lost, every = self._unwanted(s, lease), range(len(lease.groups))
             # Rejected rows are not replaced: the step gets smaller, or is selected anew if none is
             # left.
             places, rows, lost = self._sound_rows(s, lease, every, lost, unfit, drops=True)
@@ -435,7 +431,7 @@ class StepSampler:
             consumer=options.consumer,
             token=self._lease.token,
             step=step,
-            annotation_set=options.annotation_set,
+            annotation_set=self._set,
             annotations=list(chain.from_iterable(group.annotations for group in taken)),
             experiences=list(chain.from_iterable(group.experiences for group in taken)),
             groups=groups,
@@ -483,15 +479,11 @@ class StepSampler:
         options, world_size = self._options, self._options.world_size
         leased = leased_step(s, self._experiment, row)
         first, drops = leased.first, options.damaged_rows == "drop"
-        bounded, lengths = options.max_tokens is not None, list[int]()
-        if bounded and not self._pairs:
-            lengths = self._loader.lengths(s, leased.manifest)
-        leaving = {
-            leased.order[place]: why
-            for place, why in self._unwanted(leased.manifest, lengths).items()
-        }
+        unwanted = self._unwanted(s, leased.manifest)
+        leaving = {leased.order[place]: why for place, why in unwanted.items()}
         changes_ranks = len(rows_by_rank(leased.manifest)) != world_size
-        if not (leaving or drops or changes_ranks or (bounded and self._pairs)):
+        measures = self._pairs and options.max_tokens is not None
+        if not (leaving or drops or changes_ranks or measures):
             return
 
         def unfit(part: BatchLeased, rows: LoadedRows) -> dict[int, str]:
@@ -580,10 +572,11 @@ class StepSampler:
                     raise self._loader.refusal(s, part, error, DROP_DAMAGED) from error
             gone |= {left[place]: reason for place, reason in why.items()}
 
-    def _unwanted(self, lease: BatchLeased, lengths: Sequence[int]) -> dict[int, str]:
+    def _unwanted(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:
         """Return place -> why, of the rows of a step that are too long or dropped by name."""
         limit, why = self._options.max_tokens, dict[int, str]()
         if limit is not None:
+            lengths = self._loader.lengths(s, lease)
             why = {place: OVERSIZE for place, size in enumerate(lengths) if size > limit}
         if any(self._dropped.values()):
             names, source = ("", *lease.sources), lease.source or [0] * len(lease.groups)
