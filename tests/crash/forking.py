@@ -28,7 +28,7 @@ IMPORTED = (
     "trinity_buffer.cli.roles",
     # what the package imports only when it is needed
     "trinity_buffer.pipeline.write.writer",
-    "trinity_buffer.pipeline.load.experiences",
+    "trinity_buffer.pipeline.load.columns",
     "trinity_buffer.pipeline.train.stream",
 )
 CONTEXT.set_forkserver_preload(list(IMPORTED))

@@ -234,7 +234,7 @@ class Experiment(ExperimentHandle):
             *(batch, task, run, policy_version, reward_min, reward_max, include_refused),
             *(annotation_set, state, addresses),
         )
-        from trinity_buffer.pipeline.load.experiences import load_experiences  # noqa: PLC0415 - torch
+        from trinity_buffer.pipeline.load.columns import load_experiences  # noqa: PLC0415 - torch
         from trinity_buffer.pipeline.load.reading import EventCache  # noqa: PLC0415 - torch
 
         cache = EventCache(self.key, self.name)

@@ -61,7 +61,7 @@ from trinity_buffer.pipeline.coordination.waiting import (
     one_line,
 )
 from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event, now_us
-from trinity_buffer.pipeline.load.experiences import load_experiences
+from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.store import log, segments, writer_queries
 from trinity_buffer.store.rows import (

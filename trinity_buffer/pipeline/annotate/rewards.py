@@ -18,7 +18,7 @@ from trinity_buffer.events import RewardsAssigned
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event, now_us
-from trinity_buffer.pipeline.load.experiences import load_experiences
+from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.rows import ExperienceRow
