@@ -1,10 +1,8 @@
-"""Loads the rows of a manifest, as columns that are views of their segments or as experiences.
+"""Loads stored rows as experiences, and those of a manifest as columns that are views of segments.
 
 A column is made of blocks of values that are contiguous in a segment. The rows of a step were
 mostly written together, so a batch takes a few large copies instead of thousands of small ones, in
 whatever order its rows are.
-
-Decodes experiences off the event loop.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -151,10 +152,8 @@ def _joined(microbatches: Sequence[MicroBatch]) -> tuple[Tensors, BatchLayout]:
     for name in names:
         values = [m[name] for m in microbatches]
         if name == "cu_seqlens":
-            ends = [values[0]]
-            for value in values[1:]:
-                ends.append(value[1:] + ends[-1][-1])
-            batch[name] = torch.cat(ends)
+            ends = accumulate(values, lambda before, own: own[1:] + before[-1])
+            batch[name] = torch.cat([*ends])
         elif isinstance(values[0], Tensor):
             if not packed and values[0].dim() > 1:
                 width = max(value.shape[1] for value in values)
