@@ -154,14 +154,12 @@ class Block:
         data: their elements, row after row; if scaled, one number per row.
         ends: ``[n + 1]``, offsets of the rows in ``data``.
         scaled: whether each number stands for ``number * action_mask``.
-        size: number of elements of every row, -1 if rows may differ.
     """
 
     rows: Array
     data: Array
     ends: Array
     scaled: bool = False
-    size: int = -1
 
     def values(self) -> list[Value]:
         """Return the value of each row."""
@@ -202,7 +200,7 @@ class Field:
         sizes = np.full(self.number, -1, np.int64)
         for block in self.blocks:
             if not block.scaled:
-                sizes[block.rows] = np.diff(block.ends) if block.size < 0 else block.size
+                sizes[block.rows] = np.diff(block.ends)
         return sizes
 
     def without(self, dropped: Array) -> Field:
@@ -214,15 +212,14 @@ class Field:
                 first, last = int(left[a]), int(left[z - 1]) + 1
                 ends = block.ends[first : last + 1]
                 data, rows = block.data[ends[0] : ends[-1]], block.rows[first:last]
-                parts.append(Block(rows, data, ends - ends[0], block.scaled, block.size))
+                parts.append(Block(rows, data, ends - ends[0], block.scaled))
         return Field(self.number, parts)
 
 
 def field_of_values(values: Sequence[Array]) -> Field:
     """Return a field made of one vector per row."""
-    ends, size = _ends(np.array([len(value) for value in values], np.int64))
-    block = Block(np.arange(len(values)), np.concatenate(values), ends, size=size)
-    return Field(len(values), [block])
+    ends = np.cumsum([0, *map(len, values)])
+    return Field(len(values), [Block(np.arange(len(values)), np.concatenate(values), ends)])
 
 
 SlotRange: TypeAlias = tuple[Array, WithSegment, range]
@@ -237,30 +234,14 @@ def block_of(column: Column, rows: Array, slots: range) -> Block | None:
         if first == last:
             return None
         rows = rows[column.rows[first:last] - slots.start]
-    if column.encoding == "scaled_mask":
-        ends, size, scaled = np.arange(len(rows) + 1), 1, True
-    else:
-        sizes, scaled = column.sizes, False
-        ends, size = _ends(sizes[first:last])
-        first = int(sizes[:first].sum()) if first else 0
-        last = first + int(ends[-1])
-    elements = column.elements
-    if not column.dtype.startswith(_ONLY_TORCH):
-        return Block(rows, elements[first:last], ends, scaled, size)
-    width = elements.itemsize
-    data = np.array(column.data[first * width : last * width])
-    numbers: Array = flat_tensor(replace(column, data=data)).float().numpy()
-    return Block(rows, numbers, ends, scaled, size)
-
-
-def _ends(sizes: Array) -> tuple[Array, int]:
-    """Return the offsets of rows of these sizes, and their common size or -1."""
-    size, number = int(sizes[0]), len(sizes)
-    if (sizes == size).all():
-        return np.arange(0, (number + 1) * size, size) if size else np.zeros(number + 1, int), size
-    ends = np.zeros(number + 1, np.int64)
-    np.cumsum(sizes, out=ends[1:])
-    return ends, -1
+    scaled = column.encoding == "scaled_mask"
+    ends = np.arange(first, last + 1) if scaled else column.offsets[first : last + 1]
+    begin, end = ends[[0, -1]].tolist()
+    data: Array = column.elements[begin:end]
+    if column.dtype.startswith(_ONLY_TORCH):
+        own = np.array(column.data[begin * data.itemsize : end * data.itemsize])
+        data = flat_tensor(replace(column, data=own)).float().numpy()
+    return Block(rows, data, ends - begin, scaled)
 
 
 UNREADABLE = (ArchivedSegmentError, CodecError, DamagedSegmentError)

@@ -397,7 +397,7 @@ class Places:
             return None
         first, distance, prompt, length, extent = where
         start, width = prompt if after_prompt else 0, column.itemsize
-        if not block.scaled and block.size != length - start:
+        if not block.scaled and (np.diff(block.ends) != length - start).any():
             return None
         shape, strides = (len(rows), extent), (distance * width, width)
         return np.ndarray(shape, column.dtype, column, first * width, strides), start, length
