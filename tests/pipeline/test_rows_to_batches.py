@@ -218,9 +218,9 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
         read.update([*keys])
         return reading.read_segments(s, keys, families)
 
+    await written(sqlite_url)  # whose strategy reads segments too
     monkeypatch.setattr(columns, "read_segments", counted)
     resize(bytes_kept=bytes_kept)
-    await written(sqlite_url)
     with open_train_stream(
         sqlite_url, experiment="e", strategy="grpo", groups_per_step=1
     ) as stream:
