@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "an argument of another kind": (
         ("annotate", "--strategy", "grpo", "--name", "x", "--set", "epsilon=abc"),
-        "GRPOAddStrategy(epsilon='abc')",
+        "GRPOAddStrategy: epsilon='abc': it must be a number",
     ),
     "an unknown scoring": (
         ("reannotate", "--strategy", "grpo", "--name", "x", "--rewards", "lenght"),
@@ -152,7 +152,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
             *("train", "--set", "algorithm_args.sample_strategy=staleness_control"),
             *("--set", "algorithm_args.sample_strategy_args={max_staleness='x'}"),
         ),
-        "(max_staleness='x'): it must be of the type float",
+        "StalenessControlSampleStrategy: max_staleness='x': it must be a number, at least 0",
     ),
     "a correction that has nothing to correct": (
         ("demo", "--set", "algorithm_args.importance_correction=token_tis"),
@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
             *("train", "--set"),
             "algorithm_args.kl_loss_fn_args={adaptive=true,target_kl=1,horizon=0}",
         ),
-        "horizon must be above 0, it is 0",
+        "horizon=0: it must be a number above 0, or None",
     ),
     "a loss argument that is no number": (
         ("explore", "--set", "loss.args={clip_range=nan}"),

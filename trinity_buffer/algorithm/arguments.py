@@ -1,20 +1,45 @@
 """Arguments of the named parts: what a constructor accepts, and the refusal of the rest.
 
-A default is written once, in the signature. `declared_arguments` reads it from there; nothing
-repeats it.
+A default is written once: as a field of a class that is `configured`, or in the signature of a
+constructor. `declared_arguments` reads it from there; nothing repeats it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from functools import cache, wraps
 from numbers import Integral, Real
-from typing import Any, ClassVar, TypeVar
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
+
+import msgspec
+import numpy as np
+from msgspec import Meta
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import closest
+from trinity_buffer.options import accepted as described
+from trinity_buffer.options import excerpt
 
+OnUnknown = Literal["error", "ignore"]
+Positive = Annotated[float, Meta(gt=0, description="a number above 0")]
+NotNegative = Annotated[float, Meta(ge=0, description="a number, at least 0")]
+PartOfOne = Annotated[float, Meta(gt=0, le=1, description="a number above 0, at most 1")]
 Made = TypeVar("Made")
+Part = TypeVar("Part", bound="type[Configured]")
 
 REQUIRED = inspect.Parameter.empty
 """Stands for the default of an argument that has none."""
@@ -70,6 +95,54 @@ class Configured:
         }
         args = declared | dict(cls.tuned)
         return {k: v for k, v in args.items() if v is not None} if cls.none_is_unset else args
+
+    def __post_init__(self) -> None:
+        """Refuse arguments that cannot be right; for a class whose fields are its arguments.
+
+        Raises:
+            InvalidArgumentError: one is out of the bounds that the type of its field says.
+        """
+        cls: type = type(self)
+        for name, kind in _bounds(cls).items():
+            require(getattr(self, name), kind, f"{cls.__name__}: {name}")
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+def configured(cls: Part) -> Part:
+    """Give a class a constructor of its fields, which refuses unknown arguments by name.
+
+    With ``on_unknown="ignore"`` it passes over them, as the reference does.
+    """
+    dataclass(eq=False)(cls)
+    names, init = {f.name for f in fields(cls)}, cls.__init__  # type: ignore[arg-type]
+
+    @wraps(init)
+    def init_known(self: Configured, *parts: Any, **arguments: Any) -> None:
+        unknown = arguments.keys() - names
+        if unknown and arguments.get("on_unknown") != "ignore":
+            # Subclasses with constructors of their own hand on what they do not know.
+            known = declared_arguments(type(self)).keys() | names
+            refuse_unknown(type(self).__name__, arguments, known - {"writer"})
+        init(self, *parts, **{n: value for n, value in arguments.items() if n not in unknown})
+
+    cls.__init__ = init_known  # type: ignore[method-assign, assignment]  # with the same fields
+    return cls
+
+
+@cache
+def _bounds(cls: type) -> dict[str, Any]:
+    """Return the types of those fields that do not accept all values of a kind."""
+    kinds: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        with suppress(NameError):  # of a user's class, whose types only its function knows
+            kinds |= inspect.get_annotations(base, eval_str=True)
+    names = {f.name for f in fields(cls)}
+    return {name: kind for name, kind in kinds.items() if name in names and _is_bounded(kind)}
+
+
+def _is_bounded(kind: Any) -> bool:
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return any(get_origin(member) in (Annotated, Literal) for member in members)
 
 
 _CALLED = {"trainer": "consumer"}
@@ -136,23 +209,16 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
         raise InvalidArgumentError(f"{name}({listed}): {error}") from error
 
 
-def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:
-    """Raise unless ``value`` is one of ``accepted``.
+def require(value: Any, kind: Any, what: str) -> None:
+    """Raise unless ``value`` is of a ``kind``, and within its bounds.
 
     Raises:
-        InvalidArgumentError: names the argument, its value and what is accepted.
+        InvalidArgumentError: names ``what`` has the value, and what it must be.
     """
-    choices = list(accepted)
-    if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise InvalidArgumentError(f"{name} must be one of {listed}, not {value!r}")
-
-
-def require(is_valid: bool, name: str, value: Any, rule: str) -> None:
-    """Raise unless an argument is as it must be.
-
-    Raises:
-        InvalidArgumentError: names the argument, the rule and the value.
-    """
-    if not is_valid:
-        raise InvalidArgumentError(f"{name} must {rule}, it is {value!r}")
+    try:
+        # Searches over options give NumPy's numbers.
+        msgspec.convert(value.item() if isinstance(value, np.generic) else value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidArgumentError(
+            f"{what}={excerpt(value)}: it must be {described(kind)}"
+        ) from error

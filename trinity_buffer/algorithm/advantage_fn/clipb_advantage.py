@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
@@ -14,9 +12,11 @@ from trinity_buffer.algorithm.advantage_fn.token_scores import (
     clipped_fractions,
     entropy_change,
 )
+from trinity_buffer.algorithm.arguments import configured
 
 
 @ADVANTAGE_FN.register_module("clipb")
+@configured
 class ClipBAdvantageFn(GRPOAdvantageFn):
     """Drops tokens with A < 0 and ``S - mean(S) < -mu std(S)`` from the action mask.
 
@@ -32,9 +32,7 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
     tensors = ("entropy",)
     reads_old_logprob = True
 
-    def __init__(self, epsilon: float = 1e-6, mu: float = 2.5, **kwargs: Any) -> None:
-        super().__init__(epsilon, **kwargs)
-        self.mu = mu
+    mu: float = 2.5
 
     @override
     def compute(self, rows: Rows) -> Result:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import Configured
+from trinity_buffer.algorithm.arguments import Configured, configured
 from trinity_buffer.algorithm.functional import Metrics, aggregate_loss, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
@@ -24,7 +23,7 @@ __all__ = [
 ]
 
 
-@dataclass(eq=False)
+@configured
 class EntropyLossFn(Configured):
     """An aggregated entropy and its coefficient.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.functional import (
     Metrics,
     Tokens,
@@ -41,7 +40,7 @@ def chosen_tokens(scores: Tensor, eligible: Tensor, share: float, mask: Tensor) 
 
 
 @POLICY_LOSS_FN.register_module("clip_cov")
-@dataclass(eq=False)
+@configured
 class ClipCovLossFn(ClippedLossFn):
     """PPO in which a few random tokens of high covariance do not learn.
 
@@ -87,7 +86,7 @@ class ClipCovLossFn(ClippedLossFn):
 
 
 @POLICY_LOSS_FN.register_module("kl_cov")
-@dataclass(eq=False)
+@configured
 class KLCovLossFn(TokenLossFn):
     """``-A r``, plus ``coef |logprob - old_logprob|`` for the tokens of highest covariance.
 
