@@ -194,7 +194,8 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
     """
     result = dict(values)
     # Those that change the loss come first, or they would drop arguments that are set here too.
-    for override_ in sorted(overrides, key=_keeps_the_loss):
+    first = ("algorithm=", "loss.name=")
+    for override_ in sorted(overrides, key=lambda text: not text.startswith(first)):
         key, equals, text = override_.partition("=")
         if not equals:
             raise InvalidArgumentError(f"override {override_!r}: write it as section.key=value")
@@ -209,19 +210,13 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             table[section] = dict(inner)
             table = table[section]
         value = _value_of(text)
-        loss = result.get("loss") or {}
-        changes = not _keeps_the_loss(override_) and table.get(last) != value
-        if changes and isinstance(loss, Mapping):  # anything else `resolved` refuses
-            name = loss.get("name")
-            if key == "loss.name" or name is None:  # else the arguments are of that loss
-                result["loss"] = {"name": name}
-            table = result if key == "algorithm" else result["loss"]
+        is_another = override_.startswith(first) and table.get(last) != value
         table[last] = value
+        loss = result.get("loss")
+        # The arguments are of a named loss, whatever the algorithm; else of the algorithm's own.
+        if is_another and isinstance(loss, Mapping) and (sections or loss.get("name") is None):
+            result["loss"] = {"name": loss.get("name")}
     return result
-
-
-def _keeps_the_loss(override_: str) -> bool:
-    return override_.partition("=")[0] not in ("algorithm", "loss.name")
 
 
 def _value_of(text: str) -> Any:
