@@ -277,12 +277,10 @@ class StrategyConsumer:
             at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
             if at_fault or (self._reasons and not self._annotated):
                 counts = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
+                of = counted(self._rejected + self._annotated, "experience")
+                why = one_line(counts)
                 _logger.warning(
-                    "strategy %r rejected %d of %s: %s",
-                    self.name,
-                    self._rejected,
-                    counted(self._rejected + self._annotated, "experience"),
-                    one_line(counts),
+                    "strategy %r rejected %d of %s: %s", self.name, self._rejected, of, why
                 )
             if waiting or self._reader.unscored is not None:
                 left = f"{counted(waiting, 'experience')} of {counted(groups, 'group')} waiting"
@@ -408,43 +406,39 @@ class StrategyConsumer:
             Whether there was anything to do; if not, whether the experiment is finished.
         """
         database = self.experiment.database
-        worked, is_finished, left, late = await database.session(
-            lambda s: self._read_page(s, live=live)
-        )
+        page = partial(self._read_page, live=live)
+        worked, is_finished, left = await database.session(page)
         for units in left:
             by_rewards = partial(self._decide_by_rewards, units=units)
             if self._scorer is None or not await database.session(by_rewards):
                 await self._decide_by_experiences(units)
-        if late:
+        # Last: the cursor must not pass units without rows before these are decided.
+        if late := self._reader.grouping.take_late():
             await database.session(partial(self._reject_late, late=late))
-        return worked, is_finished
+        return worked or bool(late), is_finished
 
-    def _read_page(
-        self, s: Session, *, live: bool
-    ) -> tuple[bool, bool, list[list[ReadyUnit]], list[int]]:
+    def _read_page(self, s: Session, *, live: bool) -> tuple[bool, bool, list[list[ReadyUnit]]]:
         """Read one page, and decide the first ready units if their rewards suffice.
 
         In one trip to the database: a consumer that follows a log seldom finds more than one group.
 
         Returns:
             Whether there was anything to do; if not, whether the experiment is finished; ready but
-            undecided units, one list per commit; addresses of rows whose groups were decided
-            before.
+            undecided units, one list per commit.
         """
         read = self._reader.read(s)
         # Units without rows first: only the commit that moves the cursor past them records that
         # they are decided.
         ready = self._reader.grouping.take_ready(self._reader.clock_us)
         units = sorted(ready, key=lambda unit: num_members(unit) > 0)
-        late = self._reader.grouping.take_late()
         in_step = live and not self._reader.behind
         most = sizes.experiences_per_live_commit if in_step else sizes.experiences_per_commit
         left = [*by_size(units, num_members, most)]
         if left and self._decide_by_rewards(s, left[0]):
             del left[0]
-        worked = bool(read or units or late)
+        worked = bool(read or units)
         is_finished = not worked and s.read(writer_queries.is_finished, self.experiment.key)
-        return worked, is_finished, left, late
+        return worked, is_finished, left
 
     def _begin(self, units: Sequence[ReadyUnit]) -> tuple[Decision, list[ReadyUnit]]:
         """Return a decision on ``units``, and the groups of each that the strategy sees.
@@ -452,15 +446,14 @@ class StrategyConsumer:
         The other groups are rejected.
         """
         decision = Decision(self.name, seen=self._reader.seen)
-        if not all(any(group.members for group in unit) for unit in units):
+        if not all(map(num_members, units)):
             decision.after = self._reader.cursor
-        for group in chain.from_iterable(units):
-            decision.planned["/".join(group.key)] = group.planned
+        groups = [*chain.from_iterable(units)]
+        decision.planned = {"/".join(group.key): group.planned for group in groups}
         if self.rules.on_incomplete_group == "keep":
             return decision, list(units)
-        for group in chain.from_iterable(units):
-            if group.short:
-                decision.reject(group.members, "incomplete_group")
+        short = chain.from_iterable(group.members for group in groups if group.short)
+        decision.reject(short, "incomplete_group")
         return decision, [[group for group in unit if not group.short] for unit in units]
 
     def _decide_by_rewards(self, s: Session, units: Sequence[ReadyUnit]) -> bool:
@@ -618,16 +611,12 @@ class StrategyConsumer:
                 self.name,
                 counted(decision.without_advantages, "experience"),
             )
-        groups = [group for unit in units for group in unit if group.members]
+        members = [group.members for unit in units for group in unit if group.members]
+        reasons = set(decision.reasons.values())
         if decision.experiences:
             self._watch.accepted()
-        elif decision.reasons and groups:
-            first = groups[0].members[0]
-            self._watch.rejected(
-                len(groups),
-                set(decision.reasons.values()),
-                lambda: self._uid(s, first),
-            )
+        elif reasons and members:
+            self._watch.rejected(len(members), reasons, lambda: self._uid(s, members[0][0]))
 
     def _reject_late(self, s: Session, late: Sequence[int]) -> None:
         """Reject rows that came after their groups were decided, and warn of them."""
