@@ -15,7 +15,7 @@ from typing import Any
 from pysqlite3 import dbapi2
 
 from trinity_buffer.store import sqlite
-from trinity_buffer.store.wal import Checkpointer
+from trinity_buffer.store.sqlite import Checkpointer
 
 Row = tuple[Any, ...]
 Transaction = dict[str, list[Row]]

@@ -689,7 +689,7 @@ FAULTS = [
     ),
     Fault(
         "who waits behind a writer that is killed begins too early",
-        "store/wal.py",
+        "store/sqlite.py",
         "                got = before == _JOINING\n                if not got:\n",
         "                got = True\n                if before != _JOINING:\n",
         "tests/store/test_write_queue.py::test_who_is_killed_in_the_line_calls_nobody_too_early",

@@ -21,7 +21,7 @@ from tests.raw_store import contents, dbapi2
 from trinity_buffer import open_store, verify
 from trinity_buffer.errors import ReadOnlyStoreError, UnsafeStoreError
 from trinity_buffer.store import sqlite
-from trinity_buffer.store.wal import log_state
+from trinity_buffer.store.sqlite import log_state
 
 CALLS = 10
 

@@ -17,17 +17,17 @@ import anyio
 import pytest
 
 from trinity_buffer import open_store
-from trinity_buffer.store import wal
-from trinity_buffer.store.wal import WriterQueue
+from trinity_buffer.store import sqlite
+from trinity_buffer.store.sqlite import WriterQueue
 
 LIMIT_S = 30.0
 
 OTHER = """\
 import os, sys
 from pathlib import Path
-from trinity_buffer.store import wal
-wal.PATIENCE_S = 60.0
-mine = wal.WriterQueue(Path(sys.argv[1]))
+from trinity_buffer.store import sqlite
+sqlite.PATIENCE_S = 60.0
+mine = sqlite.WriterQueue(Path(sys.argv[1]))
 for line in sys.stdin:
     if line == "take\\n":
         mine.acquire()
@@ -180,7 +180,7 @@ def test_a_turn_is_not_taken_from_who_is_slow_to_wake(store: Path) -> None:
 def test_the_turn_of_a_process_that_is_killed_is_over(
     store: Path, mine: WriterQueue, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal, "PATIENCE_S", LIMIT_S)
+    monkeypatch.setattr(sqlite, "PATIENCE_S", LIMIT_S)
     with others(store, 1) as (other,):
         other.do("take")
         if forks:
@@ -194,7 +194,7 @@ def test_the_turn_of_a_process_that_is_killed_is_over(
 def test_who_got_no_turn_in_time_goes_ahead_and_gives_back_what_comes_late(
     store: Path, mine: WriterQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(sqlite, "PATIENCE_S", 0.01)
     with others(store, 2) as (stopped, third):
         stopped.do("take")
         stopped.stop()
@@ -210,7 +210,7 @@ def test_who_got_no_turn_in_time_goes_ahead_and_gives_back_what_comes_late(
 def test_who_is_stopped_in_the_line_costs_the_others_their_patience_once(
     store: Path, mine: WriterQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(sqlite, "PATIENCE_S", 0.01)
     with others(store, 2) as (first, stopped):
         first.do("take")
         stopped.wait_in_line()
@@ -218,7 +218,7 @@ def test_who_is_stopped_in_the_line_costs_the_others_their_patience_once(
         first.do("give back")
         mine.acquire()
         mine.release()
-        monkeypatch.setattr(wal, "PATIENCE_S", LIMIT_S)
+        monkeypatch.setattr(sqlite, "PATIENCE_S", LIMIT_S)
         again = Thread(target=mine.acquire, daemon=True)
         again.start()
         again.join(LIMIT_S / 2)
@@ -247,7 +247,7 @@ def test_without_a_thread_to_wait_in_one_goes_ahead(
 def test_what_is_closed_while_it_waits_lets_the_others_pass(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(sqlite, "PATIENCE_S", 0.01)
     with others(store, 2) as (first, second):
         first.do("take")
         own = WriterQueue(store)
@@ -261,7 +261,7 @@ def test_what_is_closed_while_it_waits_lets_the_others_pass(
 def test_what_is_closed_closes_its_file_once_and_takes_no_turn_any_more(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(sqlite, "PATIENCE_S", 0.01)
     with others(store, 1) as (other,):
         other.do("take")
         own = WriterQueue(store)
@@ -303,7 +303,7 @@ def test_without_a_log_nobody_waits(tmp_path: Path) -> None:
 async def test_a_write_waits_for_its_turn_and_gives_it_back(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal, "PATIENCE_S", LIMIT_S)
+    monkeypatch.setattr(sqlite, "PATIENCE_S", LIMIT_S)
     file = Path(sqlite_url.removeprefix("sqlite:///"))
     async with open_store(sqlite_url) as store:
         await store.experiment("run", config={})

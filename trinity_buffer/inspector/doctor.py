@@ -23,9 +23,9 @@ from trinity_buffer.pipeline.write.planning import (
 )
 from trinity_buffer.store import counters, counts, leases, log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
+from trinity_buffer.store.sqlite import log_state
 from trinity_buffer.store.trainer_queries import Reader
 from trinity_buffer.store.transaction import Transaction
-from trinity_buffer.store.wal import log_state
 
 REWARD = (
     'send the recorder `POST /v1/rollouts/TASK/RUN/reward` with `{"reward": 1.0}`, or close them '

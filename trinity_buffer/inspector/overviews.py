@@ -18,8 +18,8 @@ from trinity_buffer.store import counters, counts, inspection, log, trainer_quer
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
 from trinity_buffer.store.rows import ConsumerRow, position_of, written_as
+from trinity_buffer.store.sqlite import log_state
 from trinity_buffer.store.transaction import Transaction
-from trinity_buffer.store.wal import log_state
 from trinity_buffer.store.writer_queries import DOOR
 
 STEPS_OF_STALENESS = 20

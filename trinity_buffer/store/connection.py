@@ -28,13 +28,12 @@ from trinity_buffer.errors import (
     StoreUseError,
 )
 from trinity_buffer.limits import sizes
-from trinity_buffer.store.sqlite import dbapi2, open_blob
+from trinity_buffer.store.sqlite import WriterQueue, dbapi2, open_blob
 from trinity_buffer.store.transaction import (
     Transaction,
     Values,
     engine_without_connections,
 )
-from trinity_buffer.store.wal import WriterQueue
 
 
 class Owner:

@@ -24,7 +24,7 @@ from trinity_buffer.store.connection import (
 from trinity_buffer.store.notify import Changes, PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Outage, PostgresConnection, Server
 from trinity_buffer.store.segments import SegmentStore, TableSegments
-from trinity_buffer.store.sqlite import dbapi2
+from trinity_buffer.store.sqlite import Checkpointer, WriterQueue, dbapi2
 from trinity_buffer.store.transaction import (
     ReadSession,
     Session,
@@ -39,7 +39,6 @@ from trinity_buffer.store.url import (
     reconnect_s_of,
     with_primary,
 )
-from trinity_buffer.store.wal import Checkpointer, WriterQueue
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,7 +159,7 @@ class Database:
             once: where a server is away, do not try again.
         """
         self.owner.require()
-        if writes:
+        if writes and self.read_only:
             self.require_writable()
         session = Session(self.name, self.segments.get)
 

@@ -42,7 +42,7 @@ from trinity_buffer.events import (
     UnknownEvent,
 )
 from trinity_buffer.store import counters
-from trinity_buffer.store.rows import experience_rows, first_address
+from trinity_buffer.store.rows import SLOT_BITS, first_address
 from trinity_buffer.store.tables import (
     annotation,
     archived,
@@ -224,7 +224,7 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
     facts = [event.fact for event in placed if isinstance(event.fact, ExperiencesRecorded)]
     made = []
     for event, fact in zip(placed, facts, strict=True):
-        made += experience_rows(experiment, event.position, fact)
+        made += _experience_rows(experiment, event.position, fact)
     tx.insert_many(experience, made)
     stored = 0
     for event, fact in zip(placed, facts, strict=True):
@@ -234,6 +234,38 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
         late = [(str(columns.batch[n]), str(columns.task[n]), columns.run[n]) for n in fact.refused]
         stored += counters.count_late(tx, experiment, late, first_address(event.position))
     return stored
+
+
+def _experience_rows(
+    experiment: int, position: int, fact: ExperiencesRecorded
+) -> list[tuple[Any, ...]]:
+    """Return the rows of `experience` that an event makes."""
+    columns, refused = fact.columns, fact.refused
+    number, base = len(columns.batch), position << SLOT_BITS
+    keys = zip(columns.batch, columns.task, strict=True)
+    int_keys = [isinstance(batch, int) + 2 * isinstance(task, int) for batch, task in keys]
+    return list(
+        zip(
+            repeat(experiment, number),
+            range(base, base + number),
+            map(str, columns.batch),
+            map(str, columns.task),
+            columns.run,
+            columns.step,
+            columns.suffix,
+            int_keys,
+            columns.reward,
+            columns.policy_version,
+            columns.prompt_length,
+            columns.length,
+            columns.trained_tokens,
+            columns.finish_reason,
+            map(refused.get, range(number)) if refused else repeat(None, number),
+            repeat(fact.segment, number),
+            columns.digest,
+            strict=True,
+        )
+    )
 
 
 def _see(tx: Transaction, experiment: int, fact: Decided) -> None:

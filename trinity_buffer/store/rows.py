@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from trinity_buffer.events import ExperiencesRecorded
@@ -158,37 +157,3 @@ def rows_recorded_by(position: int, fact: ExperiencesRecorded) -> list[Experienc
         ExperienceRow._make((base + slot, *known, fact.refused.get(slot), fact.segment, digest))
         for slot, (*known, digest) in enumerate(rows)
     ]
-
-
-Row = tuple[Any, ...]
-"""All columns of a table in their order, as the drivers take and give them."""
-
-
-def experience_rows(experiment: int, position: int, fact: ExperiencesRecorded) -> list[Row]:
-    """Return the rows of `experience` that an event makes."""
-    columns, refused = fact.columns, fact.refused
-    number, base = len(columns.batch), first_address(position)
-    keys = zip(columns.batch, columns.task, strict=True)
-    int_keys = [isinstance(batch, int) + 2 * isinstance(task, int) for batch, task in keys]
-    return list(
-        zip(
-            repeat(experiment, number),
-            range(base, base + number),
-            map(str, columns.batch),
-            map(str, columns.task),
-            columns.run,
-            columns.step,
-            columns.suffix,
-            int_keys,
-            columns.reward,
-            columns.policy_version,
-            columns.prompt_length,
-            columns.length,
-            columns.trained_tokens,
-            columns.finish_reason,
-            map(refused.get, range(number)) if refused else repeat(None, number),
-            repeat(fact.segment, number),
-            columns.digest,
-            strict=True,
-        )
-    )

@@ -20,7 +20,7 @@ from typing_extensions import override
 from benchmarks.bare import connect, empty_copy
 from benchmarks.peers.protocol import Job, StoreClient
 from benchmarks.peers.rollouts import RUNS, Array, Batch, Groups, Rollout, padded, scores
-from trinity_buffer.store.wal import Checkpointer
+from trinity_buffer.store.sqlite import Checkpointer
 
 TABLES = (
     "CREATE TABLE rollout (id INTEGER PRIMARY KEY, number INTEGER UNIQUE, reward REAL, "

@@ -16,8 +16,8 @@ from tests.conftest import Resize
 from tests.contract.making import group
 from trinity_buffer import open_store
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import sqlite, wal
-from trinity_buffer.store.wal import Checkpointer
+from trinity_buffer.store import sqlite
+from trinity_buffer.store.sqlite import Checkpointer
 
 
 def opened(path: Path) -> Any:
@@ -69,7 +69,7 @@ def test_it_ends_when_it_is_closed_just_before_it_forgets_the_news(
 ) -> None:
     path = tmp_path / "a.db"
     sqlite.prepare_file(path)
-    monkeypatch.setattr(wal, "PAUSE_S", 0.001)
+    monkeypatch.setattr(sqlite, "PAUSE_S", 0.001)
     beside = Checkpointer(path)
 
     class ClosedMeanwhile(threading.Event):
@@ -121,12 +121,12 @@ def test_who_reads_only_for_a_moment_is_not_told_of_as_a_reader(
     resize(wal_pages_limit=1)
     (tmp_path / "a.db-wal").write_bytes(bytes(3 * sqlite.PAGE_SIZE_BYTES))
     looks = [{(11, 124), (12, 125)}, {(11, 124), (12, 126)}, {(11, 124)}, {(11, 124), (12, 125)}]
-    monkeypatch.setattr(wal, "_read_locks", lambda _: looks.pop(0) if looks else set())
-    held = wal.log_state(tmp_path / "a.db")
+    monkeypatch.setattr(sqlite, "_read_locks", lambda _: looks.pop(0) if looks else set())
+    held = sqlite.log_state(tmp_path / "a.db")
     assert held.readers == (11,)
     assert "a reader holds an old state open (pid 11)" in held.message()
     assert held.remedy == "end the process that reads"
-    free = wal.log_state(tmp_path / "a.db")
+    free = sqlite.log_state(tmp_path / "a.db")
     assert free.readers == ()
     assert "no process that is visible here holds an old state open" in free.message()
     assert free.remedy.startswith("look again when the writers pause")
