@@ -129,7 +129,7 @@ async def record_unchecked(experiment: Experiment, experiences: Sequence[Experie
     """Record experiences past the checks of a writer, as older versions did."""
     encoded, key = encode_experiences(experiences), new_key()
     store = experiment.database.segments
-    families = {family: len(blob) for family, blob in encoded.families.items()}
+    families = {name: sum(map(len, blob)) for name, blob in encoded.families.items()}
     columns = ExperienceColumns(**encoded.meta)
     fact = ExperiencesRecorded(segment=key, families=families, columns=columns, refused={})
     record = appending(experiment.key, fact)

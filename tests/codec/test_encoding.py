@@ -96,7 +96,7 @@ def content_digest_of(experience: Experience) -> bytes:
 
 
 def blobs(write: RecordBatch) -> dict[str, bytearray]:
-    return {family: bytearray(bytes(blob)) for family, blob in write.families.items()}
+    return {family: bytearray(b"".join(blob)) for family, blob in write.families.items()}
 
 
 @settings(max_examples=40, deadline=None)
@@ -124,7 +124,7 @@ def test_what_was_read_has_the_digest_of_what_was_written(given_experiences: Row
     found = decode_experiences(blobs(write), write.meta, loaded=tuple(FAMILIES))
     assert encode_experiences(found).meta == write.meta
     assert [content_digest_of(e) for e in given_experiences] == write.meta["digest"]
-    segments = [decode_segment(bytes(blob)) for blob in write.families.values()]
+    segments = [decode_segment(b"".join(blob)) for blob in write.families.values()]
     assert digests_of_segments(write.meta, segments) == write.meta["digest"]
 
 

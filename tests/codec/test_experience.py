@@ -22,9 +22,9 @@ def stored(*families: str) -> Experience:
         response_text="b c",
     )
     write = encode_experiences([given])
-    return decode_experiences({name: bytes(write.families[name]) for name in families}, write.meta)[
-        0
-    ]
+    return decode_experiences(
+        {name: b"".join(write.families[name]) for name in families}, write.meta
+    )[0]
 
 
 def test_lists_become_tensors_of_the_reference_dtypes() -> None:
@@ -200,7 +200,7 @@ def test_a_field_that_does_not_exist_is_an_ordinary_attribute_error() -> None:
 def test_a_deep_copy_of_a_view_copies_the_view_alone() -> None:
     many = [Experience(eid=EID(0, i), tokens=list(range(2000))) for i in range(9)]
     write = encode_experiences(many)
-    blobs = {family: bytes(blob) for family, blob in write.families.items()}
+    blobs = {family: b"".join(blob) for family, blob in write.families.items()}
     one = decode_experiences(blobs, write.meta)[3]
     made = copy.deepcopy(one)
     assert torch.equal(made.tokens, one.tokens)

@@ -114,7 +114,7 @@ def read_columns(blob: bytes | bytearray) -> None:
 def targets() -> list[tuple[bytes, Read]]:
     given = samples()
     write = encode_experiences(given)
-    blobs = {family: bytes(blob) for family, blob in write.families.items()}
+    blobs = {family: b"".join(blob) for family, blob in write.families.items()}
     body = encode_body(KIND, {"meta": write.meta, "segment": b"key", "families": {}, "refused": {}})
     annotations = encode_annotations(given)
     return [

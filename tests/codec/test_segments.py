@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from trinity_buffer.codec import segments
 from trinity_buffer.codec.arrays import DTYPES
-from trinity_buffer.codec.segments import Column, decode_segment, encode_segment
+from trinity_buffer.codec.segments import (
+    JOINED_BYTES,
+    Column,
+    decode_segment,
+    encode_segment,
+    few_pieces,
+)
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 MASK = Column("mask", "bool", np.array([[2], [0], [3]]), np.array([1, 0, 1, 1, 0], np.uint8))
@@ -277,3 +283,11 @@ def test_a_blob_that_was_cut_off_is_a_codec_error(cut: Any) -> None:
 def test_a_blob_with_a_tail_is_a_codec_error() -> None:
     with pytest.raises(CodecError, match="its length"):
         decode_segment(encode_segment([MASK], {}, 3) + b"\0" * 64)
+
+
+def test_short_neighbours_are_joined_and_long_pieces_stay_as_they_are() -> None:
+    long = bytearray(JOINED_BYTES)
+    joined = list(few_pieces([b"a", b"b", long, b"", b"c", bytes(JOINED_BYTES - 1), b"d"]))
+    assert [len(piece) for piece in joined] == [2, JOINED_BYTES, JOINED_BYTES, 1]
+    assert joined[1] is long
+    assert list(few_pieces([b"", b""])) == []

@@ -166,7 +166,7 @@ async def test_a_slow_writer_hides_nothing_from_a_reader_that_goes_on(store_url:
 
         def record(tx: Transaction) -> None:
             blobs = experiment.database.segments
-            blobs.attach(tx, blobs.put(new_key(), {"light": b"early"}))
+            blobs.attach(tx, blobs.put(new_key(), {"light": [b"early"]}))
             early(tx)
             dawdle(tx)
 

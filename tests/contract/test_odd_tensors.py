@@ -77,10 +77,10 @@ def test_what_was_encoded_does_not_change_with_the_tensors() -> None:
     one.logprobs = logprobs
     one.action_mask = torch.ones(MANY - 2, dtype=torch.bool)
     families = encode_experiences([one]).families
-    before = {family: bytes(blob) for family, blob in families.items()}
+    before = {family: b"".join(blob) for family, blob in families.items()}
     for tensor in (tokens, pixels, logprobs, one.action_mask):
         tensor.fill_(7)
-    assert {family: bytes(blob) for family, blob in families.items()} == before
+    assert {family: b"".join(blob) for family, blob in families.items()} == before
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "uint8"])

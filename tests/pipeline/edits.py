@@ -138,7 +138,7 @@ def segment_gone(family: str) -> Edit:
 
 def segment_added(tx: Transaction) -> None:
     store = segments.TableSegments()
-    store.attach(tx, store.put(segments.new_key(), {"light": b"what is this?"}))
+    store.attach(tx, store.put(segments.new_key(), {"light": [b"what is this?"]}))
 
 
 def sql(statement: str) -> Edit:

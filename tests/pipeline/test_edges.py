@@ -215,7 +215,7 @@ def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
     cut.truncate_status = "response_truncated"
     write = encode_experiences([ended, cut, never])
     columns = ExperienceColumns(**write.meta)
-    decoded = [decode_segment(bytes(blob)) for blob in write.families.values()]
+    decoded = [decode_segment(b"".join(blob)) for blob in write.families.values()]
     assert list(wrong_columns(columns, {}, decoded)) == []
     what = "its policy version and finish reason are"
     assert list(wrong_columns(structs.replace(columns, finish_reason=[None] * 3), {}, decoded)) == [
@@ -229,7 +229,7 @@ def test_how_a_rollout_was_sampled_is_told_by_its_info() -> None:
     hot.info["sampling_segments"] = [{"temperature": 0.5}]
     write = encode_experiences([hot, plain])
     columns = ExperienceColumns(**write.meta)
-    decoded = [decode_segment(bytes(blob)) for blob in write.families.values()]
+    decoded = [decode_segment(b"".join(blob)) for blob in write.families.values()]
     assert write.sampling == {0: [[hot.prompt_length, len(hot.tokens), 0.5, None]]}
     assert list(wrong_columns(columns, write.sampling, decoded)) == []
     (said,) = write.sampling.values()

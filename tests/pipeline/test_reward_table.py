@@ -162,7 +162,7 @@ def said(decision: Decision) -> list[Any]:
     events, segment_rows = decision.encode(segments.TableSegments(), calls=1)
     facts: list[Any] = [event.fact for event in events]
     plain = [replace(f, segment=b"") if isinstance(f, ExperiencesAnnotated) else f for f in facts]
-    blobs = [(row.family, bytes(row.data)) for row in segment_rows]
+    blobs = [(row.family, b"".join(row.data)) for row in segment_rows]
     return [repr(plain), blobs, decision.experiences, sorted(decision.reasons.items())]
 
 

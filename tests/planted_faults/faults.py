@@ -90,8 +90,8 @@ FAULTS = [
     Fault(
         "of a long blob the last piece is not filled in",
         "store/connection.py",
-        "for piece in blob.pieces:",
-        "for piece in blob.pieces[:1]:",
+        "                for piece in pieces:\n",
+        "                for piece in pieces[:1]:\n",
         "tests/store/test_long_blobs.py::test_blobs_of_any_size_and_in_any_pieces_come_back",
     ),
     Fault(

@@ -14,7 +14,7 @@ from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.handles import Transaction
 from tests.raw_store import dbapi2
-from trinity_buffer.codec.blob import Blob, Buffer, mapped, writable
+from trinity_buffer.codec.blob import Buffer, mapped, writable
 from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import StoreError
 from trinity_buffer.pipeline import encoding
@@ -32,7 +32,7 @@ async def test_blobs_of_any_size_and_in_any_pieces_come_back(store_url: str) -> 
         given: dict[str, list[Buffer]] = {
             f"f{size}": [whole[: size // 3], memoryview(whole)[size // 3 : size]] for size in SIZES
         }
-        rows = store.put(key, {family: Blob(pieces) for family, pieces in given.items()})
+        rows = store.put(key, given)
         await experiment.database.write(lambda tx: store.attach(tx, rows))
         found = await experiment.database.read_session(lambda s: store.get(s, [key], list(given)))
     blobs = {family: segments.blob_of(key, family, found[key, family]) for family in given}
@@ -46,7 +46,7 @@ async def test_blobs_that_are_read_in_pieces_are_those_that_are_read_whole(
     async with opened(new_sqlite_url) as experiment:
         database, key = experiment.database, segments.new_key()
         given = {f"f{size}": (bytes(range(251)) * 200)[:size] for size in (0, 1, 7, 8, 40_000)}
-        rows = database.segments.put(key, given)
+        rows = database.segments.put(key, {family: [blob] for family, blob in given.items()})
         await database.write(lambda tx: database.segments.attach(tx, rows))
         resize(bytes_read_at_once=at_once)
         read = database.segments.get
@@ -95,7 +95,7 @@ async def test_nothing_of_a_long_blob_stays_where_the_transaction_fails(
 ) -> None:
     async with opened(new_sqlite_url) as experiment:
         database, key = experiment.database, segments.new_key()
-        rows = database.segments.put(key, {"light": bytes(2 * FILLED_BYTES)})
+        rows = database.segments.put(key, {"light": [bytes(2 * FILLED_BYTES)]})
 
         def fail(tx: Transaction) -> None:
             database.segments.attach(tx, rows)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import Resize
 from trinity_buffer.errors import DamagedSegmentError
+from trinity_buffer.limits import resized
 from trinity_buffer.store import segments
 
 BLOB = bytes(range(11))
 
 
-def parts_of(blob: bytes) -> list[tuple[int, int, bytes]]:
-    rows = segments.TableSegments().put(b"key", {"light": blob})
-    return [(row.part, row.checksum, bytes(row.data)) for row in rows]
+def parts_of(*pieces: bytes) -> list[tuple[int, int, bytes]]:
+    rows = segments.TableSegments().put(b"key", {"light": [memoryview(piece) for piece in pieces]})
+    return [(row.part, row.checksum, b"".join(row.data)) for row in rows]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 11, 12])
@@ -23,6 +26,16 @@ def test_a_blob_in_parts_of_any_size_comes_back(blob: bytes, size: int, resize: 
     parts = parts_of(blob)
     assert len(parts) == max(1, -(-len(blob) // size))
     assert segments.blob_of(b"key", "light", parts) == blob
+
+
+@given(st.lists(st.binary(max_size=9), max_size=6), st.integers(1, 12))
+def test_pieces_in_parts_of_any_size_come_back(pieces: list[bytes], size: int) -> None:
+    with resized(bytes_per_part=size):
+        parts = parts_of(*pieces)
+    whole = b"".join(pieces)
+    assert segments.blob_of(b"key", "light", parts) == whole
+    assert [len(part) for _, _, part in parts[:-1]] == [size] * (len(parts) - 1)
+    assert len(parts) == max(1, -(-len(whole) // size))
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])

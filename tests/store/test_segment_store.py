@@ -14,7 +14,7 @@ from tests.handles import Experiment, ReadSession, StepMeasures, Transaction
 from tests.raw_store import count
 from tests.whole_stores import restore
 from trinity_buffer import compact, open_store, run_strategy, verify
-from trinity_buffer.codec.blob import Blob, Buffer
+from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.inspector.overviews import overview
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, TableSegments
 from trinity_buffer.store.transaction import SegmentParts
@@ -30,10 +30,10 @@ class FolderSegments(SegmentStore):
         self.taken_in: set[bytes] = set()
 
     @override
-    def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
+    def put(self, key: bytes, families: Mapping[str, Sequence[Buffer]]) -> list[SegmentRow]:
         made = TableSegments().put(key, families)
         for row in made:
-            self.path_of(key, row.family, row.part, row.checksum).write_bytes(bytes(row.data))
+            self.path_of(key, row.family, row.part, row.checksum).write_bytes(b"".join(row.data))
         return made
 
     @override

@@ -1,70 +1,15 @@
-"""Bytes in pieces that can be written without being joined, and memory to read into."""
+"""Buffers of bytes: memory to read into, and what malloc does with it."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-JOINED_BYTES = 1 << 16
-"""Shorter pieces are joined with their neighbours: each piece costs its writer a call."""
-
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc learns from blocks of up to 32 MiB
-
-
-class Blob:
-    """Bytes in ``pieces``; memoryviews among them have the format of bytes.
-
-    Attributes:
-        pieces: in order; their maker does not change them any more.
-    """
-
-    __slots__ = ("_size", "pieces")
-
-    def __init__(self, pieces: Sequence[Buffer]) -> None:
-        self.pieces = pieces
-        self._size = sum(map(len, pieces))
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __bytes__(self) -> bytes:
-        return bytes(self.pieces[0]) if len(self.pieces) == 1 else b"".join(self.pieces)
-
-    def cut(self, size: int) -> list[Blob]:
-        """Return the same bytes in blobs of ``size`` bytes, the last one perhaps smaller."""
-        if len(self) <= size:
-            return [self]
-        blobs, pieces, room = list[Blob](), list[Buffer](), size
-        for piece in self.pieces:
-            view = memoryview(piece)
-            while view:
-                pieces.append(view[:room])
-                view, room = view[room:], room - len(pieces[-1])
-                if not room:
-                    blobs.append(Blob(pieces))
-                    pieces, room = [], size
-        return [*blobs, Blob(pieces)] if pieces else blobs
-
-
-def few_pieces(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
-    """Yield the same bytes, short neighbours joined."""
-    short, size = list[Buffer](), 0
-    for piece in pieces:
-        if size and size + len(piece) > JOINED_BYTES:
-            yield b"".join(short)
-            short, size = [], 0
-        if len(piece) >= JOINED_BYTES:
-            yield piece
-            continue
-        short.append(piece)
-        size += len(piece)
-    if size:
-        yield b"".join(short)
 
 
 def mapped(size: int) -> memoryview:

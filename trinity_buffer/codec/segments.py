@@ -17,7 +17,7 @@ again" from "the same address, other content".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate, pairwise
@@ -28,12 +28,15 @@ import numpy as np
 import numpy.typing as npt
 
 from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
-from trinity_buffer.codec.blob import JOINED_BYTES, Blob, Buffer, few_pieces
+from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.objects import AsTensor, ObjectPacker, pack_plain, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Integers: TypeAlias = npt.NDArray[np.int64]
+
+JOINED_BYTES = 1 << 16
+"""Shorter pieces are joined with their neighbours: each piece costs its writer a call."""
 
 ANNOTATED = ("advantages", "returns", "token_level_reward")
 """Fields of an annotation, one number per token of the response each."""
@@ -181,7 +184,7 @@ def encode_segment(
     """
     packer = ObjectPacker()
     texts = {name: packer.pack_all(values, name) for name, values in objects.items()}
-    return bytes(segment_blob(columns, rows, {**texts, **(packed or {})}, aliases))
+    return b"".join(segment_blob(columns, rows, {**texts, **(packed or {})}, aliases))
 
 
 def segment_blob(
@@ -189,7 +192,7 @@ def segment_blob(
     rows: int,
     packed: Mapping[str, Sequence[bytes]],
     aliases: Mapping[str, str] | None = None,
-) -> Blob:
+) -> list[Buffer]:
     """Return the same as `encode_segment`, in pieces; data of large columns is not copied."""
     entries: list[tuple[str, list[Any], Sequence[Buffer]]] = []
     for column in columns:
@@ -240,7 +243,23 @@ def segment_blob(
     head = b"\x94\xce%b%b\xc6%b%b\xc6%b" % (
         *(lengths[0], header, lengths[1], bytes(filler), lengths[2]),
     )
-    return Blob(list(few_pieces([head, *parts])))
+    return list(few_pieces([head, *parts]))
+
+
+def few_pieces(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
+    """Yield the same bytes, short neighbours joined."""
+    short, size = list[Buffer](), 0
+    for piece in pieces:
+        if size and size + len(piece) > JOINED_BYTES:
+            yield b"".join(short)
+            short, size = [], 0
+        if len(piece) >= JOINED_BYTES:
+            yield piece
+            continue
+        short.append(piece)
+        size += len(piece)
+    if size:
+        yield b"".join(short)
 
 
 def decode_segment(blob: Buffer) -> Segment:

@@ -14,7 +14,7 @@ from typing import Any, Self, get_args
 import numpy as np
 from torch import Tensor
 
-from trinity_buffer.codec.blob import Blob, Buffer, writable
+from trinity_buffer.codec.blob import Buffer, writable
 from trinity_buffer.codec.objects import ObjectPacker
 from trinity_buffer.codec.segments import (
     Column,
@@ -90,7 +90,7 @@ class RecordBatch:
         experiences: in the order of their slots.
         values: field -> its value in each row.
         kinds: field -> the types of these values.
-        families: family -> blob of its segment; absent where it would be empty.
+        families: family -> blob of its segment, in pieces; absent where it would be empty.
         meta: the columns of `META`, one item per experience. ``length`` counts the tokens,
             ``response_length`` the action mask, ``trained_tokens`` what it selects. Of a ``dpo``
             experience ``length`` is the prompt, ``response_length`` the longer of the two
@@ -111,7 +111,7 @@ class RecordBatch:
         columns = zip(*rows, strict=True) if rows else [()] * len(_NAMES)
         self.values: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
         self.kinds = {name: frozenset(map(type, values)) for name, values in self.values.items()}
-        self.families: dict[str, Blob] = {}
+        self.families: dict[str, list[Buffer]] = {}
         self.meta: dict[str, list[Any]] = {}
         self.sampling: dict[int, list[Any]] | None = None
 

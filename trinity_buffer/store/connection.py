@@ -232,20 +232,24 @@ class SQLiteTransaction(Transaction):
 
     @override
     def insert_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert ``rows``, the last column of each a `Blob`.
+        """Insert ``rows``, the last column of each a blob in pieces.
 
         Bytes that are bound to a statement are copied for it, and again into the row that it makes.
         So room is made for what is long, and filled piece by piece: that takes less than half as
         long, and no memory beside SQLite's own pages.
         """
-        short = [(*row[:-1], bytes(row[-1])) for row in rows if len(row[-1]) < FILLED_BYTES]
-        self.insert_many(table, short)
-        for *others, blob in (row for row in rows if len(row[-1]) >= FILLED_BYTES):
+        short: list[tuple[Any, ...]] = []
+        for *others, pieces in rows:
+            size = sum(map(len, pieces))
+            if size < FILLED_BYTES:
+                short.append((*others, b"".join(pieces)))
+                continue
             sql, name = _insert_room(table)
-            row = self._driver.execute(sql, (*others, len(blob))).lastrowid
+            row = self._driver.execute(sql, (*others, size)).lastrowid
             with closing(open_blob(self._driver, table.name, name, row)) as room:
-                for piece in blob.pieces:
+                for piece in pieces:
                     room.write(piece)
+        self.insert_many(table, short)
 
     @override
     def with_blobs(self, table: Table, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

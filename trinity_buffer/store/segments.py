@@ -6,14 +6,14 @@ import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 import xxhash
 from typing_extensions import override
 
-from trinity_buffer.codec.blob import Blob, Buffer
+from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import DamagedSegmentError
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT
@@ -29,13 +29,13 @@ from trinity_buffer.store.transaction import (
 
 
 class SegmentRow(NamedTuple):
-    """One part of a segment, as the table `segment` has it."""
+    """One part of a segment, as the table `segment` has it, with its data in pieces."""
 
     key: bytes
     family: str
     part: int
     checksum: int
-    data: Blob
+    data: Sequence[Buffer]
 
 
 class SegmentStore(ABC):
@@ -46,8 +46,11 @@ class SegmentStore(ABC):
     """
 
     @abstractmethod
-    def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
-        """Prepare blobs and return their rows, to be attached. Slow: not in a transaction."""
+    def put(self, key: bytes, families: Mapping[str, Sequence[Buffer]]) -> list[SegmentRow]:
+        """Prepare blobs, given in pieces, and return their rows, to be attached.
+
+        Slow: not in a transaction.
+        """
 
     @abstractmethod
     def attach(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
@@ -74,13 +77,14 @@ class TableSegments(SegmentStore):
     """Segments in the table `segment`, beside the events that name them."""
 
     @override
-    def put(self, key: bytes, families: Mapping[str, Blob | Buffer]) -> list[SegmentRow]:
+    def put(self, key: bytes, families: Mapping[str, Sequence[Buffer]]) -> list[SegmentRow]:
         # Checksums are computed here, before the transaction that `attach` is part of.
         rows, size = [], sizes.bytes_per_part
-        for family, whole in families.items():
-            blob = whole if isinstance(whole, Blob) else Blob([whole])
-            for part, data in enumerate(blob.cut(size)):
-                rows.append(SegmentRow(key, family, part, checksum(key, family, part, data), data))
+        for family, pieces in families.items():
+            is_short = sum(map(len, pieces)) <= size
+            for part, data in enumerate([pieces] if is_short else _cut(pieces, size)):
+                made = checksum(key, family, part, *data)
+                rows.append(SegmentRow(key, family, part, made, data))
         return rows
 
     @override
@@ -115,20 +119,35 @@ _KEYS = Statement("SELECT DISTINCT key FROM segment")
 _LEFT_EVER = Statement("SELECT 1 FROM counter WHERE consumer = '' AND key = 'SegmentsArchived'")
 
 
+def _cut(pieces: Sequence[Buffer], size: int) -> Iterator[list[Buffer]]:
+    """Yield the same bytes in parts of ``size`` bytes, the last one perhaps smaller."""
+    part, room = list[Buffer](), size
+    for piece in pieces:
+        view = memoryview(piece)
+        while view:
+            part.append(view[:room])
+            view, room = view[room:], room - len(part[-1])
+            if not room:
+                yield part
+                part, room = [], size
+    if part:
+        yield part
+
+
 def new_key() -> bytes:
     """Return a fresh key: 48 bits of milliseconds, which keep inserts together, and 80 random."""
     return int(time.time() * 1000).to_bytes(6, "big") + os.urandom(10)
 
 
-def checksum(key: bytes, family: str, part: int, data: Blob | Buffer) -> int:
-    """Return XXH3-64 of ``data``, as the signed number that both databases have a column for.
+def checksum(key: bytes, family: str, part: int, *pieces: Buffer) -> int:
+    """Return XXH3-64 of the data, as the signed number that both databases have a column for.
 
     Its seed is XXH3-64 of where the data belongs, so that two rows exchanged are seen. It is for
     damage, not for malice, and runs at the speed of memory.
     """
     seed = xxhash.xxh3_64_intdigest(b"%b/%b/%d" % (key, family.encode(), part))
     made = xxhash.xxh3_64(seed=seed)
-    for piece in data.pieces if isinstance(data, Blob) else (data,):
+    for piece in pieces:
         made.update(piece)
     return int.from_bytes(made.digest(), "big", signed=True)
 

@@ -219,8 +219,8 @@ class Transaction(ABC):
         """
 
     def insert_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert ``rows`` as `insert_many` does, the last column of each a `Blob`."""
-        self.insert_many(table, [(*row[:-1], bytes(row[-1])) for row in rows])
+        """Insert ``rows`` as `insert_many` does, the last column of each a blob in pieces."""
+        self.insert_many(table, [(*row[:-1], b"".join(row[-1])) for row in rows])
 
     def with_blobs(
         self,

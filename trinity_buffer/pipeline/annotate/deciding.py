@@ -270,7 +270,7 @@ class Decision:
         known: dict[str, Any] = {"consumer": self.strategy, "seen": self.seen, "calls": calls}
         if self.experiences:
             key = new_key()
-            segment_rows = store.put(key, {"annotation": self.blob})
+            segment_rows = store.put(key, {"annotation": [self.blob]})
             annotated = ExperiencesAnnotated(
                 **known,
                 after=self.after,

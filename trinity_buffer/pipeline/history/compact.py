@@ -266,7 +266,11 @@ def _put(
             f"restore from {path}: its sha256 is {sha256}, that of the file that was written is "
             f"{digest}: put a sound copy in its place"
         )
-    return [row for key, families in blobs.items() for row in store.put(key, families)]
+    return [
+        row
+        for key, families in blobs.items()
+        for row in store.put(key, {family: [blob] for family, blob in families.items()})
+    ]
 
 
 def _take_back(

@@ -378,7 +378,8 @@ def measured_event(
         rows=number,
         metrics=finite(measures.metrics),
     )
-    return new_event(measured), store.put(key, families)
+    blobs = {family: [blob] for family, blob in families.items()}
+    return new_event(measured), store.put(key, blobs)
 
 
 PolicyPath = str | Path | Literal[False] | None

@@ -143,7 +143,7 @@ class WriteCall:
             key = new_key()
             fact = ExperiencesRecorded(
                 segment=key,
-                families={family: len(blob) for family, blob in batch.families.items()},
+                families={name: sum(map(len, blob)) for name, blob in batch.families.items()},
                 columns=ExperienceColumns(**batch.meta),
                 refused=refused,
                 scorable=is_scorable(batch.columns) or None,
