@@ -47,7 +47,7 @@ async def import_(
     target = experiment or name_of(path)
     require_name("an experiment's name", target)
     options: dict[str, Any] = {"tokenizer": tokenizer, "skip_bad_lines": skip_bad_lines}
-    require_readable(name, path, **options)
+    require_readable(name, path, **options)  # before there is a store: a refusal leaves none
     make_folder_of(store)
     async with open_store(store) as opened:
         done = await import_file(opened, target, name, path, **options)

@@ -194,22 +194,21 @@ async def experiment_in(store: Store, experiment: str | None) -> str:
         InvalidArgumentError: there are several and none is named.
     """
     names, where = await store.experiments(), store.url
-    if experiment is not None and experiment in names:
-        return experiment
+    # An empty name is a mistake, such as an unset variable of a shell, and never the only one.
+    chosen = only_one(names) if experiment is None else experiment
+    known = ", ".join(names)
     if not names:
         raise UnknownExperimentError(
             f"{where} holds no experiment yet: `trinity-buffer explore` and "
             "`store.experiment(NAME, config={})` make one"
         )
-    if experiment is not None:
-        known = ", ".join(names)
-        raise UnknownExperimentError(f"{where} holds no experiment {experiment!r} (there: {known})")
-    only = only_one(names)
-    if only is None:
+    if chosen is None:
         raise InvalidArgumentError(
-            f"{where} holds several experiments, say which with --experiment: {', '.join(names)}"
+            f"{where} holds several experiments, say which with --experiment: {known}"
         )
-    return only
+    if chosen not in names:
+        raise UnknownExperimentError(f"{where} holds no experiment {chosen!r} (there: {known})")
+    return chosen
 
 
 def only_one(names: Sequence[str]) -> str | None:
@@ -294,6 +293,7 @@ def command(
 
     def decorated(work: Callable[..., Any]) -> Callable[..., None]:
         own = signature(work, eval_str=True)
+        # What is passed to the function, beside what it works on and its progress.
         parameters = dict(own.parameters)
         reports = parameters.pop("progress", None) is not None
         kind: Any = next((parameter.annotation for parameter in parameters.values()), None)
@@ -335,7 +335,7 @@ def command(
         helps["as_json"] += ", one object per line." if lines else "."
         typed = [_for_typer(option, helps.get(name)) for name, option in options.items()]
         run_command.__doc__ = text
-        run_command.__annotations__ = {}
+        run_command.__annotations__ = {}  # typer prefers those that `wraps` copied
         run_command.__signature__ = Signature(sorted(typed, key=_is_optional))  # type: ignore[attr-defined]  # read by typer
         return run_command
 

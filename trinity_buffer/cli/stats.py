@@ -40,6 +40,7 @@ async def stats(
     if config or as_of is not None:
         experiment = await options.experiment_in(store, experiment)
         async with at_position(await store.experiment(experiment), as_of, progress) as source:
+            # Of the position too: a configuration changes during a run.
             if config:
                 row = await source.read(writer_queries.config_of, source.key)
                 return output.Answer({} if row is None else row[0])
