@@ -216,7 +216,7 @@ FAULTS = [
     Fault(
         "a mask that selects nothing is given its score",
         "pipeline/annotate/deciding.py",
-        "    weights[nothing] = np.copysign(np.float32(0), weights[nothing])\n",
+        "            weights[nothing] = np.copysign(np.float32(0), weights[nothing])\n",
         "",
         "tests/pipeline/test_reward_table.py::test_both_roads_commit_the_same_bits",
     ),

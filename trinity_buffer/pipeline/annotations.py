@@ -39,7 +39,8 @@ def encode_scores(scores: npt.NDArray[np.float32] | None, rows: int) -> bytes:
     """
     if scores is None or not rows:
         return encode_segment([], {}, rows)
-    column = _scaled_column("advantages", range(rows), torch.from_numpy(scores), rows)
+    shapes = np.zeros((rows, 0), np.int64)
+    column = Column("advantages", "float32", shapes, scores.view(np.uint8), None, "scaled_mask")
     return encode_segment([column], {}, rows, aliases={"returns": "advantages"})
 
 
@@ -88,19 +89,16 @@ def _columns(
         for row in scaled:
             rest[row] = None
         if scaled:
-            columns.append(_scaled_column(field, scaled, scalars, len(tensors)))
+            column = Column(
+                field,
+                DTYPE_NAMES[scalars.dtype],
+                np.zeros((len(scaled), 0), np.int64),
+                bytes_of([scalars]),
+                None if len(scaled) == len(tensors) else np.array(scaled, np.int64),
+                "scaled_mask",
+            )
+            columns.append(column)
     return columns + columns_of(field, rest)
-
-
-def _scaled_column(field: str, rows: Sequence[int], scalars: Tensor, of: int) -> Column:
-    return Column(
-        field,
-        DTYPE_NAMES[scalars.dtype],
-        np.zeros((len(rows), 0), np.int64),
-        bytes_of([scalars]),
-        None if len(rows) == of else np.array(rows, np.int64),
-        "scaled_mask",
-    )
 
 
 def _scalars(

@@ -41,6 +41,7 @@ from trinity_buffer.writer import StagedWriter, invalid
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
+_NO_REWARD, _NOT_FINITE = invalid("reward"), invalid("advantages", "returns")
 _COPYING = (
     "a copy is made by `trinity_buffer.algorithm.copies.copy_experience`, under a task of its own"
 )
@@ -142,7 +143,7 @@ class Decision:
             rewards = np.where(np.isnan(rewards), [last[key] for key in keys], rewards)
             runs = table["run"]
         usable = np.isfinite(rewards)
-        self.reject(table["address"][~usable].tolist(), invalid("reward"))
+        self.reject(table["address"][~usable].tolist(), _NO_REWARD)
         addresses, group = table["address"][usable], table["group"][usable]
         sizes = np.bincount(group, minlength=len(groups))
         scored = score(rewards[usable], sizes, None if runs is None else runs[usable])
@@ -150,11 +151,14 @@ class Decision:
         self.reasons |= zip(addresses[~is_kept].tolist(), reasons[~is_kept].tolist(), strict=True)
         weights = None
         if scored.scores is not None:
-            weights = _weights(
-                scored.scores, table["response_length"][usable], table["trained_tokens"][usable]
-            )
+            with np.errstate(over="ignore"):
+                weights = scored.scores.astype(np.float32)
+            # Factors of masks: of one that selects nothing, a signed zero.
+            nothing = (table["trained_tokens"][usable] == 0) & np.isfinite(weights)
+            weights[nothing] = np.copysign(np.float32(0), weights[nothing])
+            weights[table["response_length"][usable] == 0] = 0.0
             broken = is_kept & ~np.isfinite(weights)
-            self.reject(addresses[broken].tolist(), invalid("advantages", "returns"))
+            self.reject(addresses[broken].tolist(), _NOT_FINITE)
             is_kept = is_kept & ~broken
             weights = weights[is_kept]
         metrics: list[dict[str, float]] = [{} for _ in groups]
@@ -305,16 +309,6 @@ class Decision:
             )
             events.append(new_event(rejected))
         return events, segment_rows
-
-
-def _weights(scores: Numbers, tokens: Integers, trained: Integers) -> NDArray[np.float32]:
-    """Return the factor of each row's mask; a signed zero if the mask selects nothing."""
-    with np.errstate(over="ignore"):
-        weights = scores.astype(np.float32)
-    nothing = (trained == 0) & np.isfinite(weights)
-    weights[nothing] = np.copysign(np.float32(0), weights[nothing])
-    weights[tokens == 0] = 0.0
-    return weights
 
 
 def _misfit(value: object, tokens: int) -> str | None:
