@@ -71,7 +71,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "what could not be written beside the training is passed over",
-        "trainer/trainer.py",
+        "trainer/checkpoint.py",
         "            last.result()\n",
         "            last.exception()\n",
         "tests/trainer/test_async_checkpoints.py"

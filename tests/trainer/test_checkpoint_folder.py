@@ -104,11 +104,7 @@ def test_a_checkpoint_for_which_there_is_no_room_is_named_and_removed(
     ):
         save_checkpoint(tmp_path, state())
     assert list(tmp_path.iterdir()) == []
-    load_checkpoint(
-        save_checkpoint(tmp_path, state()),
-        TrainerSettings(checkpoints=tmp_path).optimizer_of,
-        policy(),
-    )
+    load_checkpoint(save_checkpoint(tmp_path, state()), state())
 
 
 def test_a_place_where_no_checkpoint_can_be_is_named(tmp_path: Path) -> None:
@@ -133,7 +129,7 @@ def test_a_resumed_trainer_draws_the_random_numbers_that_it_would_have_drawn(
 ) -> None:
     folder = save_checkpoint(tmp_path, state())
     drawn = torch.rand(3)
-    load_checkpoint(folder, TrainerSettings(checkpoints=tmp_path).optimizer_of, policy())
+    load_checkpoint(folder, state())
     assert torch.equal(torch.rand(3), drawn)
 
 
@@ -151,12 +147,7 @@ def test_a_large_complex_number_is_finite_unless_a_part_of_it_is_not() -> None:
 def test_a_folder_that_is_there_is_never_written_into(tmp_path: Path) -> None:
     first, second = save_checkpoint(tmp_path, state()), save_checkpoint(tmp_path, state())
     assert (first.name, second.name) == ("step-00000007", "step-00000007-2")
-
-    def optimizer_of(model: Any, *, is_critic: bool = False) -> torch.optim.Optimizer:
-        assert not is_critic
-        return torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    assert load_checkpoint(second, optimizer_of, policy()).step == 7
+    assert load_checkpoint(second, replace(state(), step=0)).step == 7
 
 
 class Counting(torch.optim.SGD):
@@ -174,12 +165,9 @@ def test_plain_numbers_of_an_optimizer_are_saved_and_restored(tmp_path: Path) ->
     folder = save_checkpoint(
         tmp_path, replace(begun, optimizer=Counting(begun.policy.parameters(), **kept))
     )
-
-    def optimizer_of(model: Any, *, is_critic: bool = False) -> torch.optim.Optimizer:
-        assert not is_critic
-        return Counting(model.parameters(), steps=0)
-
-    found = load_checkpoint(folder, optimizer_of, policy()).optimizer.state_dict()["state"]
+    fresh = state()
+    fresh = replace(fresh, optimizer=Counting(fresh.policy.parameters(), steps=0))
+    found = load_checkpoint(folder, fresh).optimizer.state_dict()["state"]
     for index, entries in found.items():
         assert bool((entries.pop("moment") == 1).all())
         assert entries == kept, index
@@ -268,8 +256,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, replace(state(), random=random))
     drawn = []
     for rank in (0, 1, 2, 2, 3):
-        optimizer_of = TrainerSettings(checkpoints=tmp_path).optimizer_of
-        load_checkpoint(folder, optimizer_of, policy(), rank=rank)
+        load_checkpoint(folder, state(), rank=rank)
         drawn.append(torch.rand(3).tolist())
     assert drawn[:2] == wanted
     assert drawn[2] == drawn[3]  # a rank that there was not
@@ -286,12 +273,11 @@ def test_the_random_numbers_of_a_gpu_are_kept_behind_those_of_the_processor(
     folder = save_checkpoint(tmp_path, state())
     wanted = torch.rand(3)
     monkeypatch.undo()
-    optimizer_of = TrainerSettings(checkpoints=tmp_path).optimizer_of
-    load_checkpoint(folder, optimizer_of, policy())  # where there is none, nothing is lost
+    load_checkpoint(folder, state())  # where there is none, nothing is lost
     assert torch.equal(torch.rand(3), wanted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *both: restored.append(both))
-    load_checkpoint(folder, optimizer_of, policy(), device="cuda:1")
+    load_checkpoint(folder, state(), device="cuda:1")
     assert torch.equal(torch.rand(3), wanted)
     ((numbers, device),) = restored
     assert (numbers.tolist(), device) == (of_gpu.tolist(), "cuda:1")
@@ -329,7 +315,8 @@ def test_a_large_checkpoint_is_written_in_several_files_and_read_as_one(
     assert len([*folder.glob("optimizer-*.safetensors")]) > 1
     assert len([*folder.glob("policy/model-*.safetensors")]) > 1
     other = CausalLM(qwen3(1))
-    loaded = load_checkpoint(folder, of_model, other)
+    fresh = TrainerState(other, of_model(other), step=0, manifests=ManifestChain())
+    loaded = load_checkpoint(folder, fresh)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         wanted, restored = optimizer.state[mine], loaded.optimizer.state[theirs]

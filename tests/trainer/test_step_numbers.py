@@ -22,7 +22,7 @@ from trinity_buffer import inspector, open_store
 from trinity_buffer.algorithm import build
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.inspector.source import now
-from trinity_buffer.trainer.measuring import Number, StepNumbers, combined
+from trinity_buffer.trainer.measuring import Number, combined, numbers_of_step
 
 T = TypeVar("T")
 CHOICES: dict[str, dict[str, Any]] = {
@@ -92,11 +92,11 @@ def test_ranks_that_have_other_names_agree_on_all() -> None:
         {"c": Number(1.0, 1), "loss": Number(math.nan)},
         {"a": Number(2.0, 0), "c": Number(4.0, 2)},
     ]
-    readers = [StepNumbers(rank) for rank in RankOfTwo.pair()]
-    one, other = of_both(lambda at: readers[at].read([torch.zeros(())], first[at]))
+    ranks = RankOfTwo.pair()
+    one, other = of_both(lambda at: numbers_of_step(ranks[at], [torch.zeros(())], first[at]))
     assert one == other == (True, {"loss": 2.0, "a": 1.0, "b": 4.0, "x_max": 5.0})
     bad = torch.tensor([0.0, math.inf])
-    one, other = of_both(lambda at: readers[at].read([bad[at]], later[at]))
+    one, other = of_both(lambda at: numbers_of_step(ranks[at], [bad[at]], later[at]))
     assert one[0] is other[0] is False
     for _, numbers in (one, other):
         assert numbers == pytest.approx({"a": 2, "c": 3, "loss": math.nan}, nan_ok=True)

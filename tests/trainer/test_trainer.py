@@ -18,7 +18,8 @@ from trinity_buffer.algorithm import ALGORITHM_TYPE, build
 from trinity_buffer.demo.policy import TransformerCritic
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.trainer.checkpoint import read_step
-from trinity_buffer.trainer.trainer import Trainer, TrainerSettings, ValueLossFn
+from trinity_buffer.trainer.models import value_loss
+from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 
 
 @pytest.mark.parametrize("name", ALGORITHM_TYPE.names())
@@ -219,9 +220,9 @@ def test_the_value_loss_by_hand_with_and_without_a_clip() -> None:
     mask = torch.tensor([[True, True, False]])
     now, before = torch.tensor([[1.0, 0.0, 9.0]]), torch.tensor([[0.0, 0.0, 0.0]])
     wanted = torch.tensor([[2.0, 1.0, float("nan")]])
-    plain, _ = ValueLossFn()(now, before, wanted, mask)
+    plain = value_loss(now, before, wanted, mask)
     assert float(plain) == pytest.approx(0.5 * (1 + 1) / 2)
-    clipped, _ = ValueLossFn(clip_range=0.5)(now, before, wanted, mask)
+    clipped = value_loss(now, before, wanted, mask, clip_range=0.5)
     assert float(clipped) == pytest.approx(0.5 * (1.5**2 + 1) / 2)
     with pytest.raises(InvalidArgumentError, match="value_clip_range=0"):
-        ValueLossFn(clip_range=0)
+        TrainerSettings(checkpoints=Path(), value_clip_range=0)

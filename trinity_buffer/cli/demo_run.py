@@ -174,29 +174,11 @@ def demo_place(store: str | None, name: str) -> tuple[str, Path]:
 
 
 @dataclass(slots=True)
-class Rate:
-    """A rate per second, over the last few seconds."""
-
-    total: int = 0
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def add(self, number: int, at: float) -> None:
-        """Count ``number`` more at the time ``at``."""
-        self.total += number
-        self._recent.append((at, number))
-
-    def per_second(self, now: float) -> float:
-        """Return the rate over the window that ends at ``now``."""
-        while self._recent and self._recent[0][0] < now - WINDOW_S:
-            self._recent.popleft()
-        return sum(number for _, number in self._recent) / WINDOW_S
-
-
-@dataclass(slots=True)
 class RunNumbers:
     """A fold of the events of a run into the numbers of the view.
 
     Attributes:
+        recent: (time, rollouts, steps) of each event of the last `WINDOW_S` that recorded some.
         rewards: (gradient step or policy version, mean reward of a write).
         accuracies: (gradient step, accuracy), as the trainer measured them.
         skipped: committed steps that did not change the weights.
@@ -204,8 +186,8 @@ class RunNumbers:
         staleness: of the last step, as its trainer measured it.
     """
 
-    rollouts: Rate = field(default_factory=Rate)
-    steps: Rate = field(default_factory=Rate)
+    rollouts: int = 0
+    recent: deque[tuple[float, int, int]] = field(default_factory=deque)
     rejected: int = 0
     ready: int = 0
     step: int = 0
@@ -242,7 +224,7 @@ class RunNumbers:
                 self.finished = None
 
     def _committed(self, fact: events.StepsCommitted, at: float) -> None:
-        self.steps.add(len(fact.steps), at)
+        self.recent.append((at, 0, len(fact.steps)))
         self.step = fact.steps[-1]
         self.staleness = fact.metrics.get("staleness", self.staleness)
         self.skipped = {step for step in self.skipped if step < fact.steps[0]}
@@ -255,7 +237,8 @@ class RunNumbers:
         runs = zip(columns.batch, columns.task, columns.run, strict=True)
         last = dict(zip(runs, columns.reward, strict=True))
         rewards = [float(reward) for reward in last.values() if reward is not None]
-        self.rollouts.add(len(last), at)
+        self.rollouts += len(last)
+        self.recent.append((at, len(last), 0))
         versions = [version for version in columns.policy_version if version is not None]
         if rewards:
             mean = fmean(rewards)
@@ -269,20 +252,22 @@ class RunNumbers:
 
     def figures(self) -> dict[str, str]:
         """Return the numbers as texts, by what they are."""
-        now = time.time()
+        begin = time.time() - WINDOW_S
+        while self.recent and self.recent[0][0] < begin:
+            self.recent.popleft()
         return {
             "step": str(self.step),
             "accuracy": f"{self.accuracies[-1][1]:.3f}" if self.accuracies else "-",
             "reward": f"{self.recent_reward:.3f}" if self.rewards else "-",
-            "rollouts/s": f"{self.rollouts.per_second(now):.0f}",
-            "steps/s": f"{self.steps.per_second(now):.1f}",
+            "rollouts/s": f"{sum(rollouts for _, rollouts, _ in self.recent) / WINDOW_S:.0f}",
+            "steps/s": f"{sum(steps for _, _, steps in self.recent) / WINDOW_S:.1f}",
             "ready": str(max(0, self.ready)),
             "staleness": f"{self.staleness:.1f}",
         }
 
     def line(self) -> str:
         """Return one plain line."""
-        if not self.rollouts.total:
+        if not self.rollouts:
             return STARTING
         it = self.figures()
         return (
@@ -316,7 +301,7 @@ def drawn(title: str, numbers: RunNumbers, supervisor: Supervisor) -> Panel:
         again = f"restarted {child.restarts}×" if child.restarts else ""
         bottom.add_row(state, child.name, again, Text(child.last_line()[:90], style="dim"))
     curve = Text("reward   " + sparkline(numbers.rewards), style="cyan")
-    if not numbers.rollouts.total:
+    if not numbers.rollouts:
         top, curve = Table.grid(), Text(STARTING, style="dim")
     footer = "Ctrl-C ends it; nothing is lost"
     if supervisor.kills:
@@ -597,7 +582,7 @@ class Demo:
         self._say(f"reward   {sparkline(numbers.rewards)}")
         self._say(f"accuracy {sparkline(numbers.accuracies)}")
         self._say(
-            f"{numbers.rollouts.total} rollouts, {numbers.step} gradient steps"
+            f"{numbers.rollouts} rollouts, {numbers.step} gradient steps"
             + (f" ({len(numbers.skipped)} skipped: not finite)" if numbers.skipped else "")
             + f", {seconds:.0f} s"
             + (f", {kills} processes killed" if kills else "")

@@ -61,7 +61,7 @@ from trinity_buffer.pipeline.train.resume import require_checkpoint_of
 from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.checkpoint import read_step, save_checkpoint
 from trinity_buffer.trainer.determinism import largest_difference
-from trinity_buffer.trainer.parallel import Processes, gather_texts, processes_here
+from trinity_buffer.trainer.parallel import Processes, processes_here
 from trinity_buffer.trainer.requirements import strategies_of, strategy_of, stream_options
 from trinity_buffer.trainer.trainer import KEPT_CHECKPOINTS, StepReport, Trainer, TrainerSettings
 from trinity_buffer.user_code import own_code
@@ -132,9 +132,7 @@ def ranks_of_environment() -> Iterator[Processes]:
 
 def on_rank_0(processes: Processes, work: Callable[[], Any]) -> Any:
     """Return what ``work`` returns on rank 0, which alone runs it; every rank must call this."""
-    # As JSON: a gather has room for texts alone.
-    text = "" if processes.rank else json.dumps(work())
-    return json.loads(gather_texts(processes, text)[0])
+    return processes.gather(None if processes.rank else work())[0]
 
 
 def device_here(device: str) -> str:

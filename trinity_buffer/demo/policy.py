@@ -108,10 +108,6 @@ class _PackedRows(NamedTuple):
         shift = torch.repeat_interleave(first_slot - starts, lengths, output_size=total)
         return cls(shift + torch.arange(total, device=starts.device), len(lengths), width)
 
-    def positions(self) -> Tensor:
-        """Return the position of every token in its own sequence, ``[T_total]``."""
-        return self.slots % self.width
-
     def spread(self, packed: Tensor) -> Tensor:
         """Return ``[T_total, D]`` as ``[N, max_seqlen, D]``, zeros where there is no token."""
         rows = packed.new_zeros(self.rows * self.width, packed.shape[-1])
@@ -256,14 +252,28 @@ class TransformerPolicy(nn.Module):
         Raises:
             InvalidArgumentError: a shape that fits no layout, or a sequence above ``max_length``.
         """
-        hidden = self._hidden_of(input_ids, position_ids, cu_seqlens, max_seqlen)
-        return self.head(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__
+        microbatch: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+        microbatch |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        return self.head(self.last_hidden(microbatch)[0])  # type: ignore[no-any-return]  # nn.Module.__call__
 
     def last_hidden(self, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead]:
         """Return the last hidden states, and the head that makes logits of them; see `forward`."""
-        names = ("position_ids", "cu_seqlens", "max_seqlen")
-        hidden = self._hidden_of(microbatch["input_ids"], *map(microbatch.get, names))
-        return hidden, OutputHead(self.head.weight)
+        ids, limits = microbatch["input_ids"], microbatch.get("cu_seqlens")
+        if ids.dim() != (2 if limits is None else 1):
+            raise InvalidArgumentError(
+                f"input_ids has shape {tuple(ids.shape)}: give [B, T], or [T_total] together with "
+                "cu_seqlens"
+            )
+        packed = None
+        if limits is not None:
+            packed = _PackedRows.of(limits, len(ids), microbatch.get("max_seqlen"))
+        self._check_length(ids.shape[1] if packed is None else packed.width)
+        positions = microbatch.get("position_ids")
+        if positions is None:
+            steps = torch.arange(ids.shape[-1], device=ids.device)
+            # Of packed rows, that of every token in its own sequence.
+            positions = steps if packed is None else packed.slots % packed.width
+        return self._hidden(ids, positions, packed, None), OutputHead(self.head.weight)
 
     def _logits_of(self, microbatch: Mapping[str, Any]) -> Tensor:
         # The runs that were scored so counted the positions themselves.
@@ -370,27 +380,6 @@ class TransformerPolicy(nn.Module):
         except (TypeError, RuntimeError, StopIteration, InvalidArgumentError) as error:
             raise CheckpointError(f"{path}: the weights do not fit the config ({error})") from error
         return policy
-
-    def _hidden_of(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-    ) -> Tensor:
-        if input_ids.dim() != (2 if cu_seqlens is None else 1):
-            raise InvalidArgumentError(
-                f"input_ids has shape {tuple(input_ids.shape)}: give [B, T], or [T_total] together "
-                "with cu_seqlens"
-            )
-        packed = None
-        if cu_seqlens is not None:
-            packed = _PackedRows.of(cu_seqlens, len(input_ids), max_seqlen)
-        self._check_length(input_ids.shape[1] if packed is None else packed.width)
-        if position_ids is None:
-            steps = torch.arange(input_ids.shape[-1], device=input_ids.device)
-            position_ids = steps if packed is None else packed.positions()
-        return self._hidden(input_ids, position_ids, packed, None)
 
     def _hidden(
         self,

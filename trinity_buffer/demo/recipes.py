@@ -178,15 +178,9 @@ def recipe_for(algorithm: str, task: Task) -> DemoRecipe:
     """Return the recipe of ``algorithm`` for ``task``: the nearest one that was tried."""
     recipe = RECIPES.get(algorithm, DemoRecipe())
     if task.name == "guess" and recipe.task != "guess":
-        entropy = None if recipe.entropy_coef is None else _TURNS.entropy_coef
-        return replace(
-            recipe,
-            groups_per_step=_TURNS.groups_per_step,
-            groups_per_batch=_TURNS.groups_per_batch,
-            rollouts_per_group=_TURNS.rollouts_per_group,
-            max_steps=_TURNS.max_steps,
-            entropy_coef=entropy,
-        )
+        names = ["groups_per_step", "groups_per_batch", "rollouts_per_group", "max_steps"]
+        names += [] if recipe.entropy_coef is None else ["entropy_coef"]
+        return replace(recipe, **{name: getattr(_TURNS, name) for name in names})
     return _lengthened(recipe, task)
 
 

@@ -84,8 +84,15 @@ class CausalLM:
         resharded(self.model)
         if self.is_adapted:
             return _adapter_of(self._own)
+        first: dict[Any, str] = {}
+        parameters = dict(self._own.named_parameters(remove_duplicate=False))
         weights = self._own.state_dict()
-        return {name: weights[name] for name in dict.fromkeys(self._names().values())}
+        for name, weight in weights.items():
+            # A part may be empty, and then lies nowhere.
+            in_parts = is_sharded(weight)
+            place = id(parameters[name]) if in_parts else (weight.data_ptr(), weight.shape)
+            first.setdefault(place, name)
+        return {name: weights[name] for name in first.values()}
 
     def unsaved(self) -> dict[str, nn.Parameter]:
         """Return the trainable weights that `save` leaves out: those beside the active adapter."""
@@ -183,21 +190,6 @@ class CausalLM:
         if self.is_adapted:
             adapter = self._own.active_adapter
             extra("peft", "lora").set_peft_model_state_dict(self._own, taken, adapter_name=adapter)
-
-    def _names(self) -> dict[str, str]:
-        """Return for each name of a weight the first name of it: tied weights have several."""
-        first: dict[Any, str] = {}
-        weights = dict(self._own.named_parameters(remove_duplicate=False))
-
-        def place(name: str, value: Tensor) -> Any:
-            # A part may be empty, and then lies nowhere.
-            return id(weights[name]) if is_sharded(value) else (value.data_ptr(), value.shape)
-
-        weights_by_name = self._own.state_dict()
-        return {
-            name: first.setdefault(place(name, value), name)
-            for name, value in weights_by_name.items()
-        }
 
 
 class _Unadapted(CausalLM):

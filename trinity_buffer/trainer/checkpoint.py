@@ -14,14 +14,15 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trinity_buffer.errors import CheckpointError, NonFiniteError
+from trinity_buffer.faultpoints import reached
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train.checkpoint import (
     may_remove,
@@ -38,8 +40,8 @@ from trinity_buffer.pipeline.train.checkpoint import (
     write_manifest_chain,
     written,
 )
-from trinity_buffer.trainer.parallel import Processes, gather_texts
-from trinity_buffer.trainer.policy import AnyPolicy, Critic, all_finite
+from trinity_buffer.trainer.parallel import Processes, TorchProcesses, is_sharded
+from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
 from trinity_buffer.trainer.sharded import (
     HostCopies,
     files_of,
@@ -50,7 +52,13 @@ from trinity_buffer.trainer.sharded import (
     write_share,
 )
 
+if TYPE_CHECKING:
+    from trinity_buffer.pipeline.sync_stream import StepStream
+    from trinity_buffer.pipeline.train.step import TrainStep
+
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class OptimizerState(NamedTuple):
@@ -62,7 +70,7 @@ class OptimizerState(NamedTuple):
         groups: its parameter groups, for JSON.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     numbers: dict[str, float | None]
     groups: list[dict[str, Any]]
 
@@ -74,23 +82,23 @@ class OptimizerState(NamedTuple):
             CheckpointError: it keeps what is neither a tensor nor a number.
         """
         state = optimizer.state_dict()
-        name = type(optimizer).__name__
-        tensors: dict[str, torch.Tensor] = {}
-        numbers: dict[str, float | None] = {}
-        for index, entries in state["state"].items():
-            if not isinstance(index, int) or not isinstance(entries, Mapping):
-                raise _refusal(name, f"state {index!r}", entries)
-            for entry, value in entries.items():
-                key = f"{index}.{entry}"
-                if isinstance(value, torch.Tensor):
-                    tensors[key] = value.detach().contiguous()
-                elif value is None or isinstance(value, int | float):
-                    numbers[key] = value
-                else:
-                    raise _refusal(name, f"state {key!r}", value)
+        entries: dict[str, Any] = {}
+        for index, of_weight in state["state"].items():
+            if not isinstance(index, int) or not isinstance(of_weight, Mapping):
+                raise _refusal(optimizer, f"state {index!r}", of_weight)
+            entries |= {f"{index}.{name}": value for name, value in of_weight.items()}
+        tensors = {k: v.detach().contiguous() for k, v in entries.items() if isinstance(v, Tensor)}
+        numbers = {key: value for key, value in entries.items() if key not in tensors}
+        for key, value in numbers.items():
+            if value is not None and not isinstance(value, int | float):
+                raise _refusal(optimizer, f"state {key!r}", value)
         for number, group in enumerate(state["param_groups"]):
             for key, value in group.items():
-                _require_json(name, f"param_groups[{number}][{key!r}]", value)
+                try:
+                    json.dumps(value)
+                except (TypeError, ValueError) as error:
+                    place = f"param_groups[{number}][{key!r}]"
+                    raise _refusal(optimizer, place, value) from error
         return cls(tensors, numbers, state["param_groups"])
 
     @property
@@ -115,21 +123,18 @@ class OptimizerState(NamedTuple):
         for key, value in (*self.tensors.items(), *self.numbers.items()):
             number, _, name = key.partition(".")
             index = int(number)
-            if isinstance(value, torch.Tensor) and value.shape == weights[index].shape:
+            if isinstance(value, Tensor) and value.shape == weights[index].shape:
                 value = part_like(value, weights[index])
             state.setdefault(index, {})[name] = value
-        own = optimizer.state_dict()["param_groups"]
+        groups, own = self.groups, optimizer.state_dict()["param_groups"]
         if takes_groups:
-            self._say_what_differs(optimizer, own)
-            groups = self.groups
+            self._warn_of_others(optimizer, own)
         else:
-            pairs = zip(own, self.groups, strict=True)
+            pairs = zip(own, groups, strict=True)
             groups = [{**group, "params": saved["params"]} for group, saved in pairs]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _require_fitting(
-        self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor]
-    ) -> None:
+    def _require_fitting(self, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
         own = optimizer.param_groups
         sizes = [[len(group["params"]) for group in groups] for groups in (self.groups, own)]
         if sizes[0] != sizes[1]:
@@ -144,7 +149,7 @@ class OptimizerState(NamedTuple):
                 shapes = f"{[*value.shape]}, its weight {[*weight.shape]}"
                 raise _other(optimizer, f"has its weights in another order ({key} is {shapes})")
 
-    def _say_what_differs(
+    def _warn_of_others(
         self, optimizer: torch.optim.Optimizer, own: Sequence[Mapping[str, Any]]
     ) -> None:
         """Name the settings of ``optimizer`` that those of the checkpoint replace."""
@@ -165,13 +170,6 @@ class OptimizerState(NamedTuple):
             )
 
 
-def _require_json(optimizer: str, place: str, value: Any) -> None:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise _refusal(optimizer, place, value) from error
-
-
 def _other(optimizer: torch.optim.Optimizer, what: str) -> CheckpointError:
     return CheckpointError(
         f"the optimizer of the checkpoint is not this {type(optimizer).__name__}: it {what}. Give "
@@ -180,10 +178,10 @@ def _other(optimizer: torch.optim.Optimizer, what: str) -> CheckpointError:
     )
 
 
-def _refusal(optimizer: str, place: str, value: Any) -> CheckpointError:
+def _refusal(optimizer: torch.optim.Optimizer, place: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"no checkpoint was written: {optimizer} keeps a {type(value).__name__} as {place}; a "
-        "checkpoint holds tensors and numbers of each parameter, and JSON of each group"
+        f"no checkpoint was written: {type(optimizer).__name__} keeps a {type(value).__name__} as "
+        f"{place}; a checkpoint holds tensors and numbers of each parameter, and JSON of each group"
     )
 
 
@@ -231,31 +229,12 @@ class TrainerState(Generic[AnyPolicy]):
     critic: tuple[Critic, torch.optim.Optimizer] | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
     log_head: str = ""
-    random: Sequence[torch.Tensor] = ()
+    random: Sequence[Tensor] = ()
 
-
-def fresh_folder(root: Path, step: int) -> Path:
-    """Return a new, empty folder for a checkpoint of ``step``.
-
-    Never one that is there already: it may be of a process that was killed before its commit, or of
-    another one that has taken over meanwhile and committed it.
-
-    Raises:
-        CheckpointError: none can be made there.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for number in count(1):
-            folder = root / (f"step-{step:08d}" + (f"-{number}" if number > 1 else ""))
-            with suppress(FileExistsError):
-                folder.mkdir()
-                return folder
-    except OSError as error:
-        raise CheckpointError(
-            f"no checkpoint of step {step} can be written to {root}: {error}; start again with a "
-            "folder that can be written: training goes on from the last commit"
-        ) from error
-    raise AssertionError  # count() does not end
+    @property
+    def trained(self) -> list[tuple[Trainable, torch.optim.Optimizer]]:
+        """The policy, and the critic where there is one, each with its optimizer."""
+        return [(self.policy, self.optimizer), *([] if self.critic is None else [self.critic])]
 
 
 @contextmanager
@@ -288,7 +267,7 @@ def _random_of(rank: int) -> str:
     return f"{_RANDOM}.{rank}" if rank else _RANDOM  # one rank alone writes what it always wrote
 
 
-def _restore_random(tensors: Mapping[str, torch.Tensor], rank: int, device: str) -> None:
+def _restore_random(tensors: Mapping[str, Tensor], rank: int, device: str) -> None:
     """Go on with the random numbers of ``rank``; those of a GPU only where there is one.
 
     A rank that there was not begins numbers of its own, which depend on rank 0's alone.
@@ -306,20 +285,17 @@ def _restore_random(tensors: Mapping[str, torch.Tensor], rank: int, device: str)
 
 def load_checkpoint(
     folder: Path,
-    optimizer_of: Callable[..., torch.optim.Optimizer],
-    policy: AnyPolicy,
-    critic: Critic | None = None,
+    begun: TrainerState[AnyPolicy],
     *,
     rank: int = 0,
     takes_groups: bool = True,
     device: str = "cuda",
 ) -> TrainerState[AnyPolicy]:
-    """Return the state in ``folder`` and restore torch's random numbers of ``rank``.
+    """Return the state in ``folder``, and restore torch's random numbers of ``rank``.
 
     Args:
-        optimizer_of: returns the optimizer of a model; of a critic, with ``is_critic=True``.
-        policy: of the kind that was saved; it takes the saved weights.
-        critic: likewise, where one was saved.
+        begun: of models of the kind that was saved. They take the saved weights, and their
+            optimizers what was saved of those.
         takes_groups: the policy's optimizer takes the saved settings, see `OptimizerState.restore`.
         device: on which is computed, see `random_state`.
 
@@ -337,21 +313,24 @@ def load_checkpoint(
             raise CheckpointError(
                 f"checkpoint {folder} cannot be read: {error}; resume from an older step"
             ) from error
-        policy.restore(folder / policy.file_name)
-        optimizer = optimizer_of(policy)
+        begun.policy.restore(folder / begun.policy.file_name)
         _restore_random(tensors, rank, device)
         numbers = state.get("optimizer_numbers", {})  # older checkpoints have none
         saved = OptimizerState(tensors.without(_RANDOM), numbers, state["optimizer"])
-        saved.restore(optimizer, takes_groups=takes_groups)
-    trained = None
-    if trains_critic and critic is not None:
-        critic.restore(folder / CRITIC_FILE)
-        trained = (critic, optimizer_of(critic, is_critic=True))
+        saved.restore(begun.optimizer, takes_groups=takes_groups)
+    critic = begun.critic if trains_critic else None
+    if critic is not None:
+        critic[0].restore(folder / CRITIC_FILE)
         saved = OptimizerState(of_critic, {}, state["critic_optimizer"])
-        saved.restore(trained[1], takes_groups=False)
-    coefficients = state.get("coefficients", {})
-    step, head = state["step"], read_head(folder).hex()
-    return TrainerState(policy, optimizer, step, manifests, trained, coefficients, head)
+        saved.restore(critic[1], takes_groups=False)
+    return replace(
+        begun,
+        step=state["step"],
+        manifests=manifests,
+        critic=critic,
+        coefficients=state.get("coefficients", {}),
+        log_head=read_head(folder).hex(),
+    )
 
 
 def read_step(folder: Path) -> int:
@@ -408,12 +387,9 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
             optimizer keeps what is neither a tensor nor a number. No folder is left.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
     """
-    copies = HostCopies(copied=False)
-    try:
+    with closing(HostCopies(copied=False)) as copies:
         pending = begin(root, state, Processes(), copies)
         pending.finish()
-    finally:
-        copies.close()
     return pending.folder
 
 
@@ -435,15 +411,12 @@ def begin(
         CheckpointError: no folder can be made, or an optimizer keeps what no checkpoint holds.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite.
     """
-    policy = state.policy
-    optimizers = [OptimizerState.of(each) for each in (state.optimizer, *(state.critic or ())[1:])]
+    policy, rank, ranks = state.policy, processes.rank, processes.world_size
+    optimizers = [OptimizerState.of(optimizer) for _, optimizer in state.trained]
     on_each(processes, partial(_require_finite, state, optimizers))
-    folder = Path(on_each(processes, partial(_made_folder, root, state, processes.rank))[0])
-    rank, ranks = processes.rank, processes.world_size
+    folder = on_each(processes, partial(_made_folder, root, state, rank))[0]
     copied: Callable[[Any], Any] = deepcopy if copies.copied else lambda model: model
-    random = {
-        _random_of(of): numbers for of, numbers in enumerate(state.random or [random_state()])
-    }
+    random = {_random_of(of): drawn for of, drawn in enumerate(state.random or [random_state()])}
     tensors: Mapping[str, Tensor] = {**optimizers[0].tensors, **random}
     shared = [(folder, OPTIMIZER, tensors, files_of(tensors, ranks))]
     numbers: dict[str, Any] = {
@@ -485,32 +458,48 @@ def begin(
     return PendingCheckpoint(folder, processes, shares, saves if rank == 0 else [], copies.wait)
 
 
-def _require_finite(state: TrainerState[Any], optimizers: Sequence[OptimizerState]) -> str:
+def _require_finite(state: TrainerState[Any], optimizers: Sequence[OptimizerState]) -> None:
     """Refuse weights, and numbers of their optimizers, that are not finite."""
-    models = [state.policy, *(state.critic or ())[:1]]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        finite = {
-            "the weights": all_finite([*model.parameters()]),
-            "the optimizer": optimizer.is_finite,
-        }
-        if lost := next((what for what, is_finite in finite.items() if not is_finite), None):
+    for (model, _), optimizer in zip(state.trained, optimizers, strict=True):
+        lost = None if optimizer.is_finite else "the optimizer"
+        lost = lost if all_finite([*model.parameters()]) else "the weights"
+        if lost is not None:
             raise NonFiniteError(
                 f"no checkpoint of step {state.step} was written: {lost} of a "
                 f"{type(model).__name__} hold NaN or Inf; lower the learning rate or "
                 "max_gradient_norm, and go on from the last checkpoint"
             )
-    return ""
 
 
-def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> str:
-    """Make the folder of a checkpoint; of ranks, the first does."""
+def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> Path:
+    """Make a new, empty folder for a checkpoint; of ranks, the first does.
+
+    Never one that is there already: it may be of a process that was killed before its commit, or of
+    another one that has taken over meanwhile and committed it.
+
+    Raises:
+        CheckpointError: none can be made there.
+    """
     if rank:
-        return ""
-    folder = fresh_folder(root, state.step).absolute()
+        return root
+    folder = root
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            name = f"step-{state.step:08d}" + (f"-{number}" if number > 1 else "")
+            folder = root.absolute() / name
+            with suppress(FileExistsError):
+                folder.mkdir()
+                break
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint of step {state.step} can be written to {root}: {error}; start again "
+            "with a folder that can be written: training goes on from the last commit"
+        ) from error
     if hasattr(state.policy, "held"):
         with writing(folder):
             (folder / state.policy.file_name).mkdir()
-    return str(folder)
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,51 +526,170 @@ class PendingCheckpoint:
         Raises:
             CheckpointError, OSError: a rank could not write; no folder is left.
         """
-        digests: list[str] = []
+        written_by: list[dict[Path, str]] = []
         try:
-            digests = on_each(self.processes, self._write)
+            written_by = on_each(self.processes, self._write)
         finally:
             # Every rank has stopped writing, so that nothing comes back into the folder.
-            if not digests and self.processes.rank == 0:
+            if not written_by and self.processes.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
-        pairs = (pair for text in digests for pair in json.loads(text).items())
-        return {Path(file): digest for file, digest in pairs}
+        return {file: digest for of_rank in written_by for file, digest in of_rank.items()}
 
-    def _write(self) -> str:
-        """Write what this rank has to write; return as JSON what `written` returned of it."""
+    def _write(self) -> dict[Path, str]:
+        """Write what this rank has to write; return its files of tensors and their digests."""
         self.wait()
         with writing(self.folder):
-            files = side_by_side(_digested, self.shares)
+            shares = side_by_side(_digested, self.shares)
             for save in self.saves:
                 save()
-        return json.dumps(dict(pair for pairs in files for pair in pairs))
+        return dict(pair for pairs in shares for pair in pairs)
 
 
-def _digested(write: Callable[[], list[Path]]) -> list[tuple[str, str]]:
+def _digested(write: Callable[[], list[Path]]) -> list[tuple[Path, str]]:
     """Write a share; return its files, which are on the disk then, and their digests."""
     files = write()
-    return [*zip(map(str, files), written(files), strict=True)]
+    return [*zip(files, written(files), strict=True)]
 
 
-def on_each(processes: Processes, work: Callable[[], str]) -> list[str]:
+def on_each(processes: Processes, work: Callable[[], T]) -> list[T]:
     """Return what ``work`` returned on each rank; every rank calls it, and fails where one does.
 
     Raises:
         CheckpointError: another rank failed; the message names it.
     """
-    done, reason = "", "it ended with an error of its own"
+    answer: tuple[Any, str] = (None, "it ended with an error of its own")
     try:
-        done = work()
-        reason = ""
+        answer = (work(), "")
     except _FAILURES as error:
-        reason = str(error)
+        answer = (None, str(error))
         raise
     finally:  # the others wait for it
-        answers = gather_texts(processes, json.dumps([done, reason]))
-    results = []
-    for rank, answer in enumerate(answers):
-        text, why = json.loads(answer)
-        if why:
-            raise CheckpointError(f"no checkpoint was written, as rank {rank} failed: {why}")
-        results.append(text)
-    return results
+        answers = processes.gather(answer)
+    for rank, (_, reason) in enumerate(answers):
+        if reason:
+            raise CheckpointError(f"no checkpoint was written, as rank {rank} failed: {reason}")
+    return [result for result, _ in answers]
+
+
+class Commits:
+    """Writes the checkpoints of a trainer and commits them, one after the other.
+
+    Args:
+        stream: of the trainer.
+        processes: its ranks; each calls everything here, in the same order.
+        policy: what is trained.
+        root: folder under which checkpoints are written.
+        keep: how many of the newest committed ones stay; None: all.
+        beside: they are written and committed beside the training.
+    """
+
+    def __init__(
+        self,
+        stream: StepStream,
+        processes: Processes,
+        policy: Policy,
+        root: Path,
+        *,
+        keep: int | None,
+        beside: bool,
+    ) -> None:
+        self._stream, self._processes, self._file_name = stream, processes, policy.file_name
+        self._root, self._keep, self._beside = root, keep, beside
+        self._copies = HostCopies(copied=beside)
+        self._last: Future[None] | None = None
+        self._shared = any(map(is_sharded, policy.parameters()))
+        self._writers = Processes()
+        if self._shared:
+            # A group of their own, in the processors' memory: what a thread asks in there goes past
+            # what the training asks in the default group.
+            self._writers = TorchProcesses(torch.distributed.new_group(backend="gloo"))
+
+    def commit(self, step: TrainStep, state: TrainerState[Any], **beside: Any) -> bool:
+        """Commit a step, whose weights ``state`` has; return whether that is done.
+
+        Args:
+            step: that is committed.
+            state: with its weights.
+            beside: what is recorded beside the checkpoint, see `StepStream.commit`.
+
+        Raises:
+            CheckpointError, NonFiniteError: it cannot be written, or the one before could not.
+            LeaseLostError: another process took over.
+        """
+        self.finish()
+        state = replace(state, random=self._processes.gather(random_state(self._stream.device)))
+        if self._processes.rank and not self._shared:
+            self._stream.commit(step)  # rank 0 writes for all
+            return not self._beside
+        reached("before-checkpoint")
+        pending = begin(self._root, state, self._writers, self._copies)
+        write = partial(self._write, pending, step, beside)
+        if not (self._beside and self._begin(write)):
+            write()
+        return not self._beside
+
+    def hold(self) -> None:
+        """Let what is computed next wait until the states of optimizers are copied, too."""
+        self._copies.hold()
+
+    def look(self) -> None:
+        """Raise the error of a commit that failed beside the training; do not wait for one."""
+        if self._last is not None and self._last.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last step is committed that was to be.
+
+        Raises:
+            CheckpointError, LeaseLostError: it was not.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def close(self) -> None:
+        """Wait until what is being written is committed, and give back memory."""
+        if self._last is not None:
+            wait([self._last])
+        self._copies.close()
+
+    def _begin(self, work: Callable[[], None]) -> bool:
+        """Begin work beside the training, and return whether it is."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        try:
+            self._last = thread.submit(work)
+        except RuntimeError:
+            # The main thread has ended while we train, or no thread can be started: the caller does
+            # the work now.
+            return False
+        finally:
+            thread.shutdown(wait=False)
+        self._last.add_done_callback(self._end_wait)
+        return True
+
+    def _end_wait(self, done: Future[None]) -> None:
+        """End a wait for the next step, which may be for what this commit would have published."""
+        error = done.exception()
+        if isinstance(error, Exception):
+            self._stream.fail(error)
+
+    def _write(
+        self, pending: PendingCheckpoint, step: TrainStep, beside: Mapping[str, Any]
+    ) -> None:
+        digests, folder = pending.finish(), pending.folder
+        reached("after-checkpoint")
+        if self._processes.rank:
+            self._stream.commit(step)
+            return
+        policy = folder / self._file_name
+        self._stream.commit(step, checkpoint=folder, policy=policy, digests=digests, **beside)
+        tidy_up = partial(self._tidy_up, folder)
+        if self._beside:
+            tidy_up()
+        else:
+            self._begin(tidy_up)  # to remove gigabytes takes as long as a step
+
+    def _tidy_up(self, committed: Path) -> None:
+        # A trainer that took over may have gone back, to a checkpoint that would be removed here.
+        if self._keep is not None and self._stream.leads():
+            remove_old(self._root, keep=self._keep, committed=committed)

@@ -105,7 +105,9 @@ def _ask(stack: ExitStack) -> None:
     _set(stack, torch.utils.deterministic, "fill_uninitialized_memory", value=False)  # is slow
     _set(stack, torch.backends.cudnn, "deterministic", value=True)
     _set(stack, torch.backends.cudnn, "benchmark", value=False)
-    stack.callback(_set_variable, FLASH_ATTENTION, os.environ.get(FLASH_ATTENTION))
+    before = os.environ.get(FLASH_ATTENTION)
+    put_back: Any = os.environ.pop if before is None else os.environ.__setitem__
+    stack.callback(put_back, FLASH_ATTENTION, before)
     os.environ[FLASH_ATTENTION] = "1"
 
 
@@ -142,13 +144,6 @@ def _set(stack: ExitStack, owner: Any, name: str, *, value: bool) -> None:
     if hasattr(owner, name):  # some are newer than the oldest torch that we take
         stack.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def _refusal(message: str) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from trinity_buffer.algorithm.functional import mask_of_rows, spread
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import StepMeasures, TrainStep
-from trinity_buffer.trainer.parallel import Processes, gather_texts
+from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.policy import TokenScores
 
 _SUMS = ("tokens", "weight", "clipped", "entropy", "ratio", "gap", "kl")
@@ -162,8 +162,10 @@ class Number(NamedTuple):
     weight: Any = 1.0
 
 
-class StepNumbers:
-    """Tells every rank what one process would say of a step.
+def numbers_of_step(
+    processes: Processes, deciding: Sequence[Tensor], own_numbers: Mapping[str, Number]
+) -> tuple[bool, dict[str, float]]:
+    """Return whether all of ``deciding`` is finite, on all ranks, and what one process would say.
 
     ==================  ===========================================================================
     name ends in        over the micro-batches, then over the ranks
@@ -173,58 +175,24 @@ class StepNumbers:
     else                the mean, weighted by action tokens, or by rows for a metric of rows
     ==================  ===========================================================================
 
-    A number that is NaN counts only where the sum is asked for.
+    A number that is NaN counts only where the sum is asked for. Every rank must call it, all get
+    the same. There is one look at the device, and one exchange.
     """
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        self._names: list[str] = []  # the same on all ranks
-
-    def read(
-        self, deciding: Sequence[Tensor], own_numbers: Mapping[str, Number]
-    ) -> tuple[bool, dict[str, float]]:
-        """Return whether all of ``deciding`` is finite, on all ranks, and the numbers of the step.
-
-        Every rank must call it, all get the same. One look at the device, and one exchange, but
-        where a rank has a name for the first time.
-        """
-        flags = torch.stack([torch.as_tensor(value).detach().isfinite() for value in deciding])
-        pairs = [
-            torch.stack([_double(part, flags.device) for part in number])
-            for number in own_numbers.values()
-        ]
-        # All in one tensor: each copy from a GPU waits for what it computes.
-        broken, *own = torch.stack([(~flags.all()).double().repeat(2), *pairs]).cpu().unbind()
-        columns = dict(zip(own_numbers, own, strict=True))
-        every = self._exchanged(broken[0], columns)
-        # A rank had a name for the first time: the columns must mean the same everywhere.
-        if every[:, 0, 1].any():
-            names = gather_texts(self._processes, "\n".join(columns))
-            self._names = sorted({*self._names, *"\n".join(names).split("\n")} - {""})
-            every = self._exchanged(broken[0], columns)
-        numbers = {}
-        for name, (values, weights, there) in zip(
-            self._names, every[:, 1:].permute(1, 2, 0), strict=True
-        ):
-            if there.any():
-                numbers[name] = float(_joined(name, values[there > 0], weights[there > 0]).value)
-                if name.endswith("loss"):
-                    # Each rank's loss is scaled by the number of ranks, whose mean the optimizer
-                    # takes.
-                    numbers[name] /= self._processes.world_size
-        return not bool(every[:, 0, 0].any()), numbers
-
-    def _exchanged(self, broken: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return ``[ranks, 1 + names, 3]``: value, weight and whether the rank has it.
-
-        Before the names come whether the rank is broken, and whether it has other names.
-        """
-        own = torch.zeros(1 + len(self._names), 3, dtype=torch.float64)
-        own[0, 0], own[0, 1] = broken, float(not columns.keys() <= set(self._names))
-        for place, name in enumerate(self._names, 1):
-            if name in columns:
-                own[place, :2], own[place, 2] = columns[name], 1.0
-        return torch.stack(self._processes.gather(own))
+    flags = torch.stack([torch.as_tensor(value).detach().isfinite() for value in deciding])
+    parts = [part for number in own_numbers.values() for part in number]
+    # All in one tensor: each copy from a GPU waits for what it computes.
+    read = torch.stack([_double(part, flags.device) for part in (flags.all(), *parts)]).tolist()
+    own = dict(zip(own_numbers, zip(read[1::2], read[2::2], strict=True), strict=True))
+    every = processes.gather((read[0] > 0, own))
+    numbers = {}
+    for name in sorted({name for _, of_rank in every for name in of_rank}):
+        pairs = [of_rank[name] for _, of_rank in every if name in of_rank]
+        values, weights = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+        numbers[name] = float(_joined(name, values, weights).value)
+        if name.endswith("loss"):
+            # Each rank's loss is scaled by the number of ranks, whose mean the optimizer takes.
+            numbers[name] /= processes.world_size
+    return all(finite for finite, _ in every), numbers
 
 
 def combined(

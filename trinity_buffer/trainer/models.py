@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trinity_buffer.algorithm import Algorithm
+from trinity_buffer.algorithm.functional import aggregate_loss, keep
 from trinity_buffer.algorithm.layout import BatchLayout, tokens_per_row
 from trinity_buffer.errors import InvalidArgumentError, TrainingError
 from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import Reduce, TrainStep
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.measuring import rows_of_tokens
-from trinity_buffer.trainer.parallel import is_sharded
+from trinity_buffer.trainer.parallel import Processes, is_sharded
 from trinity_buffer.trainer.policy import Critic, Policy, in_eval_mode
 from trinity_buffer.trainer.token_scores import stand_in
 
@@ -39,18 +40,6 @@ class Models:
     teacher: Policy | None = None
 
 
-def require_models(algorithm: Algorithm, models: Models) -> None:
-    """Refuse ``models`` that lack one that the algorithm needs.
-
-    Raises:
-        InvalidArgumentError: names the one that is missing.
-    """
-    needed = {"critic": algorithm.type.use_critic, "reference": algorithm.needs_reference}
-    for name, is_needed in needed.items():
-        if is_needed and getattr(models, name) is None:
-            raise InvalidArgumentError(f"algorithm {algorithm.name!r} needs a {name} model")
-
-
 def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> None:
     """Raise unless steps of ``optimizer`` can change ``policy``, and a checkpoint keeps the change.
 
@@ -61,56 +50,38 @@ def require_trained(policy: Policy, optimizer: torch.optim.Optimizer | None) -> 
     Raises:
         InvalidArgumentError: they cannot; says what to give.
     """
-    weights = list(policy.parameters())
-    sharded = [is_sharded(weight) for weight in weights]
-    if any(sharded) and not hasattr(policy, "held"):
-        raise InvalidArgumentError(
-            f"ranks hold the weights of a {type(policy).__name__} in parts (FSDP2), and it does "
-            "not say what a checkpoint keeps of them: give the Trainer the model of transformers "
-            "itself, or train in a loop of your own"
-        )
-    if any(sharded) and not all(sharded):
-        raise InvalidArgumentError(
-            "ranks hold some weights of the model in parts (FSDP2) and others whole: call "
-            "fully_shard on the model itself, too, after its layers"
-        )
-    if not any(weight.requires_grad for weight in weights):
-        raise InvalidArgumentError(
-            "no parameter of the model requires a gradient, so that nothing can be trained: call "
-            "model.requires_grad_(), or add an adapter"
-        )
-    own = {id(weight) for weight in weights}
-    held = own if optimizer is None else _held_of(optimizer, weights)
-    unsaved: Mapping[str, Tensor] = getattr(policy, "unsaved", dict)()
-    if lost := [name for name, weight in unsaved.items() if id(weight) in held]:
-        raise InvalidArgumentError(
-            f"a checkpoint keeps the active adapter alone, and {len(lost)} weights outside it "
-            f"would be trained and lost, such as {lost[0]}: name their modules in modules_to_save "
-            "of the adapter's configuration, freeze them (requires_grad_(False)), or leave them "
-            "out of optimizer="
-        )
-
-
-def _held_of(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> set[int]:
-    """Return the ``id`` of what ``optimizer`` holds, if that is some of the model's weights."""
-    if not hasattr(optimizer, "param_groups"):
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise InvalidArgumentError(
             f"optimizer={optimizer!r:.80} is no optimizer: make one of the model's parameters, "
             "such as torch.optim.AdamW(model.parameters(), lr=1e-6)"
         )
-    held = held_by(optimizer)
-    if not any(id(weight) in held and weight.requires_grad for weight in weights):
-        raise InvalidArgumentError(
-            "optimizer= holds no parameter of this model that requires a gradient, so that its "
-            "steps would change nothing: make it of model.parameters() of the very model that the "
-            "Trainer is given"
-        )
-    if foreign := held - {id(weight) for weight in weights}:
-        raise InvalidArgumentError(
-            f"optimizer= holds {len(foreign)} parameters that are not this model's, which no "
-            "checkpoint would keep: make it of model.parameters(), all or some of them"
-        )
-    return held
+    weights = list(policy.parameters())
+    own, in_parts = {id(weight) for weight in weights}, [is_sharded(weight) for weight in weights]
+    trained = {id(weight) for weight in weights if weight.requires_grad}
+    held = own if optimizer is None else held_by(optimizer)
+    unsaved: Mapping[str, Tensor] = getattr(policy, "unsaved", dict)()
+    lost = [name for name, weight in unsaved.items() if id(weight) in held]
+    refused = {
+        f"ranks hold the weights of a {type(policy).__name__} in parts (FSDP2), and it does not "
+        "say what a checkpoint keeps of them: give the Trainer the model of transformers itself, "
+        "or train in a loop of your own": any(in_parts) and not hasattr(policy, "held"),
+        "ranks hold some weights of the model in parts (FSDP2) and others whole: call fully_shard "
+        "on the model itself, too, after its layers": any(in_parts) and not all(in_parts),
+        "no parameter of the model requires a gradient, so that nothing can be trained: call "
+        "model.requires_grad_(), or add an adapter": not trained,
+        "optimizer= holds no parameter of this model that requires a gradient, so that its steps "
+        "would change nothing: make it of model.parameters() of the very model that the Trainer is "
+        "given": not trained & held,
+        f"optimizer= holds {len(held - own)} parameters that are not this model's, which no "
+        "checkpoint would keep: make it of model.parameters(), all or some of them": held - own,
+        f"a checkpoint keeps the active adapter alone, and {len(lost)} weights outside it would be "
+        f"trained and lost, such as {''.join(lost[:1])}: name their modules in modules_to_save of "
+        "the adapter's configuration, freeze them (requires_grad_(False)), or leave them out of "
+        "optimizer=": lost,
+    }
+    for message, applies in refused.items():
+        if applies:
+            raise InvalidArgumentError(message)
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -282,18 +253,27 @@ def without(uid: str) -> str:
     return f"Go on without the row: `trinity-buffer train --drop {uid}`, or drop=[{uid!r}]"
 
 
-def settle_sampling(step: TrainStep, algorithm: Algorithm, *, recomputed: bool) -> None:
-    """Leave in a step what its algorithm has to know of how the rows were sampled.
+def require_readable(
+    step: TrainStep,
+    uids: Uids,
+    algorithm: Algorithm,
+    models: Models,
+    recomputed: bool,  # noqa: FBT001 - of the settings
+) -> None:
+    """Raise unless algorithm and models can read all that the rows of a step bring.
 
-    That is nothing where rows are imitated, not compared with what sampled them.
+    What an algorithm that imitates rows need not know of how they were sampled leaves the step.
 
     Args:
-        step: changed in place.
+        step: that is about to be trained; changed in place.
+        uids: of its rows.
         algorithm: that is trained.
+        models: of the trainer; those of transformers say how many tokens they have.
         recomputed: the trainer computes ``old_logprob`` itself.
 
     Raises:
-        TrainingError: what was recorded of a row cannot be compared; names it and the option.
+        TrainingError: names a row; and what was recorded of it and cannot be compared, the model
+            that would pass over something, or the one that does not have a token.
     """
     corrects = algorithm.choices["importance_correction"].name != "none"
     for microbatch in step.microbatches:
@@ -301,68 +281,140 @@ def settle_sampling(step: TrainStep, algorithm: Algorithm, *, recomputed: bool) 
             microbatch.drop("temperature")
             microbatch.unscorable = {}
         microbatch.require_scorable(compared=corrects or not recomputed)
+        _require_taken(step, uids, models, microbatch)
+    _require_known(step, uids, models)
 
 
-def require_taken(step: TrainStep, uids: Uids, models: Models) -> None:
-    """Raise unless the models read all that the rows of a step bring.
-
-    Raises:
-        TrainingError: names a row, and the model whose ``takes`` lacks what the row brings.
-    """
-    for microbatch in step.microbatches:
-        # What few rows bring -> the first row that brings it.
-        brought = {}
-        pictures = [row for row, inputs in enumerate(microbatch.multi_modal_inputs) if inputs]
-        if pictures:
-            brought["multi_modal_inputs"] = pictures[0]
-        heat = microbatch.get("temperature")
-        if heat is not None and bool((heat != 1).any()):
-            brought["temperature"] = int(rows_of_tokens(microbatch)[heat.flatten() != 1][0])
-        for name, row in brought.items():
-            passing = [
-                role
-                for role in READERS[name]
-                if (model := getattr(models, role)) is not None
-                and name not in getattr(model, "takes", ())
-            ]
-            if passing:
-                (uid,) = uids(step, [int(microbatch["sample_index"][row])])
-                kind = type(getattr(models, passing[0])).__name__
-                raise TrainingError(
-                    f"step {step.step}: row {uid} has {name}, and the {passing[0]}, a {kind}, "
-                    f"would pass over it: give a {passing[0]} that reads it and says so, takes = "
-                    f"{{{name!r}}}. {without(uid)}"
-                )
+def _require_taken(step: TrainStep, uids: Uids, models: Models, microbatch: MicroBatch) -> None:
+    """Raise unless all models that have to read what a row brings say that they do."""
+    # What few rows bring -> the first row that brings it.
+    brought = {}
+    pictures = [row for row, inputs in enumerate(microbatch.multi_modal_inputs) if inputs]
+    if pictures:
+        brought["multi_modal_inputs"] = pictures[0]
+    heat = microbatch.get("temperature")
+    if heat is not None and bool((heat != 1).any()):
+        brought["temperature"] = int(rows_of_tokens(microbatch)[heat.flatten() != 1][0])
+    for name, role in [(column, reader) for column in brought for reader in READERS[column]]:
+        model = getattr(models, role)
+        if model is not None and name not in getattr(model, "takes", ()):
+            (uid,) = uids(step, [int(microbatch["sample_index"][brought[name]])])
+            raise TrainingError(
+                f"step {step.step}: row {uid} has {name}, and the {role}, a {type(model).__name__},"
+                f" would pass over it: give a {role} that reads it and says so, takes = "
+                f"{{{name!r}}}. {without(uid)}"
+            )
 
 
-def require_known(step: TrainStep, uids: Uids, models: Models) -> None:
-    """Refuse a step with a token that a model does not have, with one look at the device.
-
-    Args:
-        step: that is about to be trained.
-        uids: of its rows.
-        models: those of transformers say how many tokens they have.
-
-    Raises:
-        TrainingError: names a row with another token, and the model that does not have it.
-    """
-    known = {
-        name: model.vocabulary
-        for name in ("model", "reference", "teacher")
-        if isinstance(model := getattr(models, "policy" if name == "model" else name), CausalLM)
-    }
-    vocabulary, name = min(((size, name) for name, size in known.items() if size), default=(0, ""))
+def _require_known(step: TrainStep, uids: Uids, models: Models) -> None:
+    """Raise if a token is none that every model has, with one look at the device."""
+    named = {"model": models.policy, "reference": models.reference, "teacher": models.teacher}
+    sizes = [(m.vocabulary, name) for name, m in named.items() if isinstance(m, CausalLM)]
+    vocabulary, name = min(((size, name) for size, name in sizes if size), default=(0, ""))
     filled = [microbatch for microbatch in step.microbatches if microbatch["input_ids"].numel()]
-    largest = [microbatch["input_ids"].max() for microbatch in filled]
-    if not (largest and name) or int(torch.stack(largest).max()) < vocabulary:
+    if not (vocabulary and filled):
         return
-    at = int(torch.stack(largest).argmax())
-    row = rows_of_tokens(filled[at])[filled[at]["input_ids"].argmax()]
-    place = int(filled[at]["sample_index"][row])
-    (uid,) = uids(step, [place])
+    largest = torch.stack([microbatch["input_ids"].max() for microbatch in filled]).tolist()
+    token = max(largest)
+    if token < vocabulary:
+        return
+    microbatch = filled[largest.index(token)]
+    row = rows_of_tokens(microbatch)[microbatch["input_ids"].argmax()]
+    (uid,) = uids(step, [int(microbatch["sample_index"][row])])
     remedy = "call its resize_token_embeddings first" if name == "model" else "give another one"
     raise TrainingError(
-        f"step {step.step}: row {uid} holds token {int(largest[at])}, and the "
-        f"{name} has the tokens 0 to {vocabulary - 1}: take a {name} whose tokenizer made the "
-        f"rows, or {remedy}. {without(uid)}"
+        f"step {step.step}: row {uid} holds token {token}, and the {name} has the tokens 0 to "
+        f"{vocabulary - 1}: take a {name} whose tokenizer made the rows, or {remedy}. "
+        f"{without(uid)}"
     )
+
+
+LARGEST_ROWS = 4
+"""So many rows are named of a step that was skipped."""
+
+
+def largest_rows(
+    step: TrainStep, algorithm: Algorithm, policy: Policy, processes: Processes
+) -> list[int]:
+    """Return the places in the manifest of the rows with the largest terms, the largest first.
+
+    Rows that hold a number that is not finite come before those whose gradient is not finite, and
+    these before large ones. Every rank must call it; all get the same answer.
+    """
+    terms = torch.zeros(len(step.manifest.experiences), dtype=torch.float64)
+    for microbatch in step.microbatches:
+        slots = microbatch["sample_index"].long().cpu()
+        of_rows = _terms_of_rows(microbatch, algorithm, policy).cpu()
+        terms.scatter_reduce_(0, slots, of_rows, "amax")
+    device = step.microbatches[0]["input_ids"].device
+    total = processes.sum(terms.to(device)).cpu()
+    order = torch.argsort(total, descending=True, stable=True)[:LARGEST_ROWS]
+    return [place for place in order.tolist() if total[place] > 0]
+
+
+def _terms_of_rows(microbatch: MicroBatch, algorithm: Algorithm, policy: Policy) -> Tensor:
+    """Return ``[N]``: the largest term of each row; infinite where its own numbers are not finite.
+
+    A gradient that is not finite counts as the largest finite number: one broken row may spoil
+    those of all others.
+    """
+    with torch.no_grad():
+        scores = policy.scores(microbatch)
+    leaves = [scores.logprob.requires_grad_(), scores.entropy.requires_grad_()]
+    with torch.enable_grad():
+        loss, _ = algorithm.loss(leaves[0], microbatch, entropy=leaves[1], layout=microbatch.layout)
+        gradients = (
+            torch.autograd.grad(loss, leaves, allow_unused=True)
+            if loss.requires_grad
+            else (None, None)
+        )
+    largest = torch.finfo(torch.float64).max
+    terms = torch.zeros_like(microbatch["input_ids"], dtype=torch.float64)
+    for gradient in gradients:
+        if gradient is not None:
+            size = gradient.double().abs().nan_to_num(nan=largest, posinf=largest)
+            terms = torch.maximum(terms, size)
+    rows = rows_of_tokens(microbatch)
+    of_rows = terms.new_zeros(len(microbatch["sample_index"]))
+    of_rows.scatter_reduce_(0, rows, terms.flatten(), "amax")
+    for column in (scores.logprob.detach(), *(microbatch[name] for name in microbatch)):
+        if not isinstance(column, Tensor) or not column.is_floating_point():
+            continue
+        broken = torch.where(column.detach().isfinite(), 0.0, torch.inf).double()
+        if column.shape == terms.shape:
+            of_rows.scatter_reduce_(0, rows, broken.flatten(), "amax")
+        elif column.shape == of_rows.shape:
+            of_rows = torch.maximum(of_rows, broken)
+    return of_rows
+
+
+def value_loss(
+    predicted: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    action_mask: Tensor,
+    *,
+    clip_range: float | None = None,
+    loss_agg_mode: str = "token-mean",
+    layout: BatchLayout | None = None,
+) -> Tensor:
+    """Return half the squared error between values and returns, on action tokens.
+
+    Args:
+        predicted: by the critic as it is now.
+        values: by the critic before the step.
+        returns: what it is to predict.
+        action_mask: what counts.
+        clip_range: how far a value may move from the one of the step's beginning, as in PPO's first
+            implementations, where the worse of the two errors counts; None: any way. The
+            algorithms' descriptions name no such range, so there is none by default.
+        loss_agg_mode: see `aggregate_loss`.
+        layout: boundaries and denominators of the step.
+    """
+    now, before = keep(action_mask, predicted), keep(action_mask, values)
+    wanted = keep(action_mask, returns)
+    errors = (now - wanted).square()
+    if clip_range is not None:
+        near = before + (now - before).clamp(-clip_range, clip_range)
+        errors = torch.maximum(errors, (near - wanted).square())
+    return aggregate_loss(0.5 * errors, action_mask, loss_agg_mode, layout=layout)

@@ -11,7 +11,7 @@ with ``warn_only=True``, or without, it is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import signature
@@ -149,18 +149,17 @@ def attending(model: Any, microbatch: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     configs = {id(own): own for m in inner.modules() if (own := vars(m).get("config")) is not None}
-    layers = [m for m in inner.modules() if _CHECKPOINT in vars(m)]
-    before = [vars(layer)[_CHECKPOINT] for layer in layers]
-    try:
-        for layer, own in zip(layers, before, strict=True):
+    with ExitStack() as stack:
+        for layer in inner.modules():
+            held = vars(layer)
+            if (own := held.get(_CHECKPOINT)) is None:
+                continue
             # One object for each, or torch.compile would compile anew at every call.
             anew = use.recomputed.setdefault(own, _recomputed(own, list(configs.values())))
-            vars(layer)[_CHECKPOINT] = anew
-        with _named(configs.values()):
-            yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            vars(layer)[_CHECKPOINT] = own
+            stack.callback(held.__setitem__, _CHECKPOINT, own)
+            held[_CHECKPOINT] = anew
+        stack.enter_context(_named(configs.values()))
+        yield
 
 
 @contextmanager

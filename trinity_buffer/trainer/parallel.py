@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -15,6 +15,8 @@ from typing_extensions import override
 
 from trinity_buffer.errors import LeaseLostError
 from trinity_buffer.trainer.policy import Trainable
+
+T = TypeVar("T")
 
 
 def unwrapped(model: Any) -> Any:
@@ -54,12 +56,6 @@ def whole(weight: Tensor) -> Tensor:
     return weights
 
 
-def averages_itself(model: Trainable) -> bool:
-    """Return whether the backward pass of ``model`` averages its gradients over the ranks."""
-    wrapped = isinstance(getattr(model, "model", model), DistributedDataParallel)
-    return wrapped or any(map(is_sharded, model.parameters()))
-
-
 class Processes:
     """The ranks of a trainer, as it asks for them: here, a trainer on its own.
 
@@ -75,8 +71,8 @@ class Processes:
         """Return ``value`` summed over all ranks; every rank must call it, in the same order."""
         return value
 
-    def gather(self, value: Tensor) -> list[Tensor]:
-        """Return ``value`` of each rank, of one shape; every rank must call it."""
+    def gather(self, value: T) -> list[T]:
+        """Return ``value`` of each rank; every rank must call it, in the same order."""
         return [value]
 
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
@@ -88,14 +84,6 @@ def processes_here() -> Processes:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return TorchProcesses()
     return Processes()
-
-
-def processes_of_writers() -> Processes:
-    """Return the ranks as a group of their own, in the processors' memory; every rank calls it.
-
-    What a thread asks in there goes past what the training asks in the default group.
-    """
-    return TorchProcesses(torch.distributed.new_group(backend="gloo"))
 
 
 @contextmanager
@@ -132,14 +120,12 @@ class TorchProcesses(Processes):
         return total
 
     @override
-    def gather(self, value: Tensor) -> list[Tensor]:
-        """Return ``value`` of each rank."""
-        # NCCL moves tensors of GPUs alone.
-        own = value.cuda() if torch.distributed.get_backend(self._group) == "nccl" else value
-        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+    def gather(self, value: T) -> list[T]:
+        """Return ``value`` of each rank, which was pickled on its way."""
+        gathered: list[Any] = [None] * self.world_size
         with _all_ranks_there():
-            torch.distributed.all_gather(gathered, own, group=self._group)
-        return [of_rank.to(value.device) for of_rank in gathered]
+            torch.distributed.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
     @override
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
@@ -147,7 +133,8 @@ class TorchProcesses(Processes):
 
         Of a model that averages them itself (DDP, FSDP2) they stay as they are.
         """
-        if averages_itself(model):
+        wrapped = isinstance(getattr(model, "model", model), DistributedDataParallel)
+        if wrapped or any(map(is_sharded, model.parameters())):
             return
         weights = [weight for weight in weights if weight.requires_grad]
         # A rank whose rows reach no weight still takes part: its gradient is 0.
@@ -155,15 +142,3 @@ class TorchProcesses(Processes):
         joined = self.sum(torch.cat([gradient.flatten() for gradient in own])) / self.world_size
         for weight, mean in zip(weights, joined.split([w.numel() for w in weights]), strict=True):
             weight.grad = mean.view_as(weight)
-
-
-def gather_texts(processes: Processes, text: str) -> list[str]:
-    """Return ``text`` of each rank; every rank must call it."""
-    own = text.encode()
-    # Collectives need one shape: lengths first, then texts padded to the longest.
-    lengths = processes.gather(torch.tensor([len(own)]))
-    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
-    padded[: len(own)] = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-    gathered = processes.gather(padded)
-    pairs = zip(gathered, lengths, strict=True)
-    return [bytes(text_bytes[: int(length)].tolist()).decode() for text_bytes, length in pairs]

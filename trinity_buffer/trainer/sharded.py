@@ -202,13 +202,13 @@ def owners_of(tensors: Mapping[str, Tensor], files: int) -> dict[str, int]:
 def whole_tensors(
     tensors: Mapping[str, Tensor], names: Sequence[str], copies: HostCopies
 ) -> dict[str, Tensor]:
-    """Return those of ``tensors`` that are ``kept``, whole, as ``copies`` takes them.
+    """Return those of ``tensors`` that ``names`` lists, whole, as ``copies`` takes them.
 
     Every rank must call it with the same names; they are gathered one after the other.
 
     Args:
         tensors: name -> a tensor, or this rank's part of it.
-        kept: some of the names.
+        names: some of them.
         copies: in the processor's memory.
     """
     gathered, wanted = {}, frozenset(names)
