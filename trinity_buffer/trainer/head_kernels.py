@@ -176,20 +176,11 @@ def entropy_kernel(
 
 def _launch(kernel: Any, chunk: Chunk, *rest: Tensor | None, blocks: int = 1) -> None:
     """Run a kernel for each row of a chunk, and each block of it."""
-    rows, columns = chunk.products.shape
+    (rows, columns), stride = chunk.products.shape, chunk.products.stride(0)
     if rows:
         with torch.cuda.device_of(chunk.products):
-            kernel[(rows, blocks)](
-                chunk.products,
-                chunk.products.stride(0),
-                columns,
-                chunk.bias,
-                chunk.scale,
-                chunk.softcap,
-                chunk.temperature,
-                *rest,
-                block=BLOCK,
-            )
+            # All of a chunk but its places, which not every kernel takes.
+            kernel[rows, blocks](chunk.products, stride, columns, *chunk[2:], *rest, block=BLOCK)
 
 
 def _add(sums: Sums, chunk: Chunk) -> Sums:

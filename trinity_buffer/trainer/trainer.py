@@ -51,10 +51,7 @@ from trinity_buffer.trainer.models import (
     value_loss,
     values_of,
 )
-from trinity_buffer.trainer.parallel import (
-    processes_here,
-    whole,
-)
+from trinity_buffer.trainer.parallel import processes_here, whole
 from trinity_buffer.trainer.policy import Critic, Policy, Trainable
 from trinity_buffer.trainer.requirements import require_of, require_same_ranks
 
