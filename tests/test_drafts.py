@@ -79,7 +79,7 @@ COLUMN = [
     ),
     ("identity.py", '"teacher_logprobs", "chosen"', '"teacher_logprobs", "drafts", "chosen"'),
     (
-        "pipeline/write/checks.py",
+        "pipeline/write/batch.py",
         'PER_TOKEN = ("logprobs", ',
         'PER_TOKEN = ("drafts", "logprobs", ',
     ),

@@ -14,8 +14,7 @@ from tests.raw_store import decode_experiences, encode_experiences
 from trinity_buffer.codec.segments import decode_segment, digests_of_segments, encode_segment
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
-from trinity_buffer.pipeline.encoding import META, RecordBatch
-from trinity_buffer.pipeline.tensors import TORCH_DTYPES
+from trinity_buffer.pipeline.encoding import META, TORCH_DTYPES, RecordBatch
 
 FIELDS = [field for fields in FAMILIES.values() for field in fields]
 TENSORS = ["token_level_reward", "advantages", "returns", "logprobs", "teacher_logprobs"]

@@ -9,8 +9,8 @@ from trinity_buffer.algorithm.annotating import annotate
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.pipeline.encoding import RecordBatch
-from trinity_buffer.pipeline.write import checks
-from trinity_buffer.pipeline.write.checks import SCHEMAS, passes, validate
+from trinity_buffer.pipeline.write import batch
+from trinity_buffer.pipeline.write.batch import SCHEMAS, passes, validate
 
 NAN, INF = float("nan"), float("inf")
 
@@ -264,7 +264,7 @@ def test_what_is_no_pair_is_refused_as_one(experience: Experience, sentence: str
 
 
 def test_an_experience_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "MAX_BYTES", 200)
+    monkeypatch.setattr(batch, "MAX_BYTES", 200)
     validate(rollout(response_text="x" * 100))
     assert passes_as_a_column(rollout(response_text="x" * 100))
     for changed in (

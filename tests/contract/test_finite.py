@@ -13,7 +13,7 @@ from tests.trainer.data import rollouts
 from trinity_buffer import assign_rewards, open_store, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
-from trinity_buffer.pipeline.write.checks import PER_TOKEN
+from trinity_buffer.pipeline.write.batch import PER_TOKEN
 
 NAN, INF = math.nan, math.inf
 LARGE = 1e39

@@ -12,7 +12,7 @@ from tests.contract.making import opened
 from tests.raw_store import encode_experiences
 from trinity_buffer import run_strategy, verify
 from trinity_buffer.experience import EID, Experience
-from trinity_buffer.pipeline.tensors import TORCH_DTYPES
+from trinity_buffer.pipeline.encoding import TORCH_DTYPES
 
 MANY = 40_000
 """Elements of a tensor whose bytes are not joined with those of others."""

@@ -82,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "a column of a single tensor is a view of it",
-        "pipeline/tensors.py",
+        "pipeline/encoding.py",
         "tensors[0].detach().clone()",
         "tensors[0].detach()",
         "tests/contract/test_odd_tensors.py::test_what_was_encoded_does_not_change_with_the_tensors",

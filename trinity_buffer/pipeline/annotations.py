@@ -18,7 +18,7 @@ from trinity_buffer.codec.blob import Buffer, writable
 from trinity_buffer.codec.segments import ANNOTATED, Column, Segment, decode_segment, encode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.tensors import (
+from trinity_buffer.pipeline.encoding import (
     DTYPE_NAMES,
     bytes_of,
     columns_of,

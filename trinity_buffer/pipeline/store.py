@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.write.writer import SQLWriter
 
 SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
-"""The names in `checks.SCHEMAS`, repeated here because readers do without torch."""
+"""The names in `SCHEMAS` of `write.batch`, repeated here because readers do without torch."""
 
 
 MAX_URI = 4096

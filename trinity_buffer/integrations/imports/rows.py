@@ -20,7 +20,7 @@ from trinity_buffer.explorer.chat_format import rendered
 from trinity_buffer.explorer.conversation import as_texts
 from trinity_buffer.explorer.local_model import load_tokenizer
 from trinity_buffer.lazy import extra
-from trinity_buffer.pipeline.write.checks import validate
+from trinity_buffer.pipeline.write.batch import validate
 
 
 def name_of(path: Path) -> str:

@@ -35,7 +35,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotations import decode_annotations
 from trinity_buffer.pipeline.coordination.waiting import one_line
-from trinity_buffer.pipeline.encoding import decode_experiences
+from trinity_buffer.pipeline.encoding import decode_experiences, flat_tensor, tensors_of
 from trinity_buffer.pipeline.handle import ExperimentHandle
 from trinity_buffer.pipeline.load.reading import (
     EventCache,
@@ -45,7 +45,6 @@ from trinity_buffer.pipeline.load.reading import (
     read_segments,
     unreadable_among,
 )
-from trinity_buffer.pipeline.tensors import flat_tensor, tensors_of
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.database import Database
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of, written_as

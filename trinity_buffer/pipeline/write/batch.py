@@ -1,43 +1,409 @@
-"""One call of a writer: validated, encoded, and encoded again without rows that are stored."""
+"""One call of a writer: validated, encoded, and encoded again without rows that are stored.
+
+Each rule of validation is a function of a `RecordBatch` that returns the first problem it sees, or
+None. A batch of many rows passes if each rule passes over its columns. If one fails, the same rules are applied
+to each row by itself, as a batch of one, to name the invalid experience and its field.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
-from typing import Literal
+from operator import sub
+from typing import Any, Literal
 
 import anyio
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from trinity_buffer.codec.segments import is_scorable
+from trinity_buffer.codec.arrays import DTYPES
+from trinity_buffer.codec.segments import Column, is_scorable
 from trinity_buffer.errors import (
     ConflictingExperienceError,
     InvalidArgumentError,
     InvalidExperienceError,
 )
 from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded
-from trinity_buffer.experience import Experience
-from trinity_buffer.identity import EID
+from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience, ExperienceType
+from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.encoding import RecordBatch, encode_experiences
+from trinity_buffer.pipeline.encoding import DTYPE_NAMES, OBJECTS, RecordBatch, encode_experiences
 from trinity_buffer.pipeline.handle import new_event
-from trinity_buffer.pipeline.write.checks import (
-    ADDRESS,
-    STORABLE,
-    passes,
-    require,
-    validate,
-)
+from trinity_buffer.sampling import SEGMENTS, problem_of_segments
 from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.segments import SegmentRow, SegmentStore, new_key
 from trinity_buffer.writer import WriteReceipt, invalid
+
+MAX_BYTES = 64 << 20
+"""Upper bound of one experience's bytes: more would not fit one part of a segment."""
+
+MAX_INT32, MAX_INT64 = (1 << 31) - 1, (1 << 63) - 1
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+"""Largest finite number in float32, the dtype of micro-batches."""
+INTEGERS = frozenset(
+    {*("uint8", "uint16", "uint32", "uint64"), *("int8", "int16", "int32", "int64")}
+)
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+MASKS = FLOATS | INTEGERS | {"bool"}
+PER_TOKEN = ("logprobs", "token_level_reward", "teacher_logprobs", "advantages", "returns")
+TEXTS = ("response_text", "prompt_text", "truncate_status")
+LISTS = ("messages", "tools", "chosen_messages", "rejected_messages")
+NOBODY = EID()
+"""The default address, of an experience without one."""
+
+ROUNDING = 0.01
+"""How far rounding may lift the logarithm of a probability above 0, in any precision."""
+
+_TENSORS = ("tokens", "action_mask", *PER_TOKEN, "chosen", "rejected", "routed_experts")
+_VECTORS: dict[str, tuple[frozenset[str], str]] = {
+    **dict.fromkeys(("tokens", "chosen", "rejected"), (INTEGERS, "integer token ids")),
+    "action_mask": (MASKS, "bool, integers or floats"),
+    **dict.fromkeys(PER_TOKEN, (FLOATS, "floats")),
+}
+_FORMS: dict[str, type] = {
+    **dict.fromkeys(TEXTS, str),
+    **dict.fromkeys(LISTS, list),
+    **dict.fromkeys(("info", "metrics", "multi_modal_inputs"), dict),
+    "custom_fields": list,
+}
+_ALWAYS = frozenset({"info", "metrics", "custom_fields"})
+"""Fields whose empty value is an empty container, never None."""
+
+_INT, _KEY, _NONE = frozenset({int}), frozenset({int, str}), frozenset({type(None)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schema:
+    """The requirements of one schema.
+
+    Attributes:
+        kinds: the types of experience that belong to it.
+        tokens: the required fields of token ids.
+        optional: fields that may be missing; a strategy or algorithm that needs one rejects the row
+            as ``invalid``.
+    """
+
+    kinds: tuple[ExperienceType, ...]
+    tokens: tuple[str, ...] = ("tokens",)
+    optional: tuple[str, ...] = ("reward", "logprobs", "token_level_reward", "teacher_logprobs")
+
+
+_TURNS: tuple[ExperienceType, ...] = ("single_turn", "multi_turn")
+
+SCHEMAS: dict[str, Schema] = {
+    "experience": Schema(_TURNS),
+    "sft": Schema(_TURNS),
+    "cpt": Schema(_TURNS),
+    "dpo": Schema(("dpo",), ("tokens", "chosen", "rejected")),
+}
+"""``experience``: rollouts; ``sft``: demonstrations; ``cpt``: plain text; ``dpo``: pairs."""
+
+Problem = tuple[str, str]
+"""The invalid field, and a sentence that begins with it: of the first row, which is the only one
+where the sentence matters."""
+
+Rule = Callable[[RecordBatch, str], Problem | None]
+"""Takes the rows and their schema."""
+
+
+def _eids(batch: RecordBatch, _schema: str) -> Problem | None:
+    eids = batch.values["eid"]
+    if not all(issubclass(kind, EID) for kind in batch.kinds["eid"]):
+        return "eid", f"eid is a {type(eids[0]).__name__}, it must be an EID"
+    batches, tasks, runs, steps, suffixes = batch.addresses
+    if "" in batches and NOBODY in eids:
+        return "eid", "eid was never given: say batch, task, run and step"
+    for field, numbers in (("eid.run", runs), ("eid.step", steps)):
+        # The type too: True is 1.
+        is_plain = _INT.issuperset(map(type, numbers))
+        if not (is_plain and min(numbers) >= 0 and max(numbers) <= MAX_INT32):
+            return field, f"{field} is {numbers[0]!r}, it must be an int, 0 or more"
+    for field, keys, problem_of in (
+        ("eid.batch", batches, problem_of_key),
+        ("eid.task", tasks, problem_of_key),
+        ("eid.suffix", suffixes, problem_of_name),
+    ):
+        distinct = set(keys) if _KEY.issuperset(map(type, keys)) else keys
+        problem = next(filter(None, map(problem_of, distinct)), None)
+        if problem is None and field != "eid.task" and any("/" in str(key) for key in distinct):
+            problem = f"is {keys[0]!r}: it must not contain '/'"
+        if problem is not None:
+            return field, f"{field} {problem}"
+    return None
+
+
+def _forms(batch: RecordBatch, _schema: str) -> Problem | None:
+    """Check the types of everything but tensors, and that its values can be packed."""
+    for field, form in _FORMS.items():
+        kinds = batch.kinds[field] - (frozenset() if field in _ALWAYS else _NONE)
+        if not all(issubclass(kind, form) for kind in kinds):
+            kind = type(batch.values[field][0]).__name__
+            return field, f"{field} is a {kind}, it must be a {form.__name__}"
+    for custom in chain.from_iterable(batch.values["custom_fields"]):
+        is_sound = isinstance(custom, CustomField) and custom.data_type in DTYPE_NAMES
+        if not is_sound or {type(custom.source_field), type(custom.destination_field)} != {str}:
+            return "custom_fields", f"custom_fields has {custom!r:.80}, it is no CustomField"
+    for inputs in filter(None, batch.values["multi_modal_inputs"]):
+        for name, value in inputs.items():
+            field = f"multi_modal_inputs[{name!r}]"
+            if type(name) is not str or not isinstance(value, Tensor):
+                return field, f"{field} must be a tensor under a text"
+    return None
+
+
+def _storable(batch: RecordBatch, _schema: str) -> Problem | None:
+    """Check that tensors are tensors, and that they and all objects can be stored."""
+    for field in _TENSORS:
+        kinds = batch.kinds[field] - (_NONE if field != "tokens" else frozenset())
+        if not all(issubclass(kind, Tensor) for kind in kinds):
+            kind = type(batch.values[field][0]).__name__
+            return field, f"{field} is a {kind}, it must be a tensor"
+    try:
+        batch.columns, batch.objects  # noqa: B018 - they are made when they are first asked for
+    except InvalidArgumentError as error:
+        return next(filter(str(error).startswith, (*_TENSORS, *OBJECTS))), str(error)
+    return None
+
+
+def _scalars(batch: RecordBatch, _schema: str) -> Problem | None:
+    prompts = batch.values["prompt_length"]
+    if batch.kinds["prompt_length"] != _INT:
+        return "prompt_length", f"prompt_length is {prompts[0]!r}, it must be an int"
+    for reward in batch.values["reward"]:
+        if reward is None:
+            continue
+        if not isinstance(reward, int | float):
+            kind = type(reward).__name__
+            return "reward", f"reward is a {kind}, it must be a number or None"
+        # NaN compares false with everything.
+        if not abs(reward) <= (MAX_INT64 if isinstance(reward, int) else MAX_FLOAT32):
+            is_large = type(reward) is float and math.isfinite(reward)
+            where = " in float32" if is_large else ""
+            return "reward", f"reward is {reward!r:.40}, it must be finite{where}"
+    return None
+
+
+def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
+    versions, reasons, segments = batch.infos
+    for version in versions:
+        if version is not None and (type(version) is not int or abs(version) > MAX_INT64):
+            field = "info['model_version']"
+            return field, f"{field} is {version!r:.40}, it must be an int"
+    sizes = zip(batch.values["prompt_length"], batch.sizes("tokens"), strict=True)
+    is_absent = set(map(type, segments)) == _NONE
+    for spans, (prompt, size) in () if is_absent else zip(segments, sizes, strict=True):
+        problem = None if spans is None else problem_of_segments(spans, prompt, size)
+        if problem is not None:
+            return f"info[{SEGMENTS!r}]", f"info[{SEGMENTS!r}] {problem}"
+    for reason in reasons:
+        problem = None if not reason else problem_of_text(reason)
+        if problem is not None:
+            return "info['finish_reason']", f"info['finish_reason'] {problem}"
+    return None
+
+
+def _kinds(batch: RecordBatch, schema: str) -> Problem | None:
+    if set(batch.values["experience_type"]).issubset(SCHEMAS[schema].kinds):
+        return None
+    if schema == "dpo":
+        tokens = SCHEMAS[schema].tokens
+        missing = [field for field in tokens if batch.values[field][0] is None]
+        field, what = ("action_mask", "is given") if not missing else (missing[0], "is None")
+        return field, f"{field} {what}: the schema dpo needs chosen and rejected, and no mask"
+    return "chosen and rejected", (
+        "chosen and rejected are given without an action_mask: a pair belongs in an experiment of "
+        f"the schema dpo, this one is {schema!r}"
+    )
+
+
+def _vectors(batch: RecordBatch, schema: str) -> Problem | None:
+    """Check shapes and dtypes of token ids, masks and numbers per token."""
+    required = (*SCHEMAS[schema].tokens, *(("action_mask",) if schema != "dpo" else ()))
+    for field in (*required, *PER_TOKEN):
+        if field in required and batch.kinds[field] >= _NONE:
+            return field, f"{field} is a NoneType, it must be a tensor"
+        dtypes, what = _VECTORS[field]
+        for column in batch.columns.get(field, ()):
+            if column.shapes.shape[1] != 1:
+                shape = column.shapes[0].tolist()
+                return field, f"{field} has the shape {shape}, it must be dense 1-D"
+            if column.dtype not in dtypes:
+                return field, f"{field} is torch.{column.dtype}, it must hold {what}"
+            if dtypes is INTEGERS and not column.shapes.all():
+                return field, f"{field} has no elements, it needs at least one token"
+    return None
+
+
+def _responses(batch: RecordBatch, schema: str) -> Problem | None:
+    """Check prompt lengths, and that there is one number per token of a response."""
+    if schema == "dpo":
+        return None
+    prompts, sizes = batch.values["prompt_length"], batch.sizes("tokens")
+    responses = list(map(sub, sizes, prompts))
+    size, prompt, response = sizes[0], prompts[0], responses[0]
+    if min(prompts) < 1 or min(responses) < 0:
+        what = f"is {prompt!r}, it must be an int from 1 to {size - 1}"
+        return "prompt_length", f"prompt_length {what}"
+    ends = zip(responses, batch.values["truncate_status"], strict=True)
+    if 0 in responses and any(not length and end != "prompt_truncated" for length, end in ends):
+        what = f"holds {size} tokens of prompt and no response: give at least one"
+        return "tokens", f"tokens {what}"
+    for field in ("action_mask", *PER_TOKEN):
+        if batch.kinds[field] == _NONE:
+            continue
+        numbers = batch.sizes(field)
+        pairs = zip(numbers, responses, strict=True)
+        if numbers != responses and any(own not in (None, length) for own, length in pairs):
+            is_mask = field == "action_mask"
+            why = (
+                f" ({size} tokens - prompt_length {prompt})" if is_mask else ": one per token of it"
+            )
+            what = f"has {numbers[0]} elements, the response has {response}{why}"
+            return field, f"{field} {what}"
+    return None
+
+
+def _numbers(batch: RecordBatch, schema: str) -> Problem | None:
+    """Check that token ids are not negative, masks 0 or 1, and numbers per token finite."""
+    columns = batch.columns
+    for column in chain.from_iterable(columns[field] for field in SCHEMAS[schema].tokens):
+        if DTYPES[column.dtype].kind == "i" and column.elements.min() < 0:
+            what = "holds negative numbers: these are no token ids"
+            return column.field, f"{column.field} {what}"
+    for column in columns["action_mask"] if schema != "dpo" else ():
+        if column.dtype == "bool":
+            continue
+        numbers = _as_numpy(column)
+        others = np.flatnonzero((numbers != 0) & (numbers != 1))
+        if len(others):
+            what = f"holds {numbers[others[0]].item()} at token {others[0]} of the response"
+            return "action_mask", f"action_mask {what}, {ZERO_OR_ONE}"
+    for column in chain.from_iterable(columns.get(field, ()) for field in PER_TOKEN):
+        numbers = _as_numpy(column)
+        with np.errstate(all="ignore"):
+            # NaN and Inf survive in a sum of squares, which takes a tenth of the time of
+            # isfinite(). Finite values may overflow it, so a failure is checked again exactly.
+            passes = float(numbers.dot(numbers)) <= MAX_FLOAT32
+            passes = passes or bool(np.isfinite(numbers.astype(np.float32)).all())
+        if not passes:
+            large = f"holds a number above {MAX_FLOAT32:.2g}, which is infinite in float32"
+            is_large = np.isfinite(numbers).all()
+            what = large if is_large else "holds NaN or Inf, it must be finite"
+            return column.field, f"{column.field} {what}"
+    return None
+
+
+def _as_numpy(column: Column) -> npt.NDArray[Any]:
+    """Return the elements as NumPy's numbers, which lack bfloat16: the upper half of a float32."""
+    numbers = column.elements
+    is_half = column.dtype == "bfloat16"
+    return (numbers.astype(np.uint32) << 16).view(np.float32) if is_half else numbers
+
+
+def _experts(batch: RecordBatch, _schema: str) -> Problem | None:
+    field = "routed_experts"
+    sizes = batch.sizes("tokens")
+    for column in batch.columns.get(field, ()):
+        if column.dtype not in INTEGERS:
+            return field, f"{field} must be a tensor of integers"
+        rows = range(len(sizes)) if column.rows is None else column.rows.tolist()
+        for row, shape in zip(rows, column.shapes.tolist(), strict=True):
+            size = sizes[row]
+            if not shape or shape[0] not in (size - 1, size):
+                what = f"has the shape {shape}, its first dimension must be {size - 1} or"
+                return field, f"{field} {what} {size}: one row per token"
+    return None
+
+
+def _size(batch: RecordBatch, _schema: str) -> Problem | None:
+    columns = list(chain.from_iterable(batch.columns.values()))
+    packed = [pieces for pieces, _ in batch.objects.values()]
+    if sum(column.data.nbytes for column in columns) + sum(map(len, chain(*packed))) <= MAX_BYTES:
+        return None
+    sizes = np.zeros(len(batch.experiences), np.int64)
+    for column in columns:
+        rows = slice(None) if column.rows is None else column.rows
+        sizes[rows] += column.sizes * column.elements.itemsize
+    for pieces in packed:
+        sizes += list(map(len, pieces))
+    if sizes.max() > MAX_BYTES:
+        return "size", f"size is {sizes.max()} bytes, the limit is {MAX_BYTES}"
+    return None
+
+
+ADDRESS: tuple[Rule, ...] = (_eids,)
+"""Without an address nothing can be recorded."""
+STORABLE: tuple[Rule, ...] = (_forms, _storable, _scalars, _infos)
+"""Without these, a reader could not decode what is recorded."""
+TRAINABLE: tuple[Rule, ...] = (_kinds, _vectors, _responses, _numbers, _experts, _size)
+"""What a schema requires; each rule relies on those before it."""
+
+
+def passes(batch: RecordBatch, schema: str) -> bool:
+    """Return whether all rows are valid under ``schema``."""
+    every = (*ADDRESS, *STORABLE, *TRAINABLE)
+    return schema in SCHEMAS and not any(rule(batch, schema) for rule in every)
+
+
+def validate(experience: Experience, schema: str = "experience") -> None:
+    """Check that ``experience`` can be stored and trained under ``schema``.
+
+    Raises:
+        InvalidExperienceError: it cannot; the message names it, the field and the accepted values.
+        InvalidArgumentError: unknown schema.
+    """
+    if schema not in SCHEMAS:
+        raise InvalidArgumentError(f"schema={schema!r}: accepted are {', '.join(SCHEMAS)}")
+    require(experience, (*ADDRESS, *STORABLE, *TRAINABLE), schema)
+
+
+def require(experience: Experience, rules: Sequence[Rule], schema: str = "") -> None:
+    """Raise unless ``experience`` passes ``rules``.
+
+    Raises:
+        InvalidExperienceError: it does not.
+    """
+    batch = RecordBatch([experience])
+    problem = next(filter(None, (rule(batch, schema) for rule in rules)), None)
+    if problem is not None:
+        field, sentence = problem
+        eid: Any = experience.eid
+        error = InvalidExperienceError(f"experience {getattr(eid, 'uid', eid)}: {sentence}")
+        error.field = field
+        raise error
+
+
+def suspicious_values(batches: Sequence[RecordBatch]) -> str | None:
+    """Return a warning about values that are valid but probably wrong, or None.
+
+    Quarantined rows may hold NaN, which does not count as above 0.
+    """
+    for batch in batches:
+        for column in batch.columns.get("logprobs", ()):
+            if column.dtype not in FLOATS:
+                continue
+            numbers = _as_numpy(column)
+            above = np.flatnonzero(numbers > ROUNDING)
+            if not len(above):
+                continue
+            index = int(np.searchsorted(column.offsets, above[0], side="right")) - 1
+            row = index if column.rows is None else int(column.rows[index])
+            return (
+                f"experience {batch.experiences[row].eid.uid}: logprobs up to "
+                f"{numbers[above].max():.3g}: natural logarithms of probabilities are at most 0"
+            )
+    return None
+
 
 OnInvalid = Literal["raise", "quarantine"]
 _NOWHERE = Place(0, b"")
 
 
-@dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class PreparedWrite:
     """One call, or several of one writer as one event, encoded.
 
@@ -57,7 +423,7 @@ class PreparedWrite:
     open_batches: frozenset[str]
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class WriteCall:
     """The experiences of one call on their way into the log.
 
@@ -86,12 +452,16 @@ class WriteCall:
     uids: Sequence[str] = ()
     batches: Sequence[RecordBatch] = ()
     place: Place = _NOWHERE
-    answered: anyio.Event = field(default_factory=anyio.Event)
+    answered: anyio.Event = dataclasses.field(default_factory=anyio.Event)
     error: Exception | None = None
     digests: Sequence[bytes] = ()
     _late: frozenset[str] = frozenset()  # batches that were sealed before
-    _invalid: dict[EID, str] = field(default_factory=dict)  # -> the reason for their rejection
-    _known: dict[str, bytes] = field(default_factory=dict)  # of rows that are stored already
+    _invalid: dict[EID, str] = dataclasses.field(
+        default_factory=dict
+    )  # -> the reason for their rejection
+    _known: dict[str, bytes] = dataclasses.field(
+        default_factory=dict
+    )  # of rows that are stored already
 
     @property
     def rows(self) -> int:
@@ -170,7 +540,7 @@ class WriteCall:
             except InvalidExperienceError as error:
                 if self.on_invalid == "raise":
                     raise
-                self.experiences[row] = _storable(experience, str(error))
+                self.experiences[row] = _recordable(experience, str(error))
                 self._invalid[experience.eid] = invalid(error.field)
 
     def learn(
@@ -238,7 +608,7 @@ def _batches_of(experiences: Sequence[Experience]) -> list[RecordBatch]:
     return [RecordBatch(experiences[start : start + size]) for start in range(0, number, size)]
 
 
-def _storable(experience: Experience, problem: str) -> Experience:
+def _recordable(experience: Experience, problem: str) -> Experience:
     """Return the recordable part of an invalid experience: all of it, or address and reason.
 
     Raises:

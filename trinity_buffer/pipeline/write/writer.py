@@ -23,8 +23,7 @@ from trinity_buffer.pipeline.coordination.waiting import (
     wait_report_s,
 )
 from trinity_buffer.pipeline.write import planning
-from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall, listed
-from trinity_buffer.pipeline.write.checks import suspicious_values
+from trinity_buffer.pipeline.write.batch import OnInvalid, WriteCall, listed, suspicious_values
 from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import leases, writer_queries
 from trinity_buffer.store.database import Database
