@@ -1,8 +1,8 @@
 """One call of a writer: validated, encoded, and encoded again without rows that are stored.
 
 Each rule of validation is a function of a `RecordBatch` that returns the first problem it sees, or
-None. A batch of many rows passes if each rule passes over its columns. If one fails, the same rules are applied
-to each row by itself, as a batch of one, to name the invalid experience and its field.
+None. A batch of many rows passes if each rule passes over its columns. If one fails, the same rules
+are applied to each row by itself, as a batch of one, to name the invalid experience and its field.
 """
 
 from __future__ import annotations
