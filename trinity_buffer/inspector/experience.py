@@ -18,15 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from trinity_buffer import errors
 from trinity_buffer.codec.objects import unpack_object
 from trinity_buffer.codec.segments import Column, Segment, decode_segment
-from trinity_buffer.errors import (
-    ArchivedSegmentError,
-    CodecError,
-    DamagedSegmentError,
-    InvalidArgumentError,
-    UnknownNameError,
-)
 from trinity_buffer.events import (
     MEASURED_ROWS,
     MEASURED_TOKENS,
@@ -58,7 +52,7 @@ from trinity_buffer.store.rows import (
 )
 from trinity_buffer.store.transaction import ReadSession, Transaction
 
-Damage = ArchivedSegmentError | CodecError | DamagedSegmentError
+Damage = errors.ArchivedSegmentError | errors.CodecError | errors.DamagedSegmentError
 """The first where an archive cannot be read; what was deleted for good is no damage."""
 
 
@@ -110,7 +104,7 @@ async def events_with_segments(
     readable, damaged = await readable_events(experiment, wanted, families)
     for position, error in damaged.items():
         # Archived tensors are a state of the row, not an error.
-        if isinstance(error, ArchivedSegmentError):  # `EventWithSegment.archived` says so
+        if isinstance(error, errors.ArchivedSegmentError):  # `EventWithSegment.archived` says so
             continue
         raise type(error)(str(Unreadable(wanted[position], position, str(error)))) from error
     return readable
@@ -139,13 +133,13 @@ async def readable_events(
                 parts = stored.parts.get((fact.segment, family), [])
                 try:
                     part = decode_segment(segments.blob_of(fact.segment, family, parts))
-                except (CodecError, DamagedSegmentError) as error:
+                except (errors.CodecError, errors.DamagedSegmentError) as error:
                     damaged[event.position] = error
                     continue
                 columns, objects = segment.columns | part.columns, segment.objects | part.objects
                 segment = Segment(part.rows, columns, objects)
             if gone is not None and not gone.deleted:
-                damaged[event.position] = ArchivedSegmentError(gone.why)
+                damaged[event.position] = errors.ArchivedSegmentError(gone.why)
             why = None if gone is None else gone.why
             readable[event.position] = EventWithSegment(event, fact, segment, why)
 
@@ -154,7 +148,7 @@ async def readable_events(
         for stored in s.read(log.read_at, experiment.key, wanted):
             try:
                 events.append(decoded(experiment.name, stored))
-            except CodecError as error:
+            except errors.CodecError as error:
                 damaged[stored.position] = error
         keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
         s.compute(decode, events, read_segments(s, sorted(keys), families))
@@ -503,7 +497,7 @@ async def row_and_fates(source: Source, uid: str) -> tuple[ExperienceRow, list[F
     def read(tx: Transaction) -> tuple[ExperienceRow, list[Fate]]:
         row = inspection.find(tx, source.key, eid)
         if row is None:
-            raise UnknownNameError(
+            raise errors.UnknownNameError(
                 f"experiment {source.name!r} holds no experience {uid!r}; `trinity-buffer "
                 "groups` shows what there is"
             )
@@ -565,7 +559,9 @@ async def search(
         DamagedSegmentError: at the end, where ``unreadable`` is None.
     """
     if not text:
-        raise InvalidArgumentError("text is empty, and every text holds that: say what to look for")
+        raise errors.InvalidArgumentError(
+            "text is empty, and every text holds that: say what to look for"
+        )
     # What is recorded meanwhile is left out, or a search of a running store might never end.
     head, reached = await source.head(), after
     damaged: list[Unreadable] = [] if unreadable is None else unreadable
@@ -593,7 +589,7 @@ async def search(
         if looked_at(reached):
             break
     if unreadable is None and damaged:
-        raise DamagedSegmentError("; ".join(map(str, damaged)))
+        raise errors.DamagedSegmentError("; ".join(map(str, damaged)))
 
 
 def _matches(

@@ -9,13 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import anyio.to_thread
 
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    StoreBusyError,
-    StoreError,
-    StoreUnavailableError,
-    UnknownNameError,
-)
+from trinity_buffer import errors
 from trinity_buffer.events import BatchLeased
 from trinity_buffer.pipeline.handle import Event, decoded
 from trinity_buffer.pipeline.manifest import leased_steps
@@ -106,10 +100,10 @@ async def as_of(
             facts = await anyio.to_thread.run_sync(decoded_events, page)
             try:
                 await connection.read(fold.fold_all, key, facts)
-            except (StoreBusyError, StoreUnavailableError):
+            except (errors.StoreBusyError, errors.StoreUnavailableError):
                 raise  # of the database, and not of the log
             except refold.CANNOT_FOLD as error:
-                raise StoreError(
+                raise errors.StoreError(
                     f"{database.name}: one of the events {page[0].position} to {page[-1].position} "
                     f"cannot be folded ({error}): `trinity-buffer verify` names it"
                 ) from error
@@ -123,15 +117,15 @@ def as_of_position(position: int) -> Iterator[None]:
     """Say of a name that is not known as of which position: it may be known now."""
     try:
         yield
-    except UnknownNameError as error:
-        raise UnknownNameError(f"as of position {position}: {error}") from error
+    except errors.UnknownNameError as error:
+        raise errors.UnknownNameError(f"as of position {position}: {error}") from error
 
 
 async def require_position(experiment: Experiment, position: int) -> None:
     """Raise InvalidArgumentError unless the log has this position."""
     head = await experiment.database.read(log.head, experiment.key)
     if not 1 <= position <= head:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"--as-of {position}: the log of {experiment.name!r} goes from 1 to {head}"
         )
 
@@ -144,7 +138,7 @@ def chosen_set(consumers: Mapping[str, ConsumerRow], wanted: str | None) -> str 
     """
     names = [name for name, row in consumers.items() if row.kind == "strategy"]
     if wanted is not None and wanted not in names:
-        raise UnknownNameError(
+        raise errors.UnknownNameError(
             f"no annotation set {wanted!r} (there: {', '.join(names) or 'none'})"
         )
     return wanted or next(iter(names), None)

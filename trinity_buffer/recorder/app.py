@@ -24,13 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from trinity_buffer.errors import (
-    ConflictError,
-    InferenceServerError,
-    InvalidArgumentError,
-    StoreError,
-    TrinityBufferError,
-)
+from trinity_buffer import errors
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.explorer.server import (
     ASKED_FOR_CHAT,
@@ -58,14 +52,14 @@ OURS = ("token_ids", "prompt_token_ids")
 def require_request(body: Any) -> None:
     """Raise InvalidArgumentError unless a request is well-formed, as far as it is read here."""
     if not isinstance(body, dict):
-        raise InvalidArgumentError("a request must be a JSON object")
+        raise errors.InvalidArgumentError("a request must be a JSON object")
     if not isinstance(body.get("stream_options") or {}, dict):
-        raise InvalidArgumentError("stream_options must be a JSON object")
+        raise errors.InvalidArgumentError("stream_options must be a JSON object")
     for key in ("messages", "tools"):
         if not _is_objects(body.get(key)):
-            raise InvalidArgumentError(f"{key} must be a list of JSON objects")
+            raise errors.InvalidArgumentError(f"{key} must be a list of JSON objects")
     if not all(map(_has_calls, body.get("messages") or ())):
-        raise InvalidArgumentError("tool_calls must be a list of tool calls")
+        raise errors.InvalidArgumentError("tool_calls must be a list of tool calls")
 
 
 def _is_objects(value: Any) -> bool:
@@ -90,7 +84,7 @@ def understanding(root: str) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise InferenceServerError(
+        raise errors.InferenceServerError(
             f"{root}: its answer is no whole completion ({reason})"
         ) from error
 
@@ -249,11 +243,11 @@ class StreamedAnswer:
 HEADER = "x-trinity-rollout"
 """Header that names the rollout of a request, where its path does not."""
 
-STATUS: dict[type[TrinityBufferError], int] = {
-    InvalidArgumentError: 400,
-    ConflictError: 409,
-    InferenceServerError: 502,
-    StoreError: 503,
+STATUS: dict[type[errors.TrinityBufferError], int] = {
+    errors.InvalidArgumentError: 400,
+    errors.ConflictError: 409,
+    errors.InferenceServerError: 502,
+    errors.StoreError: 503,
 }
 """Of an answer for an error of ours."""
 
@@ -330,7 +324,7 @@ class Recorder:
         return Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            exception_handlers={TrinityBufferError: _store_error, HTTPException: _refused},
+            exception_handlers={errors.TrinityBufferError: _store_error, HTTPException: _refused},
         )
 
     @asynccontextmanager
@@ -348,7 +342,7 @@ class Recorder:
         self._require_allowed(request)
         body = _json_of(await request.body() or b"{}")
         if request.url.path.endswith("/reward") and isinstance(body, dict) and "reward" not in body:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"the body has no key 'reward', but {sorted(body)}: send {{\"reward\": 1.0}}, or "
                 "close the rollout without one by /seal"
             )
@@ -356,7 +350,9 @@ class Recorder:
         try:
             reward = msgspec.convert(reward, float | None)
         except msgspec.ValidationError as error:
-            raise InvalidArgumentError(f"reward={reward!r:.40}: it must be a number") from error
+            raise errors.InvalidArgumentError(
+                f"reward={reward!r:.40}: it must be a number"
+            ) from error
         rollout = self._named(request, request.path_params["rollout"])
         receipt = await self._recording.close(rollout, reward)
         answer = {"uids": list(receipt.uids), "position": receipt.position}
@@ -442,7 +438,7 @@ class Recorder:
         """Return the rollout of this name, which no encoded slash may split."""
         # Decoded, it could not be told from a slash between the parts.
         if b"%2f" in request.scope.get("raw_path", b"").lower():
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"rollout {name!r:.80}: no part of its name may hold a slash"
             )
         return Rollout.of(name, self._settings.batch)
@@ -498,7 +494,7 @@ class Recorder:
             for piece in held:
                 yield piece
             yield DONE
-        except TrinityBufferError as error:
+        except errors.TrinityBufferError as error:
             # The head has left already: all that is left to say is in the stream.
             yield event({"error": {"message": str(error), "type": type(error).__name__}})
         finally:

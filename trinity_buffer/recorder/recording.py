@@ -19,13 +19,7 @@ import anyio
 from anyio.abc import TaskStatus
 from typing_extensions import override
 
-from trinity_buffer.errors import (
-    ConflictError,
-    ConflictingExperienceError,
-    InvalidArgumentError,
-    StoreError,
-    TrinityBufferError,
-)
+from trinity_buffer import errors
 from trinity_buffer.experience import Experience
 from trinity_buffer.explorer.conversation import Completion, experiences_of
 from trinity_buffer.explorer.server import reasoning_in
@@ -66,7 +60,7 @@ class Rollout(NamedTuple):
         if len(parts) == 2:
             parts.insert(0, batch)
         if len(parts) != 3 or not all(parts) or not parts[2].isdecimal() or len(parts[2]) > 19:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"rollout {text!r:.80}: write it as task/run or batch/task/run, the run as a number"
             )
         require_name("the batch of the rollout", parts[0])
@@ -103,7 +97,7 @@ class _Open:
     last: Mapping[str, Any] | None = None
     is_closed: bool = False
     choices: int = 1
-    lost: TrinityBufferError | None = None
+    lost: errors.TrinityBufferError | None = None
     turn: anyio.Lock = field(default_factory=anyio.Lock)
 
 
@@ -125,7 +119,7 @@ class Recording:
         self._writer = experiment.writer(actor)
         self._turn_writer = turns.writer(actor)
         self._open: dict[Rollout, _Open] = {}
-        self.failed: StoreError | None = None
+        self.failed: errors.StoreError | None = None
 
     @classmethod
     async def begin(cls, store: Store, name: str, *, actor: str, config: Mapping[str, Any]) -> Self:
@@ -174,7 +168,7 @@ class Recording:
                 task_status.started()
             try:
                 await self._turn_writer.write(stored)
-            except TrinityBufferError as error:
+            except errors.TrinityBufferError as error:
                 if task_status is None:
                     raise
                 self._lose(rollout, opened, error)
@@ -200,24 +194,26 @@ class Recording:
         state = await self._of(rollout)
         async with state.turn:
             if state.is_closed and not closes:
-                raise ConflictError(
+                raise errors.ConflictError(
                     f"rollout {rollout} is closed, its reward is known: begin another one"
                 )
             if state.lost is not None:
-                raise ConflictError(
+                raise errors.ConflictError(
                     f"rollout {rollout} lacks a turn that was answered before it was stored, which "
                     f"then failed ({state.lost}): begin another one"
                 )
             yield state
 
-    def _lose(self, rollout: Rollout, opened: Sequence[_Open], error: TrinityBufferError) -> None:
+    def _lose(
+        self, rollout: Rollout, opened: Sequence[_Open], error: errors.TrinityBufferError
+    ) -> None:
         """Note that a turn was answered and could not be stored."""
         _logger.error(
             "%s", one_line(f"rollout {rollout}: a turn that was answered is lost: {error}")
         )
         for state in opened:
             state.lost = error
-        if isinstance(error, StoreError):
+        if isinstance(error, errors.StoreError):
             self.failed = error
 
     async def continued(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]]) -> Rollout:
@@ -252,7 +248,7 @@ class Recording:
         async with self._taken(rollout, closes=True) as state:
             turns = await self._stored_turns(rollout)
             if not turns:
-                raise InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
+                raise errors.InvalidArgumentError(f"rollout {rollout}: nothing was said in it")
             # From the stored turns, so that a recorder that was restarted closes it alike.
             completions, last = [turn.completion for turn in turns], turns[-1]
             messages = [*map(dict, last.messages), last.completion.message()]
@@ -261,14 +257,14 @@ class Recording:
                 experience.eid = EID(rollout.batch, rollout.task, rollout.run, step)
             try:
                 receipt = await self._writer.write(made)
-            except ConflictingExperienceError as error:
-                raise ConflictingExperienceError(
+            except errors.ConflictingExperienceError as error:
+                raise errors.ConflictingExperienceError(
                     f"rollout {rollout} is closed with another reward, which stays: begin another "
                     "rollout"
                 ) from error
             state.is_closed = True
         if receipt.rejected or (receipt.duplicates and not await self._is_closed(rollout)):
-            raise ConflictError(
+            raise errors.ConflictError(
                 f"batch {rollout.batch!r} was sealed before rollout {rollout} was closed, which is "
                 "recorded as late and never trained: send rewards before the seal"
             )

@@ -30,13 +30,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    StoreError,
-    TrinityBufferError,
-    UnknownExperimentError,
-    UnknownNameError,
-)
+from trinity_buffer import errors
 from trinity_buffer.inspector.doctor import examine
 from trinity_buffer.inspector.events import event_lines
 from trinity_buffer.inspector.overviews import STEPS_OF_STALENESS, Overview, overview
@@ -219,11 +213,11 @@ def _rejected(own: dict[str, str], by: str, reasons: dict[str, int]) -> Iterator
 
 
 STATIC = Path(__file__).parent / "static"
-STATUS: dict[type[TrinityBufferError], int] = {
-    UnknownNameError: 404,
-    UnknownExperimentError: 404,
-    InvalidArgumentError: 400,
-    StoreError: 503,
+STATUS: dict[type[errors.TrinityBufferError], int] = {
+    errors.UnknownNameError: 404,
+    errors.UnknownExperimentError: 404,
+    errors.InvalidArgumentError: 400,
+    errors.StoreError: 503,
 }
 """Of an answer for an error of ours."""
 
@@ -254,7 +248,7 @@ def inspector(url: str, *, token: str | None = None) -> Guard:
         *(Route(f"{own}/@{{position:int}}/{path}", _page(view)) for path, view in PAGES.items()),
         *(Route(f"{own}/{path}", _page(view)) for path, view in PAGES.items()),
     ]
-    handlers = {TrinityBufferError: _error_page}
+    handlers = {errors.TrinityBufferError: _error_page}
     return Guard(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), token)
 
 
@@ -299,7 +293,7 @@ class _Earlier:
                 try:
                     with as_of_position(position):
                         yield opened.source
-                except StoreError:  # its connection may be lost: the next page opens another
+                except errors.StoreError:  # its connection may be lost: the next page opens another
                     await opened.stack.aclose()
                     opened.source = None
                     raise
@@ -382,6 +376,6 @@ async def _event_stream(experiment: Experiment, after: int) -> AsyncIterator[str
 async def _error_page(request: Request, error: Exception) -> Response:
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     shown = {"name": None, "here": "", "live": None, "error": str(error)}
-    if "experiment" in request.path_params and not isinstance(error, UnknownExperimentError):
+    if "experiment" in request.path_params and not isinstance(error, errors.UnknownExperimentError):
         shown |= _bar(request)
     return HTMLResponse(rendered("error.html", shown), status)
