@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from trinity_buffer.inspector.experience import ExperienceView as ExperienceView
     from trinity_buffer.inspector.experience import Match as Match
     from trinity_buffer.inspector.experience import SetView as SetView
-    from trinity_buffer.inspector.experience import StepView as StepView
     from trinity_buffer.inspector.experience import TensorSummary as TensorSummary
     from trinity_buffer.inspector.experience import search as search
     from trinity_buffer.inspector.experience import show as show
     from trinity_buffer.inspector.fates import Reason as Reason
+    from trinity_buffer.inspector.fates import StepView as StepView
     from trinity_buffer.inspector.fates import Why as Why
     from trinity_buffer.inspector.fates import why as why
     from trinity_buffer.inspector.group_views import GroupView as GroupView
@@ -60,7 +60,6 @@ _NAMES = {
         "ExperienceView",
         "Match",
         "SetView",
-        "StepView",
         "TensorSummary",
         "search",
         "show",
@@ -90,7 +89,7 @@ _NAMES = {
         "steps",
     ),
     "token_table": ("TokenTable", "tokens"),
-    "fates": ("Reason", "Why", "why"),
+    "fates": ("Reason", "StepView", "Why", "why"),
 }
 _HOMES = {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names}
 __all__ = [*_HOMES]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -31,7 +31,7 @@ from trinity_buffer.events import (
     WithSegment,
 )
 from trinity_buffer.identity import FAMILIES, parse_uid
-from trinity_buffer.inspector.fates import Fate, fates
+from trinity_buffer.inspector.fates import Fate, StepView, fates
 from trinity_buffer.inspector.source import Source, now
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.handle import Event, decoded
@@ -337,25 +337,6 @@ def experiments_of(lease: BatchLeased) -> list[str]:
     """Return of each row its experiment: "" for the trainer's own, else the expert's."""
     names = ["", *lease.sources]
     return [names[at] for at in lease.source] if lease.source else [""] * len(lease.experiences)
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """A gradient step that holds the experience, or the reason for which a trainer left it out.
-
-    Attributes:
-        trainer: its name; of one of another experiment ``EXPERIMENT/TRAINER``.
-        measured: what the trainer measured of it in that step; empty before the commit, and of
-            another experiment's trainer.
-        experiment: that other experiment, to whose log the step belongs; "" for this one.
-    """
-
-    trainer: str
-    step: int | None
-    committed: bool
-    reason: str | None
-    measured: Mapping[str, float] = field(default_factory=dict)
-    experiment: str = ""
 
 
 @dataclass(frozen=True, slots=True)

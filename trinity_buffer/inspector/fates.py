@@ -21,21 +21,33 @@ from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
-class StepOfRow:
-    """The gradient step that holds an annotation row, or why a trainer left it out.
+class StepView:
+    """A gradient step that holds the experience, or the reason for which a trainer left it out.
 
     Attributes:
         trainer: its name; a trainer of another experiment, which mixes in rows of this one as its
             expert's, is ``EXPERIMENT/TRAINER``.
+        measured: what the trainer measured of it in that step, where that was asked for; empty
+            before the commit, and of another experiment's trainer.
         experiment: that other experiment, whose log has the step; "" for this one.
-        rejected_at: position of the event that rejected the row.
     """
 
     trainer: str
     step: int | None
     committed: bool
     reason: str | None
+    measured: Mapping[str, float] = field(default_factory=dict)
     experiment: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOfRow(StepView):
+    """The gradient step that holds an annotation row, or why a trainer left it out.
+
+    Attributes:
+        rejected_at: position of the event that rejected the row.
+    """
+
     rejected_at: int | None = None
 
     @override
@@ -133,13 +145,15 @@ def _steps(
     # Trainers of other experiments are no consumers of this one.
     guests = [name for name in inspection.who_rejected(tx, experiment) if "/" in name]
     for row in inspection.rejections(tx, experiment, [*guests, *trainers], notes):
-        rejected = StepOfRow(row.consumer, None, False, row.reason, "", row.position)  # noqa: FBT003
+        rejected = StepOfRow(row.consumer, None, False, row.reason, {}, "", row.position)  # noqa: FBT003
         steps[row.address].append(rejected)
     for guest in inspection.guests(tx, experiment):
         held = inspection.deliveries(tx, guest.key, [guest.trainer], notes, guest.source)
         for _, address, step in held:
             committed = step <= guest.committed_step
-            steps[address].append(StepOfRow(guest.name, step, committed, None, guest.experiment))
+            steps[address].append(
+                StepOfRow(guest.name, step, committed, None, {}, guest.experiment)
+            )
     for name, address, step in inspection.deliveries(tx, experiment, list(trainers), notes):
         committed = step <= trainers[name].committed_step
         steps[address].append(StepOfRow(name, step, committed, None))

@@ -17,6 +17,7 @@ from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
+from trinity_buffer.store.inspection import RejectedRow
 from trinity_buffer.store.rows import ConsumerRow, position_of, written_as
 from trinity_buffer.store.sqlite import log_state
 from trinity_buffer.store.transaction import Transaction
@@ -283,17 +284,25 @@ async def rejections(
         kinds = {name: consumers[name].kind if name in consumers else "trainer" for name in names}
         asked = [name for name in names if by in (None, name)]
         rows = [row for name in asked for row in inspection.rejected(tx, key, name, **page)]
+        if by in (None, DOOR) and counters.reasons(counters.numbers_of(tx, key), ""):
+            # No index finds what was refused: where nothing was, all rows would be read for it.
+            rows += [
+                RejectedRow(DOOR, row.address, row.refused or "", position_of(row.address))
+                for row in inspection.refused(tx, key, **page)
+            ]
+        # Each consumer has given its newest; the newest of all are among them.
+        rows = sorted(rows, key=lambda row: (-row.position, row.address))[:limit]
         sets = [name for name, row in consumers.items() if row.kind == "strategy"]
-        noted = [row.address for row in rows if kinds[row.consumer] == "trainer"]
+        noted = [row.address for row in rows if kinds.get(row.consumer) == "trainer"]
         # A trainer rejects annotations; people look for the experience.
         of_note = inspection.annotated_experiences(tx, key, sets, noted)
         addresses = [of_note.get(row.address, row.address) for row in rows]
         stored = writer_queries.experience_rows(tx, key, sorted(set(addresses)))
         uids = {row.address: row.eid.uid for row in stored}
-        rejected = [
+        return [
             Rejected(
                 row.consumer,
-                kinds[row.consumer],
+                kinds.get(row.consumer, DOOR),
                 row.reason,
                 uids.get(address, ""),
                 row.position,
@@ -301,21 +310,8 @@ async def rejections(
             )
             for row, address in zip(rows, addresses, strict=True)
         ]
-        if by in (None, DOOR) and counters.reasons(counters.numbers_of(tx, key), ""):
-            # No index finds what was refused: where nothing was, all rows would be read for it.
-            rejected += [
-                Rejected(
-                    *(DOOR, DOOR, row.refused or "", row.eid.uid),
-                    position_of(row.address),
-                    written_as(row.address),
-                )
-                for row in inspection.refused(tx, key, **page)
-            ]
-        return rejected
 
-    rejected = await source.read(read)
-    # Each consumer has given its newest; the newest of all are among them.
-    return sorted(rejected, key=lambda row: (-row.position, row.address))[:limit]
+    return await source.read(read)
 
 
 async def rejection_counts(source: Source) -> Mapping[str, Mapping[str, int]]:

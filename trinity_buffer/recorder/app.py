@@ -40,7 +40,7 @@ from trinity_buffer.explorer.server import (
     require_whole,
 )
 from trinity_buffer.pipeline.background import task_group
-from trinity_buffer.recorder.guard import refusal
+from trinity_buffer.recorder.guard import refusal, status_of
 from trinity_buffer.recorder.recording import Recording, Rollout, Turn
 
 _LOG = logging.getLogger(__name__)
@@ -242,14 +242,6 @@ class StreamedAnswer:
 
 HEADER = "x-trinity-rollout"
 """Header that names the rollout of a request, where its path does not."""
-
-STATUS: dict[type[errors.TrinityBufferError], int] = {
-    errors.InvalidArgumentError: 400,
-    errors.ConflictError: 409,
-    errors.InferenceServerError: 502,
-    errors.StoreError: 503,
-}
-"""Of an answer for an error of ours."""
 
 PATHS = (
     "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, each also behind "
@@ -517,9 +509,7 @@ def _error(status: int, message: str, kind: str = "recorder") -> Response:
 
 async def _store_error(_: Request, error: Exception) -> Response:
     """Return an error of ours as OpenAI's clients expect one."""
-    # Not by type: subclasses have the status of their base.
-    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
-    return _error(status, str(error), type(error).__name__)
+    return _error(status_of(error), str(error), type(error).__name__)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -1,4 +1,7 @@
-"""Whose requests a recorder answers: its user's programs, and no web page that the user opens."""
+"""Whose requests a server answers, and the status of an answer for an error of ours.
+
+A recorder answers its user's programs, and no web page that the user opens.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,27 @@ import hmac
 import re
 from collections.abc import Mapping
 
+from trinity_buffer import errors
+
 LOCAL = ("127.0.0.1", "localhost", "::1")
 """Names of this machine: a server without a token answers under no other."""
 
+STATUS: dict[type[errors.TrinityBufferError], int] = {
+    errors.UnknownNameError: 404,
+    errors.UnknownExperimentError: 404,
+    errors.InvalidArgumentError: 400,
+    errors.ConflictError: 409,
+    errors.InferenceServerError: 502,
+    errors.StoreError: 503,
+}
+"""A subclass has the status of the first base that is here."""
+
 _HOST = re.compile(r"\[?([^\[\]]*?)\]?(:\d+)?")
+
+
+def status_of(error: Exception) -> int:
+    """Return the status of an answer for an error."""
+    return next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
 
 
 def refusal(method: str, headers: Mapping[str, str], token: str | None) -> tuple[int, str] | None:

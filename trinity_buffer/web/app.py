@@ -36,7 +36,7 @@ from trinity_buffer.inspector.events import event_lines
 from trinity_buffer.inspector.overviews import STEPS_OF_STALENESS, Overview, overview
 from trinity_buffer.inspector.source import Source, as_of, as_of_position
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
-from trinity_buffer.recorder.guard import LOCAL
+from trinity_buffer.recorder.guard import LOCAL, status_of
 from trinity_buffer.web.pages import PAGES
 from trinity_buffer.web.request import GREATEST, Asked, View, whole
 from trinity_buffer.web.templating import named, rendered, segment
@@ -213,13 +213,6 @@ def _rejected(own: dict[str, str], by: str, reasons: dict[str, int]) -> Iterator
 
 
 STATIC = Path(__file__).parent / "static"
-STATUS: dict[type[errors.TrinityBufferError], int] = {
-    errors.UnknownNameError: 404,
-    errors.UnknownExperimentError: 404,
-    errors.InvalidArgumentError: 400,
-    errors.StoreError: 503,
-}
-"""Of an answer for an error of ours."""
 
 
 def inspector(url: str, *, token: str | None = None) -> Guard:
@@ -374,8 +367,7 @@ async def _event_stream(experiment: Experiment, after: int) -> AsyncIterator[str
 
 
 async def _error_page(request: Request, error: Exception) -> Response:
-    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     shown = {"name": None, "here": "", "live": None, "error": str(error)}
     if "experiment" in request.path_params and not isinstance(error, errors.UnknownExperimentError):
         shown |= _bar(request)
-    return HTMLResponse(rendered("error.html", shown), status)
+    return HTMLResponse(rendered("error.html", shown), status_of(error))
