@@ -40,6 +40,7 @@ BROAD_EXCEPTS = {
 LAZY_IMPORTS = {
     f"{PACKAGE}/pipeline/archive.py:_parquet": "pyarrow is an extra",
     "benchmarks/learning_report.py:_plot": "matplotlib is an extra, and slow to import",
+    f"{PACKAGE}/cli/data.py:import_": "torch, which an export does not need",
     f"{PACKAGE}/cli/data.py:report": "jinja2, which an export does not need",
     f"{PACKAGE}/cli/data.py:track": "torch, which an export does not need",
     f"{PACKAGE}/cli/history.py:replay": "torch, which compaction does not need",

@@ -426,6 +426,11 @@ def test_a_pickle_that_calls_something_is_refused() -> None:
         plain(b"\x80\x05}\x94")
 
 
+def test_the_help_names_every_format() -> None:
+    told = " ".join(CliRunner().invoke(app, ["import", "--help"]).output.split())
+    assert f"One of {', '.join(FORMATS)}." in told
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", [None, "[]"])
 def test_what_cannot_be_imported_leaves_no_store_behind(

@@ -1,4 +1,7 @@
-"""Commands that take data out of a store, for other tools. Importing this loads no torch."""
+"""Commands that take data out of a store, for other tools, or import theirs.
+
+Importing this module loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ import anyio.to_thread
 import typer
 
 from trinity_buffer.cli import options
+from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.output import Answer, size_of
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.identity import require_name
 from trinity_buffer.inspector.output import strict_json
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.inspector.table import parquet_writer, record_batches
 from trinity_buffer.inspector.tracking import track as track_steps
 from trinity_buffer.pipeline.background import made_ahead
-from trinity_buffer.pipeline.store import Experiment, Store
+from trinity_buffer.pipeline.coordination.diagnosis import counted
+from trinity_buffer.pipeline.store import Experiment, Store, open_store
+from trinity_buffer.store.url import named
 
 SUFFIXES = (".parquet", ".jsonl")
 """Of the files that `export` writes."""
@@ -135,3 +142,53 @@ async def track(
     with closing(tracker_of(to)) as tracker:
         last = await track_steps(experiment, tracker, trainer=trainer, after=after, follow=follow)
     return f"steps up to {last}: {to}"
+
+
+@options.command()
+async def import_(
+    name: Annotated[str, typer.Argument(metavar="FORMAT")],
+    path: Path,
+    store: Annotated[str, typer.Option(envvar=options.STORE_VARIABLE)] = "runs/imported.db",
+    experiment: str | None = None,
+    tokenizer: Path | None = None,
+    skip_bad_lines: bool = False,
+) -> Answer:
+    """Import files of another package into a store, ready to be annotated and trained.
+
+    Blank lines are passed over, and a last line that is torn is left out.
+
+    Example: trinity-buffer import trinity-rft buffer.db --store runs/run.db
+
+    Args:
+        name: One of trinity-rft, verl, prime-rl, preferences, sft.
+        path: The file or the folder.
+        store: Path or URL of the store to fill.
+        experiment: Experiment name; by default that of the file or folder.
+        tokenizer: Folder of a transformers tokenizer, for files with texts.
+        skip_bad_lines: Leave out and list what cannot be imported.
+    """
+    from trinity_buffer.integrations.imports import formats  # noqa: PLC0415 - torch
+    from trinity_buffer.integrations.imports.rows import name_of  # noqa: PLC0415
+
+    if name not in formats.FORMATS:
+        known = "; ".join(f"{key}: {one.holds}" for key, one in formats.FORMATS.items())
+        raise UnknownNameError(f"no format {name!r} ({known})")
+    target = experiment or name_of(path)
+    require_name("an experiment's name", target)
+    chosen: dict[str, Any] = {"tokenizer": tokenizer, "skip_bad_lines": skip_bad_lines}
+    formats.require_readable(name, path, **chosen)  # before there is a store: a refusal leaves none
+    options.make_folder_of(store)
+    async with open_store(store) as opened:
+        done = await formats.import_file(opened, target, name, path, **chosen)
+    line = (
+        f"{counted(done.written, 'experience')} in {counted(done.batches, 'batch')} written to "
+        f"{named(store)}, {done.duplicates} there already, {counted(len(done.left_out), 'row')} "
+        "left out"
+    )
+    for row in done.left_out:
+        typer.echo(escaped(f"left out: {row}"), err=True)
+    late = (
+        f"{done.late} of them are of batches that an earlier import sealed: they are recorded as "
+        "late and never trained; give the grown file an --experiment of its own"
+    )
+    return Answer(done.to_dict(), line, [late] if done.late else [])

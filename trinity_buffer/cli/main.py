@@ -30,7 +30,7 @@ _PLACES = (
     "run:demo run:init run:explore servers:record run:annotate run:train stats:stats "
     "inspect:events inspect:groups inspect:show maintenance:doctor maintenance:seal inspect:steps "
     "inspect:blame inspect:why inspect:rejected inspect:leases inspect:staleness inspect:diff "
-    "inspect:search inspect:top data:export imports:import_ data:report data:track servers:serve "
+    "inspect:search inspect:top data:export data:import_ data:report data:track servers:serve "
     "maintenance:verify maintenance:rebuild maintenance:migrate maintenance:algorithms "
     "servers:sync_weights history:replay history:reannotate history:compact history:restore"
 )
