@@ -35,6 +35,8 @@ class Sizes:
             is read by decoding no more.
         rows_per_trip: up to here a group is encoded where it is committed, which saves a change of
             threads; this process's other writers wait for the few milliseconds that it takes.
+        rows_prepared_ahead: from which on a group is encoded beside the commit of the one before;
+            of fewer, to take turns with the interpreter's lock costs more than that saves.
         rows_per_statement: of an insert on SQLite: each statement releases the interpreter's lock,
             and to get it back from a thread that computes takes longer than the insert.
         rows_to_copy: from which on PostgreSQL's COPY is quicker than its prepared INSERT.
@@ -77,6 +79,7 @@ class Sizes:
     rows_per_transaction: int = 4096
     rows_per_event: int = 1024
     rows_per_trip: int = 256
+    rows_prepared_ahead: int = 512
     rows_per_statement: int = 64
     rows_to_copy: int = 8
     bytes_per_part: int = 64 * _MIB

@@ -1,4 +1,4 @@
-"""Calls that come while another one is committed."""
+"""A call is prepared while the commit of the one before is under way."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import anyio.to_thread
 import pytest
 from typing_extensions import override
 
+from tests.conftest import Resize
 from tests.contract.making import group, opened
 from tests.handles import Experiment
 from tests.raw_store import count, dbapi2
@@ -57,10 +58,53 @@ def locked(file: Path) -> Iterator[None]:
         holder.close()
 
 
-async def test_who_waits_hears_that_the_store_is_busy_and_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_waits_is_prepared_beside_the_commit_before_it(
+    tmp_path: Path, resize: Resize
+) -> None:
+    resize(rows_prepared_ahead=ROWS)
+    async with opened(str(tmp_path / "run.db")) as experiment, anyio.create_task_group() as tasks:
+        commits = GroupCommit(experiment.database)
+        calls = [Watched(experiment, task) for task in range(3)]
+
+        async def submit(number: int) -> None:
+            await commits.submit(calls[number])
+
+        with locked(tmp_path / "run.db"):
+            tasks.start_soon(submit, 0)
+            await calls[0].is_prepared()
+            tasks.start_soon(submit, 1)
+            await calls[1].is_prepared()
+            tasks.start_soon(submit, 2)
+            await anyio.wait_all_tasks_blocked()
+            assert not any(call.answered.is_set() for call in calls)
+    positions = [call.place.position for call in calls]
+    assert positions == sorted(set(positions))
+
+
+async def test_calls_that_come_together_take_two_turns(store_url: str, resize: Resize) -> None:
+    resize(rows_prepared_ahead=2 * ROWS)
+    async with opened(store_url) as experiment:
+        writer = experiment.writer("e0")
+        positions: list[int] = []
+
+        async def write(task: int) -> None:
+            for turn in range(3):
+                given = group(task=f"{turn}-{task}", runs=ROWS)
+                positions.append((await writer.write(given)).position)
+
+        async with anyio.create_task_group() as tasks:
+            for task in range(4):
+                tasks.start_soon(write, task)
+        assert await count(experiment, "experience") == 12 * ROWS
+    each = [positions.count(position) for position in sorted(set(positions))]
+    assert each == [2] * 6
+
+
+async def test_who_was_prepared_ahead_hears_that_the_store_is_busy_and_is_not_written(
+    tmp_path: Path, resize: Resize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 500)
+    resize(rows_prepared_ahead=ROWS)
     async with opened(str(tmp_path / "run.db")) as experiment:
         commits = GroupCommit(experiment.database)
         calls = [Watched(experiment, task) for task in range(2)]
@@ -74,6 +118,7 @@ async def test_who_waits_hears_that_the_store_is_busy_and_is_not_written(
                 tasks.start_soon(refused, 0)
                 await calls[0].is_prepared()
                 tasks.start_soon(refused, 1)
+            await calls[1].is_prepared()
         await commits.drain()
         assert await count(experiment, "experience") == 0
         assert (await experiment.writer("e0").write(group())).written == 4

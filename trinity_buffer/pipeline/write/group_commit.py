@@ -52,8 +52,9 @@ def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
 class GroupCommit:
     """Commits the experiences of all writers of a database; calls queue up during a commit.
 
-    A separate task commits, which lives only while there is something to commit: cancelling a
-    caller never cancels a transaction that others share.
+    The next group is prepared during the commit if it is large enough for a thread: SQLite and
+    digests release the interpreter lock. A separate task commits, which lives only while there is
+    something to commit: cancelling a caller never cancels a transaction that others share.
     """
 
     def __init__(self, database: Database) -> None:
@@ -61,6 +62,9 @@ class GroupCommit:
         self._waiting: list[WriteCall] = []
         self._presences: dict[tuple[int, str], Presence] = {}
         self._committer: asyncio.Task[None] | None = None
+        self._commits = False  # whether a transaction is under way
+        self._ahead: list[WriteCall] = []  # the next group, prepared during a commit
+        self._preparing: asyncio.Task[list[PreparedWrite]] | None = None  # it does that
 
     def presence_of(self, experiment: int, actor: str) -> Presence:
         """Return the presence of an explorer, shared by all its writers; writes renew it."""
@@ -79,6 +83,8 @@ class GroupCommit:
         self._waiting.append(call)
         if self._committer is None:
             self._committer = asyncio.create_task(self._commit_waiting())
+        elif self._commits:  # callers answered together call again together
+            asyncio.get_running_loop().call_soon(self._prepare_ahead)
         try:
             await call.answered.wait()
         finally:
@@ -96,35 +102,65 @@ class GroupCommit:
     async def _commit_waiting(self) -> None:
         calls: list[WriteCall] = []
         try:
-            while self._waiting:
-                calls, rows = [], 0
-                while self._waiting and rows < sizes.rows_per_transaction:
-                    calls.append(self._waiting.pop(0))
-                    rows += calls[-1].rows
-                await self._commit(calls, rows)
+            while self._ahead or self._waiting:
+                calls, self._ahead = self._ahead or self._group(), []
+                preparing, self._preparing = self._preparing, None
+                await self._commit(calls, preparing)
                 for call in calls:
                     call.answered.set()
         finally:
             self._committer = None
             # None is left, unless the event loop is ending.
-            for call in (*calls, *self._waiting):
+            for call in (*calls, *self._ahead, *self._waiting):
                 if not call.answered.is_set():
                     call.error = StoreError(f"{self.database.name} was closed during a write")
                     call.answered.set()
 
-    async def _commit(self, calls: Sequence[WriteCall], rows: int) -> None:
+    def _group(self) -> list[WriteCall]:
+        """Take queued calls: half of their rows, if that fills two commits, at least one call."""
+        rows = sum(call.rows for call in self._waiting)
+        if rows >= 2 * sizes.rows_prepared_ahead and not self._commits:
+            rows = -(-rows // 2)
+        calls: list[WriteCall] = []
+        taken, most = 0, min(rows, sizes.rows_per_transaction)
+        while self._waiting and taken < most:
+            calls.append(self._waiting.pop(0))
+            taken += calls[-1].rows
+        return calls
+
+    def _prepare_ahead(self) -> None:
+        """Start preparing queued calls during the current commit."""
+        rows = sum(call.rows for call in self._waiting)
+        if self._commits and not self._ahead and rows >= sizes.rows_prepared_ahead:
+            self._ahead = self._group()
+            self._preparing = asyncio.create_task(self.database.compute(_prepared, self._ahead))
+
+    async def _commit(
+        self, calls: Sequence[WriteCall], preparing: asyncio.Task[list[PreparedWrite]] | None
+    ) -> None:
+        writes: list[PreparedWrite] | None = None
         try:
-            writes = None
-            if rows > sizes.rows_per_trip:
+            if preparing is not None:
+                writes = await preparing
+            elif sum(call.rows for call in calls) > sizes.rows_per_trip:
                 writes = await self.database.compute(_prepared, calls)
+            self._commits = True
+            if self._waiting:
+                self._prepare_ahead()
             await self.database.session(partial(self._write, calls, writes))
         except _OF_THE_STORE as error:  # queued calls have waited through the same timeout
-            refused = [*calls, *self._waiting]
+            refused = [*calls, *self._ahead, *self._waiting]
+            self._ahead = []
             self._waiting.clear()
+            preparing, self._preparing = self._preparing, None
+            if preparing is not None:
+                await asyncio.wait([preparing])  # its result does not matter
             _refuse(refused, error)
         except Exception:  # noqa: BLE001 - raised to its own caller below
             # Some row is stored already or cannot be stored: find it, call by call.
             await self._commit_singly([call for call in calls if call.error is None])
+        finally:
+            self._commits = False
 
     def _write(
         self, calls: Sequence[WriteCall], writes: list[PreparedWrite] | None, s: Session
