@@ -245,7 +245,7 @@ async def restore(
         event = new_event(SegmentsRestored(segments=keys))
         await database.write(_take_back, database.segments, key, keys, rows, event, actor)
         segments_back += len(keys)
-        bytes_back += sum(len(row.data) for row in rows)
+        bytes_back += sum(len(piece) for row in rows for piece in row.data)
     progress("restore", len(archives), len(archives))
     return RestoreReport(segments_back, bytes_back, tuple(files))
 
