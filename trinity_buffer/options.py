@@ -103,16 +103,16 @@ def renamed(
         InvalidArgumentError: an option is there under both names.
     """
     result: dict[str, Any] = {}
-    for given, value in sorted(values.items(), key=lambda item: item[0] in RENAMED):
-        name = RENAMED.get(given, given)
-        if name != given and name in values and warn:
-            raise InvalidArgumentError(f"{given} is called {name} now: leave {given} out")
-        if name != given and warn:
-            message = f"{given} is called {name} now, and will be refused some day"
+    for written, value in sorted(values.items(), key=lambda item: item[0] in RENAMED):
+        name = RENAMED.get(written, written)
+        if name != written and warn:
+            if name in values:
+                raise InvalidArgumentError(f"{written} is called {name} now: leave {written} out")
+            message = f"{written} is called {name} now, and will be refused some day"
             if source is None:
                 warnings.warn(message, FutureWarning, stacklevel=stacklevel)
             else:
-                line = _line_of(given, source[1])
+                line = _line_of(written, source[1])
                 warnings.warn_explicit(message, FutureWarning, source[0], line, registry=_WARNED)
         result[name] = value
         if name in _WITH_RENAMED and isinstance(value, Mapping):

@@ -40,7 +40,7 @@ def look_in(folder: str | Path | None = None) -> str:
 
 def failed(what: str, error: BaseException, parts: Iterable[object] = ()) -> TrainingError:
     """Return an error that names what failed, how, and the line of the user's file."""
-    message = f"{what} failed: {said_by(error)}"
+    message = f"{what} failed: {describe_error(error)}"
     line = own_line(error, parts)
     failure = TrainingError(message if line is None else f"{message} ({line})")
     for note in getattr(error, "__notes__", ()):
@@ -48,7 +48,7 @@ def failed(what: str, error: BaseException, parts: Iterable[object] = ()) -> Tra
     return failure
 
 
-def said_by(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the kind of an error and its message, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
@@ -101,7 +101,7 @@ def own_code(parts: Mapping[str, object] | None = None) -> Iterator[None]:
             raise failed(what, error, own.values()) from error
         if own and (isinstance(error, _OF_WHAT_IT_GAVE) or type(error) is RuntimeError):
             raise TrainingError(
-                f"{what} ({places}) returned something unusable: {said_by(error)}"
+                f"{what} ({places}) returned something unusable: {describe_error(error)}"
             ) from error
         raise
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
-from trinity_buffer.user_code import own_line, said_by
+from trinity_buffer.user_code import describe_error, own_line
 
 T = TypeVar("T")
 Registered = TypeVar("Registered", bound=type)
@@ -85,7 +85,7 @@ class Registry(Generic[T]):
             yield
         except Exception as error:
             known = isinstance(error, (ImportError, AttributeError))
-            reason = str(error) if known else said_by(error)
+            reason = str(error) if known else describe_error(error)
             line = own_line(error)
             place = "" if line is None else f" ({line})"
             raise UnknownNameError(f"no {self.kind} at {path!r}: {reason}{place}") from error

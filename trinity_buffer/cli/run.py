@@ -199,7 +199,13 @@ def train(
     from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
     url, named = options.chosen_place(store, experiment, config)
-    kept = None if keep_checkpoints == "all" else _count("--keep-checkpoints", keep_checkpoints)
+    newest = None
+    if keep_checkpoints != "all":
+        newest = int(keep_checkpoints) if keep_checkpoints.isdecimal() else 0
+        if newest < 1:
+            raise InvalidArgumentError(
+                f"--keep-checkpoints {keep_checkpoints}: it must be a number from 1 on, or all"
+            )
     base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
         options.require_folder(checkpoints)
@@ -213,7 +219,7 @@ def train(
             url,
             name,
             checkpoints=folder,
-            keep_checkpoints=kept,
+            keep_checkpoints=newest,
             follow=follow,
             resume_from=resume_from,
             damaged_rows="drop" if drop_damaged_rows else "refuse",
@@ -221,12 +227,6 @@ def train(
             say=(lambda _: None) if processes.rank else roles.plain,
             processes=processes,
         )
-
-
-def _count(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise InvalidArgumentError(f"{option} {text}: it must be a number from 1 on, or all")
-    return int(text)
 
 
 def _beside(url: str) -> Path:
