@@ -128,13 +128,10 @@ def run_command() -> None:
         set_up_logs(os.environ)
         with own_code():
             app()
-    except TrinityBufferError as error:
+    except (TrinityBufferError, OSError) as error:
         message = "; ".join([str(error), *getattr(error, "__notes__", [])])
         sys.stderr.write(f"error: {escaped(message)}\n")
         raise SystemExit(exit_code_of(error)) from None
-    except OSError as error:
-        sys.stderr.write(f"error: {escaped(str(error))}\n")
-        raise SystemExit(1) from None
 
 
 def _open_streams() -> None:

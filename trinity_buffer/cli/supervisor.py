@@ -52,7 +52,7 @@ _BEYOND_RESTART = (
 _PR_SET_PDEATHSIG = 1
 
 
-def exit_code_of(error: errors.TrinityBufferError) -> int:
+def exit_code_of(error: errors.TrinityBufferError | OSError) -> int:
     """Return the exit code for ``error``: 1 failed, 2 refused, 3 the run has stalled.
 
     The code of a supervised command instead decides whether its supervisor restarts it.
@@ -61,7 +61,7 @@ def exit_code_of(error: errors.TrinityBufferError) -> int:
         return GIVEN_UP if isinstance(error, _BEYOND_RESTART) else 1
     if isinstance(error, errors.RunStalledError):
         return STALLED
-    return 1 if isinstance(error, errors.TrainingError) else 2
+    return 1 if isinstance(error, errors.TrainingError | OSError) else 2
 
 
 def end_with_parent() -> None:
