@@ -7,7 +7,6 @@ its own rows. So `search` goes on through all texts of rollouts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -310,10 +309,10 @@ async def measured(
         if isinstance(event.fact, StepsCommitted)
         for number in range(1, len(event.fact.steps) + 2)  # a PolicyPublished may come first
     ]
-    facts = {at: event.fact for at, event in (await source.events(behind)).items()}
+    facts = ((at, event.fact) for at, event in (await source.events(behind)).items())
     of_steps = {
         at: fact
-        for at, fact in facts.items()
+        for at, fact in facts
         if isinstance(fact, StepMeasured) and fact.consumer == trainer and fact.step in committed
     }
     whose = {at: f"step {fact.step} of {trainer}" for at, fact in of_steps.items()}
@@ -331,6 +330,15 @@ async def measured(
         places = {name: place for place, name in enumerate(names)}
         measures[fact.step] = Measured(fact.step, fact.metrics, columns, own_tokens, places)
     return measures
+
+
+async def measured_in(source: Source, step: StepView, *, tokens: bool = False) -> Measured | None:
+    """Return what was measured in one step; None unless its commit is in this log, and measured."""
+    if step.step is None or not step.committed or step.experiment:
+        return None
+    row = await source.read(trainer_queries.step_at, source.key, step.trainer, step.step)
+    assert row is not None  # its rows were delivered
+    return (await measured(source, step.trainer, [row], tokens=tokens)).get(step.step)
 
 
 def experiments_of(lease: BatchLeased) -> list[str]:
@@ -413,15 +421,6 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
     objects = {name: values[slot] for name, values in recorded.segment.objects.items()}
     noted = {position_of(fate.first): uid for fate in own if fate.first is not None}
     notes = await events_with_segments(source, noted, ["annotation"])
-    trained: dict[str, dict[int, StepRow]] = defaultdict(dict)
-    for step in (step for fate in own for step in fate.steps):
-        if step.step is not None and step.committed and not step.experiment:
-            asked = (source.key, step.trainer, step.step)
-            row_of_step = await source.read(trainer_queries.step_at, *asked)
-            assert row_of_step is not None  # its rows were delivered
-            trained[step.trainer][step.step] = row_of_step
-    measures = {name: await measured(source, name, [*of.values()]) for name, of in trained.items()}
-
     sets = []
     for fate in own:
         annotation, copies, tensors, steps = None, len(fate.annotations), {}, list[StepView]()
@@ -429,7 +428,7 @@ async def show(experiment: Experiment | Source, uid: str) -> ExperienceView:
             segment, annotation = notes[position_of(fate.first)].segment, written_as(fate.first)
             tensors = dict(summaries(segment, slot_of(fate.first)))
         for at, step in ((at, step) for at, held in fate.annotations.items() for step in held):
-            of_step = measures.get(step.trainer, {}).get(step.step or 0)
+            of_step = await measured_in(source, step)
             numbers = {} if of_step is None else of_step.of_row(at)
             state = (step.trainer, step.step, step.committed, step.reason)
             steps.append(StepView(*state, numbers, step.experiment))

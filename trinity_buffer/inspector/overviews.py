@@ -329,12 +329,8 @@ async def leases(source: Source) -> list[Lease]:
     As it was: how far each trainer had come.
     """
     consumers = (await source.read(writer_queries.consumers, source.key)).values()
-    held = {}
-    if source.position is None:
-        held = {
-            row.consumer: row for row in await source.database.read(inspection.leases, source.key)
-        }
-    leases = []
+    rows = [] if source.position else await source.database.read(inspection.leases, source.key)
+    held, leases = {row.consumer: row for row in rows}, []
     for row in sorted(consumers, key=lambda row: row.kind != "trainer"):
         lease, trains = held.get(row.name), row.kind == "trainer"
         if not trains and lease is None:

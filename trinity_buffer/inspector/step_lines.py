@@ -327,9 +327,9 @@ async def rows_of_step(
     """
     at = (await _step_at(source, await trainer_of(source, trainer), step)).leased_at
     fact = (await source.leases([at]))[at]
-    rows = zip(await _experiences(source, fact), experiments_of(fact), strict=True)
-    own = {row.address: row for row, of in rows if row is not None and not of}
-    return [own[address] for address in sorted(own)]
+    places = zip(fact.experiences, experiments_of(fact), strict=True)
+    own = sorted({address for address, of in places if not of})
+    return await source.read(writer_queries.experience_rows, source.key, own)
 
 
 async def staleness(

@@ -18,12 +18,12 @@ from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.inspector.experience import (
     elements_of,
     events_with_segments,
-    measured,
+    measured_in,
     row_and_fates,
 )
 from trinity_buffer.inspector.fates import Fate
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.store import trainer_queries, writer_queries
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of
 
 Numbers = npt.NDArray[Any]
@@ -98,14 +98,8 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
 async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
     """Return what the last step of an annotation recorded of each token, if it did."""
     address, held = next(iter(fate.annotations.items()))
-    own = [step for step in held if not step.experiment]
-    steps = [(step.trainer, step.step) for step in own if step.step and step.committed]
-    if not steps:
-        return {}
-    trainer, number = steps[-1]
-    row = await source.read(trainer_queries.step_at, source.key, trainer, number)
-    assert row is not None  # its rows were delivered
-    measures = (await measured(source, trainer, [row], tokens=True)).get(number)
+    own = [step for step in held if step.committed and not step.experiment]
+    measures = await measured_in(source, own[-1], tokens=True) if own else None
     columns = {} if measures is None else measures.of_tokens(address)
     return {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
 
