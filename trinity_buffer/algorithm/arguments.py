@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cache, wraps
+from functools import lru_cache, wraps
 from numbers import Integral, Real
 from types import UnionType
 from typing import (
@@ -129,7 +129,7 @@ def configured(cls: Part) -> Part:
     return cls
 
 
-@cache
+@lru_cache  # not all for ever: each composed strategy is a class of its own
 def _bounds(cls: type) -> dict[str, Any]:
     """Return the types of those fields that do not accept all values of a kind."""
     kinds: dict[str, Any] = {}
