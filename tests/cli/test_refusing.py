@@ -141,11 +141,11 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a text for the number of a loss": (
         ("explore", "--set", "loss.args={clip_range='0.2'}"),
-        "PPOPolicyLossFn(clip_range='0.2'): it must be of the type float | None",
+        "PPOPolicyLossFn: clip_range='0.2': it must be a number, or None",
     ),
     "a text for a coefficient": (
         ("train", "--set", "algorithm_args={kl_loss_fn='k2',kl_loss_fn_args={kl_coef='1'}}"),
-        "K2Fn(kl_coef='1'): it must be of the type float",
+        "K2Fn: kl_coef='1': it must be a number",
     ),
     "a text for a staleness": (
         (

@@ -7,12 +7,12 @@ constructor. `declared_arguments` reads it from there; nothing repeats it.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, wraps
-from numbers import Integral, Real
-from types import UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import (
     Annotated,
     Any,
@@ -23,6 +23,7 @@ from typing import (
     dataclass_transform,
     get_args,
     get_origin,
+    get_type_hints,
 )
 
 import msgspec
@@ -41,6 +42,7 @@ PartOfOne = Annotated[float, Meta(gt=0, le=1, description="a number above 0, at 
 Made = TypeVar("Made")
 Part = TypeVar("Part", bound="type[Configured]")
 
+_PLAIN = (float, int, bool, str, NoneType)
 REQUIRED = inspect.Parameter.empty
 """Stands for the default of an argument that has none."""
 
@@ -51,19 +53,14 @@ def declared_arguments(cls: type) -> dict[str, Any]:
     `REQUIRED` stands where there is no default. A signature with ``**kwargs`` hands these on to
     its base class, whose arguments therefore count too; the most derived default wins.
     """
-    return {name: parameter.default for name, parameter in _parameters(cls).items()}
-
-
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """Return ``{name: parameter}`` of all that the constructor of ``cls`` takes."""
-    accepted: dict[str, inspect.Parameter] = {}
+    accepted: dict[str, Any] = {}
     for base in cls.__mro__:
         # Only classes that write a constructor: an inherited one is met further up.
         if base is object or "__init__" not in vars(base):  # whose signature is a text to parse
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        accepted = {p.name: p for p in named} | accepted
+        accepted = {p.name: p.default for p in named} | accepted
         # Without **kwargs nothing is handed on, so the bases' arguments do not count.
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
@@ -103,8 +100,10 @@ class Configured:
             InvalidArgumentError: one is out of the bounds that the type of its field says.
         """
         cls: type = type(self)
-        for name, kind in _bounds(cls).items():
-            require(getattr(self, name), kind, f"{cls.__name__}: {name}")
+        types = _types(cls)
+        for f in fields(self):  # type: ignore[arg-type]  # of a class that is configured
+            if f.name in types:
+                require(getattr(self, f.name), types[f.name], f"{cls.__name__}: {f.name}")
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
@@ -130,19 +129,25 @@ def configured(cls: Part) -> Part:
 
 
 @lru_cache  # not all for ever: each composed strategy is a class of its own
-def _bounds(cls: type) -> dict[str, Any]:
-    """Return the types of those fields that do not accept all values of a kind."""
-    kinds: dict[str, Any] = {}
+def _types(cls: type) -> dict[str, Any]:
+    """Return those types of arguments that say in full which values are accepted."""
+    types: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        with suppress(NameError):  # of a user's class, whose types only its function knows
-            kinds |= inspect.get_annotations(base, eval_str=True)
-    names = {f.name for f in fields(cls)}
-    return {name: kind for name, kind in kinds.items() if name in names and _is_bounded(kind)}
+        names = vars(sys.modules[base.__module__])
+        init = None if "__dataclass_fields__" in vars(base) else vars(base).get("__init__")
+        kinds = inspect.get_annotations(base) | getattr(init, "__annotations__", {})
+        for name, kind in kinds.items():
+            types[name] = Any
+            # One by one: a user's module may know the names of some for type checkers alone.
+            with suppress(NameError, AttributeError, TypeError, SyntaxError):
+                annotated = SimpleNamespace(__annotations__={name: kind})
+                types |= get_type_hints(annotated, names, include_extras=True)
+    return {name: kind for name, kind in types.items() if _is_plain(kind)}
 
 
-def _is_bounded(kind: Any) -> bool:
+def _is_plain(kind: Any) -> bool:
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    return any(get_origin(member) in (Annotated, Literal) for member in members)
+    return all(m in _PLAIN or get_origin(m) in (Annotated, Literal) for m in members)
 
 
 _CALLED = {"trainer": "consumer"}
@@ -171,16 +176,6 @@ def refuse_unknown(owner: str, arguments: Mapping[str, Any], accepted: Iterable[
             )
 
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "float": lambda value: isinstance(value, Real) and not isinstance(value, bool),
-    "int": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
-    "bool": lambda value: isinstance(value, bool),
-    "str": lambda value: isinstance(value, str),
-    "None": lambda value: value is None,
-}
-"""What a plain annotation accepts; others say nothing here."""
-
-
 def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
     """Return ``cls(*parts, **arguments)``.
 
@@ -189,17 +184,10 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
             which it cannot be made.
     """
     name = getattr(cls, "__name__", str(cls))
+    types = _types(cls) if isinstance(cls, type) else {}
     # A text in place of a number would otherwise be met in the middle of the first step.
-    for argument, parameter in (_parameters(cls) if isinstance(cls, type) else {}).items():
-        annotation = parameter.annotation
-        text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-        kinds = text.split(" | ")
-        if argument not in arguments or not set(kinds) <= _KINDS.keys():
-            continue
-        if not any(_KINDS[kind](arguments[argument]) for kind in kinds):
-            raise InvalidArgumentError(
-                f"{name}({argument}={arguments[argument]!r}): it must be of the type {text}"
-            )
+    for argument in filter(types.__contains__, arguments):
+        require(arguments[argument], types[argument], f"{name}: {argument}")
     try:
         return cls(*parts, **arguments)
     except InvalidArgumentError:

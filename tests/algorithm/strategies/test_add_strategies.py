@@ -275,6 +275,8 @@ def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does() -> None:
         ("grpo_grouped", {"std_cal_level": "world"}, "std_cal_level"),
         ("overlong_penalty", {"max_length": 4, "cache_length": 9}, "cache_length"),
         ("best_of_group", {"num_kept": 0}, "num_kept"),
+        ("best_of_group", {"over": "turns"}, "over"),
+        ("correct_bias", {"rank_penalty": "0.25"}, "rank_penalty='0.25': it must be a number"),
     ],
 )
 def test_a_value_that_cannot_be_right_is_named(
