@@ -34,8 +34,8 @@ BROAD_EXCEPTS = {
     f"{PACKAGE}/pipeline/background.py:task_group": "raised again, bare of the group",
     f"{PACKAGE}/pipeline/write/batch.py:prepare": "handed to its caller",
     f"{PACKAGE}/pipeline/background.py:run": "raised at the end of the body",
-    f"{PACKAGE}/pipeline/write/group_commit.py:_commit": "handed to every caller of the group",
-    f"{PACKAGE}/pipeline/write/group_commit.py:_commit_singly": "handed to its caller",
+    f"{PACKAGE}/pipeline/write/writer.py:_commit": "handed to every caller of the group",
+    f"{PACKAGE}/pipeline/write/writer.py:_commit_singly": "handed to its caller",
 }
 LAZY_IMPORTS = {
     f"{PACKAGE}/pipeline/archive.py:_parquet": "pyarrow is an extra",

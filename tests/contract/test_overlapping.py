@@ -21,7 +21,7 @@ from tests.raw_store import count, dbapi2
 from trinity_buffer.errors import InvalidExperienceError, StoreBusyError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.write.batch import PreparedWrite, WriteCall
-from trinity_buffer.pipeline.write.group_commit import GroupCommit
+from trinity_buffer.pipeline.write.writer import GroupCommit
 from trinity_buffer.store import sqlite
 
 ROWS = 4

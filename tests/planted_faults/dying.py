@@ -14,7 +14,7 @@ from tests.sample_run import rollout
 from trinity_buffer import open_store
 from trinity_buffer.explorer.explore import Acknowledgements
 from trinity_buffer.pipeline.write.batch import WriteCall
-from trinity_buffer.pipeline.write.group_commit import GroupCommit
+from trinity_buffer.pipeline.write.writer import GroupCommit
 from trinity_buffer.store.log import Place
 
 

@@ -96,7 +96,7 @@ FAULTS = [
     ),
     Fault(
         "who was prepared ahead hears of a busy store and is written all the same",
-        "pipeline/write/group_commit.py",
+        "pipeline/write/writer.py",
         "            self._ahead = []\n            self._waiting.clear()\n",
         "            self._waiting.clear()\n",
         "tests/contract/test_overlapping.py::test_who_was_prepared_ahead_hears_that_the_store_is_busy_and_is_not_written",

@@ -318,7 +318,14 @@ class RecordBatch:
         for field in OBJECTS:
             if self.kinds[field] <= _NONE:
                 continue
-            stored = _stored(field, self.values[field])
+            stored: Sequence[Any] = self.values[field]
+            # Empty containers are stored as None: readers fill them in without an object per row.
+            if field in ("info", "metrics"):
+                stored = [value or None for value in stored]
+            elif field == "custom_fields":
+                stored = [list(map(_as_texts, value)) or None for value in stored]
+            elif field == "multi_modal_inputs":
+                stored = [None if value is None else list(value) for value in stored]
             if not _NONE.issuperset(map(type, stored)):
                 objects[field] = packer.pack_twice(stored, field)
         return objects
@@ -393,18 +400,6 @@ def encode_experiences(experiences: Sequence[Experience]) -> RecordBatch:
         InvalidArgumentError: a value that cannot be stored; the message names the field.
     """
     return RecordBatch(experiences).encode()
-
-
-def _stored(field: str, values: Sequence[Any]) -> Sequence[Any]:
-    """Return the stored form of ``values``; None for values that readers fill in themselves."""
-    # Empty containers are stored as None: readers fill them in without an object per row.
-    if field in ("info", "metrics"):
-        return [value or None for value in values]
-    if field == "custom_fields":
-        return [list(map(_as_texts, value)) or None for value in values]
-    if field == "multi_modal_inputs":
-        return [None if value is None else list(value) for value in values]
-    return values
 
 
 def _as_texts(custom: CustomField) -> list[str]:
@@ -509,7 +504,7 @@ def _states(
             "_finish_reason": reason,
             **empty,
         }
-        # Empty values of these are not stored; see `_stored`.
+        # Empty values of these are not stored; see `RecordBatch.objects`.
         if has_light:
             state["info"], state["metrics"], state["custom_fields"] = {}, {}, []
         states.append(state)

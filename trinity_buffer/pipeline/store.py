@@ -40,7 +40,6 @@ from trinity_buffer.pipeline.handle import (
 )
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.train.checkpoint import found_again
-from trinity_buffer.pipeline.write.group_commit import GroupCommit
 from trinity_buffer.store import log, trainer_queries, writer_queries
 from trinity_buffer.store.database import Database, Durability, open_database
 from trinity_buffer.store.log import NewEvent, StoredEvent
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from trinity_buffer.identity import Key
     from trinity_buffer.pipeline.train.stream import TrainStream
     from trinity_buffer.pipeline.write.batch import OnInvalid
-    from trinity_buffer.pipeline.write.writer import SQLWriter
+    from trinity_buffer.pipeline.write.writer import GroupCommit, SQLWriter
 
 SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
 """The names in `SCHEMAS` of `write.batch`, repeated here because readers do without torch."""
@@ -85,16 +84,9 @@ class PublishedPolicy:
 class Experiment(ExperimentHandle):
     """One named training run. Made by `Store.experiment`."""
 
-    def __init__(
-        self,
-        database: Database,
-        group_commit: GroupCommit,
-        key: int,
-        name: str,
-        config: Mapping[str, Any],
-    ) -> None:
-        super().__init__(database, key, name, config)
-        self._group_commit = group_commit
+    def __init__(self, store: Store, key: int, name: str, config: Mapping[str, Any]) -> None:
+        super().__init__(store.database, key, name, config)
+        self._store = store
 
     def writer(self, actor: str, *, on_invalid: OnInvalid = "raise") -> SQLWriter:
         """Return a writer for the process ``actor``, which checks against the experiment's schema.
@@ -103,13 +95,15 @@ class Experiment(ExperimentHandle):
             on_invalid: ``"raise"``, or ``"quarantine"``: record invalid rows as rejected and go
                 on.
         """
-        from trinity_buffer.pipeline.write.writer import SQLWriter  # noqa: PLC0415 - torch, which readers do not need
+        from trinity_buffer.pipeline.write import writer  # noqa: PLC0415 - torch, which readers do not need
 
         # The first full garbage collection is better spent here than in the first write.
         settle_imports()
-        return SQLWriter(
+        if self._store.group_commit is None:
+            self._store.group_commit = writer.GroupCommit(self.database)
+        return writer.SQLWriter(
             self.database,
-            self._group_commit,
+            self._store.group_commit,
             self.key,
             actor=actor,
             schema=self.config.get("schema", "experience"),
@@ -382,11 +376,12 @@ class Store:
 
     Attributes:
         database: connections and transactions; for tools that only read.
+        group_commit: commits for all its writers; None as long as there are none.
     """
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self._group_commit = GroupCommit(database)
+        self.group_commit: GroupCommit | None = None
 
     @property
     def url(self) -> str:
@@ -395,7 +390,8 @@ class Store:
 
     async def settle(self) -> None:
         """Wait until every write under way has ended, also those of cancelled callers."""
-        await self._group_commit.drain()
+        if self.group_commit is not None:
+            await self.group_commit.drain()
 
     async def experiments(self) -> list[str]:
         """Return the names of all experiments, in order of creation."""
@@ -429,7 +425,7 @@ class Store:
         if key is None:  # older versions accepted any text
             require_name("an experiment's name", name)
         if key is not None and stored is not None and (config is None or self.database.read_only):
-            return Experiment(self.database, self._group_commit, key, name, stored[0])
+            return Experiment(self, key, name, stored[0])
         if config is None or self.database.read_only:
             known = ", ".join(names) or "none"
             remedy = "" if self.database.read_only else "; pass config={} to create it"
@@ -448,7 +444,7 @@ class Store:
         created = new_event(ExperimentCreated(config=fresh))
         change = partial(_create_or_change, name=name, wanted=wanted, fresh=fresh, created=created)
         its_key, current = await self.database.write(change, actor=actor)
-        return Experiment(self.database, self._group_commit, its_key, name, current)
+        return Experiment(self, its_key, name, current)
 
 
 def _find(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
 from operator import sub
 from typing import Any, Literal
@@ -83,13 +83,10 @@ class Schema:
     Attributes:
         kinds: the types of experience that belong to it.
         tokens: the required fields of token ids.
-        optional: fields that may be missing; a strategy or algorithm that needs one rejects the row
-            as ``invalid``.
     """
 
     kinds: tuple[ExperienceType, ...]
     tokens: tuple[str, ...] = ("tokens",)
-    optional: tuple[str, ...] = ("reward", "logprobs", "token_level_reward", "teacher_logprobs")
 
 
 _TURNS: tuple[ExperienceType, ...] = ("single_turn", "multi_turn")
@@ -456,12 +453,9 @@ class WriteCall:
     error: Exception | None = None
     digests: Sequence[bytes] = ()
     _late: frozenset[str] = frozenset()  # batches that were sealed before
-    _invalid: dict[EID, str] = dataclasses.field(
-        default_factory=dict
-    )  # -> the reason for their rejection
-    _known: dict[str, bytes] = dataclasses.field(
-        default_factory=dict
-    )  # of rows that are stored already
+    # Why invalid rows are rejected, and the digests of rows that are stored already.
+    _invalid: dict[EID, str] = dataclasses.field(default_factory=dict)
+    _known: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -476,10 +470,12 @@ class WriteCall:
         They are one write if all rows are valid and distinct, otherwise a write each, except for
         calls that are invalid: those get their error. Computes: call it off the event loop.
         """
-        calls = [self, *others]
-        if self.pending is None:
+        calls, size = [self, *others], sizes.rows_per_event
+        rows = self.pending
+        if rows is None:
             rows = [experience for call in calls for experience in call.experiences]
-            batches = _batches_of(rows)
+        batches = [RecordBatch(rows[at : at + size]) for at in range(0, len(rows), size)]
+        if self.pending is None:
             is_valid = all(passes(batch, self.schema) for batch in batches)
             uids = [experience.eid.uid for experience in rows] if is_valid else []
             if len(set(uids)) == len(rows):
@@ -491,11 +487,12 @@ class WriteCall:
             if others:
                 return [write for call in calls for write in call.prepare()]
         try:
-            if self.pending is None:
-                self._check()
-                self.uids = [experience.eid.uid for experience in self.experiences]
-                self.pending = _distinct(self.experiences)
-            return [self._encoded(_batches_of(self.pending), [self])]
+            if self.pending is not None:
+                return [self._encoded(batches, calls)]
+            self._check()
+            self.uids = [experience.eid.uid for experience in self.experiences]
+            self.pending = _distinct(self.experiences)
+            return self.prepare()
         except Exception as error:  # noqa: BLE001 - raised to its own caller
             self.error = error
             return []
@@ -583,29 +580,6 @@ class WriteCall:
             tuple(digests),
             self.place.head.hex(),
         )
-
-
-def listed(experiences: object) -> list[Experience]:
-    """Return ``experiences`` as a list.
-
-    Raises:
-        InvalidArgumentError: an item is not an experience.
-    """
-    if isinstance(experiences, Experience) or not isinstance(experiences, Iterable):
-        raise InvalidArgumentError(f"write() takes a list of experiences, not {experiences!r:.60}")
-    rows = list(experiences)
-    for row, experience in enumerate(rows if set(map(type, rows)) - {Experience} else ()):
-        if not isinstance(experience, Experience):
-            raise InvalidArgumentError(
-                f"write() takes experiences, item {row} is {experience!r:.60}"
-            )
-    return rows
-
-
-def _batches_of(experiences: Sequence[Experience]) -> list[RecordBatch]:
-    """Return ``experiences`` as one batch per event."""
-    size, number = sizes.rows_per_event, len(experiences)
-    return [RecordBatch(experiences[start : start + size]) for start in range(0, number, size)]
 
 
 def _recordable(experience: Experience, problem: str) -> Experience:
