@@ -199,7 +199,6 @@ class SQLiteTransaction(Transaction):
         queue: WriterQueue | None = None,
     ) -> None:
         super().__init__(_engine(), driver)
-        self._driver = driver
         self._files = files
         self._check = check
         self._queue = queue
@@ -207,13 +206,13 @@ class SQLiteTransaction(Transaction):
     @override
     def fetch_all(self, sql: str, values: Values) -> list[tuple[Any, ...]]:
         """Execute SQL of the driver's own style, and return all rows."""
-        rows: list[tuple[Any, ...]] = self._driver.execute(sql, values).fetchall()
+        rows: list[tuple[Any, ...]] = self.driver.execute(sql, values).fetchall()
         return rows
 
     @override
     def execute_later(self, sql: str, values: Values) -> None:
         """Execute a statement that returns nothing."""
-        self._driver.execute(sql, values)
+        self.driver.execute(sql, values)
 
     @override
     def lock(self, experiment: int) -> None:
@@ -226,9 +225,9 @@ class SQLiteTransaction(Transaction):
         whole = len(rows) - len(rows) % size
         for start in range(0, whole, size):
             values = chain.from_iterable(rows[start : start + size])
-            self._driver.execute(_insert(table, size), tuple(values))
+            self.driver.execute(_insert(table, size), tuple(values))
         if whole < len(rows):
-            self._driver.executemany(_insert(table, 1), rows[whole:])
+            self.driver.executemany(_insert(table, 1), rows[whole:])
 
     @override
     def insert_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -245,8 +244,8 @@ class SQLiteTransaction(Transaction):
                 short.append((*others, b"".join(pieces)))
                 continue
             sql, name = _insert_room(table)
-            row = self._driver.execute(sql, (*others, size)).lastrowid
-            with closing(open_blob(self._driver, table.name, name, row)) as room:
+            row = self.driver.execute(sql, (*others, size)).lastrowid
+            with closing(open_blob(self.driver, table.name, name, row)) as room:
                 for piece in pieces:
                     room.write(piece)
         self.insert_many(table, short)
@@ -263,7 +262,7 @@ class SQLiteTransaction(Transaction):
         """Return the last column of a row, read piece by piece into memory of its own."""
         memory, step = mapped(size), sizes.bytes_read_at_once
         place = (table.name, list(table.columns)[-1].name, row)
-        with closing(open_blob(self._driver, *place, read_only=True)) as stored:
+        with closing(open_blob(self.driver, *place, read_only=True)) as stored:
             for start in range(0, size, step):
                 memory[start : start + step] = stored.read(min(step, size - start))
         return memory
@@ -288,14 +287,14 @@ class SQLiteTransaction(Transaction):
         # A deferred transaction that is upgraded later fails without waiting for the busy timeout:
         # writers take the lock at once.
         try:
-            self._driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            self.driver.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             if self._check is not None:
                 self._check(self)
             done = f(self, *args, **kwargs)
-            self._driver.execute("COMMIT")
+            self.driver.execute("COMMIT")
         except BaseException:
-            if self._driver.in_transaction:  # a full disk may have rolled back already
-                self._driver.execute("ROLLBACK")
+            if self.driver.in_transaction:  # a full disk may have rolled back already
+                self.driver.execute("ROLLBACK")
             raise
         finally:
             if queue is not None:
@@ -308,7 +307,7 @@ class SQLiteTransaction(Transaction):
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
-        self._driver.close()
+        self.driver.close()
 
 
 @cache

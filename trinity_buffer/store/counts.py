@@ -116,27 +116,14 @@ def of_strategy(
     tx: Transaction, experiment: int, row: ConsumerRow, numbers: Numbers
 ) -> StrategyCounts:
     """Return the counts of one annotation set; the rest of the experiences is waiting."""
-    recorded, refused = numbers.get(("", counters.RECORDED), 0), counters.reasons(numbers, "")
-    annotated, own = (
-        numbers.get((row.name, counters.ANNOTATED), 0),
-        counters.reasons(numbers, row.name),
-    )
-    rejected = Counter(own) + Counter(refused)
+    recorded = numbers.get(("", counters.RECORDED), 0)
+    annotated, rows = (numbers.get((row.name, of), 0) for of in (counters.ANNOTATED, counters.ROWS))
+    rejected = sum((Counter(counters.reasons(numbers, by)) for by in ("", row.name)), Counter())
     undecided = recorded - annotated - rejected.total()
-    # The counters know nothing of cursors.
-    unseen = undecided  # of one that has read nothing
-    if row.cursor:
-        behind = first_address(row.cursor + 1)
-        unseen = int(_UNSEEN.value(tx, of=experiment, start=behind))
-    return StrategyCounts(
-        row.name,
-        recorded,
-        unseen,
-        undecided - unseen,
-        annotated,
-        dict(sorted(rejected.items())),
-        numbers.get((row.name, counters.ROWS), 0),
-    )
+    # The counters know nothing of cursors. One that has read nothing has seen none.
+    behind = unseen(tx, experiment, row)[0] if row.cursor else undecided
+    parts = (recorded, behind, undecided - behind, annotated)
+    return StrategyCounts(row.name, *parts, dict(sorted(rejected.items())), rows)
 
 
 _UNSEEN = Statement(

@@ -139,8 +139,7 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
             gone = [(experiment, key, at, fact.uri) for key in fact.segments]
             tx.insert_many(archived, gone)
         case SegmentsRestored():
-            for segment in fact.segments:
-                _RESTORE.execute_later(tx, of=experiment, key=segment)
+            _RESTORE.execute_later(tx, **says)
         case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
             pass  # what ranks say to each other they read in the log itself
         case StepMeasured():
@@ -197,7 +196,7 @@ _SCORE = Statement(
     "VALUES (:of, :scoring, :address, :reward) "
     "ON CONFLICT (experiment, scoring, address) DO UPDATE SET reward = excluded.reward"
 )
-_RESTORE = Statement("DELETE FROM archived WHERE experiment = :of AND segment = :key")
+_RESTORE = Statement("DELETE FROM archived WHERE experiment = :of AND segment IN BYTES(:segments)")
 
 
 def _planned(

@@ -157,13 +157,13 @@ class PresenceRow:
 def record_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     """Record that a process is alive, and what it waits for."""
     before = row.last_seen - FORGOTTEN_AFTER_US
-    _FORGET.execute_later(tx, of=experiment, role=row.role, by=row.name, before=before)
+    _FORGET.execute_later(tx, experiment=experiment, **asdict(row), before=before)
     _NOTE.execute_later(tx, experiment=experiment, **asdict(row))
 
 
 _FORGET = Statement(
     "DELETE FROM presence "
-    "WHERE experiment = :of AND role = :role AND name = :by AND last_seen < :before"
+    "WHERE experiment = :experiment AND role = :role AND name = :name AND last_seen < :before"
 )
 _NOTE = Statement(
     "INSERT INTO presence "
@@ -176,11 +176,11 @@ _NOTE = Statement(
 
 def remove_presence(tx: Transaction, experiment: int, row: PresenceRow) -> None:
     """Take back what `record` wrote."""
-    _REMOVE.execute_later(tx, of=experiment, role=row.role, by=row.name, host=row.host, pid=row.pid)
+    _REMOVE.execute_later(tx, experiment=experiment, **asdict(row))
 
 
 _REMOVE = Statement(
-    "DELETE FROM presence WHERE experiment = :of AND role = :role AND name = :by "
+    "DELETE FROM presence WHERE experiment = :experiment AND role = :role AND name = :name "
     "AND host = :host AND pid = :pid"
 )
 

@@ -252,9 +252,10 @@ class PostgresTransaction(Transaction):
         in_doubt: the commit was sent, and not answered.
     """
 
+    driver: psycopg.Connection[Any]
+
     def __init__(self, engine: Engine, driver: psycopg.Connection[Any]) -> None:
         super().__init__(engine, driver)
-        self.driver = driver
         self.asked_at: float | None = None
         self.in_doubt = False
         self._later: list[tuple[str, Values]] = []

@@ -7,7 +7,7 @@ trusted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -361,7 +361,7 @@ def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]
                 # Beside the scratch, so that SQLite compares rows without giving them to Python.
                 if live is not None:
                     driver.execute("ATTACH ? AS live", (sqlite.uri_of(live),))
-                tx.run(_create, (), {}, writes=True)
+                tx.run(_make_tables, ("TABLE", _NEEDLESS), {}, writes=True)
                 yield Scratch(tx, experiment, sees_live=live is not None)
         except _DISK_ERRORS as error:
             raise StoreError(
@@ -370,10 +370,14 @@ def open_scratch(experiment: int, live: Path | None = None) -> Iterator[Scratch]
             ) from error
 
 
-def _create(tx: Transaction) -> None:
-    tables.metadata.create_all(tx.connection, tables=list(tables.PROJECTIONS))
-    for index in _NEEDLESS:
-        tx.fetch_all(f"DROP INDEX {index}", ())
+def _make_tables(tx: Transaction, kind: str, without: Collection[str] = ()) -> None:
+    """Make empty projections, ``kind`` of tables, with their indexes but some."""
+    for table in tables.PROJECTIONS:
+        made = str(CreateTable(table).compile(dialect=tx.dialect))
+        tx.fetch_all(made.replace("TABLE", kind, 1), ())
+        for index in table.indexes:
+            if index.name not in without:
+                tx.fetch_all(str(CreateIndex(index).compile(dialect=tx.dialect)), ())
 
 
 # What no fold asks for, and every fold would keep up to date.
@@ -392,11 +396,7 @@ def make_temporary_tables(tx: Transaction) -> None:
         # the live tables.
         ((live,),) = tx.fetch_all(_SCHEMA, ())
         tx.fetch_all("SELECT set_config('search_path', $1, false)", (f"pg_temp, {live}",))
-    for table in tables.PROJECTIONS:
-        made = str(CreateTable(table).compile(dialect=tx.dialect))
-        tx.fetch_all(made.replace("CREATE TABLE", "CREATE TEMPORARY TABLE", 1), ())
-        for index in table.indexes:
-            tx.fetch_all(str(CreateIndex(index).compile(dialect=tx.dialect)), ())
+    _make_tables(tx, "TEMPORARY TABLE")
 
 
 _SCHEMA = (

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -98,8 +97,7 @@ class TableSegments(SegmentStore):
     @override
     def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:
         # A trigger refuses those that no ``archived`` row names.
-        for key in keys:
-            _DELETE.execute_later(tx, key=key)
+        _DELETE.execute_later(tx, keys=keys)
 
     @override
     def keys(self, tx: Transaction) -> set[bytes]:
@@ -114,7 +112,7 @@ class TableSegments(SegmentStore):
         return int(Statement(f"SELECT {number} FROM segment").value(tx) or 0)
 
 
-_DELETE = Statement("DELETE FROM segment WHERE key = :key")
+_DELETE = Statement("DELETE FROM segment WHERE key IN BYTES(:keys)")
 _KEYS = Statement("SELECT DISTINCT key FROM segment")
 _LEFT_EVER = Statement("SELECT 1 FROM counter WHERE consumer = '' AND key = 'SegmentsArchived'")
 
@@ -161,55 +159,38 @@ def _holds(key: bytes, family: str, part: int, recorded: int, data: Buffer) -> b
 
 @one_statement
 def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-    if not keys or not families:
-        return {}
-    values: dict[str, object] = {f"key{number}": key for number, key in enumerate(keys)}
-    values |= {f"family{number}": family for number, family in enumerate(families)}
     parts: SegmentParts = {}
-    values["long"] = sizes.bytes_read_at_once
-    rows = _parts_of(len(keys), len(families)).fetch_all(tx, **values)
-    for key, family, part, recorded, data in tx.with_blobs(segment, rows):
+    if not keys or not families:
+        return parts
+    long = sizes.bytes_read_at_once
+    rows = tx.with_blobs(segment, _PARTS.fetch_all(tx, keys=keys, families=families, long=long))
+    for key, family, part, recorded, data in rows:
         parts.setdefault((key, family), []).append((part, recorded, data))
     return parts
 
 
-@lru_cache(maxsize=128)
-def _parts_of(keys: int, families: int) -> Statement:
-    """Return the statement for so many keys and families.
-
-    On SQLite a long blob is NULL in it. A flipped bit can make a number, a text or NULL of a blob
-    there, which is then an empty one: its checksum does not hold.
-    """
-    wanted = f"key IN ({_places('key', keys)}) AND family IN ({_places('family', families)})"
-    ordered = f"FROM segment WHERE {wanted} ORDER BY key, family, part"
-    data = "CASE WHEN typeof(data) <> 'blob' THEN x'' WHEN length(data) <= :long THEN data END"
-    return Statement(
-        f"SELECT key, family, part, checksum, {data}, rowid, length(data) {ordered}",
-        f"SELECT key, family, part, checksum, data {ordered}",
-    )
-
-
-def _places(name: str, number: int) -> str:
-    return ", ".join(f":{name}{place}" for place in range(number))
+# On SQLite a long blob is NULL. A flipped bit can make a number, a text or NULL of a blob there,
+# which is then an empty one: its checksum does not hold.
+_PART = "SELECT key, family, part, checksum,"
+_OF_SEGMENTS = (
+    "FROM segment WHERE key IN BYTES(:keys) AND family IN TEXTS(:families) "
+    "ORDER BY key, family, part"
+)
+_PARTS = Statement(
+    f"{_PART} CASE WHEN typeof(data) <> 'blob' THEN x'' WHEN length(data) <= :long THEN data END, "
+    f"rowid, length(data) {_OF_SEGMENTS}",
+    f"{_PART} data {_OF_SEGMENTS}",
+)
 
 
 @one_statement
 def archived_at(tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, tuple[int, str | None]]:
     """Return (position of the event, file) of those of ``keys`` that have left the database."""
-    if not keys:
-        return {}
-    number = 1 << (len(keys) - 1).bit_length()  # a statement for each number would be many
-    values = {f"key{place}": keys[min(place, len(keys) - 1)] for place in range(number)}
-    rows = _archived_of(number).fetch_all(tx, **values)
+    rows = _ARCHIVED.fetch_all(tx, keys=keys)
     return {bytes(key): (int(position), uri) for key, position, uri in rows}
 
 
-@cache
-def _archived_of(keys: int) -> Statement:
-    """Return the statement for so many keys."""
-    return Statement(
-        f"SELECT segment, position, uri FROM archived WHERE segment IN ({_places('key', keys)})"
-    )
+_ARCHIVED = Statement("SELECT segment, position, uri FROM archived WHERE segment IN BYTES(:keys)")
 
 
 def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, Buffer]]) -> Buffer:

@@ -158,6 +158,7 @@ class Transaction(ABC):
         driver: the driver's connection, in autocommit, while no transaction is open.
 
     Attributes:
+        driver: the driver's connection.
         dialect: of SQLAlchemy; its ``name`` is ``"sqlite"`` or ``"postgresql"``.
         seen: experiment -> (position, head) of the last event that was read of its log.
         appended: the same of the last event that was appended.
@@ -165,6 +166,7 @@ class Transaction(ABC):
 
     def __init__(self, engine: Engine, driver: Any) -> None:
         _wrapping.driver = driver
+        self.driver = driver
         self._connection = engine.connect()
         self.dialect = engine.dialect
         self.seen: dict[int, tuple[int, bytes]] = {}
@@ -313,7 +315,7 @@ class Statement:
 
     What the databases write differently:
 
-    - ``IN INTS(:x)`` and ``IN TEXTS(:x)``: in a list of any length, which is one value;
+    - ``IN INTS(:x)``, ``IN TEXTS(:x)``, ``IN BYTES(:x)``: in a list of any length, as one value;
     - ``ROWS(text, bigint)``: a table with the columns c0, c1 and so on, of the one or more rows in
       the value ``rows``;
     - ``OFFSET 0`` at the end of an EXISTS, which is then asked for each row. Of a plain one
@@ -327,9 +329,9 @@ class Statement:
     """
 
     def __init__(self, sql: str, postgresql: str = "") -> None:
-        self._sqlite = _LIST.sub(r"IN (SELECT value FROM json_each(:\2))", sql)
+        self._sqlite = _LIST.sub(_in_json, sql)
         self._sqlite = _ROWS.sub(_rows_of_json, self._sqlite).replace(" OFFSET 0", "")
-        self._lists = {name for _, name in _LIST.findall(sql)}
+        self._lists = {name: kind for kind, name in _LIST.findall(sql)}
         self._has_rows = _ROWS.search(sql) is not None
         numbered = _LIST.sub(_in_array, postgresql or sql)
         numbered = _ROWS.sub(_rows_of_arrays, numbered)
@@ -353,13 +355,14 @@ class Statement:
     def _bound(self, tx: Transaction, values: dict[str, Any]) -> tuple[str, Values]:
         """Return the text for the database of ``tx``, and its values as the driver takes them."""
         if tx.dialect.name == "sqlite":  # which binds by name, and passes over the others
-            for name in self._lists:
-                values[name] = json.dumps(list(values[name]))
+            for name, kind in self._lists.items():
+                texts = map(bytes.hex, values[name]) if kind == "BYTES" else values[name]
+                values[name] = json.dumps(list(texts))
             if self._has_rows:
                 values["rows"] = json.dumps(values["rows"])
             return self._sqlite, values
-        for name in self._lists:
-            values[name] = list(map(str, values[name]))
+        for name, kind in self._lists.items():
+            values[name] = list(values[name] if kind == "BYTES" else map(str, values[name]))
         if self._has_rows:
             for number, column in enumerate(zip(*values["rows"], strict=True)):
                 values[f"column{number}"] = list(map(str, column))
@@ -367,13 +370,19 @@ class Statement:
 
 
 _PLACE = re.compile(r"(?<!:):(\w+)")
-_LIST = re.compile(r"IN (INTS|TEXTS)\(:(\w+)\)")
+_LIST = re.compile(r"IN (INTS|TEXTS|BYTES)\(:(\w+)\)")
 _ROWS = re.compile(r"ROWS\(([\w, ]+)\)")
+
+
+def _in_json(match: re.Match[str]) -> str:
+    value = "unhex(value)" if match[1] == "BYTES" else "value"
+    return f"IN (SELECT {value} FROM json_each(:{match[2]}))"
 
 
 def _in_array(match: re.Match[str]) -> str:
     # Numbers go as texts too: of a list of numbers the driver would look at each for its type.
-    return f"= ANY(:{match[2]}::text[]{'::bigint[]' if match[1] == 'INTS' else ''})"
+    types = {"INTS": "text[]::bigint[]", "TEXTS": "text[]", "BYTES": "bytea[]"}
+    return f"= ANY(:{match[2]}::{types[match[1]]})"
 
 
 def _rows_of_json(match: re.Match[str]) -> str:
