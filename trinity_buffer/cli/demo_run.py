@@ -269,12 +269,7 @@ class RunNumbers:
         """Return one plain line."""
         if not self.rollouts:
             return STARTING
-        it = self.figures()
-        return (
-            f"step {it['step']:>4}  accuracy {it['accuracy']}  reward {it['reward']}  "
-            f"{it['rollouts/s']:>6} rollouts/s  {it['steps/s']:>4} steps/s  "
-            f"ready {it['ready']}  staleness {it['staleness']}"
-        )
+        return "  ".join(f"{name} {text:>5}" for name, text in self.figures().items())
 
 
 BARS = " ▁▂▃▄▅▆▇█"

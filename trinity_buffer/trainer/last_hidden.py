@@ -338,7 +338,6 @@ class HiddenModel(Protocol):
 
     def last_hidden(self, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead]:
         """Return the last hidden states, the shape of ``input_ids`` and ``[D]``, and the head."""
-        ...
 
 
 def last_hidden(model: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, OutputHead]:

@@ -79,11 +79,9 @@ class Trainable(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the weights."""
-        ...
 
     def save(self, path: str | Path) -> None:
         """Write the weights to ``path``: a file, or a new folder."""
-        ...
 
     def restore(self, path: str | Path) -> None:
         """Take the weights that `save` wrote to ``path``.
@@ -91,7 +89,6 @@ class Trainable(Protocol):
         Raises:
             CheckpointError: there is no such file, or of another model, or it is not finite.
         """
-        ...
 
 
 class Critic(Trainable, Protocol):
@@ -110,7 +107,6 @@ class Critic(Trainable, Protocol):
             cu_seqlens: ``[N + 1]`` boundaries of packed sequences.
             max_seqlen: length of the longest of them.
         """
-        ...
 
 
 class Policy(Trainable, Protocol):
@@ -123,7 +119,6 @@ class Policy(Trainable, Protocol):
     @property
     def file_name(self) -> str:
         """What `save` writes is called so in a checkpoint."""
-        ...
 
     def scores(self, microbatch: Mapping[str, Any]) -> TokenScores:
         """Return log-probability and entropy of every token of a micro-batch.
@@ -132,7 +127,6 @@ class Policy(Trainable, Protocol):
             microbatch: see `token_scores`; both results are 0 at padding and at the first token of
                 a sequence.
         """
-        ...
 
 
 AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
