@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, wraps
@@ -29,6 +29,7 @@ from typing import (
 import msgspec
 import numpy as np
 from msgspec import Meta
+from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import closest
@@ -93,17 +94,26 @@ class Configured:
         args = declared | dict(cls.tuned)
         return {k: v for k, v in args.items() if v is not None} if cls.none_is_unset else args
 
+    @override
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value, _ in self._arguments())
+        return f"{type(self).__name__}({values})"
+
     def __post_init__(self) -> None:
         """Refuse arguments that cannot be right; for a class whose fields are its arguments.
 
         Raises:
             InvalidArgumentError: one is out of the bounds that the type of its field says.
         """
+        for name, value, kind in self._arguments():
+            require(value, kind, f"{type(self).__name__}: {name}")
+
+    def _arguments(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield name, value and type of the arguments whose types say all of what they may be."""
         cls: type = type(self)
-        types = _types(cls)
-        for f in fields(self):  # type: ignore[arg-type]  # of a class that is configured
-            if f.name in types:
-                require(getattr(self, f.name), types[f.name], f"{cls.__name__}: {f.name}")
+        for name, kind in _types(cls).items():
+            if name in vars(self):
+                yield name, vars(self)[name], kind
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
@@ -112,7 +122,7 @@ def configured(cls: Part) -> Part:
 
     With ``on_unknown="ignore"`` it passes over them, as the reference does.
     """
-    dataclass(eq=False)(cls)
+    dataclass(eq=False, repr=False)(cls)  # 40 methods fewer to compile when it is imported
     names, init = {f.name for f in fields(cls)}, cls.__init__  # type: ignore[arg-type]
 
     @wraps(init)
