@@ -7,7 +7,7 @@ unreachable holds back no trainer, and one that begins later misses nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
@@ -62,11 +62,23 @@ async def track(
         raise InvalidArgumentError(f"after={after}: name a gradient step, or 0 for all")
     source = now(experiment)
     name = await (_awaited(experiment, trainer) if follow else trainer_of(source, trainer))
+    last = after
+
+    async def log(up_to: int) -> None:
+        """Give the steps above ``last`` that were committed up to a position of the log."""
+        # A reader that lags behind the log meets a rewind later than what was trained anew after
+        # it: that is given when its own commit is read.
+        nonlocal last
+        while page := await steps(source, trainer=name, after=last, limit=PAGE_STEPS):
+            for line in page:
+                if line.committed_at is None or line.committed_at > up_to:
+                    return
+                tracker.log(numbers_of(line), line.step)
+                last = line.step
+
     # Before the steps are read: commits that come meanwhile are met again as events.
-    seen, last = await source.head(), after
-    async for line in _committed(experiment, name, last, seen):
-        tracker.log(numbers_of(line), line.step)
-        last = line.step
+    seen = await source.head()
+    await log(seen)
     if not follow:
         return last
     kinds = kinds_of(StepsCommitted | TrainerRewound)
@@ -76,9 +88,7 @@ async def track(
             case TrainerRewound(consumer=consumer, step=step) if consumer == name:
                 last = min(last, step)
             case StepsCommitted(consumer=consumer) if consumer == name:
-                async for line in _committed(experiment, name, last, event.position):
-                    tracker.log(numbers_of(line), line.step)
-                    last = line.step
+                await log(event.position)
     return last
 
 
@@ -107,22 +117,6 @@ async def _awaited(experiment: Experiment, trainer: str | None) -> str:
             if is_finished:
                 raise
         await wait.changed(state)
-
-
-async def _committed(
-    experiment: Experiment, trainer: str, last: int, up_to: int
-) -> AsyncIterator[StepLine]:
-    """Yield the steps above ``last`` that were committed up to a position of the log.
-
-    A reader that lags behind the log meets a rewind later than what was trained anew after it:
-    that is given when its own commit is read.
-    """
-    while page := await steps(now(experiment), trainer=trainer, after=last, limit=PAGE_STEPS):
-        for line in page:
-            if line.committed_at is None or line.committed_at > up_to:
-                return
-            yield line
-        last = page[-1].step
 
 
 def numbers_of(line: StepLine) -> dict[str, float]:
