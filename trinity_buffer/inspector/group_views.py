@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Literal
 
 from trinity_buffer.identity import Key
@@ -125,35 +127,29 @@ async def _newest(
         keys = [key for key, address in newest.items() if before is None or address < before]
         return sorted(keys, key=newest.__getitem__, reverse=True)[:limit]
 
-    def read(tx: Transaction) -> tuple[_Members, dict[str, BatchRow], dict[int, Fate | None]]:
+    def read(tx: Transaction) -> list[tuple[BatchRow | None, _Members]]:
         chosen = chosen_set(writer_queries.consumers(tx, source.key), annotation_set)
-        members: _Members = {key: [] for key in newest_keys(tx)}
-        rows = inspection.members(tx, source.key, list(members))
+        groups: dict[tuple[str, str], _Members] = {key: [] for key in newest_keys(tx)}
+        rows = inspection.members(tx, source.key, list(groups))
+        decided = fates(tx, source.key, rows)
         for row in rows:
-            members[str(row.eid.batch), str(row.eid.task)].append(row)
-        batches = writer_queries.batches(tx, source.key, sorted({key for key, _ in members}))
-        decided = {
-            address: next((fate for fate in own if fate.annotation_set == chosen), None)
-            for address, own in fates(tx, source.key, rows).items()
-        }
-        return members, batches, decided
+            fate = next((f for f in decided[row.address] if f.annotation_set == chosen), None)
+            groups[str(row.eid.batch), str(row.eid.task)].append((row, fate))
+        batches = writer_queries.batches(tx, source.key, sorted({key for key, _ in groups}))
+        return [(batches.get(key), members) for (key, _), members in groups.items()]
 
-    members, batches, decided = await source.read(read)
+    groups = await source.read(read)
     noted: dict[int, str] = {}
-    for row in (row for rows in members.values() for row in rows):
-        fate = decided[row.address]
+    for row, fate in chain.from_iterable(members for _, members in groups):
         if fate is not None and fate.first is not None:
             # An error about the event names the first of its rows.
             noted.setdefault(position_of(fate.first), row.eid.uid)
     events = await events_with_segments(source, noted, ["annotation"])
-    return [
-        _group(batches.get(batch_key), rows, decided, events)
-        for (batch_key, _), rows in members.items()
-        if rows
-    ]
+    return [_group(planned, members, events) for planned, members in groups]
 
 
-_Members = dict[tuple[str, str], list[ExperienceRow]]
+_Members = list[tuple[ExperienceRow, Fate | None]]
+"""Experiences of a group, and what became of each in the set that is asked about."""
 
 
 def _rank(group: GroupView, order: Order) -> float:
@@ -165,36 +161,33 @@ def _rank(group: GroupView, order: Order) -> float:
 
 
 def _group(
-    batch: BatchRow | None,
-    rows: Sequence[ExperienceRow],
-    decided: Mapping[int, Fate | None],
-    events: Mapping[int, EventWithSegment],
+    batch: BatchRow | None, members: _Members, events: Mapping[int, EventWithSegment]
 ) -> GroupView:
     runs: list[RunView] = []
-    for row in sorted(rows, key=lambda row: (row.eid.run, row.eid.step, row.eid.suffix)):
-        fate = decided[row.address]
+    of_run = attrgetter("eid.run", "eid.step", "eid.suffix")
+    for row, fate in sorted(members, key=lambda member: of_run(member[0])):
         state, advantage = "recorded" if fate is None else str(fate), None
         if fate is not None and fate.first is not None:
             segment = events[position_of(fate.first)].segment
             advantage = mean_of(segment, "advantages", slot_of(fate.first))
-        of_run = (row.eid.uid, row.eid.run, row.eid.step, row.reward, advantage)
-        runs.append(RunView(*of_run, row.policy_version, row.length, state))
+        shown = (row.eid.uid, row.eid.run, row.eid.step, row.reward, advantage)
+        runs.append(RunView(*shown, row.policy_version, row.length, state))
     # Strategies decide without what was refused or came late, so the moments do too.
-    refused = {row.eid.uid for row in rows if row.refused is not None}
+    refused = {row.eid.uid for row, _ in members if row.refused is not None}
     compared = [r for r in runs if r.uid not in refused and not r.state.endswith(": late")]
     rollouts = None if batch is None else batch.rollouts_per_group
     missing = len(set(range(rollouts or 0)) - {run.run for run in runs})
     states = Counter(run.state for run in runs)
     parts = [state if len(states) == 1 else f"{n} {state}" for state, n in states.items()]
     return GroupView(
-        rows[0].eid.batch,
-        rows[0].eid.task,
+        members[0][0].eid.batch,
+        members[0][0].eid.task,
         rollouts,
         *_moments(compared),
         "; ".join([*parts, f"{missing} missing"] if missing else parts),
         missing,
         tuple(runs),
-        max(row.address for row in rows),
+        max(row.address for row, _ in members),
     )
 
 
