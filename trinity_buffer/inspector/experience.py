@@ -102,10 +102,9 @@ async def events_with_segments(
     """
     readable, damaged = await readable_events(experiment, wanted, families)
     for position, error in damaged.items():
-        # Archived tensors are a state of the row, not an error.
-        if isinstance(error, errors.ArchivedSegmentError):  # `EventWithSegment.archived` says so
-            continue
-        raise type(error)(str(Unreadable(wanted[position], position, str(error)))) from error
+        # Archived tensors are a state of the row, which `EventWithSegment.archived` shows.
+        if not isinstance(error, errors.ArchivedSegmentError):
+            raise type(error)(str(Unreadable(wanted[position], position, str(error)))) from error
     return readable
 
 

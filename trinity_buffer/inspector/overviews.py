@@ -136,6 +136,9 @@ def _overview(
     tx: Transaction, name: str, key: int, position: int | None = None
 ) -> ExperimentOverview:
     numbers, consumers = counters.numbers_of(tx, key), writer_queries.consumers(tx, key)
+    own = {state: number for (consumer, state), number in numbers.items() if not consumer}
+    strategies = [row for row in consumers.values() if row.kind == "strategy"]
+    trainers = [row for row in consumers.values() if row.kind == "trainer"]
     config, finished = writer_queries.config_of(tx, key) or ({}, False)
     policy = writer_queries.newest_policy(tx, key, config.get("trainer", "trainer"))
     head, first_at, last_at = counts.log_ends(tx, key, position)
@@ -147,26 +150,15 @@ def _overview(
         events=dict(sorted(counters.kinds(numbers).items())),
         first_at=first_at,
         last_at=last_at,
-        experiences=numbers.get(("", counters.RECORDED), 0),
-        batches=numbers.get(("", BatchPlanned.__name__), 0),
-        sealed=numbers.get(("", BatchSealed.__name__), 0),
+        experiences=own.get(counters.RECORDED, 0),
+        batches=own.get(BatchPlanned.__name__, 0),
+        sealed=own.get(BatchSealed.__name__, 0),
         plans=counts.of_plans(tx, key, numbers),
-        strategies=tuple(
-            counts.of_strategy(tx, key, row, numbers)
-            for row in consumers.values()
-            if row.kind == "strategy"
-        ),
-        trainers=tuple(
-            _progress(tx, name, key, row, consumers, numbers)
-            for row in consumers.values()
-            if row.kind == "trainer"
-        ),
-        versions=(
-            numbers.get(("", counters.LOWEST_VERSION)),
-            numbers.get(("", counters.HIGHEST_VERSION)),
-        ),
+        strategies=tuple(counts.of_strategy(tx, key, row, numbers) for row in strategies),
+        trainers=tuple(_progress(tx, name, key, row, consumers, numbers) for row in trainers),
+        versions=(own.get(counters.LOWEST_VERSION), own.get(counters.HIGHEST_VERSION)),
         published=None if policy is None else policy[0],
-        policies=numbers.get(("", PolicyPublished.__name__), 0),
+        policies=own.get(PolicyPublished.__name__, 0),
         refused=counters.reasons(numbers, ""),
         guests={guest: counters.reasons(numbers, guest) for guest in guests},
     )

@@ -37,7 +37,6 @@ from trinity_buffer.store.rows import (
     slot_of,
     written_as,
 )
-from trinity_buffer.store.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,20 +383,15 @@ async def _step_at(source: Source, trainer: str, step: int) -> StepRow:
 async def _experiences(source: Source, fact: BatchLeased) -> list[ExperienceRow | None]:
     """Return the experience of each row, where it is known; an expert's are looked up there."""
     names = list(zip(experiments_of(fact), fact.experiences, strict=True))
-
-    def read_others(tx: Transaction, of: str, addresses: list[int]) -> list[ExperienceRow]:
-        key = log.find_experiment(tx, of)
-        return [] if key is None else writer_queries.experience_rows(tx, key, addresses)
-
     # An address is unique within its experiment alone.
     known: dict[tuple[str, int], ExperienceRow] = {}
     for of in dict.fromkeys(name for name, _ in names):
+        read = source.database.read if of else source.read
+        key = await read(log.find_experiment, of) if of else source.key
         addresses = sorted({address for by, address in names if by == of})
-        if of:
-            rows = await source.database.read(read_others, of, addresses)
-        else:
-            rows = await source.read(writer_queries.experience_rows, source.key, addresses)
-        known |= {(of, row.address): row for row in rows}
+        if key is not None:
+            rows = await read(writer_queries.experience_rows, key, addresses)
+            known |= {(of, row.address): row for row in rows}
     return [known.get(name) for name in names]
 
 

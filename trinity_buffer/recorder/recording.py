@@ -296,13 +296,11 @@ class Recording:
         return state
 
     async def _stored_turns(self, rollout: Rollout) -> list[Turn]:
-        batch, task, run = rollout
-        stored = [row async for row in self._turns.read(batch=batch, task=task, run=run)]
+        stored = [row async for row in self._turns.read(**rollout._asdict())]
         return [_turn_of(row) for row in sorted(stored, key=lambda row: row.eid.step)]
 
     async def _is_closed(self, rollout: Rollout) -> bool:
-        batch, task, run = rollout
-        async for _ in self._experiment.read(batch=batch, task=task, run=run, families=("light",)):
+        async for _ in self._experiment.read(**rollout._asdict(), families=("light",)):
             return True
         return False
 
