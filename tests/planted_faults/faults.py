@@ -524,8 +524,8 @@ FAULTS = [
     Fault(
         "a receipt counts what was stored already as written",
         "pipeline/write/batch.py",
-        "            len(written),\n            len(self.experiences) - len(written),",
-        "            len(self.experiences),\n            0,",
+        "            len(written),\n            number - len(written),",
+        "            number,\n            0,",
         "tests/contract/test_writing.py::test_only_what_is_new_of_a_call_is_written",
     ),
     Fault(

@@ -425,16 +425,17 @@ class WriteCall:
     """The experiences of one call on their way into the log.
 
     Attributes:
-        experiences: the experiences from the caller.
+        experiences: those still to be written, at first all of the caller.
         experiment: key of their experiment.
         actor: the writing process.
         schema: name of the schema to check against.
         on_invalid: ``"raise"``, or ``"quarantine"`` to record invalid rows as rejected.
         store: where the blobs of segments are put.
-        pending: those still to be written; None: nothing is checked yet.
-        uids: of all experiences, which are equal where the store takes their addresses as equal.
+        is_checked: whether they are valid, or replaced by what can be recorded of them.
+        uids: of all experiences of the caller, which are equal where the store takes their
+            addresses as equal; once they are checked.
         batches: what is to be written, with rows of the calls that share its event.
-        digests: of the content of pending rows.
+        digests: of the content of ``experiences``.
         place: of the last event with its rows; its position is 0 as long as nothing is written.
         answered: set once the rows are durable, or ``error`` says why they are not.
     """
@@ -445,7 +446,7 @@ class WriteCall:
     schema: str
     on_invalid: OnInvalid
     store: SegmentStore
-    pending: list[Experience] | None = None
+    is_checked: bool = False
     uids: Sequence[str] = ()
     batches: Sequence[RecordBatch] = ()
     place: Place = _NOWHERE
@@ -457,11 +458,6 @@ class WriteCall:
     _invalid: dict[EID, str] = dataclasses.field(default_factory=dict)
     _known: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
-    @property
-    def rows(self) -> int:
-        """Number of experiences still to be written."""
-        return len(self.experiences if self.pending is None else self.pending)
-
     def prepare(self, others: Sequence[WriteCall] = ()) -> list[PreparedWrite]:
         """Return the call and ``others`` of its writer, encoded, their blobs put into the store.
 
@@ -471,27 +467,26 @@ class WriteCall:
         calls that are invalid: those get their error. Computes: call it off the event loop.
         """
         calls, size = [self, *others], sizes.rows_per_event
-        rows = self.pending
-        if rows is None:
-            rows = [experience for call in calls for experience in call.experiences]
+        rows = [experience for call in calls for experience in call.experiences]
         batches = [RecordBatch(rows[at : at + size]) for at in range(0, len(rows), size)]
-        if self.pending is None:
+        if not self.is_checked:
             is_valid = all(passes(batch, self.schema) for batch in batches)
             uids = [experience.eid.uid for experience in rows] if is_valid else []
             if len(set(uids)) == len(rows):
                 left = iter(uids)
                 for call in calls:
-                    call.pending = call.experiences
-                    call.uids = list(islice(left, call.rows))
+                    call.is_checked = True
+                    call.uids = list(islice(left, len(call.experiences)))
                 return [self._encoded(batches, calls)]
             if others:
                 return [write for call in calls for write in call.prepare()]
         try:
-            if self.pending is not None:
+            if self.is_checked:
                 return [self._encoded(batches, calls)]
             self._check()
             self.uids = [experience.eid.uid for experience in self.experiences]
-            self.pending = _distinct(self.experiences)
+            self.experiences = _distinct(self.experiences)
+            self.is_checked = True
             return self.prepare()
         except Exception as error:  # noqa: BLE001 - raised to its own caller
             self.error = error
@@ -522,7 +517,7 @@ class WriteCall:
         digests = chain.from_iterable(batch.meta["digest"] for batch in batches)
         for call in calls:
             call.batches = batches
-            call.digests = list(islice(digests, call.rows))
+            call.digests = list(islice(digests, len(call.experiences)))
         return PreparedWrite(calls, batches, events, segments, frozenset(names) - self._late)
 
     def _refusal(self, experience: Experience) -> str | None:
@@ -556,25 +551,25 @@ class WriteCall:
         self._late |= sealed
         # A retry after a lost acknowledgement is normal: rows with the same digest are dropped
         # silently.
-        self.pending = without_known(self.batches, known)
+        self.experiences = without_known(self.batches, known)
         self._known |= {eid.uid: digest for eid, (_, digest) in known.items()}
         # Nothing is written yet: if no row remains, the receipt has no position.
         self.place = end._replace(position=0)
 
     def receipt(self) -> WriteReceipt:
         """Return the caller's receipt."""
-        written = self.pending or []
+        written, number = self.experiences, len(self.uids)
         refuses = self._late or self._invalid
         rejected = sum(self._refusal(row) is not None for row in written) if refuses else 0
         digests = self.digests
-        if len(written) < len(self.experiences):
+        if len(written) < number:
             uids = (experience.eid.uid for experience in written)
             known = self._known | dict(zip(uids, self.digests, strict=False))
             digests = list(map(known.__getitem__, self.uids))
         return WriteReceipt(
             self.place.position,
             len(written),
-            len(self.experiences) - len(written),
+            number - len(written),
             rejected,
             tuple(self.uids),
             tuple(digests),

@@ -16,7 +16,6 @@ from trinity_buffer.errors import (
     UnknownNameError,
 )
 from trinity_buffer.events import BatchPlanned, BatchSealed
-from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.options import AdmissionOptions
 from trinity_buffer.pipeline.coordination import diagnosis
@@ -27,7 +26,6 @@ from trinity_buffer.pipeline.coordination.waiting import (
     Presence,
     ReportedWait,
     describe_process,
-    one_line,
 )
 from trinity_buffer.pipeline.handle import decoded, new_event, now_us
 from trinity_buffer.store import counts, leases, log, trainer_queries, writer_queries
@@ -144,49 +142,26 @@ class AdmissionCheck:
 
     def describe(self, policy_version: int | None) -> str:
         """Describe the bound that is exceeded."""
-        gone = f", beside {self.abandoned} that lack runs of an actor that is gone"
-        return self._describe_backlog(policy_version) + (gone if self.abandoned else "")
-
-    def _describe_backlog(self, policy_version: int | None) -> str:
         rules, backlog = self.rules, self.backlog
+        gone = f", beside {self.abandoned} that lack runs of an actor that is gone"
+        gone = gone if self.abandoned else ""
         if self.all_rejected:
             return (
                 "every row of the last steps was rejected for a fault (`trinity-buffer stats` "
-                "names the reason), and one step more is on its way"
+                f"names the reason), and one step more is on its way{gone}"
             )
         if rules.max_queued_groups is not None and backlog.undelivered >= rules.most_waiting:
             return (
                 f"{diagnosis.counted(backlog.undelivered, 'planned group')} not delivered to "
-                f"trainer {rules.trainer!r} (at most {rules.most_waiting}, max_queued_groups)"
+                f"trainer {rules.trainer!r} (at most {rules.most_waiting}, "
+                f"max_queued_groups){gone}"
             )
         own = "" if policy_version is None else f", own weights of version {policy_version}"
         return (
             f"{diagnosis.counted(backlog.uncommitted, 'planned group')} not committed by trainer "
             f"{rules.trainer!r} (groups_per_step={rules.groups_per_step}), published is version "
-            f"{backlog.published}{own}, and max_staleness={rules.max_staleness}"
+            f"{backlog.published}{own}, and max_staleness={rules.max_staleness}{gone}"
         )
-
-
-class UnpublishedWatch:
-    """Warns once if the trainer commits steps but publishes no weights.
-
-    Args:
-        actor: the explorer that continues with old ones.
-    """
-
-    def __init__(self, actor: str) -> None:
-        self._actor = actor
-        self._warned = False
-
-    def warn_if_unpublished(self, check: AdmissionCheck, policy_version: int | None) -> None:
-        """Warn if weights are unpublished, unless warned before."""
-        rules, backlog = check.rules, check.backlog
-        concerned = policy_version is not None or rules.max_staleness is not None
-        if self._warned or not concerned or not is_unpublished(rules, backlog):
-            return
-        self._warned = True
-        what = f"explorer {self._actor!r}: {unpublished(rules, backlog)}: {PUBLISHING}"
-        _logger.warning("%s", one_line(what))
 
 
 def is_unpublished(rules: Admission, backlog: trainer_queries.Backlog) -> bool:
@@ -211,57 +186,7 @@ PUBLISHING = (
 """How to publish a trainer's weights to explorers, for messages."""
 
 
-async def plan(
-    database: Database,
-    experiment: int,
-    watch: UnpublishedWatch,
-    presence: Presence,
-    wanted: BatchPlanned,
-    policy_version: int | Callable[[], int | None] | None,
-) -> bool:
-    """Plan a batch as soon as admission allows; see `SQLWriter.plan`.
-
-    ``presence`` and ``watch`` belong to the actor that plans.
-    """
-    actor, batch = presence.name, wanted.batch
-    _check(wanted)
-    database.require_writable()  # fail before waiting, not after
-    event = new_event(wanted)
-
-    def append(tx: Transaction, own: int | None) -> AdmissionCheck:
-        # Check again under the lock: two explorers must not both take the last place.
-        tx.lock(experiment)
-        check = _check_admission(tx, experiment, actor, wanted, own)
-        if check.answer is Answer.PLAN:
-            log.append(tx, experiment, [(actor, event)], now_us=now_us())
-            # In the plan's transaction: bounds ignore batches of explorers without a heartbeat.
-            leases.record_presence(tx, experiment, presence.first())
-        return check
-
-    async def tell() -> str:
-        who = await database.read(diagnosis.of_admission, experiment, check.rules.trainer)
-        return f"explorer {actor!r} waits to plan batch {batch!r}: {check.describe(own)}; {who}"
-
-    wait = ReportedWait(database, experiment, tell, presence)
-    while True:
-        state = await database.changes.state()
-        own = policy_version() if callable(policy_version) else policy_version
-        check = await database.read(_check_admission, experiment, actor, wanted, own)
-        watch.warn_if_unpublished(check, own)
-        if check.answer is Answer.PLAN:
-            reached("before-plan")
-            check = await database.write(append, own)
-            if check.answer is Answer.PLAN:
-                reached("after-plan")
-        if check.answer is not Answer.WAIT:
-            wait.over()
-            await presence.seen(at_once=True)
-            return check.answer is not Answer.FINISHED
-        _require_fresh(batch, policy_version, check)
-        await wait.changed(state)
-
-
-def _require_fresh(
+def require_fresh(
     batch: Key, version: int | Callable[[], int | None] | None, check: AdmissionCheck
 ) -> None:
     """Raise if fixed weights are too old ever to be admitted.
@@ -285,14 +210,18 @@ MAX_ROLLOUTS = 1 << 20
 """Upper bound of rollouts of one task in one batch."""
 
 
-def _check_admission(
+def check_admission(
     tx: Transaction, experiment: int, actor: str, wanted: BatchPlanned, version: int | None
 ) -> AdmissionCheck:
     """Return whether the batch may be planned now."""
     existing = writer_queries.batch_row(tx, experiment, wanted.batch)
     if existing is not None:
         _require_same_plan(tx, experiment, existing, wanted)
-        _require_own(existing, actor)
+        if existing.actor != actor:
+            raise BatchTakenError(
+                f"batch {existing.batch!r} is planned by {existing.actor!r}; a batch has one "
+                f"actor, so {actor!r} needs an id of its own"
+            )
         return AdmissionCheck(Answer.PLANNED)
     # Rows without a plan may already be in decided groups, which a plan would contradict.
     if writer_queries.count_in_batch(tx, experiment, wanted.batch):
@@ -381,15 +310,12 @@ def require_same_contents(batch: Key, known: Mapping[str, bytes], wanted: bytes 
         )
 
 
-def _require_own(existing: store_rows.BatchRow, actor: str) -> None:
-    if existing.actor != actor:
-        raise BatchTakenError(
-            f"batch {existing.batch!r} is planned by {existing.actor!r}; a batch has one actor, so "
-            f"{actor!r} needs an id of its own"
-        )
+def check_plan(wanted: BatchPlanned) -> None:
+    """Raise unless a batch can be planned like this.
 
-
-def _check(wanted: BatchPlanned) -> None:
+    Raises:
+        InvalidArgumentError: it cannot.
+    """
     batch, tasks, rollouts_per_group = wanted.batch, wanted.tasks, wanted.rollouts_per_group
     check_batch(batch)
     for task in tasks:
@@ -547,7 +473,15 @@ def seal(
         return None
     held = writer_queries.count_in_batch(tx, experiment, batch)
     if expected is None:
-        batch = _stored_key(tx, experiment, batch) if row is None else row.batch
+        if row is not None:
+            batch = row.batch
+        elif held:
+            batch = writer_queries.key_of_batch(tx, experiment, str(batch))
+        else:
+            raise UnknownNameError(
+                f"experiment {log.experiment_name(tx, experiment)!r} has no batch {batch!r}: "
+                "`trinity-buffer doctor` names those that lack runs"
+            )
     elif held != expected:
         raise ConflictingSealError(
             f"batch {batch!r} holds {held} experiences, this seal says {expected}; "
@@ -557,14 +491,3 @@ def seal(
     event = new_event(BatchSealed(batch=batch, expected=held))
     log.append(tx, experiment, [(actor, event)], now_us=now_us())
     return held
-
-
-def _stored_key(tx: Transaction, experiment: int, batch: Key) -> Key:
-    """Return the id of a batch that has no plan, as its rows have it."""
-    if not writer_queries.count_in_batch(tx, experiment, batch):
-        name = log.experiment_name(tx, experiment)
-        raise UnknownNameError(
-            f"experiment {name!r} has no batch {batch!r}: `trinity-buffer doctor` names those that "
-            "lack runs"
-        )
-    return writer_queries.key_of_batch(tx, experiment, str(batch))

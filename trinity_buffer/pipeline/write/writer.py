@@ -28,20 +28,28 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import EID, Key, freeze
 from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.waiting import (
     SEEN_EVERY_S,
     Presence,
+    ReportedWait,
     describe_process,
     one_line,
     wait_report_s,
 )
-from trinity_buffer.pipeline.handle import now_us
+from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.pipeline.write.batch import (
     OnInvalid,
     PreparedWrite,
     WriteCall,
     suspicious_values,
+)
+from trinity_buffer.pipeline.write.planning import (
+    PUBLISHING,
+    Answer,
+    is_unpublished,
+    unpublished,
 )
 from trinity_buffer.store import leases, log, writer_queries
 from trinity_buffer.store.database import Database
@@ -64,8 +72,8 @@ def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
     for call in calls:
         # First attempts of the same writer may share an event.
         writer = (call.experiment, call.actor, call.schema)
-        events = together.setdefault(writer if call.pending is None else call, [[]])
-        if sum(other.rows for other in events[-1]) + call.rows > sizes.rows_per_event:
+        events = together.setdefault(call if call.is_checked else writer, [[]])
+        if sum(len(other.experiences) for other in (*events[-1], call)) > sizes.rows_per_event:
             events.append([])
         events[-1].append(call)
     groups = chain.from_iterable(together.values())
@@ -141,19 +149,19 @@ class GroupCommit:
 
     def _group(self) -> list[WriteCall]:
         """Take queued calls: half of their rows, if that fills two commits, at least one call."""
-        rows = sum(call.rows for call in self._waiting)
+        rows = sum(len(call.experiences) for call in self._waiting)
         if rows >= 2 * sizes.rows_prepared_ahead and not self._commits:
             rows = -(-rows // 2)
         calls: list[WriteCall] = []
         taken, most = 0, min(rows, sizes.rows_per_transaction)
         while self._waiting and taken < most:
             calls.append(self._waiting.pop(0))
-            taken += calls[-1].rows
+            taken += len(calls[-1].experiences)
         return calls
 
     def _prepare_ahead(self) -> None:
         """Start preparing queued calls during the current commit."""
-        rows = sum(call.rows for call in self._waiting)
+        rows = sum(len(call.experiences) for call in self._waiting)
         if self._commits and not self._ahead and rows >= sizes.rows_prepared_ahead:
             self._ahead = self._group()
             self._preparing = asyncio.create_task(self.database.compute(_prepared, self._ahead))
@@ -165,7 +173,7 @@ class GroupCommit:
         try:
             if preparing is not None:
                 writes = await preparing
-            elif sum(call.rows for call in calls) > sizes.rows_per_trip:
+            elif sum(len(call.experiences) for call in calls) > sizes.rows_per_trip:
                 writes = await self.database.compute(_prepared, calls)
             self._commits = True
             if self._waiting:
@@ -239,7 +247,7 @@ class GroupCommit:
     async def _commit_alone(self, call: WriteCall) -> None:
         taken: TakenKeyError | None = None
         # Each conflict removes rows or marks batches as late, so this ends.
-        while call.rows:
+        while call.experiences:
             writes = await self.database.compute(_prepared, [call])
             if call.error is not None:
                 return
@@ -310,7 +318,7 @@ class SQLWriter(BufferWriter):
         self._calls_to_check = CHECKED_CALLS
         self.actor = actor
         self._presence = group_commit.presence_of(experiment, actor)
-        self._unpublished = planning.UnpublishedWatch(actor)
+        self._warns_of_unpublished = True
         self._taken_over: dict[str, Presence] = {}
 
     @override
@@ -343,7 +351,7 @@ class SQLWriter(BufferWriter):
             self._on_invalid,
             self._database.segments,
         )
-        if call.experiences:
+        if rows:
             reached("before-append")
             await self._group_commit.submit(call)
             if call.place.position:  # else nothing was new
@@ -357,7 +365,7 @@ class SQLWriter(BufferWriter):
                 self._calls_to_check = 0
                 _logger.warning("%s", one_line(warning))
         # A changed EID would no longer name the stored row.
-        freeze(experience.eid for experience in call.experiences)
+        freeze(experience.eid for experience in rows)
         return call.receipt()
 
     @override
@@ -388,17 +396,56 @@ class SQLWriter(BufferWriter):
             ConflictingPlanError: the batch is planned with other tasks.
             BatchTakenError: another actor has planned it, with the same tasks.
         """
+        database, experiment, actor = self._database, self._experiment, self.actor
         wanted = BatchPlanned(
             batch=batch, tasks=list(tasks), rollouts_per_group=rollouts_per_group, contents=contents
         )
-        return await planning.plan(
-            self._database,
-            self._experiment,
-            self._unpublished,
-            self._presence,
-            wanted,
-            policy_version,
-        )
+        planning.check_plan(wanted)
+        database.require_writable()  # fail before waiting, not after
+        event = new_event(wanted)
+
+        def append(tx: Transaction, own: int | None) -> planning.AdmissionCheck:
+            # Check again under the lock: two explorers must not both take the last place.
+            tx.lock(experiment)
+            check = planning.check_admission(tx, experiment, actor, wanted, own)
+            if check.answer is Answer.PLAN:
+                log.append(tx, experiment, [(actor, event)], now_us=now_us())
+                # In the plan's transaction: bounds ignore batches of explorers without a heartbeat.
+                leases.record_presence(tx, experiment, self._presence.first())
+            return check
+
+        async def tell() -> str:
+            who = await database.read(diagnosis.of_admission, experiment, check.rules.trainer)
+            return f"explorer {actor!r} waits to plan batch {batch!r}: {check.describe(own)}; {who}"
+
+        wait = ReportedWait(database, experiment, tell, self._presence)
+        while True:
+            state = await database.changes.state()
+            own = policy_version() if callable(policy_version) else policy_version
+            check = await database.read(planning.check_admission, experiment, actor, wanted, own)
+            self._warn_if_unpublished(check, own)
+            if check.answer is Answer.PLAN:
+                reached("before-plan")
+                check = await database.write(append, own)
+                if check.answer is Answer.PLAN:
+                    reached("after-plan")
+            if check.answer is not Answer.WAIT:
+                wait.over()
+                await self._presence.seen(at_once=True)
+                return check.answer is not Answer.FINISHED
+            planning.require_fresh(batch, policy_version, check)
+            await wait.changed(state)
+
+    def _warn_if_unpublished(
+        self, check: planning.AdmissionCheck, policy_version: int | None
+    ) -> None:
+        """Warn once if the trainer commits steps but publishes no weights."""
+        rules, backlog = check.rules, check.backlog
+        concerned = policy_version is not None or rules.max_staleness is not None
+        if concerned and self._warns_of_unpublished and is_unpublished(rules, backlog):
+            self._warns_of_unpublished = False
+            what = f"explorer {self.actor!r}: {unpublished(rules, backlog)}: {PUBLISHING}"
+            _logger.warning("%s", one_line(what))
 
     @override
     async def missing(self, batch: Key) -> list[tuple[Key, int]]:
