@@ -21,7 +21,9 @@ from tests.trainer.two_ranks import RankOfTwo
 from trinity_buffer import inspector, open_store
 from trinity_buffer.algorithm import build
 from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.errors import CheckpointError
 from trinity_buffer.inspector.source import now
+from trinity_buffer.trainer.checkpoint import on_each
 from trinity_buffer.trainer.measuring import Number, combined, numbers_of_step
 
 T = TypeVar("T")
@@ -100,6 +102,25 @@ def test_ranks_that_have_other_names_agree_on_all() -> None:
     assert one[0] is other[0] is False
     for _, numbers in (one, other):
         assert numbers == pytest.approx({"a": 2, "c": 3, "loss": math.nan}, nan_ok=True)
+
+
+def test_a_rank_that_fails_without_a_word_fails_the_others() -> None:
+    ranks = RankOfTwo.pair()
+
+    def failing() -> None:
+        raise OSError
+
+    def tried(at: int) -> Exception | None:
+        try:
+            on_each(ranks[at], failing if at else lambda: None)
+        except (CheckpointError, OSError) as error:
+            return error
+        return None
+
+    one, other = of_both(tried)
+    assert isinstance(one, CheckpointError)
+    assert "as rank 1 failed: OSError()" in str(one)
+    assert isinstance(other, OSError)
 
 
 def of_both(act: Callable[[int], T]) -> list[T]:

@@ -561,7 +561,7 @@ def on_each(processes: Processes, work: Callable[[], T]) -> list[T]:
     try:
         answer = (work(), "")
     except _FAILURES as error:
-        answer = (None, str(error))
+        answer = (None, str(error) or repr(error))
         raise
     finally:  # the others wait for it
         answers = processes.gather(answer)
