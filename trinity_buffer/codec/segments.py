@@ -355,17 +355,15 @@ def _read_column(segment: Segment, entry: _ColumnEntry, body: memoryview, used: 
         raise _damaged(f"column {name!r} has an unknown dtype or encoding")
     raw, end = _region(name, offset, size, body, used)
     present = None if rows is None else _integers(rows, name)
-    if present is not None and not _ascending(present, segment.rows):
-        raise _damaged(f"column {name!r} names rows that do not exist")
     count = segment.rows if present is None else len(present)
-    column = Column(
-        name,
-        dtype,
-        _shapes(shapes, count, ndim, name),
-        np.frombuffer(raw, np.uint8),
-        present,
-        encoding,
-    )
+    is_ascending = present is None or (present[1:] > present[:-1]).all()
+    if not is_ascending or (present is not None and count and present[-1] >= segment.rows):
+        raise _damaged(f"column {name!r} names rows that do not exist")
+    sizes = _integers(shapes, name)
+    if len(sizes) != count * ndim:
+        raise _damaged(f"column {name!r} has {len(sizes)} sizes for {count} x {ndim}")
+    data = np.frombuffer(raw, np.uint8)
+    column = Column(name, dtype, sizes.reshape(count, ndim), data, present, encoding)
     _check_size(column, count)
     earlier = segment.columns.setdefault(name, [])
     if earlier and not _disjoint([*earlier, column]):
@@ -378,17 +376,6 @@ def _integers(value: bytes, name: str) -> Integers:
     if len(value) % 4:
         raise _damaged(f"column {name!r} has no rows or shapes")
     return np.frombuffer(value, _U32).astype(np.int64)
-
-
-def _shapes(value: bytes, count: int, ndim: int, name: str) -> Integers:
-    sizes = _integers(value, name)
-    if len(sizes) != count * ndim:
-        raise _damaged(f"column {name!r} has {len(sizes)} sizes for {count} x {ndim}")
-    return sizes.reshape(count, ndim)
-
-
-def _ascending(rows: Integers, limit: int) -> bool:
-    return len(rows) == 0 or bool((rows[1:] > rows[:-1]).all() and rows[-1] < limit)
 
 
 def _check_size(column: Column, count: int) -> None:

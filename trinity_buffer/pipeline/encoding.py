@@ -231,6 +231,7 @@ class RecordBatch:
         experiences: in the order of their slots.
         values: field -> its value in each row.
         kinds: field -> the types of these values.
+        addresses: batches, tasks, runs, steps and suffixes; nothing where an eid is no EID.
         families: family -> blob of its segment, in pieces; absent where it would be empty.
         meta: the columns of `META`, one item per experience. ``length`` counts the tokens,
             ``response_length`` the action mask, ``trained_tokens`` what it selects. Of a ``dpo``
@@ -252,6 +253,9 @@ class RecordBatch:
         columns = zip(*rows, strict=True) if rows else [()] * len(_NAMES)
         self.values: dict[str, tuple[Any, ...]] = dict(zip(_NAMES, columns, strict=True))
         self.kinds = {name: frozenset(map(type, values)) for name, values in self.values.items()}
+        self.addresses: tuple[tuple[Any, ...], ...] = ((),) * 5
+        if experiences and all(issubclass(kind, EID) for kind in self.kinds["eid"]):
+            self.addresses = tuple(zip(*map(_address, self.values["eid"]), strict=True))
         self.families: dict[str, list[Buffer]] = {}
         self.meta: dict[str, list[Any]] = {}
         self.sampling: dict[int, list[Any]] | None = None
@@ -267,11 +271,6 @@ class RecordBatch:
             for row, size in zip(rows, column.sizes.tolist(), strict=True):
                 sizes[row] = size
         return sizes
-
-    @cached_property
-    def addresses(self) -> tuple[tuple[Any, ...], ...]:
-        """Batches, tasks, runs, steps and suffixes of the EIDs."""
-        return tuple(zip(*map(_address, self.values["eid"]), strict=True)) or ((),) * 5
 
     @cached_property
     def infos(self) -> tuple[list[Any], list[Any], list[Any]]:

@@ -109,9 +109,9 @@ Rule = Callable[[RecordBatch, str], Problem | None]
 
 def _eids(batch: RecordBatch, _schema: str) -> Problem | None:
     eids = batch.values["eid"]
-    if not all(issubclass(kind, EID) for kind in batch.kinds["eid"]):
-        return "eid", f"eid is a {type(eids[0]).__name__}, it must be an EID"
     batches, tasks, runs, steps, suffixes = batch.addresses
+    if not batches:
+        return "eid", f"eid is a {type(eids[0]).__name__}, it must be an EID"
     if "" in batches and NOBODY in eids:
         return "eid", "eid was never given: say batch, task, run and step"
     for field, numbers in (("eid.run", runs), ("eid.step", steps)):
