@@ -400,7 +400,7 @@ class RowLoader:
         number = len(lease.groups)
         if not number:
             return LoadedRows(Facts.of(0, ()), np.zeros(0, np.bool_), {}, [])
-        own, computed = self._ranges(s, lease)
+        own, computed = self.ranges(s, lease)
         wanted = _families_of((*own, *computed), (*FAMILIES, *ANNOTATION))
         # Consecutive steps share segments, since a write or an annotation spans several groups.
         missing = {key: of for key, of in wanted.items() if key not in self._segments}
@@ -429,7 +429,7 @@ class RowLoader:
         Raises:
             CodecError: the body of an event cannot be read.
         """
-        lengths: list[int] = Facts.of(len(lease.groups), self._ranges(s, lease)[0]).length.tolist()
+        lengths: list[int] = Facts.of(len(lease.groups), self.ranges(s, lease)[0]).length.tolist()
         return lengths
 
     def load_leased(self, s: ReadSession, lease: BatchLeased, remedy: str) -> LoadedRows:
@@ -468,7 +468,7 @@ class RowLoader:
     def unreadable(self, s: ReadSession, lease: BatchLeased) -> dict[int, str]:
         """Return place -> ``deleted`` or ``damaged``, of rows that can never be read."""
         reasons: dict[int, str] = {}
-        for ranges, families in zip(self._ranges(s, lease), (FAMILIES, ANNOTATION), strict=True):
+        for ranges, families in zip(self.ranges(s, lease), (FAMILIES, ANNOTATION), strict=True):
             # The segment must have every family that its event names; a missing one is damage.
             bad = unreadable_among(s, _families_of(ranges, families), families)
             for rows, event, _ in ranges:
@@ -507,9 +507,7 @@ class RowLoader:
             sources.append((cache, [row for row, of in enumerate(numbers) if of == number]))
         return sources
 
-    def _ranges(
-        self, s: ReadSession, lease: BatchLeased
-    ) -> tuple[list[SlotRange], list[SlotRange]]:
+    def ranges(self, s: ReadSession, lease: BatchLeased) -> tuple[list[SlotRange], list[SlotRange]]:
         """Return where the rows of a manifest are recorded, and where their annotations are."""
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
         for cache, places in self._sources(s, lease):
@@ -630,35 +628,29 @@ async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) ->
             f"step {manifest.step} mixes in rows of {', '.join(manifest.sources)}: read its "
             "micro-batches"
         )
-    database, cache = experiment.database, EventCache(experiment.key, experiment.name)
+    database, loader = experiment.database, RowLoader(EventCache(experiment.key, experiment.name))
     rows = await database.read(
-        writer_queries.experience_rows, cache.experiment, sorted(set(manifest.experiences))
+        writer_queries.experience_rows, experiment.key, sorted(set(manifest.experiences))
     )
-    experiences = await load_experiences(database, cache, rows, ALL_FAMILIES)
+    experiences = await load_experiences(database, loader.events, rows, ALL_FAMILIES)
     by_address = {
         row.address: experience for row, experience in zip(rows, experiences, strict=True)
     }
     ordered = [by_address[address] for address in manifest.experiences]
-    await database.read_session(lambda s: _annotate(s, cache, manifest.annotations, ordered))
+
+    def annotate(s: ReadSession) -> None:
+        _, ranges = loader.ranges(s, manifest)
+        wanted = _families_of(ranges, ANNOTATION)  # rows without a segment keep their own
+        blobs = blobs_of(read_segments(s, wanted, ANNOTATION).all_parts())
+        for places, event, slots in ranges:
+            if event.segment and event.segment not in blobs:
+                raise DamagedSegmentError(f"segment {event.segment.hex()} is missing: run `verify`")
+            if event.segment:
+                own = [ordered[place] for place in places.tolist()]
+                masks = [experience.action_mask for experience in own]
+                computed = decode_annotations(blobs[event.segment]["annotation"], slots, masks)
+                for experience, tensors in zip(own, computed, strict=True):
+                    vars(experience).update((n, t) for n, t in tensors.items() if t is not None)
+
+    await database.read_session(annotate)
     return ordered
-
-
-def _annotate(
-    s: ReadSession, cache: EventCache, annotations: Sequence[int], ordered: list[Experience]
-) -> None:
-    """Set each experience's computed tensors; one without an annotation segment keeps its own."""
-    events = cache.events(s, {position_of(address) for address in annotations})
-    places: dict[bytes, list[int]] = {}
-    for place, address in enumerate(annotations):
-        key = events[position_of(address)].segment
-        if key:
-            places.setdefault(key, []).append(place)
-    blobs = blobs_of(read_segments(s, places, ("annotation",)).all_parts())
-    for key, rows in places.items():
-        if key not in blobs:
-            raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
-        slots = [slot_of(annotations[place]) for place in rows]
-        masks = [ordered[place].action_mask for place in rows]
-        computed = decode_annotations(blobs[key]["annotation"], slots, masks)
-        for place, tensors in zip(rows, computed, strict=True):
-            vars(ordered[place]).update((n, t) for n, t in tensors.items() if t is not None)

@@ -344,7 +344,7 @@ class Mover:
     def columns(self, columns: Mapping[str, Column]) -> dict[str, Any]:
         """Return the columns of a micro-batch as tensors or lazy ones."""
         tensors: dict[str, Any] = {}
-        ahead: dict[str, Array] = {}
+        ahead: dict[str, Tensor] = {}
         for name, column in columns.items():
             if isinstance(column, Lazy):
                 tensors[name] = column
@@ -353,13 +353,13 @@ class Mover:
             elif self._is_here:
                 tensors[name] = torch.from_numpy(column)
             else:
-                tensors[name] = Lazy(partial(self._moved, name, torch.from_numpy(column)))
+                there = torch.from_numpy(column)
+                tensors[name] = Lazy(partial(self._moved, name, there))
                 if name in self._looked_at:
-                    ahead[name] = column
+                    ahead[name] = there
         if ahead and self._transfers is not None:
-            sent = self._send({name: torch.from_numpy(column) for name, column in ahead.items()})
-            for name in ahead:
-                tensors[name] = Lazy(partial(self._received, name, sent))
+            sent = self._send(ahead)
+            tensors |= {name: Lazy(partial(self._received, name, sent)) for name in ahead}
         return tensors
 
     def now(self, column: Array) -> Tensor:

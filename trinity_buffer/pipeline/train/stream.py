@@ -504,7 +504,7 @@ class LeadingStream(TrainStream):
         rows = [[of.rows] for of in delivered]
         if self.options.world_size > 1:
             rows = await self._ranks.all_parts(steps, rows, self.lease)
-        require_rows(delivered, rows)
+            require_rows(delivered, rows)
         checkpoint, published, skipped = request.checkpoint, request.policy, request.skipped
         known = dict(request.digests)  # checkpoint and policy may share files
         digests = [
