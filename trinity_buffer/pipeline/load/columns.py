@@ -199,7 +199,7 @@ class Field:
         sizes = np.full(self.number, -1, np.int64)
         for block in self.blocks:
             if not block.scaled:
-                sizes[block.rows] = np.diff(block.ends)
+                sizes[block.rows] = block.ends[1:] - block.ends[:-1]
         return sizes
 
     def without(self, dropped: Array) -> Field:
@@ -235,12 +235,12 @@ def block_of(column: Column, rows: Array, slots: range) -> Block | None:
         rows = rows[column.rows[first:last] - slots.start]
     scaled = column.encoding == "scaled_mask"
     ends = np.arange(first, last + 1) if scaled else column.offsets[first : last + 1]
-    begin, end = ends[[0, -1]].tolist()
+    begin, end = int(ends[0]), int(ends[-1])
     data: Array = column.elements[begin:end]
     if column.dtype.startswith(_ONLY_TORCH):
         own = np.array(column.data[begin * data.itemsize : end * data.itemsize])
         data = flat_tensor(replace(column, data=own)).float().numpy()
-    return Block(rows, data, ends - begin, scaled)
+    return Block(rows, data, ends - begin if begin else ends, scaled)
 
 
 UNREADABLE = (ArchivedSegmentError, CodecError, DamagedSegmentError)
@@ -271,19 +271,24 @@ class Facts:
     @classmethod
     def of(cls, number: int, ranges: Iterable[SlotRange]) -> Facts:
         """Return the facts of ``number`` rows, which lie in these ranges of events."""
-        kinds = (np.float64, *5 * (np.int64,), np.object_, np.object_)
-        columns: Any = (np.empty(number, kind) for kind in kinds)
-        facts = cls(*columns)
-        names = [column.name for column in fields(cls) if column.name != "sampling"]
+        order, sampling = [np.zeros(0, np.int64)], dict[int, Sequence[Sequence[Any]]]()
+        values: dict[str, list[Any]] = {column.name: [] for column in fields(cls)[:-1]}
         for rows, event, slots in ranges:
             assert isinstance(event, ExperiencesRecorded)  # no other kind has experiences
-            for name in names:
-                values = getattr(event.columns, name)[slots.start : slots.stop]
-                getattr(facts, name)[rows] = values
+            order.append(rows)
+            for name, column in values.items():
+                column += getattr(event.columns, name)[slots.start : slots.stop]
             spans = event.sampling or {}
-            for slot in slots if spans else ():
-                facts.sampling[rows[slot - slots.start]] = spans.get(slot)
-        return facts
+            sampling |= {int(rows[at - slots.start]): spans[at] for at in spans if at in slots}
+        kinds = (np.float64, *5 * (np.int64,), np.object_, np.object_)
+        columns: list[Any] = [np.empty(number, kind) for kind in kinds]
+        # All ranges at once: many are of a few rows.
+        places = np.concatenate(order)
+        for column, own in zip(columns, values.values(), strict=False):
+            column[places] = own
+        for row, spans_of_row in sampling.items():
+            columns[-1][row] = spans_of_row
+        return cls(*columns)
 
     def reordered(self, order: Sequence[int] | Array) -> Facts:
         """Return the facts with row ``order[i]`` as row ``i``."""

@@ -397,7 +397,7 @@ class Places:
             return None
         first, distance, prompt, length, extent = where
         start, width = prompt if after_prompt else 0, column.itemsize
-        if not block.scaled and (np.diff(block.ends) != length - start).any():
+        if not block.scaled and len(block.data) != len(rows) * (length - start):
             return None
         shape, strides = (len(rows), extent), (distance * width, width)
         return np.ndarray(shape, column.dtype, column, first * width, strides), start, length
@@ -490,7 +490,7 @@ class Source:
             block.data if block.scaled else block.values(),
         )
         starts = begins + self.places.prompts[block.rows] if self.after_prompt else begins
-        stops = starts + np.diff(block.ends)
+        stops = starts + block.ends[1:] - block.ends[:-1]
         if block.scaled:
             stops = begins + self.places.lengths[block.rows]
         bounds = zip(begins.tolist(), starts.tolist(), stops.tolist(), values, strict=True)
@@ -554,6 +554,10 @@ def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) 
     return weights
 
 
+def _unchanged(factors: Array | None) -> Array | None:
+    return factors
+
+
 class LazyColumns:
     """Columns of the same stored bytes, all made when one of them is first read.
 
@@ -599,6 +603,7 @@ def _columns_of_step(
 ) -> dict[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or lazy."""
     masks, late, ahead = [*sources["action_mask"].blocks], set(sources), dict[str, Array]()
+    weights: Weights = partial(_weights, masks, places)
     width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
     if places.size * width <= sizes.bytes_made_ahead:
         # Few losses read returns, rewards, or advantages that were not computed. They stay lazy
@@ -618,7 +623,9 @@ def _columns_of_step(
         factors = _weights(masks, places, mask)
         _fill(others, sources, lambda: factors)
         # Copies, since the memory of the mask and of the segments may change before they are read.
-        masks = [replace(block, data=block.data.copy()) for block in masks]
+        scaled = any(sources[name].is_scaled() for name in late)
+        copied = factors.copy() if scaled and factors is not None else None
+        weights = partial(_unchanged, copied)
         for name in late:
             own = sources[name].blocks
             sources[name].blocks = deque(replace(b, data=b.data.copy()) for b in own)
@@ -626,6 +633,6 @@ def _columns_of_step(
     together = [name for name in WITH_IDS if name in late]
     for names in (together, *([name] for name in late.difference(together))):
         of = {name: sources[name] for name in names}
-        made = LazyColumns(of, partial(_weights, masks, places))
+        made = LazyColumns(of, weights)
         flat |= {name: partial(made.part, name) for name in of}
     return {name: flat[name] for name in sources}

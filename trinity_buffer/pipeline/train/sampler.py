@@ -418,7 +418,7 @@ class StepSampler:
             for place in (place for place in wrong if not rows.expert[place]):
                 lacking.setdefault(place, []).append(name)
         unfit = {place: invalid(*lacking[place]) for place in sorted(lacking)}
-        return unfit | self._long_pairs(rows)
+        return unfit | self._long_pairs(rows) if self._pairs else unfit
 
     def _unplanned(self, step: int, taken: Sequence[ReadyGroup]) -> BatchLeased:
         """Return the manifest of a step of the groups ``taken``, still without micro-batches."""
@@ -487,7 +487,7 @@ class StepSampler:
             return
 
         def unfit(part: BatchLeased, rows: LoadedRows) -> dict[int, str]:
-            why = self._long_pairs(rows)
+            why = self._long_pairs(rows) if self._pairs else {}
             # A run may have lost the row that carried its reward.
             if len(part.groups) < len(leased.order) and "reward" in options.needs:
                 why |= dict.fromkeys(lacking_of("reward", part, rows), invalid("reward"))
@@ -591,7 +591,7 @@ class StepSampler:
         Events know only the prompt of a pair. The halves of an expert's pairs are not measured.
         """
         limit = self._options.max_tokens
-        if limit is None or not self._pairs:
+        if limit is None:
             return {}
         long = rows.expert < (rows.pair_lengths(longest=True) > limit)
         return dict.fromkeys(np.flatnonzero(long).tolist(), OVERSIZE)

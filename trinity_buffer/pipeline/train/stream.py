@@ -437,7 +437,7 @@ class LeadingStream(TrainStream):
         taken = self._sampler.take(s, self._next_step, partial_ok=partial_ok)
         if taken is None:
             return False
-        if self._sampler.lacks_expert and not self._without_expert:
+        if self._expert and self._sampler.lacks_expert and not self._without_expert:
             self._without_expert = True
             _logger.warning(
                 "trainer %r: from step %d on fewer of the expert's groups are mixed in, or none: "
