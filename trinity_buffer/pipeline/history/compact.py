@@ -131,6 +131,7 @@ class _Compaction:
                     for placed in await anyio.to_thread.run_sync(readable_events, stored)
                     if isinstance(placed.fact, ExperiencesRecorded)
                 ]
+                # An event that cannot be read does not say how its segment is divided.
                 self._damaged += len(finished) - len(unneeded)
                 for recorded in by_size(unneeded, bytes_of, sizes.bytes_per_file):
                     await self._remove(recorded)
@@ -234,6 +235,7 @@ async def restore(
     archives = await database.read(segments.archives, key)
     files: list[str] = []
     segments_back = bytes_back = 0
+    # File by file: what one holds is in memory as a whole until it is stored.
     for number, (position, keys) in enumerate(archives.items()):
         progress("restore", number, len(archives))
         (stored,) = await database.read(log.read_at, key, [position])
