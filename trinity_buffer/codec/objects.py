@@ -10,7 +10,7 @@ The body of an event is a map with the version of its kind; old versions are upc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -136,17 +136,18 @@ class ObjectPacker:
             return self._plain_list(value, place, depth - 1)  # type: ignore[arg-type]  # as above
         return self._foreign(value, place, depth)
 
-    def _plain_list(self, value: list[object], place: Place, depth: int) -> list[object]:
+    def _plain_list(self, value: list[Any], place: Place, depth: int) -> list[object]:
         plain, scalars = self._plain, _SCALARS
         kinds = set(map(type, value))
-        if kinds <= scalars or (kinds == {int} and _are_plain(value)):
+        fits = kinds == {int} and min(value) >= _LEAST_INT and max(value) <= _GREATEST_INT
+        if kinds <= scalars or fits:
             return value  # most lists by far: columns of an event's body
         return [
             item if type(item) in scalars else plain(item, (place, index), depth)
             for index, item in enumerate(value)
         ]
 
-    def _plain_dict(self, value: dict[object, object], place: Place, depth: int) -> object:
+    def _plain_dict(self, value: dict[Any, object], place: Place, depth: int) -> object:
         plain, scalars = self._plain, _SCALARS
         for key in value:
             if type(key) is not str and type(key) is not int:
@@ -154,7 +155,9 @@ class ObjectPacker:
                     f"{_name(place)} has the key {key!r} of type {type(key).__name__}: "
                     "keys are str or int"
                 )
-        items = _in_order(value) if self._canonical else value.items()
+        items: Iterable[tuple[Any, object]] = value.items()
+        if self._canonical:  # ints first, then texts
+            items = sorted(items, key=lambda item: (type(item[0]) is str, item[0]))
         return {
             (_plain_int(key, place) if type(key) is int else key): item
             if type(item) in scalars
@@ -209,19 +212,12 @@ def _plainness(values: Sequence[object]) -> tuple[bool, bool]:
         key_kinds = set(map(type, chain(*dicts)))
         if not key_kinds <= _KEYS:
             break
-        in_order = in_order and key_kinds <= _TEXT and all(map(_is_sorted, set(map(tuple, dicts))))
+        if in_order:
+            orders = set(map(tuple, dicts))
+            in_order = key_kinds <= _TEXT and all(list(keys) == sorted(keys) for keys in orders)
         lists = (value for value in level if type(value) is list) if list in kinds else ()
         level = [*chain(*map(dict.values, dicts)), *chain(*lists)]
     return False, False
-
-
-def _is_sorted(keys: tuple[str, ...]) -> bool:
-    return list(keys) == sorted(keys)
-
-
-def _are_plain(values: list[Any]) -> bool:
-    """Return whether each of ``values``, which are ints, fits in the 64 bits that msgpack has."""
-    return bool(min(values) >= _LEAST_INT and max(values) <= _GREATEST_INT)
 
 
 def pack_plain(value: object) -> bytes:
@@ -238,11 +234,6 @@ def _plain_int(value: int, place: Place) -> object:
             f"{_name(place)} is an int of {size} bytes, the limit is {MAX_INT_BYTES}"
         )
     return msgpack.ExtType(_BIG_INT, value.to_bytes(size, "big", signed=True))
-
-
-def _in_order(value: dict[Any, object]) -> list[tuple[Any, object]]:
-    """Return the items of ``value`` in the order of its keys: ints first, then texts."""
-    return sorted(value.items(), key=lambda item: (type(item[0]) is str, item[0]))
 
 
 def _name(place: Place) -> str:
