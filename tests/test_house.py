@@ -93,7 +93,11 @@ NAMED_BY_TRINITY = {
 PRINTING = (f"{PACKAGE}/cli/", "tools/", "benchmarks/", "tests/")
 NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "managers"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save"}
+UNSAFE_CALLS = {
+    *("eval", "exec", "torch.load", "torch.save"),
+    *(f"torch.distributed.{name}_object" for name in ("all_gather", "gather")),
+    *(f"torch.distributed.{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")),
+}
 UNPICKLING = {
     f"{PACKAGE}/integrations/imports/formats.py": "an Unpickler whose find_class refuses every name"
 }

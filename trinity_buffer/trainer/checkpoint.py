@@ -414,7 +414,7 @@ def begin(
     policy, rank, ranks = state.policy, processes.rank, processes.world_size
     optimizers = [OptimizerState.of(optimizer) for _, optimizer in state.trained]
     on_each(processes, partial(_require_finite, state, optimizers))
-    folder = on_each(processes, partial(_made_folder, root, state, rank))[0]
+    folder = Path(on_each(processes, partial(_made_folder, root, state, rank))[0])
     copied: Callable[[Any], Any] = deepcopy if copies.copied else lambda model: model
     random = {_random_of(of): drawn for of, drawn in enumerate(state.random or [random_state()])}
     tensors: Mapping[str, Tensor] = {**optimizers[0].tensors, **random}
@@ -471,7 +471,7 @@ def _require_finite(state: TrainerState[Any], optimizers: Sequence[OptimizerStat
             )
 
 
-def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> Path:
+def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> str:
     """Make a new, empty folder for a checkpoint; of ranks, the first does.
 
     Never one that is there already: it may be of a process that was killed before its commit, or of
@@ -481,7 +481,7 @@ def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> Path:
         CheckpointError: none can be made there.
     """
     if rank:
-        return root
+        return ""
     folder = root
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -499,7 +499,7 @@ def _made_folder(root: Path, state: TrainerState[Any], rank: int) -> Path:
     if hasattr(state.policy, "held"):
         with writing(folder):
             (folder / state.policy.file_name).mkdir()
-    return folder
+    return str(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,23 +526,23 @@ class PendingCheckpoint:
         Raises:
             CheckpointError, OSError: a rank could not write; no folder is left.
         """
-        written_by: list[dict[Path, str]] = []
+        written_by: list[dict[str, str]] = []
         try:
             written_by = on_each(self.processes, self._write)
         finally:
             # Every rank has stopped writing, so that nothing comes back into the folder.
             if not written_by and self.processes.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
-        return {file: digest for of_rank in written_by for file, digest in of_rank.items()}
+        return {Path(file): digest for of_rank in written_by for file, digest in of_rank.items()}
 
-    def _write(self) -> dict[Path, str]:
+    def _write(self) -> dict[str, str]:
         """Write what this rank has to write; return its files of tensors and their digests."""
         self.wait()
         with writing(self.folder):
             shares = side_by_side(_digested, self.shares)
             for save in self.saves:
                 save()
-        return dict(pair for pairs in shares for pair in pairs)
+        return {str(file): digest for pairs in shares for file, digest in pairs}
 
 
 def _digested(write: Callable[[], list[Path]]) -> list[tuple[Path, str]]:

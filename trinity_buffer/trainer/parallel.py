@@ -10,10 +10,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from trinity_buffer.codec.objects import ObjectPacker, unpack_object
 from trinity_buffer.errors import LeaseLostError
+from trinity_buffer.pipeline.encoding import raw_tensor, tensor_of
 from trinity_buffer.trainer.policy import Trainable
 
 T = TypeVar("T")
@@ -121,11 +124,25 @@ class TorchProcesses(Processes):
 
     @override
     def gather(self, value: T) -> list[T]:
-        """Return ``value`` of each rank, which was pickled on its way."""
-        gathered: list[Any] = [None] * self.world_size
+        """Return ``value`` of each rank, of any type that a field of an experience may hold."""
+        # Not as torch.distributed sends objects: it pickles them.
+        packed = bytearray(ObjectPacker(raw_tensor).pack(value, "what ranks exchange"))
+        own = torch.frombuffer(packed, dtype=torch.uint8)
+        # Collectives need one shape: lengths first, then bytes padded to the longest.
+        lengths = [int(size) for size in self._gathered(torch.tensor([len(own)]))]
+        padded = self._gathered(pad(own, (0, max(lengths) - len(own))))
+        pairs = zip(padded, lengths, strict=True)
+        return [
+            unpack_object(of_rank[:size].numpy().tobytes(), tensor_of) for of_rank, size in pairs
+        ]
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        if torch.distributed.get_backend(self._group) == "nccl":  # which moves those of GPUs alone
+            own = own.cuda()
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         with _all_ranks_there():
-            torch.distributed.all_gather_object(gathered, value, group=self._group)
-        return gathered
+            torch.distributed.all_gather(gathered, own, group=self._group)
+        return [of_rank.cpu() for of_rank in gathered]
 
     @override
     def average_gradients(self, model: Trainable, weights: Sequence[Tensor]) -> None:
