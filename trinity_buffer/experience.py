@@ -383,10 +383,9 @@ class Experience:
                 self.eid, "prompt_length", f"is {self.prompt_length!r}, it must be an int"
             )
         if self.tokens.ndim != 1:
-            raise InvalidExperienceError(
-                f"experience {self.eid.uid}: tokens has the shape {list(self.tokens.shape)}: make "
-                "an Experience of each row, it must have one dimension"
-            )
+            shape = f"has the shape {list(self.tokens.shape)}"
+            how = "make an Experience of each row, it must have one dimension"
+            raise refused(self.eid, "tokens", f"{shape}: {how}")
         if self.action_mask is not None:
             self.experience_type = "multi_turn"
         elif self.chosen is not None and self.rejected is not None:
@@ -406,15 +405,11 @@ class Experience:
             logprobs = self.logprobs
             masked = max(0, size - self.prompt_length) if logprobs is None else len(logprobs)
             return torch.zeros(masked, dtype=torch.bool)
-        if self.prompt_length < 1:
-            raise InvalidExperienceError(
-                f"experience {self.eid.uid}: prompt_length is {self.prompt_length}, a single-turn "
-                "experience needs at least one prompt token"
-            )
-        raise InvalidExperienceError(
-            f"experience {self.eid.uid}: tokens has {size} elements and prompt_length is "
-            f"{self.prompt_length}: a single-turn experience needs at least one response token"
-        )
+        prompt, needs = self.prompt_length, "a single-turn experience needs at least one"
+        if prompt < 1:
+            raise refused(self.eid, "prompt_length", f"is {prompt}, {needs} prompt token")
+        what = f"has {size} elements and prompt_length is {prompt}: {needs} response token"
+        raise refused(self.eid, "tokens", what)
 
 
 def group_by(
