@@ -24,13 +24,10 @@ from trinity_buffer.pipeline.coordination.waiting import (
     MAX_REJECTED_STEPS,
     WARN_AFTER_STEPS,
     Presence,
-    ReportedWait,
-    describe_process,
 )
 from trinity_buffer.pipeline.handle import decoded, new_event, now_us
 from trinity_buffer.store import counts, leases, log, trainer_queries, writer_queries
 from trinity_buffer.store import rows as store_rows
-from trinity_buffer.store.database import Database
 from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 
@@ -417,37 +414,6 @@ def heirs_of(presence: Presence, here: Sequence[PresenceRow]) -> list[PresenceRo
             names.setdefault((row.host, row.pid), set()).add(row.name)
     namesakes = filter(presence.is_namesake, here)
     return [row for row in namesakes if len(names[row.host, row.pid]) > 1]
-
-
-async def wait_for_heirs(database: Database, experiment: int, presence: Presence) -> None:
-    """Wait until an explorer's open batches are sealed or the process that claimed them ends."""
-    actor = presence.name
-
-    def load(tx: Transaction) -> tuple[list[PresenceRow], list[str]]:
-        here = leases.processes(tx, experiment)
-        _, left = writer_queries.batches_of_actor(tx, experiment, actor)
-        return heirs_of(presence, here), left
-
-    async def tell() -> str:
-        return (
-            f"explorer {actor!r} waits for batch {open_ones[0]!r}, which another process took over "
-            f"({describe_process(heirs[0])})"
-        )
-
-    wait = ReportedWait(database, experiment, tell, presence)
-    left: list[str] | None = None
-    while True:
-        state = await database.changes.state()
-        heirs, open_ones = await database.read(load)
-        left = open_ones if left is None else [batch for batch in left if batch in open_ones]
-        if not (heirs and left):
-            wait.over()
-            return
-        await wait.changed(state, LOOK_FOR_HEIRS_S)
-
-
-LOOK_FOR_HEIRS_S = 2.0
-"""Polling interval: a killed process leaves no event that would wake the wait."""
 
 
 def seal(

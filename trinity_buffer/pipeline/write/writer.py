@@ -53,6 +53,7 @@ from trinity_buffer.pipeline.write.planning import (
 )
 from trinity_buffer.store import leases, log, writer_queries
 from trinity_buffer.store.database import Database
+from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.log import Place
 from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction
@@ -290,6 +291,10 @@ _logger = logging.getLogger(__name__)
 
 CHECKED_CALLS = 16
 """Number of first calls that are checked for suspicious values: later calls repeat them."""
+
+
+LOOK_FOR_HEIRS_S = 2.0
+"""Polling interval: a killed process leaves no event that would wake the wait."""
 
 
 class SQLWriter(BufferWriter):
@@ -533,22 +538,38 @@ class SQLWriter(BufferWriter):
         it seals them, or ends. A process with only this name may be a remnant of this explorer
         before it was killed.
         """
+        database, presence, left = self._database, self._presence, None
         # Before looking for namesakes: of two that start at once, at least one sees the other.
-        await self._presence.seen(at_once=True)
-        here = await self._database.read(leases.processes, self._experiment)
-        heirs = planning.heirs_of(self._presence, here)
-        for row in filter(self._presence.is_namesake, here):
-            if row not in heirs:
-                _logger.warning(
-                    "%s",
-                    one_line(
+        await presence.seen(at_once=True)
+
+        def load(tx: Transaction) -> tuple[list[PresenceRow], list[PresenceRow], list[str]]:
+            here = leases.processes(tx, self._experiment)
+            _, unsealed = writer_queries.batches_of_actor(tx, self._experiment, self.actor)
+            namesakes = list(filter(presence.is_namesake, here))
+            return namesakes, planning.heirs_of(presence, here), unsealed
+
+        async def tell() -> str:
+            return (
+                f"explorer {self.actor!r} waits for batch {unsealed[0]!r}, which another process "
+                f"took over ({describe_process(heirs[0])})"
+            )
+
+        wait = ReportedWait(database, self._experiment, tell, presence)
+        while True:
+            state = await database.changes.state()
+            namesakes, heirs, unsealed = await database.read(load)
+            for row in namesakes if left is None else ():
+                if row not in heirs:
+                    what = (
                         f"another process explores as {self.actor!r} too "
-                        f"({describe_process(row)}): give "
-                        "each process an actor name of its own"
-                    ),
-                )
-        if heirs:
-            await planning.wait_for_heirs(self._database, self._experiment, self._presence)
+                        f"({describe_process(row)}): give each process an actor name of its own"
+                    )
+                    _logger.warning("%s", one_line(what))
+            left = unsealed if left is None else [batch for batch in left if batch in unsealed]
+            if not (heirs and left):
+                wait.over()
+                return
+            await wait.changed(state, LOOK_FOR_HEIRS_S)
 
     async def stay_present(self) -> None:
         """Send heartbeats until cancelled, then remove the presence."""
