@@ -22,6 +22,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.store import log
+from trinity_buffer.store.database import Database
 from trinity_buffer.writer import WriteReceipt
 
 
@@ -268,6 +269,25 @@ async def test_of_two_contents_at_once_one_wins_whole(store_url: str) -> None:
                 tasks.start_soon(call, of, reward)
         assert len(won) == 1
         assert [e.reward async for e in experiment.read()] == won * 4
+
+
+async def test_rows_that_another_store_writes_again_and_again_meanwhile_are_duplicates(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, session = group(), Database.session
+    async with opened(store_url) as experiment, opened(store_url) as other:
+        beside = iter([written[:1], written[1:2], written[2:3]])
+
+        async def after_another(self: Database, *args: Any, **kwargs: Any) -> Any:
+            is_ours = self is experiment.database and kwargs.get("writes", True)
+            if is_ours and (rows := next(beside, None)):
+                await other.writer("e1").write(rows)
+            return await session(self, *args, **kwargs)
+
+        monkeypatch.setattr(Database, "session", after_another)
+        receipt = await experiment.writer("e0").write(written)
+        assert (receipt.written, receipt.duplicates) == (1, 3)
+        assert len([row async for row in experiment.read()]) == 4
 
 
 async def test_late_experiences_are_recorded_as_rejected(store_url: str) -> None:

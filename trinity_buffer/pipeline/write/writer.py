@@ -255,7 +255,9 @@ class GroupCommit:
             known, sealed, end = await self.database.read(_conflicts, writes[0])
             if known or sealed:
                 call.learn(known, sealed, end)
+                taken = None
                 continue
+            # Taken, yet neither stored nor sealed: a damaged index, which another try cannot mend.
             if taken is not None:
                 raise StoreError(f"a key is taken: {taken}") from taken
             try:
