@@ -216,6 +216,8 @@ class StrategyConsumer:
             counts="groups",
         )
         self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
+        # Several trainers share the set `recorded`, and may decide at once: the rows of `waiting`
+        # let one of them win, and the others go on from what it left.
         self._lease = StrategyLease(experiment, self.name, alone=not speaks)
         self.has_read_all = False  # up to the head at the last read
         self._calls = 0  # how often the strategy was called, by any process of its name
@@ -412,7 +414,7 @@ class StrategyConsumer:
             by_rewards = partial(self._decide_by_rewards, units=units)
             if self._scorer is None or not await database.session(by_rewards):
                 await self._decide_by_experiences(units)
-        # Last: the cursor must not pass units without rows before these are decided.
+        # Last: its commit moves the cursor past units without rows, which must be recorded before.
         if late := self._reader.grouping.take_late():
             await database.session(partial(self._reject_late, late=late))
         return worked or bool(late), is_finished

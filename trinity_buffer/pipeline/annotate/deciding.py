@@ -153,7 +153,7 @@ class Decision:
         if scored.scores is not None:
             with np.errstate(over="ignore"):
                 weights = scored.scores.astype(np.float32)
-            # Factors of masks: of one that selects nothing, a signed zero.
+            # Factors of masks: of one that selects nothing, a signed zero, as tensors would give.
             nothing = (table["trained_tokens"][usable] == 0) & np.isfinite(weights)
             weights[nothing] = np.copysign(np.float32(0), weights[nothing])
             weights[table["response_length"][usable] == 0] = 0.0

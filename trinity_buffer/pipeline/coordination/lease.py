@@ -186,6 +186,7 @@ class Lease:
         Raises:
             LeaseLostError: another took it.
         """
+        # One that has expired still holds: only who took it since stands in the way.
         return leases.require(tx, self._experiment, self.consumer, token=self.token)
 
     def give_back(self, tx: Transaction) -> None:

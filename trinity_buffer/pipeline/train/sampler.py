@@ -351,7 +351,7 @@ class StepSampler:
             lease, unfit = self._unplanned(step, groups), partial(self._unfit, s)
             lost, every = self._unwanted(s, lease), range(len(lease.groups))
             # Rejected rows are not replaced: the step gets smaller, or is selected anew if none is
-            # left.
+            # left. Nobody has trained it yet, so they are dropped whatever `damaged_rows` says.
             places, rows, lost = self._sound_rows(s, lease, every, lost, unfit, drops=True)
             if lost:
                 left = {lease.groups[place] for place in places}
@@ -467,6 +467,7 @@ class StepSampler:
             left = sorted(set(groups))
             numbers = {number: place for place, number in enumerate(left)}
             planned = _num_planned(taken[number] for number in left)
+            # -1: of a row that is left out below.
             groups = [numbers.get(number, -1) for number in lease.groups]
             lease = replace(lease, groups=groups, planned_groups=planned)
         return repartitioned(lease, [places[row] for row in order], microbatches), rows

@@ -236,7 +236,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         """Carry out a `commit`; calls are serialized."""
         # Two concurrent commits of the same steps would both find them uncommitted.
         async with self._committing:
-            if step.step <= self._committed:
+            if step.step <= self._committed:  # said again, as after an answer that was lost
                 self._commits.require_same(step.step, request)
                 return
             steps = range(self._committed + 1, step.step + 1)
@@ -447,6 +447,7 @@ class LeadingStream(TrainStream):
                 self.options.expert_experiment,
             )
         self._next_step += 1
+        # Before the lease: what cannot be collated leaves no leased step behind.
         step, event = s.compute(lambda: (self._collated(*taken), new_event(taken[0])))
         reached("before-lease")
         head = s.write(self._append_lease, event)
@@ -538,6 +539,7 @@ class LeadingStream(TrainStream):
 
         def append(tx: Transaction) -> None:
             segments.attach(tx, segment_rows)
+            # A commit of ours that was cancelled may have gone through all the same.
             self.lease.append(tx, events, committed=steps[0] - 1)
             reached("inside-commit")
 

@@ -548,6 +548,7 @@ class WriteCall:
         Raises:
             ConflictingExperienceError: a row is stored with other content.
         """
+        # Of what is left to write: a stored row of a sealed batch is a duplicate, not late.
         self._late |= sealed
         # A retry after a lost acknowledgement is normal: rows with the same digest are dropped
         # silently.

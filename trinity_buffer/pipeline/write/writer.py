@@ -115,7 +115,7 @@ class GroupCommit:
         self._waiting.append(call)
         if self._committer is None:
             self._committer = asyncio.create_task(self._commit_waiting())
-        elif self._commits:  # callers answered together call again together
+        elif self._commits:  # callers answered together call again together: wait for all of them
             asyncio.get_running_loop().call_soon(self._prepare_ahead)
         try:
             await call.answered.wait()
@@ -189,7 +189,8 @@ class GroupCommit:
                 await asyncio.wait([preparing])  # its result does not matter
             _refuse(refused, error)
         except Exception:  # noqa: BLE001 - raised to its own caller below
-            # Some row is stored already or cannot be stored: find it, call by call.
+            # Some row is stored already or cannot be stored: find it, call by call. So each call
+            # gets its own error of a full disk or a replaced file, too.
             await self._commit_singly([call for call in calls if call.error is None])
         finally:
             self._commits = False
@@ -213,6 +214,7 @@ class GroupCommit:
 
     def _append(self, tx: Transaction, writes: list[PreparedWrite]) -> list[Place]:
         """Record ``writes``, in order of their experiments; return the place of each."""
+        # Before the lock: on a server, other writers of the experiment do not wait for the blobs.
         self.database.segments.attach(tx, [row for write in writes for row in write.segments])
         # Locks are always taken in one order.
         writes.sort(key=lambda write: write.calls[0].experiment)
