@@ -35,8 +35,8 @@ async def test_what_an_explorer_says_is_finite(field: str, value: float, sqlite_
             await experiment.writer("test").write(made)
 
 
-@pytest.mark.parametrize("value", [NAN, LARGE])
-async def test_what_scores_rollouts_anew_is_finite(value: float, sqlite_url: str) -> None:
+@pytest.mark.parametrize("value", [NAN, LARGE, "good", [1.0]])
+async def test_what_scores_rollouts_anew_is_a_finite_number(value: Any, sqlite_url: str) -> None:
     async with open_store(sqlite_url) as store:
         experiment = await store.experiment("run", config={})
         await experiment.writer("test").write(rollouts())

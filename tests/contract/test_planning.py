@@ -380,3 +380,16 @@ async def test_planned_groups_are_counted_in_the_order_of_their_plans(store_url:
         assert [(row["batch"], row["batch_is_int"]) for row in batches] == [
             (str(number), True) for number in range(3)
         ]
+
+
+async def test_a_text_is_no_list_of_tasks(store_url: str) -> None:
+    async with opened(store_url) as experiment:
+        with pytest.raises(InvalidArgumentError, match=r"tasks='abc' is a text: give a list"):
+            await experiment.writer("e0").plan("b", "abc", 2)
+
+
+async def test_an_actor_without_a_name_is_refused_where_its_writer_is_made(store_url: str) -> None:
+    nobody: Any = None
+    async with opened(store_url) as experiment:
+        with pytest.raises(InvalidArgumentError, match="an actor's name"):
+            experiment.writer(nobody)

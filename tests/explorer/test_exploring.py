@@ -332,6 +332,8 @@ async def test_what_cannot_be_is_refused(
             )
         with pytest.raises(InvalidArgumentError, match="tasks is empty"):
             await tb.explore(experiment, actor="e0", tasks=[], rollout=answer, model=None)
+        with pytest.raises(InvalidArgumentError, match="tasks is 'abc', a text: give a list"):
+            await tb.explore(experiment, actor="e0", tasks="abc", rollout=answer, model=None)
 
 
 @pytest.mark.parametrize(

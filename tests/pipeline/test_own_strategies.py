@@ -394,3 +394,13 @@ async def test_a_copy_under_a_name_of_its_own_is_written(sqlite_url: str) -> Non
         assert (await run_strategy(experiment, Copying, name="s")).annotated == 5
         found = [row[0] for row in await advantages(experiment)]
         assert sorted(found) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+async def test_a_class_by_its_path_takes_its_place_in_a_list_of_strategies(store_url: str) -> None:
+    path = "trinity_buffer.algorithm.add_strategy:GRPOAddStrategy"
+    async with opened(store_url, rollouts_per_group=4) as experiment:
+        await experiment.writer("e0").write(group())
+        for number, args in enumerate(({}, {path: {"epsilon": 0.5}})):
+            strategies, name = ["reward_variance", path], f"set-{number}"
+            report = await run_strategy(experiment, strategies, args, name=name)
+            assert (report.annotated, report.rejected) == (4, 0)

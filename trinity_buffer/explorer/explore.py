@@ -337,8 +337,9 @@ class _TaskListExplorer(_Explorer):
 
     @override
     def __post_init__(self) -> None:
-        if not self.tasks:
-            raise InvalidArgumentError("tasks is empty: give at least one task")
+        if not self.tasks or isinstance(self.tasks, str):
+            what = f"{self.tasks!r:.60}, a text" if self.tasks else "empty"
+            raise InvalidArgumentError(f"tasks is {what}: give a list with at least one task")
         super().__post_init__()
         self._is_named = isinstance(self.tasks, Mapping)
         named = self.tasks.items() if isinstance(self.tasks, Mapping) else enumerate(self.tasks)

@@ -94,9 +94,13 @@ class Experiment(ExperimentHandle):
         Args:
             on_invalid: ``"raise"``, or ``"quarantine"``: record invalid rows as rejected and go
                 on.
+
+        Raises:
+            InvalidArgumentError: ``actor`` is no valid name.
         """
         from trinity_buffer.pipeline.write import writer  # noqa: PLC0415 - torch, which readers do not need
 
+        require_name("an actor's name", actor)
         # The first full garbage collection is better spent here than in the first write.
         settle_imports()
         if self._store.group_commit is None:

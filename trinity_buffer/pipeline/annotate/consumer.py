@@ -20,7 +20,7 @@ import anyio.to_thread
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.add_strategy import AddStrategy, compose
+from trinity_buffer.algorithm.add_strategy import ADD_STRATEGY, AddStrategy, compose
 from trinity_buffer.algorithm.arguments import made, refuse_unknown
 from trinity_buffer.errors import (
     ArchivedSegmentError,
@@ -233,12 +233,13 @@ class StrategyConsumer:
             recorded: the configuration of the set, if it exists.
         """
         args = with_over(self._args, self._classes, recorded)
-        classes = [cls for _, cls in self._classes]
-        self.strategy: AddStrategy = (
-            made(classes[0], self._staged, **args)
-            if len(classes) == 1
-            else compose(self._staged, classes, args)
-        )
+        if len(self._classes) == 1:
+            self.strategy: AddStrategy = made(self._classes[0][1], self._staged, **args)
+        else:
+            # A class that was named by its path has arguments under that; `compose` knows classes.
+            names = {name: ADD_STRATEGY.name_of(cls) for name, cls in self._classes}
+            by_class = {names.get(name, name): of_one for name, of_one in args.items()}
+            self.strategy = compose(self._staged, [cls for _, cls in self._classes], by_class)
         self._unit = self.strategy.unit_for(**args)
         families = self.strategy.families_for(**args)
         self._families = ("light", *(family for family in families if family != "light"))

@@ -61,10 +61,14 @@ async def assign_rewards(
             value = None if experience.damaged is not None else reward(experience)
             if value is None:
                 continue
-            if not abs(value) <= torch.finfo(torch.float32).max:
+            try:
+                is_sound = bool(abs(value) <= torch.finfo(torch.float32).max)
+            except TypeError:  # a text, a list
+                is_sound = False
+            if not is_sound:
                 raise InvalidArgumentError(
-                    f"scoring {name!r}: the reward of {experience.eid.uid} is {value}, it must be "
-                    "finite in float32"
+                    f"scoring {name!r}: the reward of {experience.eid.uid} is {value!r:.40}, it "
+                    "must be a number, finite in float32, or None"
                 )
             rewards[cast("int", experience.address)] = float(value)
         pages.append(rewards)

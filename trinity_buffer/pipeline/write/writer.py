@@ -406,6 +406,10 @@ class SQLWriter(BufferWriter):
             BatchTakenError: another actor has planned it, with the same tasks.
         """
         database, experiment, actor = self._database, self._experiment, self.actor
+        if isinstance(tasks, str):  # a list of its letters
+            raise InvalidArgumentError(
+                f"batch {batch!r}: tasks={tasks!r:.60} is a text: give a list of task ids"
+            )
         wanted = BatchPlanned(
             batch=batch, tasks=list(tasks), rollouts_per_group=rollouts_per_group, contents=contents
         )
