@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "an argument of another kind": (
         ("annotate", "--strategy", "grpo", "--name", "x", "--set", "epsilon=abc"),
-        "GRPOAddStrategy: epsilon='abc': it must be a number",
+        "GRPOAddStrategy(epsilon='abc')",
     ),
     "an unknown scoring": (
         ("reannotate", "--strategy", "grpo", "--name", "x", "--rewards", "lenght"),
@@ -141,18 +141,18 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a text for the number of a loss": (
         ("explore", "--set", "loss.args={clip_range='0.2'}"),
-        "PPOPolicyLossFn: clip_range='0.2': it must be a number, or None",
+        "PPOPolicyLossFn(clip_range='0.2'): it must be of the type float | None",
     ),
     "a text for a coefficient": (
         ("train", "--set", "algorithm_args={kl_loss_fn='k2',kl_loss_fn_args={kl_coef='1'}}"),
-        "K2Fn: kl_coef='1': it must be a number",
+        "K2Fn(kl_coef='1'): it must be of the type float",
     ),
     "a text for a staleness": (
         (
             *("train", "--set", "algorithm_args.sample_strategy=staleness_control"),
             *("--set", "algorithm_args.sample_strategy_args={max_staleness='x'}"),
         ),
-        "StalenessControlSampleStrategy: max_staleness='x': it must be a number, at least 0",
+        "(max_staleness='x'): it must be of the type float",
     ),
     "a correction that has nothing to correct": (
         ("demo", "--set", "algorithm_args.importance_correction=token_tis"),
@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
             *("train", "--set"),
             "algorithm_args.kl_loss_fn_args={adaptive=true,target_kl=1,horizon=0}",
         ),
-        "horizon=0: it must be a number above 0, or None",
+        "horizon must be above 0, it is 0",
     ),
     "a loss argument that is no number": (
         ("explore", "--set", "loss.args={clip_range=nan}"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import trinity_buffer as tb
 from tests.conftest import Resize
 from tests.sample_run import SampleRun, record_sample_run, rollout
 from trinity_buffer import inspector, open_store
-from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
+from trinity_buffer.errors import DamagedSegmentError, InvalidArgumentError, UnknownNameError
 from trinity_buffer.inspector.source import Source, as_of, now
 
 SLOTS = 1 << 20
@@ -332,6 +334,44 @@ async def test_all_steps_of_two_runs_count_however_long_they_are(
     assert (paged, told) == (whole, 2 * [("diff", 2, 3), ("diff", 3, 3)])
     last = await asked(sample, lambda s: inspector.compare_runs(s, s, limit=1))
     assert (last.numbers["steps"], list(last.steps)) == ([1, 1], [3])
+
+
+@pytest.mark.parametrize(
+    ("statement", "question"),
+    [
+        ("DELETE FROM step WHERE step = 2", lambda s: inspector.show(s, "b0/1/2/0/")),
+        (
+            "UPDATE event SET kind = 'Strange' WHERE position = (SELECT min(position) FROM event "
+            "WHERE kind = 'ExperiencesRecorded')",
+            lambda s: searched(s, "1 AND 2"),
+        ),
+    ],
+    ids=["show without its step", "search without an event"],
+)
+async def test_a_question_goes_on_where_what_it_shows_beside_is_damaged(
+    sample: SampleRun, tmp_path: Path, statement: str, question: Callable[[Source], Any]
+) -> None:
+    shutil.copy(sample.url.removeprefix("sqlite:///"), tmp_path / "store.db")
+    with closing(dbapi2.connect(str(tmp_path / "store.db"))) as connection:
+        for (guard,) in connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'trigger'"
+        ).fetchall():
+            connection.execute(f"DROP TRIGGER {guard}")
+        connection.execute(statement)
+        connection.commit()
+    damaged = replace(sample, url=f"sqlite:///{tmp_path / 'store.db'}")
+    async with open_store(damaged.url, read_only=True) as store:
+        assert await question(now(await store.experiment(sample.name))) is not None
+
+
+async def searched(source: Source, words: str) -> list[inspector.Match]:
+    matches = []
+    try:
+        async for match in inspector.search(source, words):
+            matches.append(match)
+    except DamagedSegmentError as error:
+        assert "the event at position 3 records no rows" in str(error)  # noqa: PT017 - at the end
+    return matches
 
 
 async def test_search_finds_every_text_once(sample: SampleRun) -> None:

@@ -45,6 +45,8 @@ async def test_what_is_read_is_in_the_state_or_the_step(store_url: str, tmp_path
             await uids(experiment, annotation_set="nonsense")
         with pytest.raises(InvalidArgumentError, match="annotation_set="):
             await uids(experiment, state="waiting")
+        with pytest.raises(InvalidArgumentError, match="state='nope': accepted are unseen"):
+            await uids(experiment, annotation_set="grpo", state="nope")
 
 
 async def test_tokens_name_the_policy_that_said_each(store_url: str) -> None:

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,35 @@ def test_a_checkpoint_that_fails_ends_a_wait_for_more_rows(
         trainer = tb.Trainer(stream, policy(), algorithm, settings)
         with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left on device"):
             trainer.run()  # the one step that there is rows for, and then it waits
+
+
+def test_ctrl_c_in_the_wait_for_a_checkpoint_leaves_nobody_writing(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, ended = made(sqlite_url), list[list[Path]]()
+    presses = iter([KeyboardInterrupt])
+
+    def slow(*args: Any) -> list[Path]:
+        time.sleep(0.3)
+        files = write_share(*args)
+        ended.append(files)
+        return files
+
+    def pressed(futures: Any) -> Any:
+        for press in presses:
+            raise press
+        return wait(futures)
+
+    monkeypatch.setattr(checkpoint, "write_share", slow)
+    monkeypatch.setattr(checkpoint, "wait", pressed)
+    with tb.open_train_stream(
+        sqlite_url, experiment="run", strategy="grpo", consumer="t", groups_per_step=2
+    ) as stream:
+        settings = tb.TrainerSettings(checkpoints=tmp_path / "c", async_checkpoints=True)
+        with pytest.raises(KeyboardInterrupt):
+            tb.Trainer(stream, policy(), algorithm, settings).run()
+        assert ended  # before the trainer let go of the memory that is written
+    assert anyio.run(commits_of, sqlite_url) == [1]
 
 
 def test_a_trainer_runs_again(sqlite_url: str, tmp_path: Path) -> None:

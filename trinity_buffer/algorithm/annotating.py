@@ -34,7 +34,6 @@ from trinity_buffer.user_code import kind_of
 Unit = Literal["group", "batch"]
 
 _CHANGE_NOTHING = frozenset({"reference_args", "_abc_impl"})
-"""Beside the fields of a class, which are arguments of its constructor."""
 
 
 class WholeUnits:
@@ -73,7 +72,6 @@ class WholeUnits:
         score: Callable[..., ScoredGroups] | None = getattr(self, "score_groups", None)
         heirs = takewhile(lambda cls: "score_groups" not in vars(cls), type(self).__mro__)
         changed = {name for cls in heirs for name in vars(cls)} - _CHANGE_NOTHING
-        changed -= getattr(self, "__dataclass_fields__", {}).keys()
         # Dunders are written by dataclasses and typing, not by authors.
         inherited = all(name.startswith("__") and name.endswith("__") for name in changed)
         enough = {"reward"} <= set(self.needs) <= {"reward", "action_mask"}

@@ -1,49 +1,21 @@
 """Arguments of the named parts: what a constructor accepts, and the refusal of the rest.
 
-A default is written once: as a field of a class that is `configured`, or in the signature of a
-constructor. `declared_arguments` reads it from there; nothing repeats it.
+A default is written once, in the signature. `declared_arguments` reads it from there; nothing
+repeats it.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from functools import lru_cache, wraps
-from types import NoneType, SimpleNamespace, UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
-
-import msgspec
-import numpy as np
-from msgspec import Meta
-from typing_extensions import override
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, ClassVar, TypeVar
 
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import closest
-from trinity_buffer.options import accepted as described
-from trinity_buffer.options import excerpt
 
-OnUnknown = Literal["error", "ignore"]
-Positive = Annotated[float, Meta(gt=0, description="a number above 0")]
-NotNegative = Annotated[float, Meta(ge=0, description="a number, at least 0")]
-PartOfOne = Annotated[float, Meta(gt=0, le=1, description="a number above 0, at most 1")]
 Made = TypeVar("Made")
-Part = TypeVar("Part", bound="type[Configured]")
 
-_PLAIN = (float, int, bool, str, NoneType)
 REQUIRED = inspect.Parameter.empty
 """Stands for the default of an argument that has none."""
 
@@ -54,14 +26,19 @@ def declared_arguments(cls: type) -> dict[str, Any]:
     `REQUIRED` stands where there is no default. A signature with ``**kwargs`` hands these on to
     its base class, whose arguments therefore count too; the most derived default wins.
     """
-    accepted: dict[str, Any] = {}
+    return {name: parameter.default for name, parameter in _parameters(cls).items()}
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """Return ``{name: parameter}`` of all that the constructor of ``cls`` takes."""
+    accepted: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         # Only classes that write a constructor: an inherited one is met further up.
         if base is object or "__init__" not in vars(base):  # whose signature is a text to parse
             continue
         parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        accepted = {p.name: p.default for p in named} | accepted
+        accepted = {p.name: p for p in named} | accepted
         # Without **kwargs nothing is handed on, so the bases' arguments do not count.
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
@@ -94,71 +71,6 @@ class Configured:
         args = declared | dict(cls.tuned)
         return {k: v for k, v in args.items() if v is not None} if cls.none_is_unset else args
 
-    @override
-    def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value, _ in self._arguments())
-        return f"{type(self).__name__}({values})"
-
-    def __post_init__(self) -> None:
-        """Refuse arguments that cannot be right; for a class whose fields are its arguments.
-
-        Raises:
-            InvalidArgumentError: one is out of the bounds that the type of its field says.
-        """
-        for name, value, kind in self._arguments():
-            require(value, kind, f"{type(self).__name__}: {name}")
-
-    def _arguments(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield name, value and type of the arguments whose types say all of what they may be."""
-        cls: type = type(self)
-        for name, kind in _types(cls).items():
-            if name in vars(self):
-                yield name, vars(self)[name], kind
-
-
-@dataclass_transform(eq_default=False, field_specifiers=(field,))
-def configured(cls: Part) -> Part:
-    """Give a class a constructor of its fields, which refuses unknown arguments by name.
-
-    With ``on_unknown="ignore"`` it passes over them, as the reference does.
-    """
-    dataclass(eq=False, repr=False)(cls)  # 40 methods fewer to compile when it is imported
-    names, init = {f.name for f in fields(cls)}, cls.__init__  # type: ignore[arg-type]
-
-    @wraps(init)
-    def init_known(self: Configured, *parts: Any, **arguments: Any) -> None:
-        unknown = arguments.keys() - names
-        if unknown and arguments.get("on_unknown") != "ignore":
-            # Subclasses with constructors of their own hand on what they do not know.
-            known = declared_arguments(type(self)).keys() | names
-            refuse_unknown(type(self).__name__, arguments, known - {"writer"})
-        init(self, *parts, **{n: value for n, value in arguments.items() if n not in unknown})
-
-    cls.__init__ = init_known  # type: ignore[method-assign, assignment]  # with the same fields
-    return cls
-
-
-@lru_cache  # not all for ever: each composed strategy is a class of its own
-def _types(cls: type) -> dict[str, Any]:
-    """Return those types of arguments that say in full which values are accepted."""
-    types: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        names = vars(sys.modules[base.__module__])
-        init = None if "__dataclass_fields__" in vars(base) else vars(base).get("__init__")
-        kinds = inspect.get_annotations(base) | getattr(init, "__annotations__", {})
-        for name, kind in kinds.items():
-            types[name] = Any
-            # One by one: a user's module may know the names of some for type checkers alone.
-            with suppress(NameError, AttributeError, TypeError, SyntaxError):
-                annotated = SimpleNamespace(__annotations__={name: kind})
-                types |= get_type_hints(annotated, names, include_extras=True)
-    return {name: kind for name, kind in types.items() if _is_plain(kind)}
-
-
-def _is_plain(kind: Any) -> bool:
-    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    return all(m in _PLAIN or get_origin(m) in (Annotated, Literal) for m in members)
-
 
 _CALLED = {"trainer": "consumer"}
 """Key of the configuration -> the argument of another name that says the same."""
@@ -186,6 +98,16 @@ def refuse_unknown(owner: str, arguments: Mapping[str, Any], accepted: Iterable[
             )
 
 
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "float": lambda value: isinstance(value, Real) and not isinstance(value, bool),
+    "int": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    "bool": lambda value: isinstance(value, bool),
+    "str": lambda value: isinstance(value, str),
+    "None": lambda value: value is None,
+}
+"""What a plain annotation accepts; others say nothing here."""
+
+
 def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
     """Return ``cls(*parts, **arguments)``.
 
@@ -194,10 +116,17 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
             which it cannot be made.
     """
     name = getattr(cls, "__name__", str(cls))
-    types = _types(cls) if isinstance(cls, type) else {}
     # A text in place of a number would otherwise be met in the middle of the first step.
-    for argument in filter(types.__contains__, arguments):
-        require(arguments[argument], types[argument], f"{name}: {argument}")
+    for argument, parameter in (_parameters(cls) if isinstance(cls, type) else {}).items():
+        annotation = parameter.annotation
+        text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        kinds = text.split(" | ")
+        if argument not in arguments or not set(kinds) <= _KINDS.keys():
+            continue
+        if not any(_KINDS[kind](arguments[argument]) for kind in kinds):
+            raise InvalidArgumentError(
+                f"{name}({argument}={arguments[argument]!r}): it must be of the type {text}"
+            )
     try:
         return cls(*parts, **arguments)
     except InvalidArgumentError:
@@ -207,16 +136,23 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
         raise InvalidArgumentError(f"{name}({listed}): {error}") from error
 
 
-def require(value: Any, kind: Any, what: str) -> None:
-    """Raise unless ``value`` is of a ``kind``, and within its bounds.
+def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:
+    """Raise unless ``value`` is one of ``accepted``.
 
     Raises:
-        InvalidArgumentError: names ``what`` has the value, and what it must be.
+        InvalidArgumentError: names the argument, its value and what is accepted.
     """
-    try:
-        # Searches over options give NumPy's numbers.
-        msgspec.convert(value.item() if isinstance(value, np.generic) else value, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidArgumentError(
-            f"{what}={excerpt(value)}: it must be {described(kind)}"
-        ) from error
+    choices = list(accepted)
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise InvalidArgumentError(f"{name} must be one of {listed}, not {value!r}")
+
+
+def require(is_valid: bool, name: str, value: Any, rule: str) -> None:
+    """Raise unless an argument is as it must be.
+
+    Raises:
+        InvalidArgumentError: names the argument, the rule and the value.
+    """
+    if not is_valid:
+        raise InvalidArgumentError(f"{name} must {rule}, it is {value!r}")

@@ -29,7 +29,6 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_F
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.options import Count
 
 OF_ROLLOUTS = ("old_logprob", "rollout_logprob")
 """Tensors that come from what explorers recorded of their own policy."""
@@ -336,7 +335,9 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     if mode is not None and "loss_agg_mode" in declared_arguments(policy.cls):
         policy.args.update({"loss_agg_mode": mode} | user.get("policy_loss_fn_args", {}))
     rollouts = user.get("rollouts_per_group", recipe.rollouts_per_group)
-    require(rollouts, Count | None, "rollouts_per_group")
+    is_count = isinstance(rollouts, int) and not isinstance(rollouts, bool) and rollouts >= 1
+    rule = "be a whole number of at least 1"
+    require(rollouts is None or is_count, "rollouts_per_group", rollouts, rule)
     advantage = choices.get("advantage_fn")
     if advantage is not None and not advantage.cls.compute_in_trainer():
         raise InvalidArgumentError(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -45,9 +46,7 @@ def aggregation_mode(loss_agg_mode: str | None, default: str = "token-mean") -> 
         InvalidArgumentError: it is not one of `AGGREGATION_MODES`.
     """
     mode = default if loss_agg_mode is None else loss_agg_mode
-    if mode not in AGGREGATION_MODES:  # a compiled loss asks, too: nothing but Python here
-        listed = " or ".join(map(repr, AGGREGATION_MODES))
-        raise InvalidArgumentError(f"loss_agg_mode={mode!r}: it must be {listed}")
+    one_of("loss_agg_mode", mode, AGGREGATION_MODES)
     return mode
 
 

@@ -19,28 +19,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_buffer.algorithm.arguments import (
-    Configured,
-    NotNegative,
-    Positive,
-    configured,
-    require,
-)
+from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.errors import InvalidArgumentError
 
-OpmdBaseline = Literal["mean", "logavgexp"]
 Rewards = NDArray[np.float64]
 Runs = NDArray[np.int64]
 """Number of the run of each row of a group, from 0 on."""
 Over = Literal["runs", "rows"]
 """What counts once in the statistics of a group: a run, or each of its rows."""
+SingleMember = Literal["raw", "zero"]
 
 RELATIVE_FLOOR = 1e-7
 """Deviations below this share of the largest reward count as 0: seven rewards of 0.1 are equal.
@@ -195,12 +189,26 @@ def check_baseline(kind: str, tau: float) -> None:
     Raises:
         InvalidArgumentError: an unknown kind, or a temperature that is not positive.
     """
-    require(kind, OpmdBaseline, "opmd_baseline")
-    require(tau, Positive, "tau")
+    one_of("opmd_baseline", kind, ("mean", "logavgexp"))
+    if not tau > 0:
+        raise InvalidArgumentError(f"tau must be positive, not {tau!r}")
 
 
-@configured
-class DeviationOptions(Configured):
+def check_scale(epsilon: float, ddof: int, std_floor: float, single_member: str) -> None:
+    """Raise unless the four options of a deviation are valid.
+
+    Raises:
+        InvalidArgumentError: names the one that is not.
+    """
+    if not epsilon >= 0:
+        raise InvalidArgumentError(f"epsilon must not be negative, it is {epsilon!r}")
+    if not std_floor >= 0:
+        raise InvalidArgumentError(f"std_floor must not be negative, it is {std_floor!r}")
+    one_of("ddof", ddof, (0, 1))
+    one_of("single_member", single_member, ("raw", "zero"))
+
+
+class DeviationOptions:
     """The options of a deviation, for a class that takes them beside arguments of its own.
 
     Args:
@@ -210,11 +218,21 @@ class DeviationOptions(Configured):
         single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
     """
 
-    _: KW_ONLY
-    epsilon: NotNegative = 1e-6
-    ddof: Literal[0, 1] = 1
-    std_floor: NotNegative = RELATIVE_FLOOR
-    single_member: Literal["raw", "zero"] = "raw"
+    def __init__(
+        self,
+        *args: Any,
+        epsilon: float = 1e-6,
+        ddof: int = 1,
+        std_floor: float = RELATIVE_FLOOR,
+        single_member: SingleMember = "raw",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        check_scale(epsilon, ddof, std_floor, single_member)
+        self.epsilon = epsilon
+        self.ddof = ddof
+        self.std_floor = std_floor
+        self.single_member: SingleMember = single_member
 
     def moments(
         self, rewards: Sequence[float] | Rewards, weights: Rewards | None = None
@@ -241,8 +259,7 @@ class NormalizedScores(DeviationOptions):
         return ScoredGroups(scores=scores, metrics={"reward_mean": mean, "reward_std": std})
 
 
-@configured
-class CountsOver(Configured):
+class CountsOver:
     """The choice of what counts, for a class that takes it beside arguments of its own.
 
     Args:
@@ -250,8 +267,10 @@ class CountsOver(Configured):
             their ``"runs"``, which is the default of a run.
     """
 
-    _: KW_ONLY
-    over: Over = "rows"
+    def __init__(self, *args: Any, over: Over = "rows", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        one_of("over", over, ("runs", "rows"))
+        self.over: Over = over
 
 
 def likelihood_ranks(likelihoods: Sequence[float] | Rewards) -> Rewards:

@@ -16,12 +16,13 @@ weighted advantages are compared with. Tokens with weight 0 stay in the denomina
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import Configured, Positive, configured
+from trinity_buffer.algorithm.arguments import Configured, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     Metrics,
@@ -104,7 +105,7 @@ class NoCorrection(ImportanceCorrection):
         return torch.ones_like(ratio)
 
 
-@configured
+@dataclass(eq=False)
 class _Capped(ImportanceCorrection):
     """A correction with a largest ratio.
 
@@ -112,7 +113,10 @@ class _Capped(ImportanceCorrection):
         cap: positive.
     """
 
-    cap: Positive = 2.0
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        require(self.cap > 0.0, "cap", self.cap, "be positive")
 
 
 @IMPORTANCE_CORRECTION.register_module("token_tis")
@@ -150,7 +154,7 @@ class SequenceMIS(TokenMIS):
 
 
 @IMPORTANCE_CORRECTION.register_module("icepop")
-@configured
+@dataclass(eq=False)
 class IcePop(ImportanceCorrection):
     """The ratio within ``[low, high]``, and 0 on both sides (Ring-1T, arXiv:2510.18855).
 
@@ -162,9 +166,7 @@ class IcePop(ImportanceCorrection):
     low: float = 0.5
     high: float = 5.0
 
-    @override
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 0.0 <= self.low < self.high:
             raise InvalidArgumentError(
                 f"low must be at least 0 and below high; they are {self.low} and {self.high}"

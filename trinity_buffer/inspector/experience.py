@@ -108,6 +108,20 @@ async def events_with_segments(
     return readable
 
 
+def _event_of_rows(experiment: str, stored: log.StoredEvent) -> Event:
+    """Return an event that rows name.
+
+    Raises:
+        CodecError: it is damaged.
+    """
+    event = decoded(experiment, stored)
+    if not isinstance(event.fact, WithSegment):  # its kind was changed
+        raise errors.CodecError(
+            f"the event at position {stored.position} records no rows; run `trinity-buffer verify`"
+        )
+    return event
+
+
 async def readable_events(
     experiment: Experiment | Source, positions: Iterable[int], families: Sequence[str]
 ) -> tuple[dict[int, EventWithSegment], dict[int, Damage]]:
@@ -123,7 +137,7 @@ async def readable_events(
     def decode(events: Sequence[Event], stored: StoredSegments) -> None:
         for event in events:
             fact, segment = event.fact, Segment(0)
-            assert isinstance(fact, WithSegment)  # where rows are of
+            assert isinstance(fact, WithSegment)  # see `_event_of_rows`
             gone = stored.absent.get(fact.segment)
             for family in families if gone is None else ():
                 if family not in fact.families:
@@ -145,7 +159,7 @@ async def readable_events(
         events = []
         for stored in s.read(log.read_at, experiment.key, wanted):
             try:
-                events.append(decoded(experiment.name, stored))
+                events.append(_event_of_rows(experiment.name, stored))
             except errors.CodecError as error:
                 damaged[stored.position] = error
         keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
@@ -336,7 +350,8 @@ async def measured_in(source: Source, step: StepView, *, tokens: bool = False) -
     if step.step is None or not step.committed or step.experiment:
         return None
     row = await source.read(trainer_queries.step_at, source.key, step.trainer, step.step)
-    assert row is not None  # its rows were delivered
+    if row is None:  # lost, which `verify` names and `rebuild` mends
+        return None
     return (await measured(source, step.trainer, [row], tokens=tokens)).get(step.step)
 
 

@@ -319,9 +319,9 @@ def _of_a_step(tx: Transaction, source: Source, note: int, step: StepOfRow) -> _
     if step.step is None:
         at = step.rejected_at
         assert at is not None  # as of every rejection
-        # If a step lost the row, the next event says so.
-        kinds = kinds_of(StepDealt)
-        for stored in log.read_after(tx, source.key, at, limit=1, kinds=kinds, up_to=at + 1):
+        # If a step lost the row, the next event says so, where it is not later than what is asked.
+        kinds, up_to = kinds_of(StepDealt), min(at + 1, source.position or at + 1)
+        for stored in log.read_after(tx, source.key, at, limit=1, kinds=kinds, up_to=up_to):
             match decoded(source.name, stored).fact:
                 case StepDealt(consumer=step.trainer, dropped=gone) if note in gone:
                     yield from _of_the_log(tx, source, at + 1, at + 1)

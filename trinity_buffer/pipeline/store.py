@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from trinity_buffer.codec.blob import keep_what_is_freed
 from trinity_buffer.errors import (
@@ -260,6 +260,8 @@ class Experiment(ExperimentHandle):
         self, name: str | None, state: writer_queries.State | None
     ) -> writer_queries.State:
         """Return the state to read, checked against the registered sets."""
+        if state not in (None, *(states := get_args(writer_queries.State))):
+            raise InvalidArgumentError(f"state={state!r}: accepted are {', '.join(states)}")
         if name is None:
             raise InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
         consumers = await self.database.read(writer_queries.consumers, self.key)

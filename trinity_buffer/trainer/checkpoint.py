@@ -643,8 +643,10 @@ class Commits:
         Raises:
             CheckpointError, LeaseLostError: it was not.
         """
-        last, self._last = self._last, None
+        last = self._last
         if last is not None:
+            wait([last])  # Ctrl-C may end this: `close` then waits for the same one
+            self._last = None
             last.result()
 
     def close(self) -> None:

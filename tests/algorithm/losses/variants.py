@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 from trinity_buffer.algorithm import POLICY_LOSS_FN, PolicyLossFn
 from trinity_buffer.algorithm.arguments import declared_arguments
 from trinity_buffer.algorithm.functional import AGGREGATION_MODES
-from trinity_buffer.algorithm.policy_loss_fn.rec_policy_loss import ClipMode, Regularizer, Weight
+from trinity_buffer.algorithm.policy_loss_fn.rec_policy_loss import (
+    CLIP_MODES,
+    REGULARIZERS,
+    WEIGHTS,
+)
 
 EXTRA: dict[str, list[dict[str, Any]]] = {
     "ppo": [
@@ -32,9 +36,7 @@ EXTRA: dict[str, list[dict[str, Any]]] = {
     ],
     "rec": [
         {"clip_mode": clip, "weight": weight, "regularizer": regularizer, "regularizer_coef": 0.1}
-        for clip, weight, regularizer in itertools.product(
-            *map(get_args, (ClipMode, Weight, Regularizer))
-        )
+        for clip, weight, regularizer in itertools.product(CLIP_MODES, WEIGHTS, REGULARIZERS)
     ],
 }
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from trinity_buffer.algorithm.add_strategy import (
     StepWiseGRPOStrategy,
     group_by,
 )
+from trinity_buffer.algorithm.group_scores import SingleMember
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import StagedWriter
@@ -110,7 +111,7 @@ async def test_step_wise_can_look_for_the_last_step_itself() -> None:
 
 @pytest.mark.parametrize(("single_member", "score"), [("raw", 5.0), ("zero", 0.0)])
 async def test_step_wise_scores_an_only_run_as_it_is_told(
-    single_member: Literal["raw", "zero"], score: float
+    single_member: SingleMember, score: float
 ) -> None:
     exps = [rollout(0, 0, 5.0)]
     await StepWiseGRPOStrategy(PlainWriter(), single_member=single_member).add(exps, 0)
@@ -238,45 +239,38 @@ def test_every_strategy_says_what_it_needs_and_lists_its_defaults(name: str) -> 
 
 def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(InvalidArgumentError, match="'epsilom'; did you mean 'epsilon'"):
-        GRPOAddStrategy(PlainWriter(), epsilom=1e-3)  # type: ignore[call-arg]  # the slip
+        GRPOAddStrategy(PlainWriter(), epsilom=1e-3)
     with pytest.raises(InvalidArgumentError, match="did you mean 'std_floor'"):
-        CorrectBiasAddStrategy(PlainWriter(), std_flor=0.0)  # type: ignore[call-arg]  # the slip
+        CorrectBiasAddStrategy(PlainWriter(), std_flor=0.0)
 
 
 def test_a_misspelt_argument_can_be_swallowed_as_the_reference_does() -> None:
-    arguments: dict[str, Any] = {"on_unknown": "ignore", "epsilom": 1e-3}
-    strategy = GRPOAddStrategy(PlainWriter(), **arguments)
+    strategy = GRPOAddStrategy(PlainWriter(), on_unknown="ignore", epsilom=1e-3)
     assert strategy.epsilon == 1e-6
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "named"),
     [
-        ("opmd", {"opmd_baseline": "median"}, "opmd_baseline.*'mean' or 'logavgexp'"),
+        ("opmd", {"opmd_baseline": "median"}, "opmd_baseline.*'mean', 'logavgexp'"),
         ("opmd", {"tau": 0.0}, "tau"),
         ("grpo", {"epsilon": -1.0}, "epsilon"),
         ("grpo", {"single_member": "drop"}, "single_member"),
         ("step_wise_grpo", {"last_step": "first"}, "last_step"),
         ("duplicate_informative", {"copy_ids": "same"}, "copy_ids"),
         ("rec", {"drop": "half"}, "drop"),
-        (
-            "gigpo",
-            {"fnorm": "mean"},
-            r"^GiGPOAdvantageFn: fnorm='mean': it must be 'none' or 'std'$",
-        ),
+        ("gigpo", {"fnorm": "mean"}, r"^fnorm must be one of 'none', 'std', not 'mean'$"),
         (
             *("gigpo", {"missing_reward": "skip"}),
-            r"^GiGPOAdvantageFn: missing_reward='skip': it must be 'refuse' or 'zero'$",
+            r"^missing_reward must be one of 'refuse', 'zero', not 'skip'$",
         ),
         (
             *("gigpo", {"anchor_scope": "world"}),
-            r"^GiGPOAdvantageFn: anchor_scope='world': it must be 'task' or 'batch'$",
+            r"^anchor_scope must be one of 'task', 'batch', not 'world'$",
         ),
         ("grpo_grouped", {"std_cal_level": "world"}, "std_cal_level"),
         ("overlong_penalty", {"max_length": 4, "cache_length": 9}, "cache_length"),
         ("best_of_group", {"num_kept": 0}, "num_kept"),
-        ("best_of_group", {"over": "turns"}, "over"),
-        ("correct_bias", {"rank_penalty": "0.25"}, "rank_penalty='0.25': it must be a number"),
     ],
 )
 def test_a_value_that_cannot_be_right_is_named(

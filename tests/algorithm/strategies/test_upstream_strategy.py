@@ -59,8 +59,7 @@ async def test_it_registers_itself_and_computes_what_ours_does(ported: Any) -> N
     assert issubclass(ported, AddStrategy)
     theirs, ours = steps(), steps()
     writer = PlainWriter()
-    options: dict[str, Any] = {"enable_step_norm": True, "something_else": 1}
-    count, metrics = await ported(writer, **options).add(theirs, 1)
+    count, metrics = await ported(writer, enable_step_norm=True, something_else=1).add(theirs, 1)
     expected = PlainWriter()
     strategy = StepWiseGRPOStrategy(expected, enable_step_norm=True)
     expected_count, expected_metrics = await strategy.add(ours, 1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from typing_extensions import override
@@ -29,11 +29,9 @@ from trinity_buffer.algorithm.annotating import (
 )
 from trinity_buffer.algorithm.arguments import (
     Configured,
-    NotNegative,
-    OnUnknown,
-    Positive,
-    configured,
     declared_arguments,
+    one_of,
+    refuse_unknown,
 )
 from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups
@@ -52,8 +50,9 @@ __all__ = [
     "group_by",
 ]
 
+OnUnknown = Literal["error", "ignore"]
 
-@configured
+
 class AddStrategy(WholeUnits, Configured, ABC):
     """Takes experiences from an explorer, gives them to a writer: annotated, filtered, or both.
 
@@ -70,6 +69,7 @@ class AddStrategy(WholeUnits, Configured, ABC):
     Args:
         writer: where the kept experiences go.
         on_unknown: ``"ignore"`` swallows misspelt arguments, as the reference does.
+        kwargs: refused; here so that subclasses can hand on what they do not know.
 
     Raises:
         InvalidArgumentError: an argument that no class in the line of inheritance declares.
@@ -80,9 +80,14 @@ class AddStrategy(WholeUnits, Configured, ABC):
     # In a run ``over`` is ``"runs"``, unless it is said otherwise.
     runtime_args: ClassVar[tuple[str, ...]] = ("writer", "on_unknown", "rng", "over")
 
-    writer: BufferWriter
-    _: KW_ONLY
-    on_unknown: OnUnknown = "error"
+    def __init__(
+        self, writer: BufferWriter, *, on_unknown: OnUnknown = "error", **kwargs: Any
+    ) -> None:
+        one_of("on_unknown", on_unknown, ("error", "ignore"))
+        if on_unknown == "error":
+            accepted = set(declared_arguments(type(self))) - {"writer"}
+            refuse_unknown(type(self).__name__, kwargs, accepted)
+        self.writer = writer
 
     @abstractmethod
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
@@ -204,7 +209,6 @@ _DECIDING = (
 """What a `RewardStrategy` may override to decide otherwise than by `score_groups`."""
 
 
-@configured
 class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
     """Scores the runs of each task by their rewards alone: write `score_groups`, and it is done.
 
@@ -247,7 +251,6 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
         return annotate_group(exps, self.rewards_of(exps), self.score_groups, self.over)
 
 
-@configured
 class RewardFilter(group_scores.CountsOver, AddStrategy):
     """Keeps rows of each task by their rewards alone, unchanged: write `score_groups`.
 
@@ -297,7 +300,6 @@ class RewardFilter(group_scores.CountsOver, AddStrategy):
 
 
 @ADD_STRATEGY.register_module("grpo")
-@configured
 class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
     """Group-relative advantages: ``(reward - mean) / (std + epsilon)`` (arXiv:2402.03300).
 
@@ -316,9 +318,16 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
         "over": "rows",
     }
 
-    epsilon: NotNegative = 1e-6
-    _: KW_ONLY
-    std_threshold: float | None = None
+    def __init__(
+        self,
+        writer: BufferWriter,
+        epsilon: float = 1e-6,
+        *,
+        std_threshold: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, epsilon=epsilon, **kwargs)
+        self.std_threshold = std_threshold
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
@@ -334,7 +343,6 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
 
 
 @ADD_STRATEGY.register_module("opmd")
-@configured
 class OPMDAddStrategy(RewardStrategy):
     """Online policy mirror descent: the reward less a baseline of its group (arXiv:2501.12599).
 
@@ -347,8 +355,13 @@ class OPMDAddStrategy(RewardStrategy):
 
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "over": "rows"}
 
-    opmd_baseline: group_scores.OpmdBaseline = "mean"
-    tau: Positive = 1.0
+    def __init__(
+        self, writer: BufferWriter, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        group_scores.check_baseline(opmd_baseline, tau)
+        self.opmd_baseline = opmd_baseline
+        self.tau = tau
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
@@ -359,7 +372,6 @@ class OPMDAddStrategy(RewardStrategy):
 
 
 @ADD_STRATEGY.register_module("reward_variance")
-@configured
 class RewardVarianceAddStrategy(RewardFilter):
     """Keeps the groups whose rewards differ; the others have nothing to teach. Sets no advantages.
 
@@ -376,9 +388,17 @@ class RewardVarianceAddStrategy(RewardFilter):
         "over": "rows",
     }
 
-    variance_threshold: float = 0.0
-    _: KW_ONLY
-    std_floor: float = group_scores.RELATIVE_FLOOR
+    def __init__(
+        self,
+        writer: BufferWriter,
+        variance_threshold: float = 0.0,
+        *,
+        std_floor: float = group_scores.RELATIVE_FLOOR,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, **kwargs)
+        self.variance_threshold = variance_threshold
+        self.std_floor = std_floor
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
@@ -15,12 +14,12 @@ from trinity_buffer.algorithm.annotating import (
     run_problems,
     runs_by_task,
 )
-from trinity_buffer.algorithm.arguments import NotNegative, configured
+from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.experience import Experience
+from trinity_buffer.writer import BufferWriter
 
 
 @ADD_STRATEGY.register_module("step_wise_grpo")
-@configured
 class StepWiseGRPOStrategy(LastStepScores, AddStrategy):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
@@ -39,10 +38,19 @@ class StepWiseGRPOStrategy(LastStepScores, AddStrategy):
     families: ClassVar[tuple[str, ...]] = ("light",)
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
 
-    epsilon: NotNegative = 1e-6
-    enable_step_norm: bool = False
-    _: KW_ONLY
-    last_step: Literal["list", "step"] = "list"
+    def __init__(
+        self,
+        writer: BufferWriter,
+        epsilon: float = 1e-6,
+        enable_step_norm: bool = False,
+        *,
+        last_step: Literal["list", "step"] = "list",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(writer, epsilon=epsilon, **kwargs)
+        one_of("last_step", last_step, ("list", "step"))
+        self.enable_step_norm = enable_step_norm
+        self.last_step = last_step
 
     def calculate_group_advantage(
         self, exps: dict[str, Experience]

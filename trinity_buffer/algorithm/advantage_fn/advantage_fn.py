@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import KW_ONLY, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -28,7 +27,12 @@ from trinity_buffer.algorithm.annotating import (
     scored_group,
     share_rewards,
 )
-from trinity_buffer.algorithm.arguments import Configured, OnUnknown, configured
+from trinity_buffer.algorithm.arguments import (
+    Configured,
+    declared_arguments,
+    one_of,
+    refuse_unknown,
+)
 from trinity_buffer.algorithm.group_scores import (
     CountsOver,
     Over,
@@ -46,7 +50,6 @@ from trinity_buffer.experience import Experience, group_by
 __all__ = ["ADVANTAGE_FN", "AdvantageFn", "GroupAdvantage", "PipelineAdvantage", "TrainerAdvantage"]
 
 
-@configured
 class AdvantageFn(Configured, ABC):
     """Computes advantages and returns.
 
@@ -57,6 +60,7 @@ class AdvantageFn(Configured, ABC):
 
     Args:
         on_unknown: ``"ignore"`` swallows misspelt arguments.
+        kwargs: refused; here so that subclasses can hand on what they do not know.
 
     Raises:
         InvalidArgumentError: an argument that no class in the line of inheritance declares.
@@ -66,8 +70,10 @@ class AdvantageFn(Configured, ABC):
     reads_rewards: ClassVar[bool] = True
     runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
 
-    _: KW_ONLY
-    on_unknown: OnUnknown = "error"
+    def __init__(self, *, on_unknown: Literal["error", "ignore"] = "error", **kwargs: Any) -> None:
+        one_of("on_unknown", on_unknown, ("error", "ignore"))
+        if on_unknown == "error":
+            refuse_unknown(type(self).__name__, kwargs, declared_arguments(type(self)))
 
     @abstractmethod
     def __call__(self, exps: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -119,7 +125,6 @@ class PipelineAdvantage(WholeUnits, AdvantageFn):
         return self.process(exps)
 
 
-@configured
 class GroupAdvantage(CountsOver, PipelineAdvantage):
     """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`.
 
@@ -243,7 +248,6 @@ class TrainerAdvantage(AdvantageFn):
         return exps, result.metrics
 
 
-@configured
 class GroupScoredAdvantage(CountsOver, TrainerAdvantage):
     """Scores each row of a group by the rewards of the group: write `score_groups`.
 
@@ -255,7 +259,8 @@ class GroupScoredAdvantage(CountsOver, TrainerAdvantage):
 
     reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
 
-    over: Over = field(default="runs", kw_only=True)
+    def __init__(self, *, over: Over = "runs", **kwargs: Any) -> None:
+        super().__init__(over=over, **kwargs)
 
     @abstractmethod
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
@@ -11,11 +13,9 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     RewardAdvantage,
     less_baseline,
 )
-from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means, size_of
 
 
-@configured
 class _ShiftedMean(AdvantageFn):
     """The distance from the mean of a group plus a constant.
 
@@ -23,7 +23,9 @@ class _ShiftedMean(AdvantageFn):
         baseline_shift: added to the mean; negative values keep average answers attractive.
     """
 
-    baseline_shift: float = -0.1
+    def __init__(self, baseline_shift: float = -0.1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.baseline_shift = baseline_shift
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the shifted mean; from 0 for a group of one (the reference)."""
@@ -34,7 +36,6 @@ class _ShiftedMean(AdvantageFn):
 
 
 @ADVANTAGE_FN.register_module("asymre")
-@configured
 class ASYMREGroupAdvantage(_ShiftedMean, RewardAdvantage):
     """``reward - (mean + baseline_shift)`` on every action token of a group."""
 
@@ -42,6 +43,5 @@ class ASYMREGroupAdvantage(_ShiftedMean, RewardAdvantage):
 
 
 @ADVANTAGE_FN.register_module("asymre_verl")
-@configured
 class ASYMREAdvantageFn(_ShiftedMean, GroupScoredAdvantage):
     """``reward - (mean + baseline_shift)`` of the rows' summed token-level rewards."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
@@ -12,11 +14,9 @@ from trinity_buffer.algorithm.advantage_fn.token_scores import (
     clipped_fractions,
     entropy_change,
 )
-from trinity_buffer.algorithm.arguments import configured
 
 
 @ADVANTAGE_FN.register_module("clipb")
-@configured
 class ClipBAdvantageFn(GRPOAdvantageFn):
     """Drops tokens with A < 0 and ``S - mean(S) < -mu std(S)`` from the action mask.
 
@@ -32,7 +32,9 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
     tensors = ("entropy",)
     reads_old_logprob = True
 
-    mu: float = 2.5
+    def __init__(self, epsilon: float = 1e-6, mu: float = 2.5, **kwargs: Any) -> None:
+        super().__init__(epsilon, **kwargs)
+        self.mu = mu
 
     @override
     def compute(self, rows: Rows) -> Result:

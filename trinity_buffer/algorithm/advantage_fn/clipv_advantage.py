@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -14,11 +16,9 @@ from trinity_buffer.algorithm.advantage_fn.token_scores import (
     clipped_fractions,
     entropy_change,
 )
-from trinity_buffer.algorithm.arguments import configured
 
 
 @ADVANTAGE_FN.register_module("clipv")
-@configured
 class ClipVAdvantageFn(GRPOAdvantageFn):
     """Drops tokens with A <= 0 and ``D > mu std(D)`` from the action mask.
 
@@ -38,8 +38,12 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
     reads_old_logprob = True
     tuned = {"mu": 8.5}
 
-    mu: float = 2.0
-    max_frac: float = 1e-4
+    def __init__(
+        self, epsilon: float = 1e-6, mu: float = 2.0, max_frac: float = 1e-4, **kwargs: Any
+    ) -> None:
+        super().__init__(epsilon, **kwargs)
+        self.mu = mu
+        self.max_frac = max_frac
 
     @override
     def compute(self, rows: Rows) -> Result:

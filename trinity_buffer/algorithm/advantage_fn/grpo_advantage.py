@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +25,7 @@ from trinity_buffer.algorithm.annotating import (
     reward_of,
     runs_of,
 )
-from trinity_buffer.algorithm.arguments import NotNegative, configured
+from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_group
 from trinity_buffer.algorithm.group_scores import Rewards
 from trinity_buffer.experience import Experience
@@ -35,7 +34,6 @@ Group = list[Experience]
 
 
 @ADVANTAGE_FN.register_module("grpo")
-@configured
 class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
     """``(reward - mean) / (std + epsilon)`` on every action token of a group.
 
@@ -58,14 +56,27 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
 
     reference_args = {"rank_scores": "raw", "std_floor": 0.0, "over": "rows"}
 
-    epsilon: NotNegative = 1e-6
-    std_threshold: float | None = None
-    duplicate_experiences: bool = False
-    rank_penalty: float | None = None
-    std_cal_level: Literal["group", "batch"] = "group"
-    _: KW_ONLY
-    rank_scores: Literal["penalized", "raw"] = "penalized"
-    seed: int | None = 0
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        std_threshold: float | None = None,
+        duplicate_experiences: bool = False,
+        rank_penalty: float | None = None,
+        std_cal_level: str = "group",
+        *,
+        rank_scores: Literal["penalized", "raw"] = "penalized",
+        seed: int | None = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(epsilon=epsilon, **kwargs)
+        one_of("std_cal_level", std_cal_level, ("group", "batch"))
+        one_of("rank_scores", rank_scores, ("penalized", "raw"))
+        self.std_threshold = std_threshold
+        self.duplicate_experiences = duplicate_experiences
+        self.rank_penalty = rank_penalty
+        self.std_cal_level = std_cal_level
+        self.rank_scores = rank_scores
+        self.seed = seed
 
     @classmethod
     @override
@@ -152,7 +163,6 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
 
 
 @ADVANTAGE_FN.register_module("grpo_verl")
-@configured
 class GRPOAdvantageFn(group_scores.NormalizedScores, GroupScoredAdvantage):
     """Group-relative advantages of the rows' summed token-level rewards.
 
@@ -163,4 +173,5 @@ class GRPOAdvantageFn(group_scores.NormalizedScores, GroupScoredAdvantage):
 
     reference_args = {"std_floor": 0.0, "over": "rows"}
 
-    epsilon: NotNegative = 1e-6
+    def __init__(self, epsilon: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(epsilon=epsilon, **kwargs)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
-from trinity_buffer.algorithm.arguments import Positive, configured
-from trinity_buffer.options import Share
+from trinity_buffer.algorithm.arguments import one_of, require
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are cut here before ``exp``: e^20 is far beyond any useful weight, and finite."""
@@ -63,7 +61,6 @@ def sampled_log_ratios(student: Tensor, teacher: Tensor, weight: float) -> tuple
 
 
 @ADVANTAGE_FN.register_module("jsd")
-@configured
 class JSDAdvantage(TrainerAdvantage):
     """Advantages with which a policy gradient descends a divergence between student and teacher.
 
@@ -86,12 +83,25 @@ class JSDAdvantage(TrainerAdvantage):
     reads_rewards = False
     reference_args = {"estimator": "log_ratio"}
 
-    lambda_coef: Share = 0.5
-    kl_coef: float = 1.0
-    temperature: Positive = 1.0
-    chunk_size: int | None = None
-    _: KW_ONLY
-    estimator: Literal["gradient", "log_ratio"] = "gradient"
+    def __init__(
+        self,
+        lambda_coef: float = 0.5,
+        kl_coef: float = 1.0,
+        temperature: float = 1.0,
+        chunk_size: int | None = None,
+        *,
+        estimator: Literal["gradient", "log_ratio"] = "gradient",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        one_of("estimator", estimator, ("gradient", "log_ratio"))
+        require(0 <= lambda_coef <= 1, "lambda_coef", lambda_coef, "lie between 0 and 1")
+        require(temperature > 0, "temperature", temperature, "be positive")
+        self.lambda_coef = lambda_coef
+        self.kl_coef = kl_coef
+        self.temperature = temperature
+        self.chunk_size = chunk_size
+        self.estimator = estimator
 
     @override
     def compute(self, rows: Rows) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from typing_extensions import override
 
@@ -17,12 +17,11 @@ from trinity_buffer.algorithm.annotating import (
     run_problems,
     runs_by_task,
 )
-from trinity_buffer.algorithm.arguments import NotNegative, configured
+from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.experience import Experience
 
 
 @ADVANTAGE_FN.register_module("step_wise_grpo")
-@configured
 class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
@@ -38,10 +37,19 @@ class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
 
     reference_args = {"on_unknown": "ignore", "std_floor": 0.0}
 
-    epsilon: NotNegative = 1e-6
-    enable_step_norm: bool = False
-    std_cal_level: Literal["group", "batch"] = "group"
-    std_threshold: float | None = None
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        enable_step_norm: bool = False,
+        std_cal_level: str = "group",
+        std_threshold: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(epsilon=epsilon, **kwargs)
+        one_of("std_cal_level", std_cal_level, ("group", "batch"))
+        self.enable_step_norm = enable_step_norm
+        self.std_cal_level = std_cal_level
+        self.std_threshold = std_threshold
 
     @classmethod
     @override

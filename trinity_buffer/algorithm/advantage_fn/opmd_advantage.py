@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY
-
-from typing_extensions import override
+from typing import Any
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
@@ -13,17 +11,9 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     RewardAdvantage,
     less_baseline,
 )
-from trinity_buffer.algorithm.arguments import Positive, configured
-from trinity_buffer.algorithm.group_scores import (
-    OpmdBaseline,
-    Rewards,
-    ScoredGroups,
-    baseline,
-    check_baseline,
-)
+from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, baseline, check_baseline
 
 
-@configured
 class _LessBaseline(AdvantageFn):
     """The distance from a baseline of the group.
 
@@ -33,8 +23,10 @@ class _LessBaseline(AdvantageFn):
         kwargs: of `AdvantageFn`.
     """
 
-    opmd_baseline: str = "mean"
-    tau: float = 1.0
+    def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.opmd_baseline = opmd_baseline
+        self.tau = tau
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the baseline."""
@@ -43,18 +35,17 @@ class _LessBaseline(AdvantageFn):
 
 
 @ADVANTAGE_FN.register_module("opmd")
-@configured
 class OPMDGroupAdvantage(_LessBaseline, RewardAdvantage):
     """``reward - baseline`` on every action token of a group."""
 
     reference_args = {"over": "rows"}
 
-    opmd_baseline: OpmdBaseline = "mean"
-    tau: Positive = 1.0
+    def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(opmd_baseline, tau, **kwargs)
+        check_baseline(opmd_baseline, tau)
 
 
 @ADVANTAGE_FN.register_module("opmd_verl")
-@configured
 class OPMDAdvantageFn(_LessBaseline, GroupScoredAdvantage):
     """``reward - baseline`` of the rows' summed token-level rewards.
 
@@ -68,12 +59,15 @@ class OPMDAdvantageFn(_LessBaseline, GroupScoredAdvantage):
 
     reference_args = {"check_early": False, "over": "rows"}
 
-    _: KW_ONLY
-    check_early: bool = True
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(
+        self,
+        opmd_baseline: str = "mean",
+        tau: float = 1.0,
+        *,
+        check_early: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(opmd_baseline, tau, **kwargs)
         # The reference finds a wrong baseline only in a group that needs one.
-        if self.check_early:
-            check_baseline(self.opmd_baseline, self.tau)
+        if check_early:
+            check_baseline(opmd_baseline, tau)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY
+from typing import Any
 
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
-from trinity_buffer.algorithm.arguments import configured
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import masked_whiten
 from trinity_buffer.algorithm.group_scores import CountsOver, Over
-from trinity_buffer.options import Share
 
 
-@configured
 class WhitenedAdvantage(CountsOver, TrainerAdvantage):
     """Advantages that are whitened over the whole step: what PPO and REINFORCE++ share.
 
@@ -29,14 +27,16 @@ class WhitenedAdvantage(CountsOver, TrainerAdvantage):
 
     reference_args = {"mask_aware": False, "over": "rows"}
 
-    gamma: Share = 1.0
-    _: KW_ONLY
-    mask_aware: bool = True
-    over: Over = "runs"
+    def __init__(
+        self, gamma: float = 1.0, *, mask_aware: bool = True, over: Over = "runs", **kwargs: Any
+    ) -> None:
+        super().__init__(over=over, **kwargs)
+        require(0 <= gamma <= 1, "gamma", gamma, "lie between 0 and 1")
+        self.gamma = gamma
+        self.mask_aware = mask_aware
 
 
 @ADVANTAGE_FN.register_module("ppo")
-@configured
 class PPOAdvantageFn(WhitenedAdvantage):
     """Whitened generalized advantages of ``values`` and ``token_level_rewards``.
 
@@ -51,7 +51,10 @@ class PPOAdvantageFn(WhitenedAdvantage):
 
     tensors = ("values",)
 
-    lam: Share = 1.0
+    def __init__(self, gamma: float = 1.0, lam: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(gamma, **kwargs)
+        require(0 <= lam <= 1, "lam", lam, "lie between 0 and 1")
+        self.lam = lam
 
     @override
     def compute(self, rows: Rows) -> Result:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import Configured, configured
+from trinity_buffer.algorithm.arguments import Configured
 from trinity_buffer.algorithm.functional import Metrics, aggregate_loss, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 
-@configured
+@dataclass(eq=False)
 class EntropyLossFn(Configured):
     """An aggregated entropy and its coefficient.
 

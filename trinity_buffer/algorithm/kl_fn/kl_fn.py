@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.rows import as_mapping
-from trinity_buffer.algorithm.arguments import Configured, Positive, configured
+from trinity_buffer.algorithm.arguments import Configured, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     Metrics,
@@ -44,7 +45,7 @@ Batch = TypeVar("Batch")
 """A mutable mapping, or a ``DataProto``."""
 
 
-@configured
+@dataclass(eq=False)
 class KLFn(Configured, ABC):
     """A divergence and its coefficient; subclasses say what it is per token.
 
@@ -63,14 +64,14 @@ class KLFn(Configured, ABC):
 
     adaptive: bool = False
     kl_coef: float = 0.001
-    target_kl: Positive | None = None
-    horizon: Positive | None = None
+    target_kl: float | None = None
+    horizon: float | None = None
 
-    @override
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.adaptive and (self.target_kl is None or self.horizon is None):
             raise InvalidArgumentError("an adaptive KL coefficient needs target_kl and horizon")
+        for name, value in {"target_kl": self.target_kl, "horizon": self.horizon}.items():
+            require(value is None or value > 0, name, value, "be above 0")
 
     @abstractmethod
     def calculate_kl(

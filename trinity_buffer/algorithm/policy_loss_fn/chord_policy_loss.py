@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import PartOfOne, configured
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import bounded_exp
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.mix_policy_loss import TwoKindsLossFn
@@ -39,7 +40,7 @@ class SFTISLossFn(LikelihoodLossFn):
 
 
 @POLICY_LOSS_FN.register_module("sft_phi")
-@configured
+@dataclass(eq=False)
 class SFTPhiLossFn(LikelihoodLossFn):
     """``-sg(p (1 - p)) logprob``: SFT that learns most where the policy is undecided.
 
@@ -51,7 +52,13 @@ class SFTPhiLossFn(LikelihoodLossFn):
 
     loss_name = "sft_phi_loss"
 
-    cutoff_prob: PartOfOne = 1.0
+    cutoff_prob: float = 1.0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_share = 0.0 < self.cutoff_prob <= 1.0
+        require(is_share, "cutoff_prob", self.cutoff_prob, "be in (0, 1]")
 
     @override
     def terms(self, logprob: Tensor) -> Tensor:
@@ -65,7 +72,7 @@ class SFTPhiLossFn(LikelihoodLossFn):
 
 
 @POLICY_LOSS_FN.register_module("mix_chord")
-@configured
+@dataclass(eq=False)
 class MIXCHORDPolicyLossFn(TwoKindsLossFn):
     """``(1 - mu(step)) PPO(usual rows) + mu(step) SFT-phi(expert rows)``.
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.functional import Metrics, Tokens, bounded_exp
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
 
 @POLICY_LOSS_FN.register_module("cispo")
-@configured
+@dataclass(eq=False)
 class CISPOPolicyLossFn(TokenLossFn):
     """``-A sg(clip(r, 1 - low, 1 + high)) sg(M) logprob``: clipped tokens still learn.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.functional import (
     Metrics,
     Tokens,
@@ -40,7 +41,7 @@ def chosen_tokens(scores: Tensor, eligible: Tensor, share: float, mask: Tensor) 
 
 
 @POLICY_LOSS_FN.register_module("clip_cov")
-@configured
+@dataclass(eq=False)
 class ClipCovLossFn(ClippedLossFn):
     """PPO in which a few random tokens of high covariance do not learn.
 
@@ -86,7 +87,7 @@ class ClipCovLossFn(ClippedLossFn):
 
 
 @POLICY_LOSS_FN.register_module("kl_cov")
-@configured
+@dataclass(eq=False)
 class KLCovLossFn(TokenLossFn):
     """``-A r``, plus ``coef |logprob - old_logprob|`` for the tokens of highest covariance.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.functional import aggregate_rows, keep, row_sums
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
@@ -19,7 +20,7 @@ from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("dpo")
-@configured
+@dataclass(eq=False)
 class DPOLossFn(PolicyLossFn):
     """``-log sigmoid(beta ((chosen - ref) - (rejected - ref)))``, the mean over pairs.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.functional import (
     aggregate_rows,
     bounded_exp,
@@ -24,7 +25,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 
 
 @POLICY_LOSS_FN.register_module("gmpo")
-@configured
+@dataclass(eq=False)
 class GMPOLossFn(PolicyLossFn):
     """``-A exp(mean_t d_t)`` per sequence, with ``d_t`` the log-ratio, clipped where A pushes it.
 

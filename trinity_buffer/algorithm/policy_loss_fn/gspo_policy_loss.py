@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.functional import (
     Metrics,
     Tokens,
@@ -22,7 +21,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_F
 
 
 @POLICY_LOSS_FN.register_module("gspo")
-@configured
+@dataclass(eq=False)
 class GSPOLossFn(ClippedLossFn):
     """``max(-A s, -A clip(s, 1 - low, 1 + high))``, ``s = exp(mean_t(logprob - old_logprob))``.
 

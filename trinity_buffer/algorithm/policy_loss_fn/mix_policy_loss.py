@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import Metrics, aggregation_mode, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
@@ -20,10 +20,9 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 from trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.sft_loss import SFTLossFn
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.options import Count
 
 
-@configured
+@dataclass(eq=False)
 class TwoKindsLossFn(PolicyLossFn):
     """PPO of the usual rows and a supervised loss of the expert's, each by its own denominators.
 
@@ -59,7 +58,7 @@ class TwoKindsLossFn(PolicyLossFn):
     clip_range_high: float | None = None
     use_dynamic_bsz: bool | None = None
     ppo_mini_batch_size: int = 1
-    ppo_micro_batch_size_per_gpu: Count = 1
+    ppo_micro_batch_size_per_gpu: int = 1
     ngpus_trainer: int = 1
     train_batch_size_usual: int = 1
     train_batch_size_expert: int = 1
@@ -86,6 +85,8 @@ class TwoKindsLossFn(PolicyLossFn):
                     f"{name} ({batch}) must be at least ngpus_trainer ({self.ngpus_trainer}), "
                     "and that positive"
                 )
+        size = self.ppo_micro_batch_size_per_gpu
+        require(size >= 1, "ppo_micro_batch_size_per_gpu", size, "be positive")
 
     def parts(
         self,
@@ -137,7 +138,7 @@ class TwoKindsLossFn(PolicyLossFn):
 
 
 @POLICY_LOSS_FN.register_module("mix")
-@configured
+@dataclass(eq=False)
 class MIXPolicyLossFn(TwoKindsLossFn):
     """``(1 - mu) PPO(usual rows) + mu SFT(expert rows)``.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
-from msgspec import Meta
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import keep
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
@@ -19,7 +18,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
 
 
 @POLICY_LOSS_FN.register_module("opmd")
-@configured
+@dataclass(eq=False)
 class OPMDPolicyLossFn(AggregatedLossFn):
     """``-A logprob / (1 + tau)``.
 
@@ -31,7 +30,12 @@ class OPMDPolicyLossFn(AggregatedLossFn):
 
     loss_name = "opmd_loss"
 
-    tau: Annotated[float, Meta(gt=-1, description="a number above -1")] = 1.0
+    tau: float = 1.0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.tau > -1.0, "tau", self.tau, "be greater than -1")
 
     @override
     def __call__(

@@ -6,14 +6,14 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import Configured, configured, did_you_mean
+from trinity_buffer.algorithm.arguments import Configured, did_you_mean
 from trinity_buffer.algorithm.functional import (
     Metrics,
     Tokens,
@@ -62,7 +62,7 @@ NOT_SELECTED = frozenset({"logprob", "layout"})
 """The trainer computes the one; the other is no tensor of the batch."""
 
 
-@configured
+@dataclass(eq=False)
 class PolicyLossFn(Configured, ABC):
     """A policy loss: a class whose ``__call__`` names the tensors that it needs.
 
@@ -110,14 +110,12 @@ class PolicyLossFn(Configured, ABC):
             cls.__call__, named, any(p.kind is p.VAR_KEYWORD for p in parameters)
         )
 
-    @override
     def __post_init__(self) -> None:
         """Refuse options that cannot be right.
 
         Raises:
             UnknownNameError: an unknown backend.
         """
-        super().__post_init__()
         if self.backend not in BACKEND_NAMES:
             raise UnknownNameError(
                 f"no backend {self.backend!r}{did_you_mean(self.backend, BACKEND_NAMES)} "
@@ -182,7 +180,7 @@ def _with_backend_names(
     return translated
 
 
-@configured
+@dataclass(eq=False)
 class AggregatedLossFn(PolicyLossFn):
     """A loss that is one term per token, aggregated.
 
@@ -247,7 +245,7 @@ class TokenLossFn(AggregatedLossFn):
         return self.aggregated(losses, action_mask, layout, metrics)
 
 
-@configured
+@dataclass(eq=False)
 class ClippedLossFn(TokenLossFn):
     """A loss that clips the ratio of the two policies, as PPO does.
 
@@ -272,7 +270,7 @@ class ClippedLossFn(TokenLossFn):
         self.low, self.high = limits
 
 
-@configured
+@dataclass(eq=False)
 class LikelihoodLossFn(AggregatedLossFn):
     """A loss of recorded tokens that no policy has to have sampled: subclasses write `terms`."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
 import torch
-from msgspec import Meta
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import (
     Metrics,
     Tokens,
@@ -22,7 +21,7 @@ from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_F
 
 
 @POLICY_LOSS_FN.register_module("ppo")
-@configured
+@dataclass(eq=False)
 class PPOPolicyLossFn(ClippedLossFn):
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``, and at most ``-A c`` where A is negative.
 
@@ -42,10 +41,16 @@ class PPOPolicyLossFn(ClippedLossFn):
 
     row_metrics = ("seq_mask/mean_sequence_kl",)
 
-    clip_ratio_c: Annotated[float, Meta(gt=1, description="a number above 1")] = 3.0
+    clip_ratio_c: float = 3.0
     enable_sequence_masking: bool = False
     delta_sequence_masking: float = 0.1
     fallback_to_policy_gradient: bool = False
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_bound = self.clip_ratio_c > 1.0
+        require(is_bound, "clip_ratio_c", self.clip_ratio_c, "be greater than 1")
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

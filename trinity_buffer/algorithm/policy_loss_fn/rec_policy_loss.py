@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import NotNegative, PartOfOne, Positive, configured
+from trinity_buffer.algorithm.arguments import one_of, require
 from trinity_buffer.algorithm.functional import (
     Metrics,
     Tokens,
@@ -21,13 +20,13 @@ from trinity_buffer.algorithm.functional import (
 )
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
-ClipMode = Literal["none", "one-side", "gspo-one-side", "two-side", "ring"]
-Weight = Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
-Regularizer = Literal["none", "k2", "forward-kl"]
+CLIP_MODES = ("none", "one-side", "gspo-one-side", "two-side", "ring")
+WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
+REGULARIZERS = ("none", "k2", "forward-kl")
 
 
 @POLICY_LOSS_FN.register_module("rec")
-@configured
+@dataclass(eq=False)
 class RECPolicyLossFn(TokenLossFn):
     """``-A w K logprob`` plus a regularizer: K says which tokens learn, w how much.
 
@@ -58,19 +57,31 @@ class RECPolicyLossFn(TokenLossFn):
 
     tuned = {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0}
 
-    epsilon_low: PartOfOne = 0.2
-    epsilon_high: Positive = 0.2
-    epsilon_low_prime: PartOfOne = 0.4
-    epsilon_high_prime: Positive = 0.4
-    clip_mode: ClipMode = "none"
-    weight: Weight = "none"
-    regularizer: Regularizer = "none"
-    regularizer_coef: NotNegative = 0.0
-    temp: Positive = 1.0
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    epsilon_low_prime: float = 0.4
+    epsilon_high_prime: float = 0.4
+    clip_mode: str = "none"
+    weight: str = "none"
+    regularizer: str = "none"
+    regularizer_coef: float = 0.0
+    temp: float = 1.0
     loss_agg_mode: str | None = field(default=None, kw_only=True)
 
     @override
     def __post_init__(self) -> None:
+        one_of("clip_mode", self.clip_mode, CLIP_MODES)
+        one_of("weight", self.weight, WEIGHTS)
+        one_of("regularizer", self.regularizer, REGULARIZERS)
+        for name, (is_valid, rule) in {
+            "epsilon_low": (0.0 < self.epsilon_low <= 1.0, "be in (0, 1]"),
+            "epsilon_high": (self.epsilon_high > 0.0, "be positive"),
+            "epsilon_low_prime": (0.0 < self.epsilon_low_prime <= 1.0, "be in (0, 1]"),
+            "epsilon_high_prime": (self.epsilon_high_prime > 0.0, "be positive"),
+            "regularizer_coef": (self.regularizer_coef >= 0.0, "be at least 0"),
+            "temp": (self.temp > 0.0, "be positive"),
+        }.items():
+            require(is_valid, name, getattr(self, name), rule)
         by_sequence = self.clip_mode == "gspo-one-side"
         default = "seq-mean-token-mean" if by_sequence else "token-mean"
         self.loss_agg_mode = aggregation_mode(self.loss_agg_mode, default)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.functional import Metrics, Tokens, bounded_exp
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 from trinity_buffer.errors import InvalidArgumentError
 
 
 @POLICY_LOSS_FN.register_module("sapo")
-@configured
+@dataclass(eq=False)
 class SAPOPolicyLossFn(TokenLossFn):
     """``-f(r) A`` with ``f(r) = 4 / tau * sigmoid(tau (r - 1))``.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import NotNegative, configured
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import Metrics, Tokens, bounded_exp, inside
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
 
 @POLICY_LOSS_FN.register_module("sppo")
-@configured
+@dataclass(eq=False)
 class sPPOPolicyLossFn(TokenLossFn):  # noqa: N801 - the documented name
     """``-A (logprob - old_logprob)`` where the ratio is within ``[1 / (1 + e), 1 + e]``, else 0.
 
@@ -21,7 +23,12 @@ class sPPOPolicyLossFn(TokenLossFn):  # noqa: N801 - the documented name
         loss_agg_mode: see `aggregate_loss`.
     """
 
-    epsilon: NotNegative = 0.3
+    epsilon: float = 0.3
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.epsilon >= 0.0, "epsilon", self.epsilon, "not be negative")
 
     @override
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.functional import Metrics, Tokens, bounded_exp
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
 
 @POLICY_LOSS_FN.register_module("topr")
-@configured
+@dataclass(eq=False)
 class TOPRPolicyLossFn(TokenLossFn):
     """``-sg(alpha) A logprob``: alpha is 1 for successes, the ratio cut to [0, 1] for failures.
 

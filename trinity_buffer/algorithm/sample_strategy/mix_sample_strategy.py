@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import configured
+from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import (
     SAMPLE_STRATEGY,
     Sampled,
@@ -22,7 +21,6 @@ from trinity_buffer.algorithm.sample_strategy.sample_strategy import (
 )
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import CustomField, Experience
-from trinity_buffer.options import Share
 
 CUSTOM_FIELDS = (
     CustomField("is_expert", "expert_mask", torch.bool),
@@ -32,7 +30,6 @@ CUSTOM_FIELDS = (
 
 
 @SAMPLE_STRATEGY.register_module("mix")
-@configured
 class MixSampleStrategy(SampleStrategy):
     """Takes ``ceil(expert_data_ratio x size)`` units of an expert, the rest of the policy's own.
 
@@ -48,10 +45,22 @@ class MixSampleStrategy(SampleStrategy):
         kwargs: the arguments of `SampleStrategy`.
     """
 
-    _: KW_ONLY
-    expert_reader: SampleReader | None = None
-    expert_data_ratio: Share = 0.5
-    sft_dataset_name: str = "sft_dataset"
+    def __init__(
+        self,
+        reader: SampleReader | None = None,
+        *,
+        batch_size: int = 1,
+        expert_reader: SampleReader | None = None,
+        expert_data_ratio: float = 0.5,
+        sft_dataset_name: str = "sft_dataset",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(reader, batch_size=batch_size, **kwargs)
+        is_share = 0 <= expert_data_ratio <= 1
+        require(is_share, "expert_data_ratio", expert_data_ratio, "lie between 0 and 1")
+        self.expert_reader = expert_reader
+        self.expert_data_ratio = expert_data_ratio
+        self.sft_dataset_name = sft_dataset_name
 
     @override
     def plan(self, step: int, size: int) -> SamplePlan:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
-from msgspec import Meta
 from typing_extensions import override
 
 from trinity_buffer.algorithm.annotating import reward_of
-from trinity_buffer.algorithm.arguments import Configured, configured
+from trinity_buffer.algorithm.arguments import (
+    Configured,
+    declared_arguments,
+    refuse_unknown,
+    require,
+)
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
@@ -60,13 +64,13 @@ class SampleReader(Protocol):
         """Go on from ``state``."""
 
 
-@configured
 class SampleStrategy(Configured, ABC):
     """Plans what a step takes (`plan`), and takes it (`sample`).
 
     Args:
         reader: of the policy's own data; None if only `plan` is of use.
         batch_size: what one `sample` takes, in the reader's units.
+        kwargs: refused; here so that subclasses can hand on what they do not know.
 
     Raises:
         InvalidArgumentError: an argument that no class in the line of inheritance declares.
@@ -74,9 +78,12 @@ class SampleStrategy(Configured, ABC):
 
     runtime_args: ClassVar[tuple[str, ...]] = ("reader", "batch_size", "expert_reader")
 
-    reader: SampleReader | None = None
-    _: KW_ONLY
-    batch_size: int = 1
+    def __init__(
+        self, reader: SampleReader | None = None, *, batch_size: int = 1, **kwargs: Any
+    ) -> None:
+        refuse_unknown(type(self).__name__, kwargs, declared_arguments(type(self)))
+        self.reader = reader
+        self.batch_size = batch_size
 
     @abstractmethod
     def plan(self, step: int, size: int) -> SamplePlan:
@@ -122,7 +129,6 @@ class WarmupSampleStrategy(DefaultSampleStrategy):
 
 
 @SAMPLE_STRATEGY.register_module("staleness_control")
-@configured
 class StalenessControlSampleStrategy(DefaultSampleStrategy):
     """Takes what comes next, if it is not too old.
 
@@ -132,8 +138,17 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
         kwargs: the arguments of `SampleStrategy`.
     """
 
-    _: KW_ONLY
-    max_staleness: Annotated[float, Meta(ge=0, description="a number, at least 0")] = math.inf
+    def __init__(
+        self,
+        reader: SampleReader | None = None,
+        *,
+        batch_size: int = 1,
+        max_staleness: float = math.inf,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(reader, batch_size=batch_size, **kwargs)
+        self.max_staleness = float(max_staleness)
+        require(self.max_staleness >= 0, "max_staleness", max_staleness, "not be negative")
 
     @override
     def plan(self, step: int, size: int) -> SamplePlan:
