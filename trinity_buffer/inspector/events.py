@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from trinity_buffer import events
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
@@ -72,15 +72,77 @@ async def event_lines(
 
 def line_of(event: Event) -> EventLine:
     """Return an event as one line."""
-    line = _LINES.get(type(event.fact), _fields)
-    summary = line(event.fact)
+    summary = _summary(event.fact)
     return EventLine(
         event.position, event.kind, event.actor, event.recorded_at, summary, event.body
     )
 
 
-def _fields(fact: events.Fact) -> str:
-    return ", ".join(f"{key}={_short(value)}" for key, value in events.body_of(fact).items())
+def _summary(fact: events.Fact) -> str:  # noqa: C901, PLR0911, PLR0912 - one case per kind
+    match fact:
+        case events.ExperimentCreated():
+            return ", ".join(f"{key}={value!r}" for key, value in fact.config.items())
+        case events.ConfigurationChanged():
+            pairs = fact.changes.items()
+            return ", ".join(f"{key}: {before!r} -> {after!r}" for key, (before, after) in pairs)
+        case events.ExperimentFinished():
+            return fact.reason
+        case events.BatchPlanned():
+            size = f"{len(fact.tasks)} tasks × {fact.rollouts_per_group} rollouts"
+            return f"batch {fact.batch}: {size}"
+        case events.BatchSealed():
+            return f"batch {fact.batch}: {fact.expected} experiences"
+        case events.ExperiencesRecorded():
+            return _recorded(fact)
+        case events.ConsumerRegistered():
+            return f"{fact.kind} {fact.consumer}"
+        case events.ExperiencesAnnotated():
+            size = f"{len(fact.experiences)} in {counted(len(fact.planned), 'group')}"
+            return f"set {fact.consumer}: {size}"
+        case events.ExperiencesRejected():
+            return f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"
+        case events.BatchLeased():
+            sizes = {
+                "row": len(fact.annotations),
+                "group": fact.num_groups,
+                "micro-batch": len(fact.microbatches),
+            }
+            parts = ", ".join(counted(number, noun) for noun, number in sizes.items())
+            return f"step {fact.step} of {fact.consumer}: {parts}"
+        case events.StepDealt():
+            less = f", without {counted(len(fact.dropped), 'row')}" if fact.dropped else ""
+            return (
+                f"step {fact.step} of {fact.consumer} to {counted(fact.world_size, 'rank')}{less}"
+            )
+        case events.StepsCommitted():
+            return _committed(fact)
+        case events.StepMeasured():
+            return f"step {fact.step} of {fact.consumer}: {fact.rows} rows"
+        case events.TrainerRewound():
+            return f"{fact.consumer} back to step {fact.step}"
+        case events.RewardsAssigned():
+            return f"{len(fact.rewards)} rewards of {fact.scoring}"
+        case events.SegmentsArchived():
+            where = fact.uri or "nowhere: deleted for good"
+            return f"{len(fact.segments)} segments to {where}"
+        case events.SegmentsRestored():
+            return f"{len(fact.segments)} segments"
+        case events.PolicyPublished():
+            return f"version {fact.number}: {fact.uri}"
+        case events.ChainStarted():
+            return f"all before it has the head {fact.digest.hex()}"
+        case (
+            events.RankJoined()
+            | events.RanksAssembled()
+            | events.StepPartDone()
+            | events.StreamEnded()
+            | events.UnknownEvent()
+        ):
+            return ", ".join(
+                f"{key}={_short(value)}" for key, value in events.body_of(fact).items()
+            )
+        case _:
+            assert_never(fact)
 
 
 def _short(value: Any) -> str:
@@ -117,50 +179,3 @@ def _committed(fact: events.StepsCommitted) -> str:
     line = f"{numbers} of {fact.consumer}, checkpoint {fact.checkpoint or 'none'}"
     skipped = fact.skipped_steps
     return line if not skipped else f"{line}, skipped ({fact.skipped}): {_shortened(skipped)}"
-
-
-def _leased(fact: events.BatchLeased) -> str:
-    rows, groups = counted(len(fact.annotations), "row"), counted(fact.num_groups, "group")
-    parts = counted(len(fact.microbatches), "micro-batch")
-    return f"step {fact.step} of {fact.consumer}: {rows}, {groups}, {parts}"
-
-
-def _dealt(fact: events.StepDealt) -> str:
-    less = f", without {counted(len(fact.dropped), 'row')}" if fact.dropped else ""
-    return f"step {fact.step} of {fact.consumer} to {counted(fact.world_size, 'rank')}{less}"
-
-
-_LINES: Mapping[type[Any], Callable[[Any], str]] = {
-    events.ExperimentCreated: lambda fact: ", ".join(
-        f"{key}={value!r}" for key, value in fact.config.items()
-    ),
-    events.ConfigurationChanged: lambda fact: ", ".join(
-        f"{key}: {before!r} -> {after!r}" for key, (before, after) in fact.changes.items()
-    ),
-    events.ExperimentFinished: lambda fact: fact.reason,
-    events.BatchPlanned: lambda fact: (
-        f"batch {fact.batch}: {len(fact.tasks)} tasks × {fact.rollouts_per_group} rollouts"
-    ),
-    events.BatchSealed: lambda fact: f"batch {fact.batch}: {fact.expected} experiences",
-    events.ExperiencesRecorded: _recorded,
-    events.ConsumerRegistered: lambda fact: f"{fact.kind} {fact.consumer}",
-    events.ExperiencesAnnotated: lambda fact: (
-        f"set {fact.consumer}: {len(fact.experiences)} in {counted(len(fact.planned), 'group')}"
-    ),
-    events.ExperiencesRejected: lambda fact: (
-        f"by {fact.by} {fact.consumer}: {_reasons(fact.reasons)}"
-    ),
-    events.BatchLeased: _leased,
-    events.StepDealt: _dealt,
-    events.StepsCommitted: _committed,
-    events.StepMeasured: lambda fact: f"step {fact.step} of {fact.consumer}: {fact.rows} rows",
-    events.TrainerRewound: lambda fact: f"{fact.consumer} back to step {fact.step}",
-    events.RewardsAssigned: lambda fact: f"{len(fact.rewards)} rewards of {fact.scoring}",
-    events.SegmentsArchived: lambda fact: (
-        f"{len(fact.segments)} segments to {fact.uri or 'nowhere: deleted for good'}"
-    ),
-    events.SegmentsRestored: lambda fact: f"{len(fact.segments)} segments",
-    events.PolicyPublished: lambda fact: f"version {fact.number}: {fact.uri}",
-    events.ChainStarted: lambda fact: f"all before it has the head {fact.digest.hex()}",
-}
-"""Kind -> its line; of any other kind all fields are listed."""
