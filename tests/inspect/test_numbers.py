@@ -330,6 +330,16 @@ def earlier(url: str, cli: Cli, logs: Mapping[str, Log]) -> Shown:
     yield from ((f"{at}: {what}", *pair) for what, *pair in questions(url, cli, logs, at))
 
 
+def just_before(url: str, cli: Cli, log: Log, position: int) -> Shown:
+    """Yield which later events `why` names of the rows that the next event takes out of a step."""
+    for note, reason in log.trainers[MIXED].rejected.items():
+        if reason == "dropped":
+            uid, at = log.rows[log.notes[note]].uid, f"--as-of={position}"
+            (shown,) = cli("why", uid, "--store", url, "--experiment=run", "--json", at).json
+            places = [because["position"] or 0 for because in shown["reasons"]]
+            yield f"{at}: why {uid}", [place for place in places if place > position], []
+
+
 def questions(url: str, cli: Cli, logs: Mapping[str, Log], *at: str) -> Shown:
     """Yield what the commands that know ``--as-of`` say."""
     log = logs["run"]
@@ -726,6 +736,8 @@ def test_every_number_is_that_of_a_plain_count(store_url: str, tmp_path: Path, c
     for event in log.events:
         if event.kind in EARLIER:
             some += earlier(store_url, cli, anyio.run(read, event.position))
+        if event.kind == "StepDealt":
+            some += just_before(store_url, cli, log, event.position - 1)
     wrong = [
         f"{what}: {shown}\n  and not {wanted}"
         for what, shown, wanted in some
