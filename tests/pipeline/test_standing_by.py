@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from typing_extensions import override
 
@@ -177,6 +179,23 @@ async def test_an_interrupted_process_gives_the_lease_back(sqlite_url: str) -> N
             with anyio.fail_after(PATIENCE_S):
                 await process.wait()
         assert await holder(experiment) == ""
+
+
+async def test_a_process_that_is_interrupted_twice_leaves_nothing_behind(sqlite_url: str) -> None:
+    async with opened(sqlite_url) as experiment:
+        await experiment.writer("e0").write(group())
+        for turns in range(9):  # of the event loop, between the two
+            task = asyncio.create_task(run_strategy(experiment, "grpo", follow=True))
+            await anyio.sleep(0.1)
+            task.cancel()
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+            task.cancel()
+            await asyncio.wait([task])
+            await anyio.sleep(0.05)  # what was shielded goes on without its task
+            here = [row["role"] for row in await rows(experiment, "presence")]
+            assert "strategy" not in here, turns
+            assert await rows(experiment, "lease") == [], turns
 
 
 async def test_a_process_that_stands_by_reads_nothing_and_says_who_decides(

@@ -269,12 +269,12 @@ class StrategyConsumer:
                 ", ".join(annotating),
                 annotating[-1],
             )
-        try:
-            async with running(self._presence.keep, self._lease.keep):
-                await self._decide_all(follow=follow)
-        finally:
-            await self._lease.release()
-            await self._presence.gone()
+        async with self._presence.heartbeats():  # which end even if the lease is not given back
+            try:
+                async with running(self._lease.keep):
+                    await self._decide_all(follow=follow)
+            finally:
+                await self._lease.release()
         waiting, groups = self._reader.grouping.num_waiting
         if self._speaks:
             at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
