@@ -240,11 +240,13 @@ async def test_opening_with_another_configuration_is_recorded_once(store_url: st
         await store.experiment("run", config={"seed": 1, "extra": (1, 2)})
         await store.experiment("run")
         assert await kinds(first) == ["ExperimentCreated"]
-        again = await store.experiment("run", config={"seed": 2, "loss": {"x": 1.5}}, actor="me")
+        again = await store.experiment(
+            "run", config={"seed": 2, "loss": {"args": {"x": 1.5}}}, actor="me"
+        )
         (changed,) = [e async for e in again.events(kinds=["ConfigurationChanged"])]
     assert changed.actor == "me"
-    assert changed.body["changes"] == {"seed": [1, 2], "loss": [None, {"x": 1.5}]}
-    own = {"seed": 2, "extra": [1, 2], "group_timeout_s": None, "loss": {"x": 1.5}}
+    assert changed.body["changes"] == {"seed": [1, 2], "loss": [None, {"args": {"x": 1.5}}]}
+    own = {"seed": 2, "extra": [1, 2], "group_timeout_s": None, "loss": {"args": {"x": 1.5}}}
     assert changed.body["config"] == again.config == {"schema": "experience", **own}
 
 

@@ -315,15 +315,23 @@ async def _trio(scene: Scene) -> None:
 # -- what was written
 
 
-@mistake(r"no configuration key 'rollout_per_group'; did you mean 'rollouts_per_group'\?")
+@mistake(r"there is no key 'rollout_per_group'; did you mean 'rollouts_per_group'\?")
 async def _a_key_of_the_configuration_that_nobody_reads(scene: Scene) -> None:
     async with opened(scene.url, rollout_per_group=4):
         pass
 
 
-@mistake(r"'max_stalenes'; did you mean 'max_staleness'\? Nor 'qq'; nothing reads it\. Keep what")
+@mistake(
+    r"'max_stalenes'; did you mean 'max_staleness'\? Nor 'qq'; there are: algorithm, .*\. Keep what"
+)
 async def _several_keys_that_nobody_reads(scene: Scene) -> None:
-    async with opened(scene.url, qq=1, max_stalenes=2):
+    async with opened(scene.url, max_stalenes=2, qq=1):
+        pass
+
+
+@mistake(r"there is no key 'optimizer\.learning_rat'; did you mean 'optimizer\.learning_rate'\?")
+async def _a_key_of_a_section_that_nobody_reads(scene: Scene) -> None:
+    async with opened(scene.url, optimizer={"learning_rat": 1}):
         pass
 
 

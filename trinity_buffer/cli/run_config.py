@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.algorithm.registry import is_path
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.identity import closest
 from trinity_buffer.options import (
     LARGEST,
     Options,
@@ -27,7 +26,7 @@ from trinity_buffer.options import (
     section_of,
     value_of,
 )
-from trinity_buffer.pipeline.config import CONFIG, SECTIONS, RunConfig
+from trinity_buffer.pipeline.config import CONFIG, SECTIONS, RunConfig, refuse_unknown
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.trainer.requirements import require, strategy_of
@@ -305,52 +304,6 @@ def _require_recordable(value: Any, key: str = "") -> None:
         raise InvalidArgumentError(
             f"{key}={excerpt(value)}: must be made of texts, numbers, lists and tables"
         )
-
-
-def refuse_unknown(values: Mapping[str, Any], where: str, beside: Sequence[str] = ()) -> None:
-    """Raise InvalidArgumentError for unknown keys, or a plain value in place of a section.
-
-    Args:
-        values: to check; each key must be one of the configuration.
-        where: what the message begins with.
-        beside: further keys that are allowed.
-    """
-    unknown: dict[str, list[str]] = {}  # remedy -> keys
-    problems = []
-    for key, value in values.items():
-        inner = SECTIONS.get(key)
-        if key in beside:
-            continue
-        if key not in CONFIG:
-            unknown.setdefault(_meant(key, "", [*CONFIG, *beside]), []).append(repr(str(key)))
-        elif inner is not None and isinstance(value, Mapping):
-            names = option_types(inner)
-            for name in (name for name in value if name not in names):
-                remedy = _meant(name, f"{key}.", names)
-                unknown.setdefault(remedy, []).append(repr(f"{key}.{name}"))
-        elif inner is CONFIG[key]:
-            listed = ", ".join(sorted(option_types(inner)))
-            problems.append(f"{key}={excerpt(value)}: must be a table of {listed}")
-    if unknown:
-        keys = " Nor ".join(f"{', '.join(of)}; {remedy}" for remedy, of in unknown.items())
-        problems.insert(0, f"there is no key {keys}")
-    if problems:
-        raise InvalidArgumentError(where + " ".join(problems))
-
-
-def _meant(key: object, prefix: str, known: Iterable[str]) -> str:
-    """Return which key of a section was probably meant by an unknown one, or which there are.
-
-    A key of the same name in another section is a better guess than a similar name in this one.
-    """
-    paths = [
-        *CONFIG,
-        *(f"{name}.{key}" for name in SECTIONS for key in option_types(SECTIONS[name])),
-    ]
-    meant = [path for path in paths if path.rpartition(".")[2] == key]
-    if (close := closest(str(key), known)) is not None:
-        meant.append(prefix + close)
-    return f"did you mean {meant[0]!r}?" if meant else f"there are: {', '.join(sorted(known))}."
 
 
 def of_experiment(config: Mapping[str, Any]) -> RunConfig:

@@ -6,7 +6,7 @@ the same keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -285,20 +285,50 @@ def require_values(experiment: str, config: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(f"experiment {experiment!r}: {'; '.join(problems)}")
 
 
-def require_known(experiment: str, keys: Iterable[str], stored: Iterable[str]) -> None:
-    """Raise unless every key is known, or ``stored`` already.
+def refuse_unknown(
+    values: Mapping[str, Any], where: str, beside: Collection[str] = (), remedy: str = ""
+) -> None:
+    """Raise InvalidArgumentError for unknown keys, or a plain value in place of a section.
 
-    Raises:
-        InvalidArgumentError: names the unknown keys, and those that were probably meant.
+    Args:
+        values: to check; each key must be one of the configuration.
+        where: what the message begins with.
+        beside: further keys that are allowed.
+        remedy: what the message ends with.
     """
-    known = {"schema", EXTRA, *CONFIG}
-    unknown = []
-    for key in sorted(set(keys) - known - set(stored)):
-        close = closest(key, known)
-        meant = "nothing reads it." if close is None else f"did you mean {close!r}?"
-        unknown.append(f"{key!r}; {meant}")
+    unknown: dict[str, list[str]] = {}  # what to do -> keys
+    problems = []
+    for key, value in values.items():
+        section = SECTIONS.get(key)
+        if key in beside:
+            continue
+        if key not in CONFIG:
+            unknown.setdefault(_meant(key, "", [*CONFIG, *beside]), []).append(repr(str(key)))
+        elif section is not None and isinstance(value, Mapping):
+            names = option_types(section)
+            for name in (name for name in value if name not in names):
+                meant = _meant(name, f"{key}.", names)
+                unknown.setdefault(meant, []).append(repr(f"{key}.{name}"))
+        elif section is CONFIG[key]:
+            listed = ", ".join(sorted(option_types(section)))
+            problems.append(f"{key}={excerpt(value)}: must be a table of {listed}")
     if unknown:
-        raise InvalidArgumentError(
-            f"experiment {experiment!r}: there is no configuration key {' Nor '.join(unknown)} "
-            f"Keep what is your own under {EXTRA!r}"
-        )
+        keys = " Nor ".join(f"{', '.join(of)}; {meant}" for meant, of in unknown.items())
+        problems.insert(0, f"there is no key {keys}{remedy}")
+    if problems:
+        raise InvalidArgumentError(where + " ".join(problems))
+
+
+def _meant(key: object, prefix: str, known: Collection[str]) -> str:
+    """Return which key of a section was probably meant by an unknown one, or which there are.
+
+    A key of the same name in another section is a better guess than a similar name in this one.
+    """
+    paths = [
+        *CONFIG,
+        *(f"{name}.{key}" for name in SECTIONS for key in option_types(SECTIONS[name])),
+    ]
+    meant = [path for path in paths if path.rpartition(".")[2] == key]
+    if (close := closest(str(key), known)) is not None:
+        meant.append(prefix + close)
+    return f"did you mean {meant[0]!r}?" if meant else f"there are: {', '.join(sorted(known))}."

@@ -471,21 +471,29 @@ def _create_or_change(
     actor: str,
 ) -> tuple[int, dict[str, Any]]:
     """Create an experiment or record its changed configuration; return key and configuration."""
-    from trinity_buffer.pipeline.config import require_known, require_values  # noqa: PLC0415 - all options
+    from trinity_buffer.pipeline.config import (  # noqa: PLC0415 - all options
+        CONFIG,
+        EXTRA,
+        refuse_unknown,
+        require_values,
+    )
 
     key = log.create_experiment(tx, name)
     tx.lock(key)
     stored = writer_queries.config_of(tx, key)
-    require_known(name, wanted, () if stored is None else stored[0])
+    before = {} if stored is None else stored[0]
+    changes = {
+        k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v
+    }
+    new = {k: wanted[k] for k in changes}
+    known = ("schema", EXTRA, *(k for k in before if k not in CONFIG))  # of an older version
+    remedy = f" Keep what is your own under {EXTRA!r}"
+    refuse_unknown(new, f"experiment {name!r}: ", known, remedy)
     if stored is None:
         require_values(name, wanted)
         log.append(tx, key, [(actor, created)], now_us=now_us())
         return key, fresh
-    before = stored[0]
-    changes = {
-        k: [before.get(k), v] for k, v in wanted.items() if k not in before or before[k] != v
-    }
-    require_values(name, {key: wanted[key] for key in changes})
+    require_values(name, new)
     if "schema" in changes:  # it describes what is stored
         then, now = changes["schema"]
         raise InvalidArgumentError(
