@@ -20,8 +20,7 @@ from trinity_buffer.pipeline.annotate.grouping import (
     Group,
     Grouping,
     ReadyUnit,
-    RowRange,
-    ranges_of,
+    Row,
 )
 from trinity_buffer.store.rows import BatchRow, ExperienceRow
 
@@ -31,10 +30,10 @@ _addresses = count(1)
 
 def row(
     batch: Key = "b", task: Key = 0, run: int = 0, step: int = 0, refused: str | None = None
-) -> RowRange:
-    one = stored(batch, task, run, step, refused)
-    (made,) = ranges_of([(one.address, batch, task, run, refused is not None)])
-    return made
+) -> list[Row]:
+    return [
+        (stored(batch, task, run, step, refused).address, batch, task, run, refused is not None)
+    ]
 
 
 def stored(
@@ -55,6 +54,10 @@ def grouping(unit: Literal["group", "batch"] = "group", **rules: Any) -> Groupin
 def keys(units: Sequence[ReadyUnit]) -> list[list[str]]:
     """Return the (batch, task) of the groups of each unit, as one text each."""
     return [["/".join(group.key) for group in unit] for unit in units]
+
+
+def addresses_of(rows: list[Row]) -> list[int]:
+    return [address for address, *_ in rows]
 
 
 def addresses(unit: ReadyUnit) -> list[int]:
@@ -238,7 +241,7 @@ def test_what_comes_for_a_decided_group_is_late(unit: Literal["group", "batch"])
     late = row(task=0, run=5)
     it.record(late, 0)
     it.record(row(task=0, run=6, refused="invalid"), 0)
-    assert it.take_late() == list(late.addresses)
+    assert it.take_late() == addresses_of(late)
     assert it.take_late() == []
 
 
@@ -248,7 +251,7 @@ def test_a_batch_is_decided_as_a_whole() -> None:
     other = row(task=1)
     it.record(other, 0)
     it.seal("b")
-    assert (it.take_ready(0), it.take_late()) == ([], list(other.addresses))
+    assert (it.take_ready(0), it.take_late()) == ([], addresses_of(other))
 
 
 def test_refused_runs_count_as_stored_and_are_no_members() -> None:
@@ -258,7 +261,7 @@ def test_refused_runs_count_as_stored_and_are_no_members() -> None:
     kept = row(run=1)
     it.record(kept, 0)
     (unit,) = it.take_ready(0)
-    assert addresses(unit) == list(kept.addresses)
+    assert addresses(unit) == addresses_of(kept)
     assert is_short(unit), "nobody waits for the refused run, and it is lacking all the same"
 
 
@@ -355,7 +358,7 @@ class GroupingMachine(RuleBasedStateMachine):
         self.begun.add(str(batch))
         self.it.record(found, self.now)
         if refused is None:
-            self.recorded += found.addresses
+            self.recorded += addresses_of(found)
             self.first.setdefault((str(batch), str(task)), self.now)
 
     @rule(batch=st.integers(0, 2))

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -47,7 +47,7 @@ from trinity_buffer.pipeline.annotate.deciding import (
     table_of,
     with_over,
 )
-from trinity_buffer.pipeline.annotate.grouping import ReadyUnit, UnitReader, num_members
+from trinity_buffer.pipeline.annotate.grouping import Grouping, ReadyUnit, UnitReader, num_members
 from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.diagnosis import counted
@@ -64,13 +64,8 @@ from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event,
 from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.store import log, segments, writer_queries
-from trinity_buffer.store.rows import (
-    SLOT_BITS,
-    ConsumerRow,
-    ExperienceRow,
-    rows_recorded_by,
-)
-from trinity_buffer.store.transaction import ReadSession, Session, Transaction
+from trinity_buffer.store.rows import SLOT_BITS, ConsumerRow, ExperienceRow
+from trinity_buffer.store.transaction import Session, Transaction
 from trinity_buffer.writer import StagedWriter
 
 _logger = logging.getLogger(__name__)
@@ -92,21 +87,28 @@ SELDOM_S = 30.0
 """Upper bound of that interval."""
 
 
+@dataclass(slots=True)
 class Standby:
     """Tells when the process that decides in our place has decided all that is stored.
 
-    Args:
+    Attributes:
         experiment: the experiment whose log is read.
         name: name of the annotation set.
         reader: reads undecided units when their number matters.
+        stored, recorded: head and last experience at the first check; -1: there was none yet.
+        cursor: of the holder, at the last check.
+        due: when undecided units are read next.
+        pause_s: how long after that again.
     """
 
-    def __init__(self, experiment: ExperimentHandle, name: str, reader: UnitReader) -> None:
-        self._experiment, self._name, self._reader = experiment, name, reader
-        self._stored = self._recorded = -1  # head and last experience at the first check
-        self._cursor = -1
-        self._pause_s = STILL_S
-        self._due = 0.0
+    experiment: ExperimentHandle
+    name: str
+    reader: UnitReader
+    stored: int = -1
+    recorded: int = -1
+    cursor: int = -1
+    due: float = 0.0
+    pause_s: float = STILL_S
 
     async def is_over(self) -> bool:
         """Return whether the holder has decided everything stored at the first call.
@@ -114,33 +116,30 @@ class Standby:
         Reading undecided units is expensive: it happens only when the holder's cursor has passed
         the last experience, or has stopped moving.
         """
-        row, is_done = await self._experiment.database.read(self._load_state)
+
+        def load(tx: Transaction) -> tuple[ConsumerRow, bool]:
+            of = tx, self.experiment.key
+            if self.stored < 0:
+                self.stored, self.recorded = log.head(*of), writer_queries.last_recorded(*of)
+            row = writer_queries.consumer_row(*of, self.name)
+            assert row is not None  # registered before
+            is_done = row.cursor >= self.recorded and not writer_queries.waiting_addresses(
+                *of, self.name, after=-1, up_to=self.recorded, limit=1
+            )
+            return row, is_done
+
+        row, is_done = await self.experiment.database.read(load)
         if is_done:
             return True
         now = time.monotonic()
-        if row.cursor != self._cursor and self._cursor < self._recorded:
-            self._due = now + self._pause_s
-        self._cursor = row.cursor
-        if now < self._due:
+        if row.cursor != self.cursor and self.cursor < self.recorded:
+            self.due = now + self.pause_s
+        self.cursor = row.cursor
+        if now < self.due:
             return False
-        self._pause_s = min(2 * self._pause_s, SELDOM_S)
-        self._due = now + self._pause_s
-        return not await self._reader.is_left(row, self._stored)
-
-    def _load_state(self, tx: Transaction) -> tuple[ConsumerRow, bool]:
-        """Return the state of the last commit, and whether it decided all experiences."""
-        key, name = self._experiment.key, self._name
-        if self._stored < 0:
-            self._stored = log.head(tx, key)
-            self._recorded = writer_queries.last_recorded(tx, key)
-        row = writer_queries.consumer_row(tx, key, name)
-        assert row is not None  # registered before
-        if row.cursor < self._recorded:
-            return row, False
-        up_to = self._recorded
-        return row, not writer_queries.waiting_addresses(
-            tx, key, name, after=-1, up_to=up_to, limit=1
-        )
+        self.pause_s = min(2 * self.pause_s, SELDOM_S)
+        self.due = now + self.pause_s
+        return not await self.reader.is_left(row, self.stored)
 
 
 _COUNTS_ROWS = (
@@ -206,9 +205,8 @@ class StrategyConsumer:
         self.rules = rules or GroupingRules.of(experiment.config)
         self._configure(None)
         self._cache = EventCache(experiment.key, experiment.name)
-        self._reader = UnitReader(
-            experiment, self.name, self._unit, self.rules, self._cache, rewards
-        )
+        grouping = Grouping(self._unit, self.rules)
+        self._reader = UnitReader(experiment, self.name, grouping, self._cache, rewards)
         self._watch = RejectionWatch(
             f"strategy {self.name!r}",
             experiment.config.get("groups_per_step"),
@@ -222,7 +220,6 @@ class StrategyConsumer:
         self.has_read_all = False  # up to the head at the last read
         self._calls = 0  # how often the strategy was called, by any process of its name
         self._annotated = 0
-        self._rejected = 0
         self._reasons = Counter[str]()
         self._warned = False  # of experiences without advantages
 
@@ -276,21 +273,19 @@ class StrategyConsumer:
             finally:
                 await self._lease.release()
         waiting, groups = self._reader.grouping.num_waiting
-        if self._speaks:
-            at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
-            if at_fault or (self._reasons and not self._annotated):
-                counts = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
-                of = counted(self._rejected + self._annotated, "experience")
-                why = one_line(counts)
-                _logger.warning(
-                    "strategy %r rejected %d of %s: %s", self.name, self._rejected, of, why
-                )
-            if waiting or self._reader.unscored is not None:
-                left = f"{counted(waiting, 'experience')} of {counted(groups, 'group')} waiting"
-                left = left if waiting else "what it cannot read yet"
-                why = one_line(await self._lacking())
-                _logger.warning("strategy %r ended and left %s: %s", self.name, left, why)
-        return ConsumerReport(self._annotated, self._rejected, waiting, groups)
+        rejected = self._reasons.total()
+        at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
+        if self._speaks and (at_fault or (rejected and not self._annotated)):
+            counts = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
+            of = counted(rejected + self._annotated, "experience")
+            why = one_line(counts)
+            _logger.warning("strategy %r rejected %d of %s: %s", self.name, rejected, of, why)
+        if self._speaks and (waiting or self._reader.unscored is not None):
+            left = f"{counted(waiting, 'experience')} of {counted(groups, 'group')} waiting"
+            left = left if waiting else "what it cannot read yet"
+            why = one_line(await self._lacking())
+            _logger.warning("strategy %r ended and left %s: %s", self.name, left, why)
+        return ConsumerReport(self._annotated, rejected, waiting, groups)
 
     async def _register(self) -> None:
         """Register the set, or continue the one that has this name and configuration."""
@@ -314,13 +309,11 @@ class StrategyConsumer:
         self._configure(row.config)
         if self.config["args"] != by_default:
             _logger.warning("%s", one_line(_COUNTS_ROWS.format(self.name)))
-        differences = config_diff(self._classes, row.config, self.config)
-        if differences is not None:
-            before, now = differences
+        if differences := config_diff(self._classes, row.config, self.config):
             raise ConflictingStrategyError(
                 f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
-                f"with {before}, this is {now}: give the new one a name of its own with name= "
-                "(--name)"
+                "with {}, this is {}: give the new one a name of its own with name= "
+                "(--name)".format(*differences)
             )
 
     async def _decide_all(self, *, follow: bool) -> None:
@@ -439,9 +432,9 @@ class StrategyConsumer:
         left = [*by_size(units, num_members, most)]
         if left and self._decide_by_rewards(s, left[0]):
             del left[0]
-        worked = bool(read or units)
-        is_finished = not worked and s.read(writer_queries.is_finished, self.experiment.key)
-        return worked, is_finished, left
+        if read or units:
+            return True, False, left
+        return False, s.read(writer_queries.is_finished, self.experiment.key), left
 
     def _begin(self, units: Sequence[ReadyUnit]) -> tuple[Decision, list[ReadyUnit]]:
         """Return a decision on ``units``, and the groups of each that the strategy sees.
@@ -466,11 +459,16 @@ class StrategyConsumer:
         decision, shown = self._begin(units)
         groups = [group for group in chain.from_iterable(shown) if group.members]
         addresses = [address for group in groups for address in group.members]
-        events = self._events(s, addresses)
-        if events is None or not all(event.scorable for event in events.values()):
+        try:
+            recorded = self._cache.events(s, {address >> SLOT_BITS for address in addresses})
+        except CodecVersionError:
+            raise
+        except CodecError:
             return False
+        events = {at: e for at, e in recorded.items() if isinstance(e, ExperiencesRecorded)}
         # Rewards are in the event, but rows without tensors have to be rejected one by one.
-        if s.read(segments.archived_at, [event.segment for event in events.values()]):
+        keys = [event.segment for event in events.values() if event.scorable]
+        if len(keys) < len(events) or s.read(segments.archived_at, keys):
             return False
         assigned = None
         if self._rewards is not None:
@@ -479,46 +477,30 @@ class StrategyConsumer:
         # Each group counts as one call of `add`, whichever way it is decided.
         self._calls += len(groups)
         if groups:
-            with blame_strategy(self.name, lambda: self._uid(s, addresses[0])):
+            with blame_strategy(self.name, lambda: s.read(self._uid, addresses[0])):
                 table = table_of(groups, events, assigned)
                 decision.score(groups, table, self._scorer, self.strategy.over)
         self._commit(s, decision, units)
         return True
 
-    def _events(
-        self, s: ReadSession, addresses: Iterable[int]
-    ) -> Mapping[int, ExperiencesRecorded] | None:
-        """Return position -> event that recorded the experiences; None if one is unreadable."""
-        try:
-            events = self._cache.events(s, {address >> SLOT_BITS for address in addresses})
-        except CodecVersionError:
-            raise
-        except CodecError:
-            return None
-        return {at: e for at, e in events.items() if isinstance(e, ExperiencesRecorded)}
-
-    def _rows(self, s: ReadSession, addresses: Collection[int]) -> dict[int, ExperienceRow]:
+    def _rows(self, tx: Transaction, addresses: Collection[int]) -> dict[int, ExperienceRow]:
         """Return address -> row of the experience there."""
-        events, wanted = self._events(s, addresses), set(addresses)
-        if events is not None:
-            rows = chain.from_iterable(rows_recorded_by(at, e) for at, e in events.items())
-            return {row.address: row for row in rows if row.address in wanted}
-        listed, size = sorted(wanted), sizes.rows_per_page
+        listed, size = sorted(addresses), sizes.rows_per_page
         pages = (
-            s.read(writer_queries.experience_rows, self.experiment.key, listed[at : at + size])
+            writer_queries.experience_rows(tx, self.experiment.key, listed[at : at + size])
             for at in range(0, len(listed), size)
         )
         return {row.address: row for page in pages for row in page}
 
-    def _uid(self, s: ReadSession, address: int) -> str:
-        return self._rows(s, [address])[address].eid.uid
+    def _uid(self, tx: Transaction, address: int) -> str:
+        return self._rows(tx, [address])[address].eid.uid
 
     async def _decide_by_experiences(self, units: Sequence[ReadyUnit]) -> None:
         """Have the strategy decide on the experiences of ``units``, and commit."""
         database = self.experiment.database
         decision, shown = self._begin(units)
         wanted = [a for unit in shown for group in unit for a in group.members]
-        rows = await database.read_session(lambda s: self._rows(s, wanted))
+        rows = await database.read(self._rows, wanted)
         masks: dict[int, Tensor | None] = {}
         # Light rows are small, so one load can cover a whole commit.
         light = self._families == ("light",)
@@ -603,7 +585,6 @@ class StrategyConsumer:
         self._reader.cursor = max(self._reader.cursor, self._reader.seen)
         reached("after-annotate")
         self._annotated += len(decision.experiences)
-        self._rejected += len(decision.reasons)
         self._reasons.update(decision.reasons.values())
         if decision.without_advantages and self.strategy.annotates and not self._warned:
             self._warned = True
@@ -619,14 +600,14 @@ class StrategyConsumer:
         if decision.experiences:
             self._watch.accepted()
         elif reasons and members:
-            self._watch.rejected(len(members), reasons, lambda: self._uid(s, members[0][0]))
+            self._watch.rejected(len(members), reasons, lambda: s.read(self._uid, members[0][0]))
 
     def _reject_late(self, s: Session, late: Sequence[int]) -> None:
         """Reject rows that came after their groups were decided, and warn of them."""
         decision = Decision(self.name, seen=self._reader.seen)
         decision.reject(late, "late")
         self._commit(s, decision, [])
-        rows = self._rows(s, late[:ROWS_NAMED])
+        rows = s.read(self._rows, late[:ROWS_NAMED])
         eids = [rows[address].eid for address in late[:ROWS_NAMED]]
         more = len(late) - len(eids)
         _logger.warning(

@@ -14,12 +14,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
 
 from trinity_buffer.algorithm.annotating import Unit
 from trinity_buffer.errors import CodecError, CodecVersionError
@@ -49,29 +48,9 @@ GroupKey = tuple[str, str]
 """(batch, task), both as text: ``7`` and ``"7"`` are one key."""
 
 
-class RowRange(NamedTuple):
-    """Neighbouring experiences of one group.
-
-    Attributes:
-        key: key of the group.
-        addresses: their addresses.
-        runs: the run of each.
-        refused: whether validation refused them: no strategy will see them.
-    """
-
-    key: GroupKey
-    addresses: list[int]
-    runs: list[int]
-    refused: bool
-
-
-def ranges_of(rows: Iterable[tuple[int, Key, Key, int, bool]]) -> list[RowRange]:
-    """Return rows (address, batch, task, run, whether refused) as ranges of one group each."""
-    ranges = []
-    for (batch, task, refused), part in groupby(rows, itemgetter(1, 2, 4)):
-        addresses, _, _, runs, _ = zip(*part, strict=True)
-        ranges.append(RowRange((str(batch), str(task)), [*addresses], [*runs], refused))
-    return ranges
+Row = tuple[int, Key, Key, int, bool]
+"""Address, batch, task and run of an experience, and whether validation refused it: no strategy
+will see it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +115,7 @@ class Grouping:
 
     Attributes:
         batches, groups: those that are in memory.
+        timeout_us: span from the first experience of a group to its deadline; infinite: none.
     """
 
     def __init__(self, unit: Unit, rules: GroupingRules) -> None:
@@ -146,11 +126,9 @@ class Grouping:
         self.groups: dict[GroupKey, Group] = {}
         self._candidates: set[str] = set()
         self._late: list[int] = []
-        # As spans of the clock of events; infinite: never.
         timeout_s, idle_s = rules.group_timeout_s, rules.idle_s
-        self._timeout_us = math.inf if timeout_s is None else int(timeout_s * 1e6)
+        self.timeout_us = math.inf if timeout_s is None else int(timeout_s * 1e6)
         self._idle_us = math.inf if idle_s is None else int(idle_s * 1e6)
-        self._is_timed = min(self._timeout_us, self._idle_us) < math.inf
 
     @property
     def num_waiting(self) -> tuple[int, int]:
@@ -207,23 +185,24 @@ class Grouping:
                 for group in ready:
                     group.decided = not group.members
 
-    def record(self, rows: RowRange, at_us: int) -> None:
+    def record(self, rows: Iterable[Row], at_us: int) -> None:
         """Add experiences that were recorded at ``at_us``."""
-        group = self.groups.get(rows.key) or self.group(rows.key)
-        if group.decided:
-            if not rows.refused:
-                self._late.extend(rows.addresses)
-            return
-        # Refused runs count as stored: explorers do not generate them again.
-        group.runs.update(rows.runs)
-        if not rows.refused:
-            group.members.extend(rows.addresses)
-            group.accepted.update(rows.runs)
-            group.overdue_us = min(at_us + self._timeout_us, group.overdue_us)
-            if group.rollouts is None:
-                idle_us = at_us + self._idle_us
-                group.idle_us = max(idle_us, group.idle_us if group.idle_us < math.inf else 0)
-        self._candidates.add(rows.key[0])
+        for (batch, task, refused), part in groupby(rows, itemgetter(1, 2, 4)):
+            addresses, _, _, runs, _ = zip(*part, strict=True)
+            group = self.group((str(batch), str(task)))
+            if group.decided:
+                self._late.extend(() if refused else addresses)
+                continue
+            # Refused runs count as stored: explorers do not generate them again.
+            group.runs.update(runs)
+            if not refused:
+                group.members.extend(addresses)
+                group.accepted.update(runs)
+                group.overdue_us = min(at_us + self.timeout_us, group.overdue_us)
+                if group.rollouts is None:
+                    idle_us = at_us + self._idle_us
+                    group.idle_us = max(idle_us, group.idle_us if group.idle_us < math.inf else 0)
+            self._candidates.add(group.key[0])
 
     def seal(self, batch: str) -> None:
         """Close a batch: its groups are ready as they are."""
@@ -237,9 +216,8 @@ class Grouping:
 
     def next_ends_us(self) -> tuple[float, float]:
         """Return when the next open group is overdue, and when one is idle; infinite: never."""
-        if not self._is_timed:
-            return math.inf, math.inf
-        undecided = [group for group in self.groups.values() if not group.decided]
+        is_timed = min(self.timeout_us, self._idle_us) < math.inf
+        undecided = [g for g in self.groups.values() if is_timed and not g.decided]
         return (
             min((group.overdue_us for group in undecided), default=math.inf),
             min((group.idle_us for group in undecided), default=math.inf),
@@ -293,99 +271,104 @@ SHORTEST_US = 10_000
 """Least time between two checks for overdue batches."""
 
 
+@dataclass(slots=True)
 class UnitReader:
     """Reads the log after the last commit of a strategy, and returns units that are ready.
 
-    Args:
+    Attributes:
         experiment: whose log is read.
         name: of the annotation set.
-        unit: what the strategy sees as a whole.
-        rules: how experiences become groups.
+        grouping: the groups that were read and not decided.
         cache: keeps decoded events.
         scoring: name of the scoring in use, if there is one.
-
-    Attributes:
-        grouping: the groups that were read and not decided.
         seen: position up to which the log was read; goes into the strategy's next commit.
         cursor: position of the cursor after the last commit that this process knows of.
         behind: whether the last page was full, so that more can be read at once.
         unscored: position of the first experiences that the scoring in use does not cover yet, or
             None. The reader stops before it.
+        scored, scorings_read: positions up to which the scoring covers experiences, as far as the
+            log was read for it.
         clock_us: when the log was read. While more pages follow, the time of the last event read:
             the next page may hold rows that came before a group's deadline.
         due_us: when a batch may be overdue; infinite: never.
     """
 
-    def __init__(
-        self,
-        experiment: ExperimentHandle,
-        name: str,
-        unit: Unit,
-        rules: GroupingRules,
-        cache: EventCache,
-        scoring: str | None = None,
-    ) -> None:
-        self._experiment = experiment
-        self._name = name
-        self._cache = cache
-        self._scoring = scoring
-        self._scored = self._scorings_read = 0
-        self.grouping = Grouping(unit, rules)
-        self.seen = 0
-        self.cursor = 0
-        self.behind = False
-        self.unscored: int | None = None
-        self.clock_us = 0
-        timeout_s = rules.group_timeout_s
-        self._timeout_us = math.inf if timeout_s is None else timeout_s * 1e6
-        self.due_us = 0.0 if timeout_s is not None else math.inf
+    experiment: ExperimentHandle
+    name: str
+    grouping: Grouping
+    cache: EventCache
+    scoring: str | None = None
+    seen: int = 0
+    cursor: int = 0
+    behind: bool = False
+    unscored: int | None = None
+    scored: int = 0
+    scorings_read: int = 0
+    clock_us: int = 0
+    due_us: float = 0.0
 
     async def seal_overdue(self) -> None:
         """Seal the batches that are overdue now, if the trainer reads this set.
 
         Other sets close overdue groups only for themselves (`Grouping`).
         """
-        key, database = self._experiment.key, self._experiment.database
-        full_page = now_us() >= self.due_us
+        key, timeout_us = self.experiment.key, self.grouping.timeout_us
+
+        def load(tx: Transaction) -> list[str]:
+            now = now_us()
+            # A batch planned from now on is due later, so this bound holds until then.
+            self.due_us = now + max(timeout_us, SHORTEST_US)
+            stored = writer_queries.config_of(tx, key)
+            config = {} if stored is None else stored[0]
+            reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
+            # Only the set that the trainer reads may seal: a seal stops the explorers of the batch.
+            if reader is not None and reader.config.get("strategy") != self.name:
+                return []
+            planned = counts.open_batches(tx, key)
+            since = log.recorded_at(tx, key, [batch.planned_at for batch in planned])
+            due = {batch.key: since[batch.planned_at] + timeout_us for batch in planned}
+            self.due_us = min([self.due_us, *(at for at in due.values() if at > now)])
+            return [batch for batch, at in due.items() if at <= now]
+
+        if timeout_us == math.inf:
+            self.due_us = math.inf
+        database, full_page = self.experiment.database, now_us() >= self.due_us
         while full_page:
-            overdue = await database.read(self._overdue)
+            overdue = await database.read(load)
             # Sealing removes batches from the page, so reading it again yields the next ones.
             full_page = len(overdue) == counts.BATCHES_LOOKED_AT
             for batch in overdue:
-                sealed = await database.write(planning.seal, key, batch, actor=self._name)
+                sealed = await database.write(planning.seal, key, batch, actor=self.name)
                 if sealed is not None:
                     _logger.warning(
                         "strategy %r has sealed batch %r with %d experiences: group_timeout_s=%g "
                         "has passed since its plan",
-                        *(self._name, batch, sealed, self._timeout_us / 1e6),
+                        *(self.name, batch, sealed, timeout_us / 1e6),
                     )
-
-    def _overdue(self, tx: Transaction) -> list[str]:
-        """Return overdue batches, and note when to check again."""
-        key, now = self._experiment.key, now_us()
-        # A batch planned from now on is due later, so this bound holds until then.
-        self.due_us = now + max(self._timeout_us, SHORTEST_US)
-        stored = writer_queries.config_of(tx, key)
-        config = {} if stored is None else stored[0]
-        reader = writer_queries.consumer_row(tx, key, config.get("trainer", "trainer"))
-        # Only the set that the trainer reads may seal: a seal stops the explorers of the batch.
-        if reader is not None and reader.config.get("strategy") != self._name:
-            return []
-        planned = counts.open_batches(tx, key)
-        since = log.recorded_at(tx, key, [batch.planned_at for batch in planned])
-        due = {batch.key: since[batch.planned_at] + self._timeout_us for batch in planned}
-        self.due_us = min([self.due_us, *(at for at in due.values() if at > now)])
-        return [batch for batch, at in due.items() if at <= now]
 
     async def load(self, row: ConsumerRow) -> None:
         """Continue after the last commit, whose state ``row`` holds."""
         self.grouping = Grouping(self.grouping.unit, self.grouping.rules)
         self.seen = self.cursor = row.cursor
         self.clock_us = now_us()
+        key, most = self.experiment.key, sizes.waiting_rows_per_page
         # Rows that waited at the last commit lie before the cursor and must be read again.
-        after: int | None = -1
-        while after is not None:
-            after = await self._experiment.database.read_session(partial(self._load_page, after))
+        addresses = [-1]
+
+        def load_page(s: ReadSession) -> None:
+            addresses[:] = s.read(
+                writer_queries.waiting_addresses,
+                *(key, self.name),
+                after=addresses[-1],
+                up_to=self.seen,
+                limit=most,
+            )
+            if addresses:
+                events = s.read(log.read_at, key, sorted(set(map(position_of, addresses))))
+                self._take(s, events, set(addresses))
+
+        while addresses:
+            await self.experiment.database.read_session(load_page)
         self.grouping.mark_empty_groups(self.grouping.batches)
 
     async def is_left(self, row: ConsumerRow, up_to: int) -> bool:
@@ -396,7 +379,7 @@ class UnitReader:
             up_to: a position.
         """
         await self.load(row)
-        while self.seen < up_to and await self._experiment.database.read_session(self.read):
+        while self.seen < up_to and await self.experiment.database.read_session(self.read):
             pass
         end = first_address(up_to + 1)
         # A unit with rows beyond `up_to` was not complete at that position.
@@ -406,25 +389,9 @@ class UnitReader:
             max(addresses, default=-1) < end for addresses in members
         )
 
-    def _load_page(self, after: int, s: ReadSession) -> int | None:
-        """Feed a page of waiting rows to the grouping; return its last address, None at the end."""
-
-        def load(tx: Transaction) -> tuple[list[int], list[StoredEvent]]:
-            key, most = self._experiment.key, sizes.waiting_rows_per_page
-            page = writer_queries.waiting_addresses(
-                tx, key, self._name, after=after, up_to=self.seen, limit=most
-            )
-            return page, log.read_at(tx, key, sorted(set(map(position_of, page))))
-
-        addresses, events = s.read(load)
-        if not addresses:
-            return None
-        self._take(s, events, set(addresses))
-        return addresses[-1]
-
     def read(self, s: ReadSession) -> bool:
         """Feed the next events to the grouping; return whether there were any."""
-        key = self._experiment.key
+        key = self.experiment.key
         limit = sizes.events_per_page
 
         def load(tx: Transaction) -> tuple[int, list[StoredEvent]]:
@@ -435,7 +402,7 @@ class UnitReader:
             page = log.read_after(
                 tx, key, self.seen, limit=limit, kinds=kinds_of(Reads), up_to=head
             )
-            self.unscored = None if self._scoring is None else self._unscored_in(tx, page, head)
+            self.unscored = None if self.scoring is None else self._unscored_in(tx, page, head)
             if self.unscored is None:
                 return head, page
             return self.unscored - 1, [event for event in page if event.position < self.unscored]
@@ -455,16 +422,16 @@ class UnitReader:
         recorded = kinds_of(ExperiencesRecorded)
         places = [event.position for event in page if event.kind in recorded]
         kinds, limit = kinds_of(RewardsAssigned), sizes.tail_events
-        while places and places[-1] > self._scored and self._scorings_read < head:
+        while places and places[-1] > self.scored and self.scorings_read < head:
             assigned = log.read_after(
-                tx, self._experiment.key, self._scorings_read, limit=limit, kinds=kinds, up_to=head
+                tx, self.experiment.key, self.scorings_read, limit=limit, kinds=kinds, up_to=head
             )
             for stored in assigned:
-                fact = fact_at(self._experiment.name, stored, RewardsAssigned)
-                if fact.scoring == self._scoring:
-                    self._scored = stored.position if fact.seen is None else fact.seen
-            self._scorings_read = head if len(assigned) < limit else assigned[-1].position
-        return next((place for place in places if place > self._scored), None)
+                fact = fact_at(self.experiment.name, stored, RewardsAssigned)
+                if fact.scoring == self.scoring:
+                    self.scored = stored.position if fact.seen is None else fact.seen
+            self.scorings_read = head if len(assigned) < limit else assigned[-1].position
+        return next((place for place in places if place > self.scored), None)
 
     def _take(
         self, s: ReadSession, page: Sequence[StoredEvent], waiting: Collection[int] | None
@@ -477,30 +444,53 @@ class UnitReader:
             waiting: the rows that count of events before the cursor; None: all, they lie behind it.
         """
         facts = {event.position: self._decoded(event) for event in page}
-        ranges = self._ranges(s, facts, waiting)
+        recorded = {at: f for at, f in facts.items() if isinstance(f, ExperiencesRecorded)}
         # The rows of this page are likely decided next; the cache saves decoding them again.
-        self._cache.keep({a: f for a, f in facts.items() if isinstance(f, ExperiencesRecorded)})
-        sealed = {str(fact.batch) for fact in facts.values() if isinstance(fact, BatchSealed)}
-        keys = {each.key for parts in ranges.values() for each in parts}
+        self.cache.keep(recorded)
+        rows = dict[int, list[Row]]()
+        for at, written in recorded.items():
+            columns, first, slots = written.columns, first_address(at), range(written.rows)
+            rows[at] = [
+                *zip(
+                    range(first, first + written.rows),
+                    *(columns.batch, columns.task, columns.run),
+                    [slot in written.refused for slot in slots],
+                    strict=True,
+                )
+            ]
+        if damaged := [at for at, fact in facts.items() if fact is None]:
+            known = s.read(writer_queries.rows_of_events, self.experiment.key, damaged)
+            for at, of_event in known.items():
+                rows[at] = [
+                    (r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused))
+                    for r in of_event
+                ]
+        if waiting is not None:
+            rows = {at: [r for r in of_event if r[0] in waiting] for at, of_event in rows.items()}
+        keys = {row[1:3] for of_event in rows.values() for row in of_event}
+        groups = {(str(batch), str(task)) for batch, task in keys} - self.grouping.groups.keys()
+        batches = {str(fact.batch) for fact in facts.values() if isinstance(fact, BatchSealed)}
+        batches |= {batch for batch, _ in groups}
         # Plans and past decisions first: whether a row is late depends on them.
-        new = self._learn(s, keys - self.grouping.groups.keys(), sealed)
-        if waiting is None:
-            self.grouping.mark_empty_groups(new)
+        if groups or not batches <= self.grouping.batches.keys():
+            new = s.read(self._learn, groups, batches)
+            if waiting is None:
+                self.grouping.mark_empty_groups(new)
         for event in page:
-            for each in ranges.get(event.position, ()):
-                self.grouping.record(each, event.recorded_at)
-            fact = facts.get(event.position)
+            fact = facts[event.position]
             if isinstance(fact, BatchPlanned):
                 size, tasks = fact.rollouts_per_group, tuple(fact.tasks)
                 row = BatchRow(fact.batch, event.actor, size, event.position, None, None, tasks)
                 self.grouping.apply_plan(row, sealed=False)
             elif isinstance(fact, BatchSealed):
                 self.grouping.seal(str(fact.batch))
+            else:
+                self.grouping.record(rows.get(event.position, ()), event.recorded_at)
 
     def _decoded(self, event: StoredEvent) -> Fact | None:
         """Return what an event says; None if it recorded experiences and is damaged."""
         try:
-            return decoded(self._experiment.name, event).fact
+            return decoded(self.experiment.name, event).fact
         except CodecVersionError:
             raise
         except CodecError as error:
@@ -511,57 +501,25 @@ class UnitReader:
             _logger.warning("its experiences are rejected as damaged: %s", text)
             return None
 
-    def _ranges(
-        self, s: ReadSession, facts: Mapping[int, Fact | None], waiting: Collection[int] | None
-    ) -> dict[int, list[RowRange]]:
-        """Return position -> the rows of each event, by group; see `_take`."""
-        rows: dict[int, Iterable[tuple[int, Key, Key, int, bool]]] = {}
-        for at, fact in facts.items():
-            if isinstance(fact, ExperiencesRecorded):
-                columns, refused = fact.columns, [slot in fact.refused for slot in range(fact.rows)]
-                addresses = range(first_address(at), first_address(at) + fact.rows)
-                rows[at] = zip(
-                    addresses, columns.batch, columns.task, columns.run, refused, strict=True
-                )
-        if damaged := [at for at, fact in facts.items() if fact is None]:
-            known = s.read(writer_queries.rows_of_events, self._experiment.key, damaged)
-            for at, of_event in known.items():
-                rows[at] = (
-                    (r.address, r.eid.batch, r.eid.task, r.eid.run, bool(r.refused))
-                    for r in of_event
-                )
-        if waiting is not None:
-            rows = {at: [r for r in of_event if r[0] in waiting] for at, of_event in rows.items()}
-        return {at: ranges_of(of_event) for at, of_event in rows.items()}
-
-    def _learn(self, s: ReadSession, groups: set[GroupKey], sealed: set[str]) -> set[str]:
+    def _learn(self, tx: Transaction, groups: set[GroupKey], batches: set[str]) -> set[str]:
         """Look up groups and batches that the grouping does not have in memory.
 
         Returns:
             The batches that were new to it.
         """
-        grouping, key = self.grouping, self._experiment.key
-        new = ({batch for batch, _ in groups} | sealed) - grouping.batches.keys()
-        names = sorted({batch for batch, _ in groups} | new)
-        if not names:
-            return new
-
-        def load(
-            tx: Transaction,
-        ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
-            known = writer_queries.batches(tx, key, names)
-            planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
-            # Groups in memory were read beyond the cursor, so they are newer than the projection.
-            asked = sorted((groups | planned) - grouping.groups.keys())
-            decided = writer_queries.decided_groups(tx, key, self._name, asked, cursor=self.cursor)
-            return known, decided, writer_queries.refused_runs(tx, key, asked, cursor=self.seen)
-
-        known, decided, refused = s.read(load)
+        grouping, key = self.grouping, self.experiment.key
+        new = batches - grouping.batches.keys()
+        known = writer_queries.batches(tx, key, sorted({batch for batch, _ in groups} | new))
+        planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
+        # Groups in memory were read beyond the cursor, so they are newer than the projection.
+        asked = sorted((groups | planned) - grouping.groups.keys())
         for batch in known.values():
             is_sealed = batch.sealed_at is not None and batch.sealed_at <= self.seen
             grouping.apply_plan(batch, sealed=is_sealed)
-        grouping.mark_decided(decided)
+        grouping.mark_decided(
+            writer_queries.decided_groups(tx, key, self.name, asked, cursor=self.cursor)
+        )
         # Refused runs are stored although their rows do not wait.
-        for group, run in refused:
+        for group, run in writer_queries.refused_runs(tx, key, asked, cursor=self.seen):
             grouping.group(group).runs.add(run)
         return new & grouping.batches.keys()
