@@ -22,7 +22,6 @@ from trinity_buffer.errors import CodecError
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
 from trinity_buffer.pipeline.annotations import (
-    annotation_scalars,
     decode_annotations,
     encode_annotations,
 )
@@ -96,7 +95,6 @@ def read_body(blob: bytes | bytearray) -> None:
 
 def read_annotations(masks: Any) -> Read:
     def read(blob: bytes | bytearray) -> None:
-        annotation_scalars(blob, "advantages")
         decode_annotations(blob, None, masks)
 
     return read

@@ -6,8 +6,6 @@ Most advantages have that form: GRPO's 65 thousand numbers of a write become 64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trinity_buffer.codec.blob import Buffer, writable
-from trinity_buffer.codec.segments import ANNOTATED, Column, Segment, decode_segment, encode_segment
+from trinity_buffer.codec.segments import ANNOTATED, Column, decode_segment, encode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.encoding import (
@@ -30,20 +28,6 @@ _SCALED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def encode_scores(scores: npt.NDArray[np.float32] | None, rows: int) -> bytes:
-    """Encode scores to the same bytes as `encode_annotations` does for boolean masks.
-
-    Args:
-        scores: factor of each row's mask, ``[rows]``; None: nothing was computed.
-        rows: number of rows.
-    """
-    if scores is None or not rows:
-        return encode_segment([], {}, rows)
-    shapes = np.zeros((rows, 0), np.int64)
-    column = Column("advantages", "float32", shapes, scores.view(np.uint8), None, "scaled_mask")
-    return encode_segment([column], {}, rows, aliases={"returns": "advantages"})
-
-
 def encode_annotations(experiences: Sequence[Experience]) -> bytes:
     """Encode the advantages, returns and token-level rewards of ``experiences`` as one segment.
 
@@ -54,24 +38,16 @@ def encode_annotations(experiences: Sequence[Experience]) -> bytes:
     masks = [fields.get("action_mask") for fields in known]
     tensors = {field: [fields.get(field) for fields in known] for field in ANNOTATED}
     aliases = {}
-    if _same(tensors["returns"], tensors["advantages"]):
+    # As bytes: 0.0 == -0.0, and NaN != NaN.
+    advantages, returns = (
+        [(c.dtype, c.shapes.tolist(), _rows(c).tolist(), c.data.tobytes()) for c in columns]
+        for columns in (columns_of(field, tensors[field]) for field in ("advantages", "returns"))
+    )
+    if advantages and advantages == returns:
         del tensors["returns"]
         aliases["returns"] = "advantages"
     columns = [column for field, rows in tensors.items() for column in _columns(field, rows, masks)]
     return encode_segment(columns, {}, len(experiences), aliases=aliases)
-
-
-def _same(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
-    """Return whether two fields are bit for bit equal, and not None in every row."""
-    if all(tensor is None for tensor in tensors):
-        return False
-    for column, other in zip_longest(columns_of("", tensors), columns_of("", others)):
-        if column is None or other is None or column.dtype != other.dtype:
-            return False
-        parts = (column.shapes, other.shapes), (_rows(column), _rows(other))
-        if not all(np.array_equal(*pair) for pair in (*parts, (column.data, other.data))):
-            return False
-    return True
 
 
 def _columns(
@@ -190,21 +166,3 @@ def _full(scalars: Tensor, masks: Sequence[Tensor | None], field: str) -> Sequen
     alike = len({mask.dtype for mask in present}) == 1
     weights = torch.cat(present if alike else [mask.to(scalars.dtype) for mask in present])
     return _products(scalars, weights.to(scalars.dtype), sizes).split_with_sizes(sizes)
-
-
-def annotation_scalars(blob: Buffer, field: str) -> npt.NDArray[Any] | None:
-    """Return the scalars ``[rows]`` of a field whose every row is ``scalar * action_mask``.
-
-    None if some row is None or differs from token to token, or if NumPy lacks the dtype: use
-    `decode_annotations` then.
-
-    Raises:
-        CodecError: a damaged blob.
-    """
-    segment: Segment = decode_segment(blob)
-    columns = segment.columns.get(field, [])
-    if len(columns) != 1 or columns[0].rows is not None:
-        return None
-    column = columns[0]
-    usable = column.encoding == "scaled_mask" and column.dtype.startswith("float")
-    return column.elements if usable else None

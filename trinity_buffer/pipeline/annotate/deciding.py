@@ -24,14 +24,14 @@ from trinity_buffer.algorithm.add_strategy import AddStrategy, AdvantageAddStrat
 from trinity_buffer.algorithm.advantage_fn import PipelineAdvantage
 from trinity_buffer.algorithm.copies import original_uid
 from trinity_buffer.algorithm.group_scores import Over, RewardScorer
-from trinity_buffer.codec.segments import ANNOTATED, content_digest
+from trinity_buffer.codec.segments import ANNOTATED, Column, content_digest, encode_segment
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded, ExperiencesRejected
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import storable
 from trinity_buffer.options import GroupingRules, renamed
 from trinity_buffer.pipeline.annotate.grouping import Group
-from trinity_buffer.pipeline.annotations import encode_annotations, encode_scores
+from trinity_buffer.pipeline.annotations import encode_annotations
 from trinity_buffer.pipeline.handle import as_json, new_event
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import MAX_ROWS_PER_EVENT, SLOT_BITS, ExperienceRow
@@ -161,12 +161,11 @@ class Decision:
             self.reject(addresses[broken].tolist(), _NOT_FINITE)
             is_kept = is_kept & ~broken
             weights = weights[is_kept]
-        metrics: list[dict[str, float]] = [{} for _ in groups]
-        for name, values in scored.metrics.items():
-            for of_group, value in zip(metrics, values.tolist(), strict=True):
-                if math.isfinite(value):
-                    of_group[name] = value
-        self.metrics += metrics
+        values = (numbers.tolist() for numbers in scored.metrics.values())
+        self.metrics += [
+            {n: v for n, v in zip(scored.metrics, of_group, strict=True) if math.isfinite(v)}
+            for _, *of_group in zip(groups, *values, strict=True)
+        ]
         self.experiences = addresses[is_kept].tolist()
         self.without_advantages = len(self.experiences) if weights is None else 0
         of_rows = group[is_kept].tolist()
@@ -174,7 +173,13 @@ class Decision:
         numbers = {number: place for place, number in enumerate(dict.fromkeys(of_rows))}
         self.groups = [numbers[number] for number in of_rows]
         self.tids = ["/".join(groups[number].key) for number in numbers]
-        self.blob = encode_scores(weights, len(self.experiences)) if self.experiences else b""
+        if self.experiences:  # the same bytes as `encode_annotations` makes for boolean masks
+            columns, rows = list[Column](), len(self.experiences)
+            if weights is not None:
+                shapes, data = np.zeros((rows, 0), np.int64), weights.view(np.uint8)
+                columns = [Column("advantages", "float32", shapes, data, None, "scaled_mask")]
+            aliases = {"returns": "advantages"} if columns else {}
+            self.blob = encode_segment(columns, {}, rows, aliases=aliases)
 
     def take(
         self,
@@ -256,12 +261,21 @@ class Decision:
             there.add(uid)
             tokens = row.length - row.prompt_length
             for name in ANNOTATED:
-                problem = _misfit(experience.__dict__.get(name), tokens)
-                if problem is not None:
-                    raise InvalidArgumentError(
-                        f"strategy {self.strategy!r} gave {uid} {name} {problem}: "
-                        f"its response has {tokens} tokens, so give [{tokens}]"
-                    )
+                value = experience.__dict__.get(name)
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    problem = f"of type {type(value).__name__}, which is not a tensor"
+                elif value.is_complex() or value.layout != torch.strided:
+                    problem = f"of dtype {value.dtype} and layout {value.layout}"
+                elif tuple(value.shape) != (tokens,):
+                    problem = f"of shape {list(value.shape)}"
+                else:
+                    continue
+                raise InvalidArgumentError(
+                    f"strategy {self.strategy!r} gave {uid} {name} {problem}: "
+                    f"its response has {tokens} tokens, so give [{tokens}]"
+                )
 
     def encode(self, store: SegmentStore, *, calls: int) -> tuple[list[NewEvent], list[SegmentRow]]:
         """Return the events of the decision, and the rows of its segment in ``store``.
@@ -311,35 +325,19 @@ class Decision:
         return events, segment_rows
 
 
-def _misfit(value: object, tokens: int) -> str | None:
-    """Return why a value is not a plain tensor with one number per token, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, Tensor):
-        return f"of type {type(value).__name__}, which is not a tensor"
-    if value.is_complex() or value.layout != torch.strided:
-        return f"of dtype {value.dtype} and layout {value.layout}"
-    return None if tuple(value.shape) == (tokens,) else f"of shape {list(value.shape)}"
-
-
 def _broken(written: Sequence[Experience]) -> dict[int, str]:
     """Return address -> reason, of experiences whose values are not finite in float32.
 
     That is the dtype of micro-batches.
     """
-    computed = [
-        (experience, name, value)
-        for experience in written
-        for name in ANNOTATED
-        if (value := experience.__dict__.get(name)) is not None
-    ]
+    values = [(e, name, e.__dict__.get(name)) for e in written for name in ANNOTATED]
+    computed = [(e, name, value.detach().float()) for e, name, value in values if value is not None]
     # One reduction for all tensors; only a failure is examined tensor by tensor.
-    values = [value.detach().float().flatten() for _, _, value in computed]
-    if not values or bool(torch.cat(values).isfinite().all()):
+    if not computed or bool(torch.cat([value for *_, value in computed]).isfinite().all()):
         return {}
     fields: dict[int, list[str]] = {}  # by experience: a copy has the address of its original
     for experience, name, value in computed:
-        if not value.float().isfinite().all():
+        if not value.isfinite().all():
             fields.setdefault(id(experience), []).append(name)
     return {e.address or 0: invalid(*fields[id(e)]) for e in written if id(e) in fields}
 
