@@ -48,7 +48,7 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/cli/run.py:init": "torch, which a refusal or a help page does not need",
     f"{PACKAGE}/cli/maintenance.py:migrate": "alembic, which only migrations need",
     f"{PACKAGE}/cli/maintenance.py:algorithms": "torch, which checks and repairs do not",
-    f"{PACKAGE}/cli/options.py:place_in": "torch, which only a file needs",
+    f"{PACKAGE}/cli/options.py:chosen": "torch, which only a file needs",
     f"{PACKAGE}/cli/run.py:demo": "torch, which a refusal or a help page does not need",
     f"{PACKAGE}/cli/run.py:explore": "torch, likewise",
     f"{PACKAGE}/cli/run.py:annotate": "torch, likewise",

@@ -65,7 +65,7 @@ def test_older_names_are_read_with_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(OLD_NAMES)
     with pytest.warns(FutureWarning, match="is called") as warned:
-        config = resolved(overridden(read_file(file), ["optimizer.lowest_rate=0.5"]))
+        config = resolved(overridden(read_file(file).values or {}, ["optimizer.lowest_rate=0.5"]))
     places = {str(of.message).partition(" ")[0]: (of.filename, of.lineno) for of in warned}
     lines = ["", *(line.partition(" ")[0].strip("[]") for line in OLD_NAMES.splitlines()[1:])]
     assert places == {

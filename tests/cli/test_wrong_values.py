@@ -53,7 +53,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a list of algorithms": (
         ("demo", "--config", "a.toml", "algorithm = ['grpo']"),
-        "algorithm=['grpo']: must be the name of one",
+        "a.toml: algorithm=['grpo']: it must be a text",
     ),
     "a trainer of another experiment": (
         ("explore", "--set", "trainer=a/b"),
@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a model of thousands of letters": (("train", "--set", f"model={'a' * 5000}"), "no folder /"),
     "a folder that is no text": (
         ("train", "--config", "a.toml", 'folder = "\\u0000"'),
-        "a.toml: folder='\\x00': embedded null byte",
+        "a.toml: folder='\\x00': NUL has no place in a text",
     ),
     "a trainer that is no text": (
         ("explore", "--set", 'trainer="a\\u0000b"'),

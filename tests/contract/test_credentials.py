@@ -18,7 +18,7 @@ from tests.raw_store import contents
 from trinity_buffer import open_store
 from trinity_buffer.cli.maintenance import migrate
 from trinity_buffer.cli.options import chosen_experiment
-from trinity_buffer.cli.run_config import place_in
+from trinity_buffer.cli.run_config import read_file
 from trinity_buffer.errors import TrinityBufferError, UnknownExperimentError
 
 PASSWORD = "s3cret-hunter2"
@@ -71,7 +71,7 @@ def test_a_slip_in_a_runs_file_does_not_tell_it(tmp_path: Path, slip: str) -> No
     url = f"postgresql://me:{PASSWORD}@127.0.0.1:1/run"
     file.write_text(f"algorithm: grpo\nstore: {slip.format(url)}\n")
     with pytest.raises(TrinityBufferError) as raised:
-        place_in(file)
+        read_file(file)
     assert PASSWORD not in "".join(traceback.format_exception(raised.value))
 
 

@@ -25,7 +25,7 @@ from trinity_buffer.cli import run_config
 from trinity_buffer.cli.options import make_folder, make_folder_of
 from trinity_buffer.cli.output import Terminal, progress
 from trinity_buffer.cli.roles import device_here, explore
-from trinity_buffer.cli.run_backends import backend_for, require_policies, task_of
+from trinity_buffer.cli.run_backends import backend_for, require_policies, require_run, task_of
 from trinity_buffer.cli.supervisor import Supervisor, command_of
 from trinity_buffer.demo.recipes import config_for, teacher_config
 from trinity_buffer.demo.rollout import Needs, needs_of, require_solutions
@@ -57,21 +57,23 @@ STARTING = "starting: nothing is recorded yet"
 
 
 def demo_config(
-    options: Mapping[str, Any], model: Path | None, config: Path | None, overrides: Sequence[str]
+    options: Mapping[str, Any],
+    model: Path | None,
+    file: Mapping[str, Any],
+    overrides: Sequence[str],
 ) -> RunConfig:
     """Return the recipe of algorithm and task, overridden by what the user gives.
 
     Args:
         options: values of the command's own options, by key of the configuration.
         model: folder of a model of transformers; None: our own transformer.
-        config: a configuration file.
+        file: the content of a configuration file.
         overrides: as ``optimizer.learning_rate=3e-4``.
 
     Raises:
         InvalidArgumentError: an option that is not read, or contradicts a key; or the run lacks
             something that the demo cannot make.
     """
-    file = {} if config is None else run_config.read_file(config)
     values = run_config.overridden(file, overrides)
     for key, value in options.items():
         section, _, last = key.rpartition(".")
@@ -118,7 +120,7 @@ def _require_parts(config: RunConfig) -> None:
     if needs.expert_groups and config.expert_experiment is None:
         made["expert_experiment"] = "made by the demo"
     schema = run_config.recorded(config)["schema"]
-    run_config.require_parts_of(replace(config, **made), schema=schema)
+    require_run(replace(config, **made), schema=schema)
 
 
 def needs_of_run(config: RunConfig) -> Needs:

@@ -20,9 +20,7 @@ from trinity_buffer.store import writer_queries
 
 @options.command()
 def replay(
-    store: str | None = None,
-    experiment: str | None = None,
-    place: Path | None = None,
+    place: options.Place,
     steps: str | None = None,
     from_checkpoint: Path | None = None,
     loss: str | None = None,
@@ -49,14 +47,13 @@ def replay(
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
 
-    url, named = options.chosen_place(store, experiment, place)
-    name = anyio.run(options.chosen_experiment, url, named)
+    name = anyio.run(options.chosen_experiment, place.url, place.experiment)
     # Last, so that --loss and --algorithm win over --set.
     changed = [*(overrides or [])]
     changed += [f"loss.name={loss}"] if loss else []
     changed += [f"algorithm={algorithm}"] if algorithm else []
     report = roles.replay(
-        url,
+        place.url,
         name,
         steps=steps,
         from_checkpoint=from_checkpoint,

@@ -50,10 +50,9 @@ FRAME_S = 0.5
 """Minimum time between two frames of `top`, however much is written."""
 
 
-@options.command(lines=True)
-def events(
-    store: str | None = None,
-    experiment: str | None = None,
+@options.command(lines=True, follows=True)
+async def events(
+    experiment: Experiment,
     follow: Annotated[bool, typer.Option("--follow", "-f")] = False,
     after: int | None = None,
     kind: list[str] | None = None,
@@ -71,31 +70,22 @@ def events(
         kind: Only this kind, such as StepsCommitted; repeatable.
         limit: How many; with --follow and without --after, how many earlier ones come first.
     """
-
-    async def main() -> None:
-        async with options.opened_as(Experiment, store, experiment) as opened:
-            first = after
-            if first is None:  # counted among the chosen kinds, so that `limit` lines are printed
-                first = await questions.position_before(opened, limit, kinds=kind, up_to=as_of)
-            lines = questions.event_lines(
-                opened, after=first, up_to=as_of, follow=follow, kinds=kind
-            )
-            printed = 0
-            async for line in lines:
-                if as_json:
-                    output.print_json(line)
-                else:
-                    time = output.time_of(line.recorded_at)
-                    head = f"{line.position:>8}  {time}  {line.kind:<20} {line.actor:<12}"
-                    output.say(f"{head} {line.summary}")
-                printed += 1
-                if printed == limit and not follow:
-                    return
-
-    try:
-        anyio.run(main)
-    except KeyboardInterrupt:  # the usual end of a follower
-        raise typer.Exit(0 if follow else options.INTERRUPTED) from None
+    first = after
+    if first is None:  # counted among the chosen kinds, so that `limit` lines are printed
+        first = await questions.position_before(experiment, limit, kinds=kind, up_to=as_of)
+    printed = 0
+    async for line in questions.event_lines(
+        experiment, after=first, up_to=as_of, follow=follow, kinds=kind
+    ):
+        if as_json:
+            output.print_json(line)
+        else:
+            time = output.time_of(line.recorded_at)
+            head = f"{line.position:>8}  {time}  {line.kind:<20} {line.actor:<12}"
+            output.say(f"{head} {line.summary}")
+        printed += 1
+        if printed == limit and not follow:
+            return
 
 
 @options.command(lines=True)
@@ -128,21 +118,19 @@ async def groups(
         source, annotation_set=annotation_set, batch=batch, named=trained, order=sort, limit=limit
     )
 
-    def text() -> output.Lines:
-        rows = [
-            (
-                *(view.runs[0].uid, len({run.run for run in view.runs}), view.mean, view.deviation),
-                _numbers([run.reward for run in view.runs]),
-                _numbers([run.advantage for run in view.runs]),
-                view.state,
-            )
-            for view in views
-        ]
-        columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
-        first = "the newest" if sort == "newest" else f"the greatest {sort}"
-        yield output.table(f"{counted(len(views), 'group')}, {first} first", columns, rows)
-
-    return output.Answer(views, text())
+    rows = [
+        (
+            *(view.runs[0].uid, len({run.run for run in view.runs}), view.mean, view.deviation),
+            _numbers([run.reward for run in view.runs]),
+            _numbers([run.advantage for run in view.runs]),
+            view.state,
+        )
+        for view in views
+    ]
+    columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
+    first = "the newest" if sort == "newest" else f"the greatest {sort}"
+    title = f"{counted(len(views), 'group')}, {first} first"
+    return output.Answer(views, [output.table(title, columns, rows)])
 
 
 def _numbers(values: list[float | None], most: int = 8) -> str:
@@ -267,16 +255,16 @@ async def steps(
     """
     lines = await questions.steps(source, trainer=trainer, after=after, limit=limit)
 
-    def text() -> output.Lines:
-        # A metric that no step has would be a column of dashes.
-        names = [name for name in STEP_METRICS if any(name in line.metrics for line in lines)]
-        columns = ["step", "state", "rows", "groups", "tokens", "reward", "staleness", "oldest"]
-        columns.append("seconds")
-        rows = [(*output.cells_of(line, columns), *map(line.metrics.get, names)) for line in lines]
-        title = f"steps of {lines[0].trainer}" if lines else "no steps yet"
-        yield output.table(one_line(title), [*columns, *names], rows)
+    columns = "step, state, rows, groups, tokens, reward, staleness, oldest, seconds"
+    columns += _known("metrics", STEP_METRICS, lines)
+    title = f"steps of {lines[0].trainer}" if lines else "no steps yet"
+    return output.Answer(lines, [output.table_of(one_line(title), columns, lines)])
 
-    return output.Answer(lines, text())
+
+def _known(attribute: str, names: Sequence[str], items: Sequence[object]) -> str:
+    """Return columns of those names that a table of an item has: others would be of dashes."""
+    known = [name for name in names if any(name in getattr(item, attribute) for item in items)]
+    return "".join(f", {name}={attribute}.{name}" for name in known)
 
 
 @options.command()
@@ -309,20 +297,14 @@ async def blame(
             f"{output.time_of(line.recorded_at)} UTC; manifest {contents.digest}, "
             + ("not committed" if contents.proven is None else proof[contents.proven])
         )
-        names = [name for name in ROW_METRICS if any(name in row.measured for row in contents.rows)]
-        columns = ["slot", "uid", "microbatch", "reward", "advantage", "policy_version"]
-        columns += ["staleness", "length"]
-        cells = [
-            (
-                *output.cells_of(row, columns),
-                row.actor or row.experiment,
-                *map(row.measured.get, names),
-            )
-            for row in rows
-        ]
-        titles = ["slot", "uid", "micro-batch", "reward", "advantage", "version", "stale", "tokens"]
+        columns = (
+            "slot, uid, micro-batch=microbatch, reward, advantage, version=policy_version, "
+            "stale=staleness, tokens=length, actor"
+        ) + _known("measured", ROW_METRICS, contents.rows)
         of = "" if len(rows) == len(contents.rows) else f" of {len(contents.rows)}"
-        yield output.table(f"{len(rows)}{of} rows", [*titles, "actor", *names], cells)
+        # An expert's row has no actor here, but an experiment.
+        named = [replace(row, actor=row.actor or row.experiment) for row in rows]
+        yield output.table_of(f"{len(rows)}{of} rows", columns, named)
 
     return output.Answer(replace(contents, rows=rows), text())
 
@@ -345,9 +327,7 @@ async def why(source: Source, uid: str) -> output.Answer:
     Example: trinity-buffer why e0-7/3/1/0/
     """
     answer = await _by_uid(questions.why, source, uid)
-
-    rows = [(r.position, output.time_of(r.recorded_at), r.actor, r.what) for r in answer.reasons]
-    table = output.table("", ["position", "time", "actor", "what"], rows)
+    table = output.table_of("", "position, time=recorded_at, actor, what", answer.reasons)
     return output.Answer(answer, [f"{answer.uid}: {answer.verdict}", table])
 
 
@@ -378,9 +358,8 @@ async def rejected(
     def text() -> output.Lines:
         yield from (f"{name}: {output.shown(reasons)}" for name, reasons in counts.items())
         if rows:
-            yield output.table_of(
-                f"{len(rows)}, the newest first", ["position", "by", "reason", "uid"], rows
-            )
+            title = f"{len(rows)}, the newest first"
+            yield output.table_of(title, "position, by, reason, uid", rows)
         elif not known:
             yield "nothing was left out" if by is None else f"{by} left out nothing"
 
@@ -394,11 +373,12 @@ async def leases(source: Source) -> output.Answer:
     Example: trinity-buffer leases --json
     """
     held = await questions.leases(source)
-    columns = ["kind", "trainer", "state", "owner", "token", "expires_in_s"]
-    columns += ["leased_step", "committed_step"]
-    titles = ["kind", "name", "state", "owner", "token", "expires in s", "leased", "committed"]
+    columns = (
+        "kind, name=trainer, state, owner, token, expires in s=expires_in_s, leased=leased_step, "
+        "committed=committed_step"
+    )
     title = "leases" if held else "no trainer yet"
-    return output.Answer(held, [output.table_of(title, columns, held, titles)])
+    return output.Answer(held, [output.table_of(title, columns, held)])
 
 
 @options.command(lines=True)
@@ -416,7 +396,7 @@ async def staleness(
     by_step = await questions.staleness(source, trainer=trainer, after=after, limit=limit)
 
     def text() -> output.Lines:
-        yield output.table_of("", ["step", "state", "actor", "rows", "mean", "greatest"], by_step)
+        yield output.table_of("", "step, state, actor, rows, mean, greatest", by_step)
         yield from map(_growth_line, questions.growth_by_actor(by_step))
 
     return output.Answer(by_step, text())
@@ -582,25 +562,21 @@ async def _screen(experiment: Experiment) -> Group:
     consumers = await source.read(writer_queries.consumers, source.key)
     trainers = [lease for lease in await questions.leases(source) if lease.kind == "trainer"]
     strategies = [row for row in consumers.values() if row.kind == "strategy"]
+    name = one_line(experiment.name)
+    columns = "trainer, lease=state, handed out=leased_step, committed=committed_step"
     parts = [
-        output.table_of(
-            one_line(experiment.name),
-            ["trainer", "state", "leased_step", "committed_step"],
-            trainers,
-            ["trainer", "lease", "handed out", "committed"],
-        ),
-        output.table_of(
-            "strategies", ["name", "cursor", "calls"], strategies, ["set", "seen up to", "groups"]
-        ),
+        output.table_of(name, columns, trainers),
+        output.table_of("strategies", "set=name, seen up to=cursor, groups=calls", strategies),
     ]
     for trainer in trainers[:1]:
         lines = await questions.steps(source, trainer=trainer.trainer, limit=5)
-        columns = ["step", "state", "rows", "reward", "staleness", "seconds"]
+        columns = "step, state, rows, reward, staleness, seconds"
         parts.append(output.table_of("last steps", columns, lines))
     after = await questions.position_before(experiment, 8)
-    last = [line async for line in questions.event_lines(experiment, after=after)]
-    what = [
-        (e.position, output.time_of(e.recorded_at), e.kind, e.actor, e.summary[:60]) for e in last
+    last = [
+        replace(line, summary=line.summary[:60])
+        async for line in questions.event_lines(experiment, after=after)
     ]
-    parts.append(output.table("last events", ["position", "time", "kind", "actor", "what"], what))
+    columns = "position, time=recorded_at, kind, actor, what=summary"
+    parts.append(output.table_of("last events", columns, last))
     return Group(*parts)

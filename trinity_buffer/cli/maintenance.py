@@ -170,9 +170,8 @@ async def doctor(store: Store, experiment: str | None = None) -> output.Answer:
     def text() -> output.Lines:
         yield f"store: {examination.url}"
         if examination.here:
-            columns = ["experiment", "role", "name", "place", "waiting_for"]
-            titles = ["experiment", "role", "name", "where", "waits for"]
-            yield output.table_of("who is there", columns, examination.here, titles)
+            columns = "experiment, role, name, where=place, waits for=waiting_for"
+            yield output.table_of("who is there", columns, examination.here)
         else:
             yield "no process is running"
         for finding in examination.stuck:

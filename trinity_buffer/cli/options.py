@@ -7,13 +7,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from functools import partial, wraps
 from inspect import Parameter, Signature, getdoc, iscoroutinefunction, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Self, get_args, get_origin
 from urllib.parse import quote
 
 import anyio
@@ -21,7 +21,7 @@ import typer
 from typer.models import OptionInfo
 
 from trinity_buffer.cli.escaping import escaped
-from trinity_buffer.cli.output import Answer, Report, print_answer, progress, say
+from trinity_buffer.cli.output import Answer, print_answer, progress
 from trinity_buffer.errors import InvalidArgumentError, UnknownExperimentError, UnknownStoreError
 from trinity_buffer.identity import TURNS
 from trinity_buffer.inspector.source import Source
@@ -99,30 +99,52 @@ def chosen_store(store: str | None) -> str:
     return f"sqlite:///{files[-1]}"
 
 
-def chosen_place(
-    store: str | None, experiment: str | None, config: Path | None
-) -> tuple[str, str | None]:
-    """Return the store to use, and the experiment that is named: by an option, else by a file.
+class Run(NamedTuple):
+    """A run that a command works on.
 
-    Raises:
-        UnknownStoreError: no store is named, and runs/ holds none.
-        InvalidArgumentError: the file has an unknown key, which may have meant the store.
+    Attributes:
+        url: of its store.
+        experiment: the one that is named, by an option or else by the file.
+        file: the configuration in the file; None: there is none.
+        overrides: of the configuration.
     """
-    in_file, of_file = place_in(config)  # even if both are given: this checks the file's keys
-    return chosen_store(store or in_file), of_file if experiment is None else experiment
+
+    url: str
+    experiment: str | None
+    file: dict[str, Any] | None
+    overrides: list[str]
+
+    @classmethod
+    def chosen(
+        cls,
+        store: str | None,
+        experiment: str | None,
+        config: Path | None,
+        overrides: list[str] | None = None,
+    ) -> Self:
+        """Return what options choose.
+
+        Raises:
+            UnknownStoreError: no store is named, and runs/ holds none.
+            InvalidArgumentError: the file cannot be read, or has an unknown key or a wrong value.
+        """
+        if config is None:
+            return cls(chosen_store(store), experiment, None, overrides or [])
+        from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415 - torch
+
+        file = read_file(config)
+        name = file.experiment if experiment is None else experiment
+        return cls(chosen_store(store or file.store), name, file.values, overrides or [])
 
 
-def place_in(config: Path | None) -> tuple[str | None, str | None]:
-    """Return the store and the experiment that a file names, if any.
+class Place(Run):
+    """A run, of whose file only store and experiment are read."""
 
-    Raises:
-        InvalidArgumentError: it has an unknown key, which may have meant the store.
-    """
-    if config is None:
-        return None, None
-    from trinity_buffer.cli import run_config  # noqa: PLC0415 - torch
 
-    return run_config.place_in(config)
+def path_of(url: str) -> Path | None:
+    """Return the file of a store; None of one on a server."""
+    path = url.removeprefix("sqlite:///")
+    return None if "://" in path else Path(path).expanduser()
 
 
 def make_folder_of(url: str) -> None:
@@ -131,9 +153,8 @@ def make_folder_of(url: str) -> None:
     Raises:
         InvalidArgumentError: it cannot be made.
     """
-    path = url.removeprefix("sqlite:///")
-    if "://" not in path:
-        make_folder(Path(path).expanduser().parent)
+    if (path := path_of(url)) is not None:
+        make_folder(path.parent)
 
 
 def make_folder(path: Path) -> Path:
@@ -218,10 +239,13 @@ def only_one(names: Sequence[str]) -> str | None:
     return own[0] if len(own) == 1 else None
 
 
-async def folder_of(base: Path, url: str, experiment: str) -> Path:
-    """Return ``base`` for the store's first experiment, a folder in it for another: none shares."""
+async def folder_beside(url: str, experiment: str) -> Path:
+    """Return the folder of checkpoints beside a file: no two experiments of it share one."""
+    path = path_of(url)
+    assert path is not None
     async with open_store(url, read_only=True) as store:
         first, *_ = await store.experiments()
+    base = path.with_suffix(".checkpoints")
     return base if experiment == first else base / quote(experiment, safe="")
 
 
@@ -244,31 +268,34 @@ async def awaited_experiment(url: str, experiment: str | None) -> str:
         await anyio.sleep(STORE_POLL_S)
 
 
-@asynccontextmanager
-async def opened_as(
+async def _on_opened(
+    work: Callable[..., Any],
     kind: type,
-    store: str | None,
-    experiment: str | None = None,
-    as_of: int | None = None,
+    chosen: Mapping[str, Any],
     *,
-    read_only: bool = True,
-    report: Report = no_progress,
-) -> AsyncGenerator[Any]:
-    """Open what a command works on: a `Store`, or an `Experiment` or a `Source` of one."""
-    async with open_store(chosen_store(store), read_only=read_only, create=False) as opened:
-        if kind is Store:
-            yield opened
-            return
-        chosen = await opened.experiment(await experiment_in(opened, experiment))
-        if kind is Experiment:
-            yield chosen
-            return
-        async with opened_as_of(chosen, as_of, report) as source:
-            yield source
+    read_only: bool,
+    reports: bool,
+) -> Any:
+    """Do the ``work`` of a command on a `Store`, or on an `Experiment` or a `Source` of one."""
+    as_of = chosen.get("as_of")
+    # Not for each: two live displays would disturb each other.
+    with progress() if reports or as_of else nullcontext(no_progress) as report:
+        work = partial(work, progress=report) if reports else work
+        url = chosen_store(chosen["store"])
+        async with open_store(url, read_only=read_only, create=False) as opened:
+            if kind is Store:
+                return await work(opened)
+            experiment = await opened.experiment(await experiment_in(opened, chosen["experiment"]))
+            if kind is Experiment:
+                return await work(experiment)
+            async with opened_as_of(experiment, as_of, report) as source:
+                return await work(source)
 
 
 _EXPERIMENT = {"store": str | None, "experiment": str | None}
 _PLACES: dict[Any, dict[str, Any]] = {
+    Run: _EXPERIMENT | {"config": Path | None, "overrides": list[str] | None},
+    Place: _EXPERIMENT | {"place": Path | None},
     Store: {"store": str | None},
     Experiment: _EXPERIMENT,
     Source: _EXPERIMENT | {"as_of": OptionalCount},
@@ -277,18 +304,23 @@ _PLACES: dict[Any, dict[str, Any]] = {
 
 
 def command(
-    *, lines: bool = False, read_only: bool = True, interrupted: str | None = None
+    *,
+    lines: bool = False,
+    read_only: bool = True,
+    interrupted: str | None = None,
+    follows: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a command of a function, whose parameters are its options.
 
     If the first one is a `Store`, an `Experiment` or a `Source`, it is opened, and has the options
-    that choose it. A function that returns an `Answer` has --json. ``progress`` is not an option: a
-    function that takes it shows how far it is.
+    that choose it; so has a `Run` or a `Place`. A function that returns an `Answer` has --json.
+    ``progress`` is not an option: a function that takes it shows how far it is.
 
     Args:
         lines: with --json there is an object per line.
         read_only: how the store is opened.
         interrupted: what Ctrl-C prints.
+        follows: with --follow it ends with Ctrl-C only, which is no failure then.
     """
 
     def decorated(work: Callable[..., Any]) -> Callable[..., None]:
@@ -301,41 +333,32 @@ def command(
         if place:
             del parameters[next(iter(parameters))]
 
-        async def on_opened(options: Mapping[str, Any], passed: dict[str, Any]) -> Any:
-            chosen = {name: options[name] for name in place}
-            # Not for each: two live displays would disturb each other.
-            shown = progress() if reports or chosen.get("as_of") else nullcontext(no_progress)
-            with shown as report:
-                passed |= {"progress": report} if reports else {}
-                async with opened_as(kind, **chosen, read_only=read_only, report=report) as opened:
-                    return await work(opened, **passed)
-
         @wraps(work)
         def run_command(**options: Any) -> None:
+            chosen = {name: options[name] for name in place}
             passed = {name: value for name, value in options.items() if name in parameters}
-            main = partial(on_opened, options, passed) if place else partial(work, **passed)
+            main = partial(work, **passed)
+            if kind in {Run, Place}:
+                main = partial(main, kind.chosen(*chosen.values()))
+            elif place:
+                main = partial(_on_opened, main, kind, chosen, read_only=read_only, reports=reports)
             try:
                 answer: Any = anyio.run(main) if iscoroutinefunction(work) else main()
             except KeyboardInterrupt:
                 if interrupted is not None:
                     typer.echo(interrupted)
-                raise typer.Exit(INTERRUPTED) from None
-            if isinstance(answer, Answer):
-                print_answer(answer, as_json=options["as_json"])
-            elif answer is not None:
-                say(answer)
+                ended = follows and options["follow"]
+                raise typer.Exit(0 if ended else INTERRUPTED) from None
+            if answer is not None:
+                print_answer(answer, as_json=options.get("as_json", False))
 
         options = {name: _option(name, annotation) for name, annotation in place.items()}
         options |= parameters
         if own.return_annotation is Answer:
             options["as_json"] = _option("as_json", bool, default=False)
-        text, _, described = (getdoc(work) or "").partition("\n\nArgs:\n")
-        _, *parts = _ARGUMENT.split(described)
-        helps = HELPS | dict(zip(parts[::2], parts[1::2], strict=True))
-        helps["as_json"] += ", one object per line." if lines else "."
-        typed = [_for_typer(option, helps.get(name)) for name, option in options.items()]
-        run_command.__doc__ = text
+        run_command.__doc__, helps = _helps_in(work, lines=lines)
         run_command.__annotations__ = {}  # typer prefers those that `wraps` copied
+        typed = [_for_typer(option, helps.get(name)) for name, option in options.items()]
         run_command.__signature__ = Signature(sorted(typed, key=_is_optional))  # type: ignore[attr-defined]  # read by typer
         return run_command
 
@@ -344,6 +367,15 @@ def command(
 
 _ARGUMENT = re.compile(r"^    (\w+): ", re.MULTILINE)
 """The name of an argument in the section Args of a docstring."""
+
+
+def _helps_in(work: Callable[..., Any], *, lines: bool) -> tuple[str, dict[str, str]]:
+    """Return the help of a command, and that of each option, by its docstring."""
+    text, _, described = (getdoc(work) or "").partition("\n\nArgs:\n")
+    _, *parts = _ARGUMENT.split(described)
+    helps = HELPS | dict(zip(parts[::2], parts[1::2], strict=True))
+    helps["as_json"] += ", one object per line." if lines else "."
+    return text, helps
 
 
 def _option(name: str, annotation: Any, *, default: Any = None) -> Parameter:

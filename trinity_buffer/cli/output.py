@@ -91,16 +91,22 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     return made
 
 
-def cells_of(item: object, columns: Sequence[str]) -> tuple[Any, ...]:
-    """Return the values of some attributes."""
-    return tuple(getattr(item, column) for column in columns)
+def table_of(title: str, columns: str, items: Iterable[object]) -> Table:
+    """Return a table of attributes, a row for each item.
+
+    Args:
+        columns: separated by commas: an attribute, or ``title=attribute``; the attribute of one is
+            ``counts.ready``, and a key of a table ``metrics.loss``.
+    """
+    titles, _, paths = zip(*(column.partition("=") for column in columns.split(", ")), strict=True)
+    chosen = [path or title for title, path in zip(titles, paths, strict=True)]
+    return table(title, titles, [[_value_at(path, item) for path in chosen] for item in items])
 
 
-def table_of(
-    title: str, columns: Sequence[str], items: Iterable[object], titles: Sequence[str] | None = None
-) -> Table:
-    """Return a table of attributes, a row for each item; ``titles`` may rename the columns."""
-    return table(title, titles or columns, [cells_of(item, columns) for item in items])
+def _value_at(path: str, item: Any) -> Any:
+    for name in path.split("."):
+        item = item.get(name) if isinstance(item, Mapping) else getattr(item, name)
+    return time_of(item) if path.endswith("_at") else item
 
 
 def shown(value: Any) -> str:
@@ -138,8 +144,10 @@ class Answer(NamedTuple):
     soft_wrap: bool | None = None
 
 
-def print_answer(answer: Answer, *, as_json: bool) -> None:
+def print_answer(answer: Answer | str, *, as_json: bool) -> None:
     """Print what a command answers, and end with exit code 1 if it failed."""
+    if isinstance(answer, str):
+        answer = Answer(answer, answer)
     if as_json or answer.text is None:
         print_json(*(answer.value if isinstance(answer.value, list) else [answer.value]))
     elif isinstance(answer.text, str):

@@ -31,7 +31,7 @@ from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.cli import run_config
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import chosen_experiment, make_folder, make_folder_of, only_one
-from trinity_buffer.cli.run_backends import Backend, backend_for, require_policies
+from trinity_buffer.cli.run_backends import backend_for, require_run
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import (
     CheckpointError,
@@ -215,7 +215,15 @@ async def prepare(
         await run_config.require_expert(store, chosen, config)
         if opened is not None:
             run_config.require_model(chosen, {**before, **(file or {})}, explores=explores)
-            await _require_same_set(opened, config)
+            row = await store.database.read(writer_queries.consumer_row, opened.key, config.trainer)
+            reads = strategy_of(run_config.algorithm_of(config)) or RECORDED
+            if row is not None and row.kind == "trainer" and row.config.get("strategy") != reads:
+                raise InvalidArgumentError(
+                    f"trainer {config.trainer!r} of experiment {chosen!r} trains on "
+                    f"{row.config.get('strategy')!r}, and algorithm={config.algorithm} would read "
+                    f"{reads!r}: name another trainer too (--set trainer=NAME), or another "
+                    "--experiment"
+                )
             if resume_from is not None:
                 await require_checkpoint_of(store.database, opened.key, config.trainer, resume_from)
         # Keys that are not ours, such as `extra` of a run in Python, stay.
@@ -240,20 +248,6 @@ async def prepare(
         return await record(store)
 
 
-async def _require_same_set(experiment: Experiment, config: RunConfig) -> None:
-    """Raise InvalidArgumentError if the run's trainer has begun with another annotation set."""
-    row = await experiment.database.read(
-        writer_queries.consumer_row, experiment.key, config.trainer
-    )
-    reads = strategy_of(run_config.algorithm_of(config)) or RECORDED
-    if row is not None and row.kind == "trainer" and row.config.get("strategy") != reads:
-        raise InvalidArgumentError(
-            f"trainer {config.trainer!r} of experiment {experiment.name!r} trains on "
-            f"{row.config.get('strategy')!r}, and algorithm={config.algorithm} would read "
-            f"{reads!r}: name another trainer too (--set trainer=NAME), or another --experiment"
-        )
-
-
 def _settings(
     file: Mapping[str, Any],
     overrides: Sequence[str],
@@ -271,12 +265,10 @@ def _settings(
     # Everything is checked before it is recorded: all processes of the run will read it.
     if "/" in config.trainer and config.trainer != before.get("trainer"):
         raise InvalidArgumentError(f"trainer={config.trainer}: must be a text without '/'")
-    require_policies(config)
-    schema = before.get("schema", settings["schema"])
-    run_config.require_parts_of(config, schema=schema, columns=columns, experiments=names)
     if not explores:
         device_here(config.device)
-    backend_for(config).require(explores=explores)
+    schema = before.get("schema", settings["schema"])
+    require_run(config, explores=explores, schema=schema, columns=columns, experiments=names)
     return settings
 
 
@@ -287,29 +279,22 @@ async def _config_of(
     explores: bool | None = None,
     expert_rows: bool = False,
 ) -> RunConfig:
-    """Return the configuration of a run.
-
-    Args:
-        store: of the run.
-        experiment: of the run.
-        explores: require what makes rollouts, or what is trained; None: neither.
-        expert_rows: require rows of the expert.
+    """Return the configuration of a run, which has what ``explores`` requires; see `require_run`.
 
     Raises:
-        InvalidArgumentError: the run lacks what it needs.
+        InvalidArgumentError: the run lacks what it needs, or ``expert_rows`` are none.
     """
     config = run_config.of_experiment(experiment.config)
-    require_policies(config)
+    if explores is not None:
+        run_config.require_model(experiment.name, experiment.config, explores=explores)
     await run_config.require_expert(store, experiment.name, config, rows=expert_rows)
-    run_config.require_parts_of(
+    require_run(
         config,
+        explores=explores,
         schema=experiment.config.get("schema", "experience"),
         columns=await experiment.columns(),
         experiments=await store.experiments(),
     )
-    if explores is not None:
-        run_config.require_model(experiment.name, experiment.config, explores=explores)
-        backend_for(config).require(explores=explores)
     return config
 
 
@@ -416,13 +401,6 @@ async def run_named(
         return await run_strategy(experiment, names, args, **options)
 
 
-async def config_of(url: str, experiment: str, *, expert_rows: bool = False) -> RunConfig:
-    """Return the configuration of a run that can be trained."""
-    async with open_store(url, read_only=True) as store:
-        opened = await store.experiment(experiment)
-        return await _config_of(store, opened, explores=False, expert_rows=expert_rows)
-
-
 def settings_of(
     config: RunConfig, checkpoints: Path, keep_checkpoints: int | None = KEPT_CHECKPOINTS
 ) -> TrainerSettings:
@@ -469,8 +447,7 @@ def train(
     """
     processes = processes or Processes()
     use_one_thread()
-    config = anyio.run(partial(config_of, url, experiment, expert_rows=not follow))
-    reason = anyio.run(_finished_by, url, experiment, config.trainer)
+    config, reason = anyio.run(_begin, url, experiment, not follow)
     if reason is not None and going_on.get("resume_from") is None:
         say(
             f"{config.trainer} has finished this run and trains it no further; to go on all the "
@@ -504,47 +481,49 @@ def train(
         begin = "begins" if stream.resume is None else f"resumes after step {stream.resume.step}"
         among = f", {processes.world_size} ranks" if processes.world_size > 1 else ""
         say(f"trains {experiment} as {config.trainer}{among}: {begin}")
-        evaluation = _Evaluation(config, backend, trainer, processes)
-        num_skipped = 0
-        if stream.resume is not None:
-            num_skipped = stream.resume.skipped
-            if going_on.get("resume_from") is None:  # a rewind trains on, past the target too
-                evaluation.note(stream.resume.metrics.get("accuracy"))
+        num_skipped = 0 if stream.resume is None else stream.resume.skipped
+        evaluation = _Evaluation(config, trainer, processes)
+        # A rewind trains on, past the target too.
+        if stream.resume is not None and going_on.get("resume_from") is None:
+            evaluation.accuracy = stream.resume.metrics.get("accuracy")
 
         def on_step(report: StepReport) -> bool:
             nonlocal num_skipped
             say(line_of(report))
             num_skipped += report.skipped
-            return evaluation.reached
+            return evaluation.is_reached
 
-        if evaluation.reached:
-            say(f"nothing is trained further: {evaluation.summary}step {trainer.state.step}")
+        if evaluation.is_reached:
+            say(f"nothing is trained further: {evaluation.place}")
         else:
             with own_code(run_config.parts_of(algorithm)):
                 trainer.run(on_step, measure=evaluation)
         _conclude(experiment, config, trainer.state.step, num_skipped, say)
         # Without --follow more data may still come, so the experiment stays open.
         if follow and not processes.rank:
-            reason = f"{evaluation.summary}step {trainer.state.step}"
-            stream.finish(reason)
-            say(f"{experiment} is finished: {reason}")
+            stream.finish(evaluation.place)
+            say(f"{experiment} is finished: {evaluation.place}")
 
 
-async def _finished_by(url: str, experiment: str, trainer: str) -> str | None:
-    """Return why ``trainer`` finished its run, unless the run was changed or rewound since."""
+async def _begin(url: str, experiment: str, expert_rows: bool) -> tuple[RunConfig, str | None]:
+    """Return the configuration of a run, and why its trainer finished it.
+
+    None if it did not, or the run was changed or rewound since.
+    """
     reason = None
     async with open_store(url, read_only=True) as store:
         opened = await store.experiment(experiment)
+        config = await _config_of(store, opened, explores=False, expert_rows=expert_rows)
         kinds = kinds_of(ExperimentFinished | ConfigurationChanged | TrainerRewound)
         async for event in opened.events(kinds=kinds):
             match event.fact:
-                case ExperimentFinished(reason=why) if event.actor == trainer:
+                case ExperimentFinished(reason=why) if event.actor == config.trainer:
                     reason = why
                 case ConfigurationChanged():
                     reason = None
-                case TrainerRewound(consumer=name) if name == trainer:
+                case TrainerRewound(consumer=name) if name == config.trainer:
                     reason = None
-    return reason
+    return config, reason
 
 
 def _conclude(experiment: str, config: RunConfig, steps: int, skipped: int, say: Say) -> None:
@@ -576,41 +555,37 @@ def _conclude(experiment: str, config: RunConfig, steps: int, skipped: int, say:
 
 @dataclass(slots=True)
 class _Evaluation:
-    """Measures greedy accuracy on fresh problems, every few steps, if the backend can.
-
-    Attributes:
-        summary: the last accuracy, as the beginning of a sentence; empty before the first.
-        reached: whether it was the target.
-    """
+    """Measures greedy accuracy on fresh problems, every few steps, if the backend can."""
 
     config: RunConfig
-    backend: Backend
     trainer: Trainer
     processes: Processes
-    summary: str = ""
-    reached: bool = False
+    accuracy: float | None = None
 
     def __call__(self, step: int) -> dict[str, float]:
-        rules = self.config.evaluation
-        if step % rules.every_steps and step != self.config.max_steps:
+        rules, config = self.config.evaluation, self.config
+        if step % rules.every_steps and step != config.max_steps:
             return {}
+        policy: Any = self.trainer.policy
+        size, seed = rules.num_eval_samples, config.seed + step
+        ask = partial(backend_for(config).accuracy, policy, problems=size, seed=seed)
+        measured: float | None = on_rank_0(self.processes, ask)
+        if measured is None:
+            return {}
+        self.accuracy = measured
+        return {"accuracy": measured}
 
-        def measure() -> float | None:
-            policy: Any = self.trainer.policy
-            seed = self.config.seed + step
-            return self.backend.accuracy(policy, problems=rules.num_eval_samples, seed=seed)
-
-        accuracy = on_rank_0(self.processes, measure)
-        self.note(accuracy)
-        return {} if accuracy is None else {"accuracy": accuracy}
-
-    def note(self, accuracy: float | None) -> None:
-        """Remember the last accuracy; None: nothing was measured."""
-        if accuracy is None:
-            return
+    @property
+    def is_reached(self) -> bool:
+        """Whether the last accuracy is the target."""
         target = self.config.evaluation.target_accuracy
-        self.summary = f"accuracy {accuracy:.3f} at "
-        self.reached = target is not None and accuracy >= target
+        return self.accuracy is not None and target is not None and self.accuracy >= target
+
+    @property
+    def place(self) -> str:
+        """The last step, behind the last accuracy if there is one."""
+        step = f"step {self.trainer.state.step}"
+        return step if self.accuracy is None else f"accuracy {self.accuracy:.3f} at {step}"
 
 
 def line_of(report: StepReport) -> str:
@@ -680,9 +655,8 @@ def replay(
     if tolerance is not None and math.isnan(tolerance):
         raise InvalidArgumentError("--tolerance nan: give a number, such as 1e-5")
     use_one_thread()
-    config = _config_of_replay(url, experiment, overrides)
     first, last = _steps_of_replay(steps, from_checkpoint)
-    end = anyio.run(_end_of_replay, url, experiment, config.trainer, last)
+    config, end = anyio.run(_run_to_replay, url, experiment, overrides, last)
     options: dict[str, Any] = {"first": first, "last": end.step, "repeat_skips": not overrides}
     if overrides:  # another algorithm may need other columns than the run's
         options["needs"] = stream_options(run_config.algorithm_of(config))["needs"]
@@ -727,8 +701,10 @@ def replay(
     )
 
 
-def _config_of_replay(url: str, experiment: str, overrides: list[str]) -> RunConfig:
-    """Return the configuration of the run, with what is overridden for a replay on this device."""
+async def _run_to_replay(
+    url: str, experiment: str, overrides: list[str], last: int | None
+) -> tuple[RunConfig, RecordedEnd]:
+    """Return how a run is replayed on this device with ``overrides``, and how it had ended."""
     # Refused rather than ignored: the user would take equal weights for a result.
     for key in (renamed_key(override.partition("=")[0]) for override in overrides):
         if key in OF_STEPS:
@@ -736,10 +712,13 @@ def _config_of_replay(url: str, experiment: str, overrides: list[str]) -> RunCon
                 f"--set {key}: a replay takes its steps, their micro-batches and their advantages "
                 "from the log, so that this would change nothing: leave it out"
             )
-    run = anyio.run(config_of, url, experiment)
-    config = at_its_device(run_config.resolved(run_config.overridden(asdict(run), overrides)))
+    async with open_store(url, read_only=True) as store:
+        opened = await store.experiment(experiment)
+        run = asdict(await _config_of(store, opened, explores=False))
+        config = at_its_device(run_config.resolved(run_config.overridden(run, overrides)))
+        end = await recorded_end(opened, config.trainer, last)
     # No commits: the replay's checkpoints are thrown away.
-    return replace(config, commit_every_steps=1 << 30, max_steps=None)
+    return replace(config, commit_every_steps=1 << 30, max_steps=None), end
 
 
 def _weight_difference(end: RecordedEnd, weights: Path) -> tuple[float, str] | tuple[None, None]:
@@ -773,11 +752,6 @@ def _steps_of_replay(steps: str | None, from_checkpoint: Path | None) -> tuple[i
             "--from-checkpoint FOLDER"
         )
     raise InvalidArgumentError(f"--steps {steps}: {wrong}")
-
-
-async def _end_of_replay(url: str, experiment: str, trainer: str, last: int | None) -> RecordedEnd:
-    async with open_store(url, read_only=True) as store:
-        return await recorded_end(await store.experiment(experiment), trainer, last)
 
 
 def _score_as_then(trainer: Trainer, step: int, end: RecordedEnd) -> None:

@@ -60,14 +60,15 @@ def demo(
         seed: Of weights, problems and rollouts; by default 0.
     """
     from trinity_buffer.cli import demo_run  # noqa: PLC0415 - torch
+    from trinity_buffer.cli.run_config import RunFile, read_file  # noqa: PLC0415
 
     if model not in (None, "hf"):
         raise InvalidArgumentError(f"--model {model}: there is hf; `trinity-buffer init` has yours")
     if chaos_every is not None and not chaos:
         raise InvalidArgumentError(f"--chaos-every {chaos_every:g} needs --chaos")
-    in_file, of_file = options.place_in(config)
-    name = (of_file if name is None else name) or ("demo-hf" if model else "demo")
-    url, base = demo_run.demo_place(store or in_file, name)
+    file = RunFile() if config is None else read_file(config)
+    name = (file.experiment if name is None else name) or ("demo-hf" if model else "demo")
+    url, base = demo_run.demo_place(store or file.store, name)
     named = {"algorithm": algorithm, "seed": seed, "task.name": task, "task.digits": digits}
     chosen = {key: value for key, value in named.items() if value is not None}
     own_model = base.with_suffix(".model") if model else None
@@ -75,7 +76,7 @@ def demo(
         url,
         base,
         name,
-        demo_run.demo_config(chosen, own_model, config, overrides or []),
+        demo_run.demo_config(chosen, own_model, file.values or {}, overrides or []),
         explorers=explorers,
         chaos_every_s=(chaos_every or 4.0) if chaos else None,
         limit_s=limit,
@@ -85,11 +86,8 @@ def demo(
 
 @options.command(interrupted=options.RESUMABLE)
 async def explore(
+    run: options.Run,
     actor: options.Required,
-    store: str | None = None,
-    experiment: str | None = None,
-    config: Path | None = None,
-    overrides: list[str] | None = None,
     acknowledge: Path | None = None,
     batches: options.OptionalCount = None,
     take_over: bool = False,
@@ -108,18 +106,15 @@ async def explore(
         take_over: Finish batches of explorers that are gone, too.
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
-    from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
-    url, named = options.chosen_place(store, experiment, config)
     if not actor or "/" in actor:
         raise InvalidArgumentError(f"--actor {actor!r}: must be a text without '/'")
     require_name("--actor", actor)
     if acknowledge is not None:
         options.require_folder(acknowledge)
-    file = None if config is None else read_file(config)
     await roles.explore(
-        url,
-        await roles.prepare(url, named, file, overrides or [], explores=True),
+        run.url,
+        await roles.prepare(*run, explores=True),
         actor=actor,
         acknowledgements=None if acknowledge is None else acknowledge / f"{actor}.ack",
         max_batches=batches,
@@ -130,9 +125,7 @@ async def explore(
 
 @options.command(interrupted=options.RESUMABLE)
 async def annotate(
-    store: str | None = None,
-    experiment: str | None = None,
-    place: Path | None = None,
+    place: options.Place,
     strategy: str | None = None,
     name: str | None = None,
     arguments: list[str] | None = None,
@@ -150,13 +143,13 @@ async def annotate(
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
     from trinity_buffer.cli.run_config import overridden  # noqa: PLC0415
 
-    url, named = options.chosen_place(store, experiment, place)
-    chosen = await (options.awaited_experiment if follow else options.chosen_experiment)(url, named)
+    choose = options.awaited_experiment if follow else options.chosen_experiment
+    chosen = await choose(place.url, place.experiment)
     args = overridden({}, arguments) if arguments else None
     if follow and not as_json:
         roles.plain(f"annotates {chosen}")
     report = await roles.annotate(
-        url, chosen, strategy=strategy, name=name, args=args, follow=follow
+        place.url, chosen, strategy=strategy, name=name, args=args, follow=follow
     )
     if as_json:
         print_json(asdict(report))
@@ -169,10 +162,7 @@ async def annotate(
 
 @options.command(interrupted=options.RESUMABLE)
 def train(
-    store: str | None = None,
-    experiment: str | None = None,
-    config: Path | None = None,
-    overrides: list[str] | None = None,
+    run: options.Run,
     checkpoints: Path | None = None,
     resume_from: int | None = None,
     drop_damaged_rows: bool = False,
@@ -196,9 +186,7 @@ def train(
         follow: Wait for more; otherwise end with what is stored.
     """
     from trinity_buffer.cli import roles  # noqa: PLC0415 - torch
-    from trinity_buffer.cli.run_config import read_file  # noqa: PLC0415
 
-    url, named = options.chosen_place(store, experiment, config)
     newest = None
     if keep_checkpoints != "all":
         newest = int(keep_checkpoints) if keep_checkpoints.isdecimal() else 0
@@ -206,17 +194,19 @@ def train(
             raise InvalidArgumentError(
                 f"--keep-checkpoints {keep_checkpoints}: it must be a number from 1 on, or all"
             )
-    base = checkpoints or _beside(url)
     if checkpoints is not None:  # before anything is recorded
         options.require_folder(checkpoints)
-    file = None if config is None else read_file(config)
-    prepare = partial(roles.prepare, url, named, file, overrides or [], resume_from=resume_from)
+    elif options.path_of(run.url) is None:
+        raise InvalidArgumentError(
+            "a store on a server has no folder beside it: say --checkpoints FOLDER"
+        )
+    prepare = partial(roles.prepare, *run, resume_from=resume_from)
     with roles.ranks_of_environment() as processes:
         # One rank creates the experiment, and the others learn its name.
         name = roles.on_rank_0(processes, lambda: anyio.run(prepare))
-        folder = checkpoints or anyio.run(options.folder_of, base, url, name)
+        folder = checkpoints or anyio.run(options.folder_beside, run.url, name)
         roles.train(
-            url,
+            run.url,
             name,
             checkpoints=folder,
             keep_checkpoints=newest,
@@ -227,15 +217,6 @@ def train(
             say=(lambda _: None) if processes.rank else roles.plain,
             processes=processes,
         )
-
-
-def _beside(url: str) -> Path:
-    path = url.removeprefix("sqlite:///")
-    if "://" in path:
-        raise InvalidArgumentError(
-            "a store on a server has no folder beside it: say --checkpoints FOLDER"
-        )
-    return Path(path).expanduser().with_suffix(".checkpoints")
 
 
 WRITTEN = ("run.toml", "rollout.py", "README.md")

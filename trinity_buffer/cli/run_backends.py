@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -36,6 +36,7 @@ from trinity_buffer.pipeline.config import ModelConfig, RolloutOptions, RunConfi
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.policy import in_eval_mode
+from trinity_buffer.trainer.requirements import require, strategy_of
 from trinity_buffer.user_code import failed, kind_of, look_in
 
 
@@ -54,10 +55,58 @@ def first_policy(config: RunConfig) -> TransformerPolicy:
     return TransformerPolicy(shape, seed=config.seed)
 
 
+def require_run(
+    config: RunConfig,
+    *,
+    explores: bool | None = None,
+    schema: str = "experience",
+    columns: Collection[str] | None = None,
+    experiments: Collection[str] | None = None,
+) -> None:
+    """Raise InvalidArgumentError unless a run has what its algorithm needs.
+
+    Args:
+        config: of the run.
+        explores: require reference and teacher, and what makes rollouts, or what is trained; None:
+            none of them.
+        schema: of its data.
+        columns: of the stored rows; None: of those that our explorers will record.
+        experiments: of the store; None if it does not exist yet.
+    """
+    algorithm = algorithm_of(config)
+    if "rollouts_per_group" in config.algorithm_args:
+        raise InvalidArgumentError(
+            "algorithm_args.rollouts_per_group: say rollouts_per_group, which the explorers read"
+        )
+    if config.trainer == strategy_of(algorithm):
+        raise InvalidArgumentError(
+            f"trainer={config.trainer!r} is the name of the strategy's annotation set: give the "
+            "trainer another"
+        )
+    correction = algorithm.choices["importance_correction"].name
+    if correction != "none" and not config.recompute_old_logprob:
+        raise InvalidArgumentError(
+            f"importance_correction={correction!r} needs recompute_old_logprob=true: it compares "
+            "the trainer's log-probabilities with those of the rollouts"
+        )
+    require(
+        algorithm,
+        schema=schema,
+        columns=columns,
+        rollouts_per_group=config.rollouts_per_group,
+        teacher=config.teacher is not None,
+        expert=config.expert_experiment,
+        experiments=experiments,
+    )
+    if explores is not None:
+        require_policies(config)
+        backend_for(config).require(explores=explores)
+
+
 def require_policies(config: RunConfig) -> None:
     """Raise InvalidArgumentError unless reference and teacher exist, and fit the demo's task."""
-    paths = {"reference": config.reference, "teacher": config.teacher}
-    for key, path in paths.items():
+    for key in ("reference", "teacher"):
+        path = getattr(config, key)
         if path is None:
             continue
         if isinstance(config.model, str):  # large: its content is checked when it is loaded

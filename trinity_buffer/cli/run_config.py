@@ -7,11 +7,11 @@ it from there.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.algorithm.registry import is_path
@@ -29,10 +29,7 @@ from trinity_buffer.options import (
 from trinity_buffer.pipeline.config import CONFIG, SECTIONS, RunConfig, refuse_unknown
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.write.planning import Admission
-from trinity_buffer.trainer.requirements import require, strategy_of
 from trinity_buffer.user_code import look_in
-
-O = TypeVar("O", bound=Options)  # noqa: E741
 
 YAML = (".yaml", ".yml")
 """Endings of YAML files; any other file is TOML."""
@@ -85,34 +82,39 @@ def _yaml(text: str) -> Any:
         raise ValueError("it holds a character that YAML does not allow") from error
 
 
-def place_in(path: Path) -> tuple[str | None, str | None]:
-    """Return store and experiment that a file names: a URL, or a path relative to its folder.
+class RunFile(NamedTuple):
+    """What a configuration file holds.
+
+    Attributes:
+        store: a URL, or a path relative to the current folder.
+        values: the configuration; None: there is no file.
+    """
+
+    store: str | None = None
+    experiment: str | None = None
+    values: dict[str, Any] | None = None
+
+
+def read_file(path: Path) -> RunFile:
+    """Return the content of a TOML or YAML file, its paths resolved.
 
     Raises:
-        InvalidArgumentError: the file has an unknown key, which may have meant the store.
+        InvalidArgumentError: it does not exist, cannot be read, has an unknown key, or a value that
+            its key cannot have; the message names the file.
     """
-    table = parsed(path)
-    refuse_unknown(table, f"configuration {path}: ", PLACES)
-    for key in PLACES:
-        value = table.get(key)
+    values, where = parsed(path), f"configuration {path}: "
+    refuse_unknown(values, where, PLACES)
+    store, experiment = places = [values.pop(key, None) for key in PLACES]
+    for key, value in zip(PLACES, places, strict=True):
         if value is not None and not (isinstance(value, str) and value and "\0" not in value):
-            raise InvalidArgumentError(
-                f"configuration {path}: {key}={value!r}: it must be a text, without NUL"
-            )
-    store, experiment = map(table.get, PLACES)
+            raise InvalidArgumentError(f"{where}{key}={value!r}: it must be a text, without NUL")
     if store is not None and "://" not in store:
         store = str(path.parent / Path(store).expanduser())
-    return store, experiment
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Return the configuration in a TOML or YAML file.
-
-    Raises:
-        InvalidArgumentError: it does not exist, cannot be read, or has an unknown key.
-    """
-    values = {key: value for key, value in parsed(path).items() if key not in PLACES}
-    refuse_unknown(values, f"configuration {path}: ")
+    try:
+        _require_recordable(values)
+        _read(RunConfig, values)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{where}{error}") from error
     if isinstance(values.get("model"), str) or OWN & values.keys():
         values["folder"] = str(_path_in(path, "folder", str(values.get("folder", ""))))
     for key in ("reference", "teacher"):
@@ -120,7 +122,7 @@ def read_file(path: Path) -> dict[str, Any]:
             place = _path_in(path, key, values[key])
             # What does not exist there may still be relative to the current folder.
             values[key] = str(place) if place.exists() else values[key]
-    return values
+    return RunFile(store, experiment, values)
 
 
 def _path_in(path: Path, key: str, text: str) -> Path:
@@ -237,34 +239,15 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     refuse_unknown(values, "")
     # Their rows have no siblings to be compared with, so a group is one row.
     alone = {"rollouts_per_group": 1} if values.get("algorithm") in OF_RECORDED_DATA else {}
-    config = _made(RunConfig, {**alone, **values})
+    read = _read(RunConfig, {**alone, **values})
+    for name in SECTIONS.keys() & read.keys():
+        if isinstance(read[name], Mapping):
+            try:
+                read[name] = SECTIONS[name](**read[name])
+            except InvalidArgumentError as error:  # of several options together
+                raise InvalidArgumentError(f"{name}.{error}") from error
+    config = RunConfig(**read)
     _require_recordable(asdict(config))
-    _require_consistent(config)
-    return config
-
-
-def _made(kind: type[O], values: Mapping[str, Any], prefix: str = "") -> O:
-    """Return options of plain values, such as those of a file: lists, and tables as sections."""
-    read, problems = {}, []
-    for name, value in values.items():
-        section = section_of(option_types(kind)[name])
-        try:
-            if section is not None and isinstance(value, Mapping):
-                read[name] = _made(section, value, f"{prefix}{name}.")
-            else:
-                read[name] = value_of(kind, name, value, strict=False)
-        except InvalidArgumentError as error:
-            problems.append(str(error) if section else f"{prefix}{error}")
-    if problems:
-        raise InvalidArgumentError("; ".join(problems))
-    try:
-        return kind(**read)
-    except InvalidArgumentError as error:  # of several options together
-        raise InvalidArgumentError(f"{prefix}{error}") from error
-
-
-def _require_consistent(config: RunConfig) -> None:
-    """Raise InvalidArgumentError for a run that would wait forever, or lacks a part."""
     if config.rollout is not None and not (config.tasks and isinstance(config.model, str)):
         raise InvalidArgumentError(
             f"rollout={config.rollout!r} needs tasks, and a model of your own: give all three "
@@ -277,8 +260,30 @@ def _require_consistent(config: RunConfig) -> None:
             f"{idle[0]}={getattr(config, idle[0])} is read by a run of your own alone: give it "
             "a model of your own too"
         )
+    # Such a run would wait for its own commit for ever.
     rules = Admission(max_staleness=config.max_staleness)
     rules.require_commits(config.commit_every_steps, "commit_every_steps")
+    return config
+
+
+def _read(kind: type[Options], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return plain values, such as those of a file, as options take them, or name the wrong ones.
+
+    What holds of several options together is checked when they are made.
+    """
+    read, problems = {}, []
+    for name, value in values.items():
+        section = section_of(option_types(kind)[name])
+        try:
+            if section is not None and isinstance(value, Mapping):
+                read[name] = _read(section, value, f"{name}.")
+            else:
+                read[name] = value_of(kind, name, value, strict=False)
+        except InvalidArgumentError as error:
+            problems.append(str(error) if section else f"{prefix}{error}")
+    if problems:
+        raise InvalidArgumentError("; ".join(problems))
+    return read
 
 
 def _require_recordable(value: Any, key: str = "") -> None:
@@ -328,48 +333,6 @@ def require_model(experiment: str, config: Mapping[str, Any], *, explores: bool 
     raise InvalidArgumentError(
         f"experiment {experiment!r} names no model: it was made in Python or by `trinity-buffer "
         f"record`. Go on there, or give --config FILE with {wants}"
-    )
-
-
-def require_parts_of(
-    config: RunConfig,
-    *,
-    schema: str = "experience",
-    columns: Collection[str] | None = None,
-    experiments: Collection[str] | None = None,
-) -> None:
-    """Raise InvalidArgumentError unless a run has what its algorithm needs.
-
-    Args:
-        config: of the run.
-        schema: of its data.
-        columns: of the stored rows; None: of those that our explorers will record.
-        experiments: of the store; None if it does not exist yet.
-    """
-    algorithm = algorithm_of(config)
-    if "rollouts_per_group" in config.algorithm_args:
-        raise InvalidArgumentError(
-            "algorithm_args.rollouts_per_group: say rollouts_per_group, which the explorers read"
-        )
-    if config.trainer == strategy_of(algorithm):
-        raise InvalidArgumentError(
-            f"trainer={config.trainer!r} is the name of the strategy's annotation set: give the "
-            "trainer another"
-        )
-    correction = algorithm.choices["importance_correction"].name
-    if correction != "none" and not config.recompute_old_logprob:
-        raise InvalidArgumentError(
-            f"importance_correction={correction!r} needs recompute_old_logprob=true: it compares "
-            "the trainer's log-probabilities with those of the rollouts"
-        )
-    require(
-        algorithm,
-        schema=schema,
-        columns=columns,
-        rollouts_per_group=config.rollouts_per_group,
-        teacher=config.teacher is not None,
-        expert=config.expert_experiment,
-        experiments=experiments,
     )
 
 

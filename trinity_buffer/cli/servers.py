@@ -6,7 +6,6 @@ import gc
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
@@ -49,14 +48,14 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    uvicorn: Any, app: Any, address: tuple[str, int], line: Callable[[str], str], **options: Any
+    door: socket.socket, host: str, app: Any, line: Callable[[str], str], **options: Any
 ) -> None:
-    """Serve ``app`` until Ctrl-C; print a line with its URL once it listens."""
-    config = uvicorn.Config(app, *address, log_level="warning", access_log=False, **options)
-    door = listening(*address)
+    """Serve ``app`` at ``door`` until Ctrl-C; print a line with its URL."""
+    uvicorn = extra("uvicorn", "web")
+    config = uvicorn.Config(app, log_level="warning", access_log=False, **options)
     gc.collect()
     gc.freeze()  # else a collection scans all imported modules: 0.2 s without an answer
-    typer.echo(escaped(line(f"http://{address[0]}:{door.getsockname()[1]}")))
+    typer.echo(escaped(line(f"http://{host}:{door.getsockname()[1]}")))
     await uvicorn.Server(config).serve([door])
 
 
@@ -80,29 +79,28 @@ async def serve(
         token: Token that every visitor must give: /?token=TOKEN.
     """
     _require_token(token, host, "read the store: give --token, which they must bring")
-    uvicorn = extra("uvicorn", "web")
+    extra("uvicorn", "web")
     extra("starlette.applications", "web")
     from trinity_buffer.web.app import inspector  # noqa: PLC0415 - an extra
 
     url = options.chosen_store(store)
     async with open_store(url, read_only=True) as opened:  # before anything listens
         shown = opened.url
-    await _serve(
-        uvicorn,
-        inspector(url, token=token),
-        (host, port),
-        lambda at: f"shows {shown}: {at}/",
-        lifespan="on",
-        timeout_graceful_shutdown=GOODBYE_S,
-    )
+    with listening(host, port) as door:
+        await _serve(
+            door,
+            host,
+            inspector(url, token=token),
+            lambda at: f"shows {shown}: {at}/",
+            lifespan="on",
+            timeout_graceful_shutdown=GOODBYE_S,
+        )
 
 
 @options.command(interrupted=options.RESUMABLE)
 async def sync_weights(
+    place: options.Place,
     server: list[str] | None = None,
-    store: str | None = None,
-    experiment: str | None = None,
-    place: Path | None = None,
     dialect: Dialect | None = None,
     mode: Literal["wait", "keep", "abort"] = "wait",
     follow: bool = False,
@@ -120,7 +118,6 @@ async def sync_weights(
         mode: Requests in flight: wait for them, abort them, or keep them, whose answers then mix
             old and new weights.
     """
-    url, named = options.chosen_place(store, experiment, place)
     from trinity_buffer.cli.roles import plain  # noqa: PLC0415 - torch
     from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
     from trinity_buffer.explorer.weights import PushReport  # noqa: PLC0415
@@ -129,8 +126,8 @@ async def sync_weights(
     def report(push: PushReport) -> None:
         plain(f"{push.url}: policy {push.version}, checksum {push.checksum or 'not told'}")
 
-    async with open_store(url, read_only=True) as opened, AsyncExitStack() as stack:
-        name = await options.experiment_in(opened, named)
+    async with open_store(place.url, read_only=True) as opened, AsyncExitStack() as stack:
+        name = await options.experiment_in(opened, place.experiment)
         run_ = await opened.experiment(name)
         urls = server or [own for own in (run_.config.get("server"),) if own]
         if not urls:
@@ -191,23 +188,24 @@ async def record(
     _require_token(token, host, "ask: give --token, which clients bring as their API key")
     from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
 
-    uvicorn = extra("uvicorn", "record")
+    extra("uvicorn", "record")
     extra("starlette.applications", "record")
     from trinity_buffer.recorder.app import Recorder, RecorderSettings  # noqa: PLC0415
     from trinity_buffer.recorder.recording import Recording  # noqa: PLC0415
 
-    options.make_folder_of(store)
     rules = {"rollouts_per_group": rollouts_per_group, "idle_s": idle_s}
     settings = RecorderSettings(
         token=token, ack=ack, logprobs_mode=logprobs_mode, max_in_flight=max_in_flight
     )
-
     config = {key: value for key, value in rules.items() if value is not None}
-    async with Server(upstream, api_key=upstream_key) as behind, open_store(store) as opened:
-        recording = await Recording.begin(opened, experiment, actor=actor, config=config)
-        await _serve(
-            uvicorn,
-            Recorder(behind, recording, settings).app(),
-            (host, port),
-            lambda at: f"records what {behind.root} answers into {experiment}: {at}/v1",
-        )
+    async with Server(upstream, api_key=upstream_key) as behind:
+        with listening(host, port) as door:  # before there is a store: a busy port leaves none
+            options.make_folder_of(store)
+            async with open_store(store) as opened:
+                recording = await Recording.begin(opened, experiment, actor=actor, config=config)
+                await _serve(
+                    door,
+                    host,
+                    Recorder(behind, recording, settings).app(),
+                    lambda at: f"records what {behind.root} answers into {experiment}: {at}/v1",
+                )

@@ -95,18 +95,14 @@ def _experiment_text(one: ExperimentOverview) -> output.Lines:
     for guest, reasons in one.guests.items():
         yield f"rejected     by {guest}: {output.shown(reasons)}"
     if one.strategies:
-        columns = ["consumer", "recorded", "unseen", "waiting", "annotated", "rows", "rejected"]
-        yield output.table_of("annotation sets", columns, one.strategies, ["set", *columns[1:]])
+        columns = "set=consumer, recorded, unseen, waiting, annotated, rows, rejected"
+        yield output.table_of("annotation sets", columns, one.strategies)
     if one.trainers:
-        columns = ["trainer", "set", "rows", "ready", "leased", "committed", "rejected", "step"]
-        columns += ["staleness", "undelivered groups", "uncommitted groups"]
-        rows = [
-            (
-                *(t.name, t.counts.annotation_set, t.counts.rows, t.counts.ready, t.counts.leased),
-                *(t.counts.committed, t.counts.rejected, t.committed, t.staleness),
-                *(t.undelivered, t.uncommitted),
-            )
-            for t in one.trainers
-        ]
-        yield output.table("trainers", columns, rows)
+        columns = (
+            "trainer=name, set=counts.annotation_set, rows=counts.rows, ready=counts.ready, "
+            "leased=counts.leased, committed=counts.committed, rejected=counts.rejected, "
+            "step=committed, staleness, undelivered groups=undelivered, "
+            "uncommitted groups=uncommitted"
+        )
+        yield output.table_of("trainers", columns, one.trainers)
     yield output.table("events", ["kind", "count"], list(one.events.items()))
