@@ -28,6 +28,14 @@ def test_a_port_in_use_is_named(cli: Cli, tmp_path: Path, words: tuple[str, ...]
     assert (ended.code, ended.err) == (1, said)
 
 
+def test_a_recorder_without_a_port_leaves_no_store(cli: Cli, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = cli(
+            *SERVERS[1], "--store", tmp_path / "new" / "a.db", "--port", taken.getsockname()[1]
+        )
+    assert (ended.code, list(tmp_path.iterdir())) == (1, [])
+
+
 def test_a_host_that_is_none_is_named(cli: Cli, tmp_path: Path) -> None:
     store = new_store(cli, tmp_path)
     ended = cli("serve", "--store", store, "--token", "t", "--host", "h" * 70, "--port", 0)

@@ -13,19 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trinity_buffer import options
 from trinity_buffer.algorithm import Algorithm, build
 from trinity_buffer.algorithm.registry import is_path
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.options import (
-    LARGEST,
-    Options,
-    excerpt,
-    option_types,
-    renamed,
-    renamed_key,
-    section_of,
-    value_of,
-)
 from trinity_buffer.pipeline.config import CONFIG, SECTIONS, RunConfig, refuse_unknown
 from trinity_buffer.pipeline.store import Store
 from trinity_buffer.pipeline.write.planning import Admission
@@ -66,7 +57,7 @@ def parsed(path: Path) -> dict[str, Any]:
         raise InvalidArgumentError(f"configuration {path}: {error}{read_as}") from error
     if not isinstance(table, dict):
         raise InvalidArgumentError(f"configuration {path}: it holds no table")
-    return renamed(table, source=(f"configuration {path}", text))
+    return options.renamed(table, source=(f"configuration {path}", text))
 
 
 def _yaml(text: str) -> Any:
@@ -164,9 +155,9 @@ def left_out(config: RunConfig, file: Mapping[str, Any], overrides: Sequence[str
         overrides: beside the file.
     """
     usual = _flat(asdict(resolved({"algorithm": config.algorithm})))
-    written = _flat(file).keys() | {renamed_key(of.partition("=")[0]) for of in overrides}
+    written = _flat(file).keys() | {options.renamed_key(of.partition("=")[0]) for of in overrides}
     return [
-        f"{key}={excerpt(value)}"
+        f"{key}={options.excerpt(value)}"
         for key, value in _flat(asdict(config)).items()
         if value != usual.get(key)
         if key not in written
@@ -200,7 +191,7 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
         key, equals, text = override_.partition("=")
         if not equals:
             raise InvalidArgumentError(f"override {override_!r}: write it as section.key=value")
-        *sections, last = renamed_key(key).split(".")
+        *sections, last = options.renamed_key(key).split(".")
         table = result
         for section in sections:
             inner = table.get(section) or {}
@@ -266,19 +257,21 @@ def resolved(values: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def _read(kind: type[Options], values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _read(
+    kind: type[options.Options], values: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
     """Return plain values, such as those of a file, as options take them, or name the wrong ones.
 
     What holds of several options together is checked when they are made.
     """
     read, problems = {}, []
     for name, value in values.items():
-        section = section_of(option_types(kind)[name])
+        section = options.section_of(options.option_types(kind)[name])
         try:
             if section is not None and isinstance(value, Mapping):
                 read[name] = _read(section, value, f"{name}.")
             else:
-                read[name] = value_of(kind, name, value, strict=False)
+                read[name] = options.value_of(kind, name, value, strict=False)
         except InvalidArgumentError as error:
             problems.append(str(error) if section else f"{prefix}{error}")
     if problems:
@@ -291,24 +284,22 @@ def _require_recordable(value: Any, key: str = "") -> None:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             _require_recordable(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
+        return
+    if isinstance(value, list | tuple):
         for place, inner in enumerate(value):
             _require_recordable(inner, f"{key}[{place}]")
-    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise InvalidArgumentError(
-            f"{key}={excerpt(value)}: an integer has at most 64 bits, from {-(1 << 63)} to "
-            f"{(1 << 63) - 1}"
-        )
-    elif isinstance(value, float) and not abs(value) <= LARGEST:
-        raise InvalidArgumentError(
-            f"{key}={value}: the largest number that can be computed with is {LARGEST:.4e}"
-        )
+        return
+    wrong = None
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        wrong = f"an integer has at most 64 bits, from {-(1 << 63)} to {(1 << 63) - 1}"
+    elif isinstance(value, float) and not abs(value) <= options.LARGEST:
+        wrong = f"the largest number that can be computed with is {options.LARGEST:.4e}"
     elif isinstance(value, str) and "\0" in value:
-        raise InvalidArgumentError(f"{key}={excerpt(value)}: NUL has no place in a text")
+        wrong = "NUL has no place in a text"
     elif not isinstance(value, int | float | str | None):
-        raise InvalidArgumentError(
-            f"{key}={excerpt(value)}: must be made of texts, numbers, lists and tables"
-        )
+        wrong = "must be made of texts, numbers, lists and tables"
+    if wrong is not None:
+        raise InvalidArgumentError(f"{key}={options.excerpt(value)}: {wrong}")
 
 
 def of_experiment(config: Mapping[str, Any]) -> RunConfig:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 from uuid import uuid4
@@ -25,20 +25,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from trinity_buffer import errors
+from trinity_buffer.explorer import server
 from trinity_buffer.explorer.conversation import Completion
-from trinity_buffer.explorer.server import (
-    ASKED_FOR_CHAT,
-    ASKED_FOR_TEXT,
-    ServedWeights,
-    Server,
-    changes,
-    completion_of,
-    pinned,
-    reasoning_in,
-    require_sampled,
-    require_texts,
-    require_whole,
-)
 from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.recorder.guard import refusal, status_of
 from trinity_buffer.recorder.recording import Recording, Rollout, Turn
@@ -91,7 +79,7 @@ def understanding(root: str) -> Iterator[None]:
 
 def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request that brings ids and log-probs, with no default left to the server."""
-    asked: dict[str, Any] = dict(ASKED_FOR_CHAT if path == CHAT else ASKED_FOR_TEXT)
+    asked: dict[str, Any] = dict(server.ASKED_FOR_CHAT if path == CHAT else server.ASKED_FOR_TEXT)
     if body.get("logprobs"):
         asked.pop("logprobs")  # the client wants as many as it says
     if body.get("tools") and body.get("stream"):
@@ -100,14 +88,11 @@ def asked_of_upstream(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     elif body.get("stream"):
         # By its count of tokens, lost ids are noticed.
         asked["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-    if any(map(_is_strict, body.get("tools") or ())):
+    tools = body.get("tools") or ()
+    if any(tool.get("strict") or (tool.get("function") or {}).get("strict") for tool in tools):
         _say_strict()
-        asked["tools"] = [_without_strict(tool) for tool in body["tools"]]
-    return {**pinned(body), **asked}
-
-
-def _is_strict(tool: Mapping[str, Any]) -> bool:
-    return bool(tool.get("strict") or (tool.get("function") or {}).get("strict"))
+        asked["tools"] = [_without_strict(tool) for tool in tools]
+    return {**server.pinned(body), **asked}
 
 
 def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +136,7 @@ def completions_of(answer: Mapping[str, Any]) -> list[Completion]:
         raise ValueError("each answer needs a choice, and each choice a finish_reason")
     if not all(_has_calls(choice.get("message") or {}) for choice in choices):
         raise ValueError("tool_calls must be a list of tool calls")
-    completions = [completion_of(answer, choice) for choice in choices]
+    completions = [server.completion_of(answer, choice) for choice in choices]
     for completion in completions:
         # An array takes only numbers: anything else in the lists is an error here.
         for ids in (completion.prompt_ids, completion.token_ids):
@@ -200,12 +185,12 @@ def as_chunks(answer: Mapping[str, Any], *, usage: bool) -> list[bytes]:
     return [event(chunk) for chunk in chunks]
 
 
+@dataclass(slots=True)
 class StreamedAnswer:
     """Puts the chunks of a stream together to the answer that it is."""
 
-    def __init__(self) -> None:
-        self._top: dict[str, Any] = {}
-        self._choices: dict[int, dict[str, Any]] = {}
+    _top: dict[str, Any] = field(default_factory=dict)
+    _choices: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def take(self, chunk: Mapping[str, Any]) -> bool:
         """Take in a chunk; return whether it ends one of the choices.
@@ -216,24 +201,23 @@ class StreamedAnswer:
         if chunk.get("error"):
             raise ValueError(f"it broke off by {json.dumps(chunk['error']):.300}")
         self._top |= {key: chunk[key] for key in ("prompt_token_ids", "usage") if chunk.get(key)}
-        ends = [self._take_choice(part) for part in chunk.get("choices") or ()]
-        return any(ends)
-
-    def _take_choice(self, part: Mapping[str, Any]) -> bool:
-        index, delta = part.get("index", 0), part.get("delta") or {}
-        empty: dict[str, Any] = {"index": index, "token_ids": [], "logprobs": {}, "message": {}}
-        choice = self._choices.setdefault(index, empty)
-        choice["token_ids"] += part.get("token_ids") or []
-        content = part.get("text") or delta.get("content") or ""
-        for key, text in {"content": content, **reasoning_in(delta)}.items():
-            choice["message"][key] = choice["message"].get(key, "") + text
-        # Servers send the log-probs of each chunk; the answer has them joined.
-        for key, values in (part.get("logprobs") or {}).items():
-            if isinstance(values, Sequence):
-                choice["logprobs"].setdefault(key, []).extend(values)
-        sent_once = ("prompt_token_ids", "finish_reason")
-        choice |= {key: part[key] for key in sent_once if part.get(key)}
-        return bool(part.get("finish_reason"))
+        ends = False
+        for part in chunk.get("choices") or ():
+            index, delta = part.get("index", 0), part.get("delta") or {}
+            empty: dict[str, Any] = {"index": index, "token_ids": [], "logprobs": {}, "message": {}}
+            choice = self._choices.setdefault(index, empty)
+            choice["token_ids"] += part.get("token_ids") or []
+            content = part.get("text") or delta.get("content") or ""
+            for key, text in {"content": content, **server.reasoning_in(delta)}.items():
+                choice["message"][key] = choice["message"].get(key, "") + text
+            # Servers send the log-probs of each chunk; the answer has them joined.
+            for key, values in (part.get("logprobs") or {}).items():
+                if isinstance(values, Sequence):
+                    choice["logprobs"].setdefault(key, []).extend(values)
+            sent_once = ("prompt_token_ids", "finish_reason")
+            choice |= {key: part[key] for key in sent_once if part.get(key)}
+            ends = ends or bool(part.get("finish_reason"))
+        return ends
 
     def answer(self) -> dict[str, Any]:
         """Return the whole answer, as it would have come without streaming."""
@@ -283,6 +267,7 @@ class RecorderSettings:
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
 
+@dataclass
 class Recorder:
     """Answers as the upstream does, and records what it answers.
 
@@ -292,32 +277,46 @@ class Recorder:
         settings: everything else.
     """
 
-    def __init__(self, upstream: Server, recording: Recording, settings: RecorderSettings) -> None:
-        self._upstream = upstream
-        self._recording = recording
-        self._settings = settings
-        self._weights = ServedWeights(upstream)
-        self._in_flight = 0
-        self._background: TaskGroup | None = None
+    _upstream: server.Server
+    _recording: Recording
+    _settings: RecorderSettings
+    _in_flight: int = 0
+    _background: TaskGroup | None = None
+
+    def __post_init__(self) -> None:
+        self._weights = server.ServedWeights(self._upstream)
 
     def app(self) -> Starlette:
         """Return the application."""
-        post = ["POST"]
-        routes = [Route("/v1/batches/{batch}/seal", self._seal, methods=post)]
+
+        async def models(_: Request) -> Response:
+            return JSONResponse(await self._upstream.get("/v1/models"))
+
+        routes = [self._route("/v1/batches/{batch}/seal", self._seal)]
         # Behind the base URL of an agent too: the longest first, else /v1 were part of the name.
         named = "/rollouts/{rollout:path}"
         for place in (f"{named}/v1", f"/v1{named}", named):
-            ends = (f"{place}/{name}" for name in ("reward", "seal"))
-            routes += [Route(path, self._close, methods=post) for path in ends]
+            routes += [self._route(f"{place}/{end}", self._close) for end in ("reward", "seal")]
         for place in ("/v1", f"{named}/v1"):
-            routes.append(Route(f"{place}/models", self._models))
-            ends = (f"{place}/{name}" for name in ("chat/completions", "completions"))
-            routes += [Route(path, self._complete, methods=post) for path in ends]
+            ends = ("chat/completions", "completions")
+            routes += [self._route(f"{place}/{end}", self._complete) for end in ends]
+            routes.append(self._route(f"{place}/models", models, "GET"))
         return Starlette(
             routes=routes,
             lifespan=self._lifespan,
-            exception_handlers={errors.TrinityBufferError: _store_error, HTTPException: _refused},
+            exception_handlers=dict.fromkeys((errors.TrinityBufferError, HTTPException), _error),
         )
+
+    def _route(
+        self, path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "POST"
+    ) -> Route:
+        async def allowed(request: Request) -> Response:
+            reason = refusal(request.method, request.headers, self._settings.token)
+            if reason is not None:
+                raise HTTPException(*reason)
+            return await answer(request)
+
+        return Route(path, allowed, methods=[method])
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -325,13 +324,8 @@ class Recorder:
             self._background = group
             yield
 
-    async def _models(self, request: Request) -> Response:
-        self._require_allowed(request)
-        return JSONResponse(await self._upstream.get("/v1/models"))
-
     async def _close(self, request: Request) -> Response:
         """Record what a rollout has come to, with its reward."""
-        self._require_allowed(request)
         body = _json_of(await request.body() or b"{}")
         if request.url.path.endswith("/reward") and isinstance(body, dict) and "reward" not in body:
             raise errors.InvalidArgumentError(
@@ -352,17 +346,10 @@ class Recorder:
 
     async def _seal(self, request: Request) -> Response:
         """Record that a batch is complete."""
-        self._require_allowed(request)
         return JSONResponse({"expected": await self._recording.seal(request.path_params["batch"])})
-
-    def _require_allowed(self, request: Request) -> None:
-        reason = refusal(request.method, request.headers, self._settings.token)
-        if reason is not None:
-            raise HTTPException(*reason)
 
     async def _complete(self, request: Request) -> Response:
         """Answer a request for a completion."""
-        self._require_allowed(request)
         if self._recording.failed is not None:
             raise self._recording.failed
         if self._in_flight >= self._settings.max_in_flight:
@@ -382,8 +369,8 @@ class Recorder:
         path = CHAT if request.url.path.endswith("/chat/completions") else "/v1/completions"
         require_request(body)
         asked = asked_of_upstream(path, body)
-        require_sampled(asked, self._settings.logprobs_mode, ASK_ITSELF)
-        require_texts(body.get("messages") or (), ASK_ITSELF)
+        server.require_sampled(asked, self._settings.logprobs_mode, ASK_ITSELF)
+        server.require_texts(body.get("messages") or (), ASK_ITSELF)
         named = request.path_params.get("rollout") or request.headers.get(HEADER)
         rollout = self._named(request, named or uuid4().hex)
         if named:
@@ -398,7 +385,8 @@ class Recorder:
         weights = await self._weights.now()
         passed = await self._passed(request, path, asked)
         if passed is None or await request.is_disconnected():
-            return _error(499, "the client went away: it never saw the answer, which is no turn")
+            message = "the client went away: it never saw the answer, which is no turn"
+            raise HTTPException(499, message)
         status, answer, retry_headers = passed
         if status >= 400:
             return JSONResponse(answer, status_code=status, headers=retry_headers)
@@ -449,8 +437,8 @@ class Recorder:
         """
         with understanding(self._upstream.root):
             made = completions_of(answer)
-        require_whole(answer, made, self._upstream.root, NO_TURN, MUST_RETURN)
-        mode, options = self._settings.logprobs_mode, changes(body)
+        server.require_whole(answer, made, self._upstream.root, NO_TURN, MUST_RETURN)
+        mode, options = self._settings.logprobs_mode, server.changes(body)
         made = await self._weights.stamped(made, weights, logprobs_mode=mode, sampling=options)
         messages, tools = body.get("messages") or (), body.get("tools") or ()
         turns = [Turn(messages, tools, completion) for completion in made]
@@ -503,20 +491,12 @@ def _json_of(body: bytes) -> Any:
     return value
 
 
-def _error(status: int, message: str, kind: str = "recorder") -> Response:
-    return JSONResponse({"error": {"message": message, "type": kind}}, status_code=status)
-
-
-async def _store_error(_: Request, error: Exception) -> Response:
-    """Return an error of ours as OpenAI's clients expect one."""
-    return _error(status_of(error), str(error), type(error).__name__)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = error.detail
-    if error.status_code in (404, 405):  # which Starlette raises where no route has this path
-        message = f"there is no {request.method} {request.url.path:.80}: there are {PATHS}"
-    answer = _error(error.status_code, message)
-    answer.headers.update(error.headers or {})
-    return answer
+async def _error(request: Request, error: Exception) -> Response:
+    """Return an error as OpenAI's clients expect one."""
+    status, message, kind = status_of(error), str(error), type(error).__name__
+    if isinstance(error, HTTPException):
+        status, message, kind = error.status_code, error.detail, "recorder"
+        if status in (404, 405):  # which Starlette raises where no route has this path
+            message = f"there is no {request.method} {request.url.path:.80}: there are {PATHS}"
+    body = {"error": {"message": message, "type": kind}}
+    return JSONResponse(body, status, getattr(error, "headers", None))

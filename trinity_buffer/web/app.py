@@ -141,8 +141,8 @@ HELP = {
 """Name -> what it counts; what ends in ``_total`` only grows."""
 
 
-_Sample = tuple[str, float, dict[str, str]]
-"""Name, value and labels."""
+_Sample = tuple[str, float | None, dict[str, str]]
+"""Name, value (None: it is not known) and labels."""
 
 
 async def metrics(store: Store) -> str:
@@ -162,7 +162,7 @@ async def metrics(store: Store) -> str:
     escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
     # Samples of one name must stand together, below its HELP and TYPE.
     for name, text in HELP.items():
-        of_name = [sample for sample in samples if sample[0] == name]
+        of_name = [sample for sample in samples if sample[0] == name and sample[1] is not None]
         if of_name:
             full, kind = f"trinity_buffer_{name}", "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP {full} {text}\n", f"# TYPE {full} {kind}\n"]
@@ -176,40 +176,33 @@ async def metrics(store: Store) -> str:
 
 def _of_store(counted: Overview) -> Iterator[_Sample]:
     yield "store_bytes", counted.size_bytes, {}
-    for experiment in counted.experiments:
-        own = {"experiment": experiment.name}
-        for kind, count in experiment.events.items():
+    for one in counted.experiments:
+        own, rejected = {"experiment": one.name}, dict(one.guests)
+        yield "experiences_total", one.experiences, own
+        yield "planned_rollouts_total", one.plans.planned, own
+        yield "missing_rollouts", one.plans.missing, own
+        yield "policy_version", one.published, own
+        for kind, count in one.events.items():
             yield "events_total", count, own | {"kind": kind}
-        yield "experiences_total", experiment.experiences, own
-        yield "planned_rollouts_total", experiment.plans.planned, own
-        yield "missing_rollouts", experiment.plans.missing, own
-        if experiment.published is not None:
-            yield "policy_version", experiment.published, own
-        for reason, count in experiment.refused.items():
-            yield "refused_experiences_total", count, own | {"reason": reason}
-        for name, reasons in experiment.guests.items():
-            yield from _rejected(own, name, reasons)
-        for terms in experiment.strategies:
-            labels = own | {"set": terms.consumer}
+        for terms in one.strategies:
+            labels, rejected[terms.consumer] = own | {"set": terms.consumer}, terms.rejected
             yield "annotated_experiences_total", terms.annotated, labels
             yield "unseen_experiences", terms.unseen, labels
             yield "waiting_experiences", terms.waiting, labels
-            yield from _rejected(own, terms.consumer, terms.rejected)
-        for trainer in experiment.trainers:
+        for trainer in one.trainers:
             labels, counts = own | {"trainer": trainer.name}, trainer.counts
+            rejected[trainer.name] = counts.rejected
             yield "leased_step", trainer.leased, labels
             yield "committed_step", trainer.committed, labels
             yield "ready_rows", counts.ready, labels
             yield "leased_rows", counts.leased, labels
             yield "committed_rows", counts.committed, labels
-            if trainer.staleness is not None:
-                yield "staleness_mean", trainer.staleness, labels
-            yield from _rejected(own, trainer.name, counts.rejected)
-
-
-def _rejected(own: dict[str, str], by: str, reasons: dict[str, int]) -> Iterator[_Sample]:
-    for reason, count in reasons.items():
-        yield "rejected_experiences_total", count, own | {"by": by, "reason": reason}
+            yield "staleness_mean", trainer.staleness, labels
+        for reason, count in one.refused.items():
+            yield "refused_experiences_total", count, own | {"reason": reason}
+        for by, reasons in rejected.items():
+            for reason, count in reasons.items():
+                yield "rejected_experiences_total", count, own | {"by": by, "reason": reason}
 
 
 STATIC = Path(__file__).parent / "static"
