@@ -22,7 +22,7 @@ from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.train.sampler import ReadyGroup, ReadyGroups
 from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.rows import first_address
-from trinity_buffer.store.trainer_queries import Reader, annotated_positions, spent_rows
+from trinity_buffer.store.trainer_queries import Reader, annotated_page
 
 RUNS, CALLS = 3, 3
 
@@ -116,14 +116,15 @@ async def test_events_of_a_single_row_are_all_found(store_url: str, resize: Resi
         assert as_rows(waiting) == await expected(experiment, reader_of(experiment))
         events = [found.key[1] for found in waiting]
         for place, event in enumerate(events):  # from an event on, it is the first
-            found = await experiment.database.read(
-                annotated_positions,
+            positions, _ = await experiment.database.read(
+                annotated_page,
                 experiment.key,
                 annotation_set="grpo",
+                trainer=reader_of(experiment),
                 start=first_address(event),
                 limit=9,
             )
-            assert found == events[place:]
+            assert positions == events[place:]
 
 
 async def test_rows_of_another_experiment_and_beyond_the_page_are_not_looked_at(
@@ -135,10 +136,9 @@ async def test_rows_of_another_experiment_and_beyond_the_page_are_not_looked_at(
         found = {}
         for experiment in both:
             read, key = experiment.database.read, experiment.key
-            positions = await read(_positions, key)
-            spent = [await read(_spent, key, first_address(p)) for p in positions]
-            found[experiment.name] = (len(positions), [len(some) for some in spent])
-    assert found == {"one": (1, [0]), "two": (2, [0, 1])}
+            pages = [await read(_page, key, rows) for rows in range(3)]
+            found[experiment.name] = [(len(positions), len(spent)) for positions, spent in pages]
+    assert found == {"one": [(0, 0), (1, 1), (1, 1)], "two": [(0, 0), (1, 1), (2, 2)]}
 
 
 async def annotated_one_by_one(store: Store, name: str, number: int) -> Experiment:
@@ -152,13 +152,9 @@ async def annotated_one_by_one(store: Store, name: str, number: int) -> Experime
     return experiment
 
 
-def _positions(tx: Transaction, key: int) -> list[int]:
-    return annotated_positions(tx, key, annotation_set="grpo", start=0, limit=9)
-
-
-def _spent(tx: Transaction, key: int, end: int) -> set[int]:
+def _page(tx: Transaction, key: int, limit: int) -> tuple[list[int], set[int]]:
     trainer = Reader(key, "trainer", "", "trainer")
-    return set(spent_rows(tx, key, trainer=trainer, start=0, end=end))
+    return annotated_page(tx, key, annotation_set="grpo", trainer=trainer, start=0, limit=limit)
 
 
 async def test_a_group_whose_rows_go_for_different_reasons_counts_once(store_url: str) -> None:

@@ -22,7 +22,7 @@ from trinity_buffer import run_strategy, verify
 from trinity_buffer.errors import StoreUnavailableError
 from trinity_buffer.events import BatchLeased, StepsCommitted, kind_of
 from trinity_buffer.pipeline.coordination.lease import hold_lease
-from trinity_buffer.pipeline.train.resume import register
+from trinity_buffer.pipeline.train.options import register
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.tables import policy
 from trinity_buffer.store.transaction import Statement, TakenKeyError, one_statement

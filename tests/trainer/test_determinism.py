@@ -20,7 +20,7 @@ from trinity_buffer.algorithm import build
 from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import TrainingError
 from trinity_buffer.events import StepsCommitted
-from trinity_buffer.pipeline.environment import CUBLAS_WORKSPACE, differences, environment_of_run
+from trinity_buffer.pipeline.train.step import CUBLAS_WORKSPACE, differences, environment_of_run
 from trinity_buffer.trainer import determinism
 from trinity_buffer.trainer.determinism import FLASH_ATTENTION, SameBits, attention_of, same_bits
 from trinity_buffer.trainer.parallel import Processes
@@ -292,12 +292,12 @@ def test_what_is_recorded_of_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     version.write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC\n"
     )
-    monkeypatch.setattr("trinity_buffer.pipeline.environment.DRIVER_FILE", version)
+    monkeypatch.setattr("trinity_buffer.pipeline.train.step.DRIVER_FILE", version)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H100 {device}")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91500)
     monkeypatch.setenv(CUBLAS_WORKSPACE, ":4096:8")
-    monkeypatch.setattr("trinity_buffer.pipeline.environment.triton_version", lambda: "3.6.0")
+    monkeypatch.setattr("trinity_buffer.pipeline.train.step.triton_version", lambda: "3.6.0")
     recorded = environment_of_run("cuda:0")
     assert {
         name: recorded[name] for name in recorded.keys() - environment_of_run("cpu").keys()

@@ -56,8 +56,7 @@ from trinity_buffer.pipeline.history.replay import (
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.train.checkpoint import digest_of, require_digest
-from trinity_buffer.pipeline.train.options import StreamOptions
-from trinity_buffer.pipeline.train.resume import require_checkpoint_of
+from trinity_buffer.pipeline.train.options import StreamOptions, require_checkpoint_of
 from trinity_buffer.store import writer_queries
 from trinity_buffer.trainer.checkpoint import read_step, save_checkpoint
 from trinity_buffer.trainer.determinism import largest_difference

@@ -21,7 +21,7 @@ from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.explorer.chat_format import ChatFormat, decoded
 from trinity_buffer.explorer.conversation import Completion
 from trinity_buffer.lazy import extra
-from trinity_buffer.pipeline.environment import settle_cublas
+from trinity_buffer.pipeline.train.step import settle_cublas
 from trinity_buffer.sampling import LEAST_TEMPERATURE
 
 

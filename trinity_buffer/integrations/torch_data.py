@@ -16,9 +16,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
 from trinity_buffer.errors import InvalidArgumentError, StoreError, TrinityBufferError
-from trinity_buffer.pipeline.environment import environment_of_run
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
-from trinity_buffer.pipeline.train.step import PolicyPath, TrainStep
+from trinity_buffer.pipeline.train.step import PolicyPath, TrainStep, environment_of_run
 
 NOWHERE = -1
 """A pass goes on after the last commit."""

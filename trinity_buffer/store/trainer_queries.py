@@ -12,6 +12,7 @@ from trinity_buffer.store.rows import (
     STEP_COLUMNS,
     ConsumerRow,
     StepRow,
+    first_address,
     read_consumer,
     read_step,
 )
@@ -70,20 +71,27 @@ _READERS = Statement(
 )
 
 
-def annotated_positions(
-    tx: Transaction, experiment: int, *, annotation_set: str, start: int, limit: int
-) -> list[int]:
-    """Return the positions of the events that hold the next ``limit`` rows from ``start`` on."""
-    rows = _POSITIONS.fetch_all(tx, of=experiment, by=annotation_set, start=start, most=limit)
-    return [position for (position,) in rows]
+def annotated_page(
+    tx: Transaction,
+    experiment: int,
+    *,
+    annotation_set: str,
+    trainer: Reader,
+    start: int,
+    limit: int,
+) -> tuple[list[int], set[int]]:
+    """Return the positions of the events that hold the next ``limit`` rows from ``start`` on.
 
-
-def spent_rows(
-    tx: Transaction, experiment: int, *, trainer: Reader, start: int, end: int
-) -> set[int]:
-    """Return the addresses from ``start`` to below ``end`` that ``trainer`` holds or rejected."""
-    span = {"of": experiment, "start": start, "end": end}
-    return {address for (address,) in _SPENT.fetch_all(tx, **span, **trainer._asdict())}
+    And the addresses of those of their rows that ``trainer`` holds or rejected: read in the same
+    transaction, so that no row is leased twice.
+    """
+    page = {"of": experiment, "by": annotation_set, "start": start, "most": limit}
+    positions = [position for (position,) in _POSITIONS.fetch_all(tx, **page)]
+    if not positions:
+        return positions, set()
+    span = {"of": experiment, "start": start, "end": first_address(positions[-1] + 1)}
+    spent = _SPENT.fetch_all(tx, **span, **trainer._asdict())
+    return positions, {address for (address,) in spent}
 
 
 # The limit comes before the DISTINCT, which would read all rows that follow.

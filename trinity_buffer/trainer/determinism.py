@@ -26,16 +26,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trinity_buffer.errors import CheckpointError, TrainingError
-from trinity_buffer.pipeline.environment import (
+from trinity_buffer.pipeline.sync_stream import StepStream
+from trinity_buffer.pipeline.train.step import (
     CUBLAS_WORKSPACE,
+    TrainStep,
     differences,
     environment_of_run,
     flags,
     in_words,
     settle_cublas,
 )
-from trinity_buffer.pipeline.sync_stream import StepStream
-from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.parallel import Processes, unwrapped
 from trinity_buffer.trainer.sharded import opened_files
 

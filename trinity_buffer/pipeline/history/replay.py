@@ -85,8 +85,8 @@ async def replayed_steps(
             )
             load = partial(loader.load_leased, lease=manifest, remedy=remedy)
             rows = await database.read_session(load)
-            lacks = len(rows.lacking("advantages")) == len(manifest.groups)
-            if lacks and "advantages" in needs:  # no zeros in their place
+            # No zeros in their place.
+            if "advantages" in needs and not rows.field("advantages").blocks:
                 raise InvalidArgumentError(
                     f"step {manifest.step} was trained on the set {manifest.annotation_set!r}, "
                     "which has no advantages: replay it with an algorithm that computes them in "

@@ -111,7 +111,7 @@ def _decoded(
 ) -> list[Experience]:
     """Decode ``rows`` from their events and segments."""
     blobs = blobs_of(stored.parts)
-    by_event: OrderedDict[int, list[ExperienceRow]] = OrderedDict()
+    by_event: dict[int, list[ExperienceRow]] = {}
     for row in rows:
         by_event.setdefault(position_of(row.address), []).append(row)
     made: dict[int, Experience] = {}
@@ -188,11 +188,6 @@ class Field:
         for block in self.blocks:
             there[block.rows] = True
         return there
-
-    def missing(self) -> list[int]:
-        """Return the rows that have no value."""
-        rows_without: list[int] = np.flatnonzero(~self.present()).tolist()
-        return rows_without
 
     def sizes(self) -> Array:
         """Return ``[rows]``: the number of elements of each row, -1 if missing or scaled."""
@@ -349,13 +344,6 @@ class LoadedRows:
         """Return the column ``name``, which may be empty."""
         return self.fields.get(name) or Field(len(self.expert))
 
-    def lacking(self, name: str) -> list[int]:
-        """Return the rows without the field ``name``; token-level rewards count as a reward."""
-        if name != "reward":
-            return self.field(name).missing()
-        missing = self.field("token_level_reward").missing()
-        return [row for row in missing if np.isnan(self.facts.reward[row])]
-
     def planned_lengths(self, layout: str) -> list[int]:
         """Return the tokens of each row that `plan_microbatches` counts."""
         if not self.field("chosen").blocks:
@@ -485,15 +473,17 @@ class RowLoader:
         """Return the uids of the rows at ``places`` of a manifest."""
         uids = []
         for place in places:
-            number = lease.source[place] if lease.source else 0
-            cache = self.cache_of(s, lease.sources[number - 1]) if number else self.events
+            cache = self.cache_of(s, lease, lease.source[place] if lease.source else 0)
             address = lease.experiences[place]
             (row,) = s.read(writer_queries.experience_rows, cache.experiment, [address])
             uids.append(row.eid.uid)
         return uids
 
-    def cache_of(self, s: ReadSession, name: str) -> EventCache:
-        """Return the event cache of another experiment that rows come from."""
+    def cache_of(self, s: ReadSession, lease: BatchLeased, source: int) -> EventCache:
+        """Return the event cache of the experiment that rows of a manifest come from, by number."""
+        if not source:
+            return self.events
+        name = lease.sources[source - 1]
         if name not in self._others:
             key = s.read(log.find_experiment, name)
             if key is None:
@@ -503,33 +493,25 @@ class RowLoader:
             self._others[name] = EventCache(key, name)
         return self._others[name]
 
-    def _sources(self, s: ReadSession, lease: BatchLeased) -> list[tuple[EventCache, list[int]]]:
-        """Return the event cache of each experiment with rows in a manifest, and their places."""
-        numbers = lease.source or [0] * len(lease.groups)
-        sources = []
-        for number in sorted(set(numbers)):
-            cache = self.cache_of(s, lease.sources[number - 1]) if number else self.events
-            sources.append((cache, [row for row, of in enumerate(numbers) if of == number]))
-        return sources
-
     def ranges(self, s: ReadSession, lease: BatchLeased) -> tuple[list[SlotRange], list[SlotRange]]:
         """Return where the rows of a manifest are recorded, and where their annotations are."""
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
-        for cache, places in self._sources(s, lease):
-            in_step, parts = np.array(places), list[tuple[list[SlotRange], Array, int]]()
-            columns = (lease.experiences, lease.annotations)
-            for row_ranges, column in zip(ranges, columns, strict=True):
-                addresses = np.array(column)[in_step]
-                by_address = np.argsort(addresses, kind="stable")
-                ordered, rows = addresses[by_address], in_step[by_address]
-                # Consecutive addresses are consecutive rows of one segment: an address holds the
-                # position in its high bits, so the next event's addresses are far away.
-                for a, z in contiguous_ranges(ordered):
-                    parts.append((row_ranges, rows[a:z], int(ordered[a])))
-            events = cache.events(s, {position_of(address) for _, _, address in parts})
+        source = np.array(lease.source or [0] * len(lease.groups))
+        columns = [np.array(column) for column in (lease.experiences, lease.annotations)]
+        for number in np.unique(source).tolist():
+            in_step = np.flatnonzero(source == number)
+            orders = [in_step[np.argsort(column[in_step], kind="stable")] for column in columns]
+            # Consecutive addresses are consecutive rows of one segment: an address holds the
+            # position in its high bits, so the next event's addresses are far away.
+            parts = [
+                (row_ranges, order[a:z], int(column[order[a]]))
+                for row_ranges, order, column in zip(ranges, orders, columns, strict=True)
+                for a, z in contiguous_ranges(column[order])
+            ]
+            positions = {position_of(address) for _, _, address in parts}
+            events = self.cache_of(s, lease, number).events(s, positions)
             for row_ranges, rows, address in parts:
-                first = slot_of(address)
-                slots = range(first, first + len(rows))
+                slots = range(slot_of(address), slot_of(address) + len(rows))
                 row_ranges.append((rows, events[position_of(address)], slots))
         return ranges
 
@@ -572,7 +554,7 @@ class RowLoader:
                 num_bytes -= segment.num_bytes
                 del self._segments[key]
         # Validation lets no row without tokens in, so this is damage rather than a user's mistake.
-        if "tokens" not in fields or fields["tokens"].missing():
+        if "tokens" not in fields or not fields["tokens"].present().all():
             raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
         return fields, modal
 

@@ -167,7 +167,7 @@ class EventCache:
         Raises:
             CodecError: no event, an unreadable one, or one without rows.
         """
-        unknown = sorted(position for position in positions if position not in self._known)
+        unknown = sorted(set(positions) - self._known.keys())
         if unknown:
             stored = s.read(log.read_at, self.experiment, unknown)
             if len(stored) < len(unknown):
@@ -177,10 +177,9 @@ class EventCache:
                     "run `verify`"
                 )
             self._add(s.compute(self._decoded, stored))
-        events = {}
         for position in positions:
-            events[position] = self._known[position]
             self._known.move_to_end(position)
+        events = {position: self._known[position] for position in positions}
         self._shrink(len(positions))
         return events
 

@@ -65,12 +65,6 @@ OPTIONAL = {"teacher_logprob": "teacher_logprobs"}
 LazyColumn: TypeAlias = "Callable[[Part], Array]"
 """Makes a column when it is first called, and returns a view of one micro-batch."""
 
-Weights: TypeAlias = Callable[[], "Array | None"]
-"""Returns the factors of scaled values: the action mask, with its weights if it has any.
-
-None: every token of each response is trained.
-"""
-
 
 def collate_step(
     lease: BatchLeased,
@@ -115,12 +109,20 @@ def collate_step(
         plans = [MicroBatchPlan(size * p.start, size * p.stop, p.width) for p in plans]
     places = Places(rows.facts, plans, padded=lease.layout == "padded")
     responses, recorded = _responses(rows, pairs=size == 2)
-    sources = _sources(rows, responses, rewards_of(lease, rows), places)
-    flat = _columns_of_step(sources, places, memory)
+    flat = _columns_of_step(rows, responses, rewards_of(lease, rows), places, memory)
     if rows.facts.sampling.any():
         flat |= _temperature(rows, places)
     per_row = _per_row(lease, rows, recorded, size)
-    layout = _layout(lease, rows, per_row, world)
+    trained, totals = rows.facts.trained_tokens, list[Totals]()
+    for of in (slice(None), ~rows.expert, rows.expert):
+        tokens, num_groups = trained[of], len(np.unique(per_row["group_index"][of]))
+        active = int(np.count_nonzero(tokens))
+        totals.append(Totals(int(tokens.sum()), len(tokens), num_groups, active))
+    total, usual, expert = totals
+    normalizer = lease.normalizer
+    layout = BatchLayout(
+        total=total, usual=usual, expert=expert, normalizer=normalizer, world_size=world
+    )
     for part in places.parts:
         tensors = _tensors(flat, per_row, places, part, mover)
         step.microbatches.append(
@@ -203,14 +205,14 @@ def _responses(rows: LoadedRows, *, pairs: bool) -> tuple[dict[str, Field], Arra
         # Log-probabilities of an expert's rows are not the policy's, so they become 0.
         responses = {name: field.without(expert) for name, field in responses.items()}
     for name, stored in OPTIONAL.items():
-        if not (optional := rows.field(stored)).missing():
+        if (optional := rows.field(stored)).present().all():
             responses[name] = optional
     recorded = responses["rollout_logprob"].present()
     # A mixed step may have only the expert's rows left, whose zeros no loss reads.
     has_logprobs = bool(recorded.any() or expert.all()) and not pairs
     if not has_logprobs:
         del responses["rollout_logprob"]  # zeros would mean probabilities of 1
-    if rows.field("action_mask").missing():
+    if not rows.field("action_mask").present().all():
         raise InvalidArgumentError(
             "a row of the step has neither an action mask nor a pair of answers: run `verify`"
         )
@@ -262,12 +264,16 @@ def mean_reward(lease: BatchLeased, rows: LoadedRows) -> float | None:
 
 
 def lacking_of(name: str, lease: BatchLeased, rows: LoadedRows) -> list[int]:
-    """Return the trainer's own rows of a step without a field; see `rewards_of`."""
-    missing = [row for row in rows.lacking(name) if not rows.expert[row]]
-    if name != "reward" or not missing:
-        return missing
-    rewards = rewards_of(lease, rows)
-    return [row for row in missing if np.isnan(rewards[row])]
+    """Return the trainer's own rows of a step without a field.
+
+    Token-level rewards count as a reward, and so does that of `rewards_of`.
+    """
+    is_reward = name == "reward"
+    lacks = ~(rows.field("token_level_reward" if is_reward else name).present() | rows.expert)
+    if is_reward:
+        lacks &= np.isnan(rewards_of(lease, rows))
+    missing: list[int] = np.flatnonzero(lacks).tolist()
+    return missing
 
 
 def _temperature(rows: LoadedRows, places: Places) -> dict[str, Array]:
@@ -308,25 +314,6 @@ def _per_row(
     if lease.by_run:
         columns["run_index"] = _run_numbers(lease, rows)
     return columns
-
-
-def _layout(
-    lease: BatchLeased, rows: LoadedRows, per_row: Mapping[str, Array], world: int
-) -> BatchLayout:
-    """Return the denominators over all rows, over the usual and over the expert's rows."""
-    totals = []
-    for of in (slice(None), ~rows.expert, rows.expert):
-        tokens, groups = rows.facts.trained_tokens[of], per_row["group_index"][of]
-        active = int(np.count_nonzero(tokens))
-        totals.append(Totals(int(tokens.sum()), len(tokens), len(set(groups.tolist())), active))
-    total, usual, expert = totals
-    return BatchLayout(
-        total=total,
-        usual=usual,
-        expert=expert,
-        normalizer=lease.normalizer,
-        world_size=world,
-    )
 
 
 class Part(NamedTuple):
@@ -485,14 +472,11 @@ class Source:
 
     def _put_rows(self, column: Array, block: Block, factors: Array | None) -> None:
         """Write the rows of a block one by one."""
-        begins, values = (
-            self.places.begins[block.rows],
-            block.data if block.scaled else block.values(),
-        )
-        starts = begins + self.places.prompts[block.rows] if self.after_prompt else begins
-        stops = starts + block.ends[1:] - block.ends[:-1]
-        if block.scaled:
-            stops = begins + self.places.lengths[block.rows]
+        places, rows = self.places, block.rows
+        begins = places.begins[rows]
+        starts = begins + places.prompts[rows] if self.after_prompt else begins
+        values: Any = block.data if block.scaled else block.values()
+        stops = begins + places.lengths[rows] if block.scaled else starts + np.diff(block.ends)
         bounds = zip(begins.tolist(), starts.tolist(), stops.tolist(), values, strict=True)
         for begin, start, stop, value in bounds:
             if begin >= 0 and block.scaled and factors is not None:
@@ -501,42 +485,22 @@ class Source:
                 column[start:stop] = value
 
 
-def _sources(
-    rows: LoadedRows, responses: Mapping[str, Field], rewards: Array, places: Places
-) -> dict[str, Source]:
-    """Return what each column is made of."""
-    tokens, masks = rows.field("tokens").blocks, rows.field("action_mask").blocks
-    text, positions = places.put_text, places.put_positions
-    sources = {"input_ids": Source(places, np.int64, deque(tokens), after_prompt=False)}
-    if not places.padded:  # one row of positions serves all padded rows
-        sources["position_ids"] = Source(places, np.int64, deque(), finish=positions, zeros=False)
-    sources["attention_mask"] = Source(places, np.bool_, deque(), finish=text, zeros=False)
-    sources["action_mask"] = Source(places, np.bool_, deque(masks))
-    for name, of in responses.items():
-        sources[name] = Source(places, np.float32, deque(of.blocks))
-    # The reward of a row without token-level rewards is that of its last token; an expert's rows
-    # have none.
-    last = np.where(responses[REWARDS].present() | rows.expert, np.nan, rewards)
-    sources[REWARDS].finish = partial(places.put_last, last)
-    return sources
-
-
 def _fill(
-    columns: Mapping[str, Array], sources: Mapping[str, Source], weights: Weights | None = None
+    columns: Mapping[str, Array], sources: Mapping[str, Source], factors: Array | None = None
 ) -> None:
     """Write whole columns into uninitialized memory, by turns a block of each.
 
     Stored bytes are released block by block, so that they and the columns never exist in full at
     the same time.
     """
-    scaled = any(sources[name].is_scaled() for name in columns)
-    factors = weights() if scaled and weights is not None else None
     writers = (sources[name].write(column, factors) for name, column in columns.items())
     deque(zip_longest(*writers), maxlen=0)
 
 
-def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) -> Array | None:
-    """Return the result of `Weights`.
+def _factors(masks: Sequence[Block], places: Places, mask: Array | None = None) -> Array | None:
+    """Return the factors of scaled values: the action mask, with its weights if it has any.
+
+    None: every token of each response is trained.
 
     Args:
         masks, places: blocks of the action mask, and the places of the rows.
@@ -554,22 +518,18 @@ def _weights(masks: Sequence[Block], places: Places, mask: Array | None = None) 
     return weights
 
 
-def _unchanged(factors: Array | None) -> Array | None:
-    return factors
-
-
 class LazyColumns:
     """Columns of the same stored bytes, all made when one of them is first read.
 
     Args:
         sources: what they are made of, released afterwards.
-        weights: the factors of scaled values.
+        factors: returns the `_factors` of scaled values.
     """
 
-    def __init__(self, sources: Mapping[str, Source], weights: Weights) -> None:
-        # The weights hold the blocks of the mask, which other columns do not need.
+    def __init__(self, sources: Mapping[str, Source], factors: Callable[[], Array | None]) -> None:
+        # The factors hold the blocks of the mask, which other columns do not need.
         scaled = any(source.is_scaled() for source in sources.values())
-        self._inputs: tuple[Any, ...] | None = sources, weights if scaled else None
+        self._inputs: tuple[Any, ...] | None = sources, factors if scaled else lambda: None
         self._made: dict[str, Array] = {}
         self._lock = Lock()  # threads of a trainer may read at the same time
 
@@ -582,13 +542,13 @@ class LazyColumns:
         with self._lock:
             inputs, self._inputs = self._inputs, None
             if inputs is not None:
-                made = {}
-                for own, source in inputs[0].items():
+                (sources, factors), made = inputs, {}
+                for own, source in sources.items():
                     size = source.places.size * np.dtype(source.dtype).itemsize
                     large = size > sizes.bytes_read_at_once
                     memory = mapped(size) if large else bytearray(size)
                     made[own] = np.frombuffer(memory, source.dtype)
-                _fill(made, *inputs)
+                _fill(made, sources, factors())
                 self._made = made
         if not self._made:  # not a KeyError, which a mapping turns into "no such column"
             raise TrainingError(
@@ -599,11 +559,28 @@ class LazyColumns:
 
 
 def _columns_of_step(
-    sources: Mapping[str, Source], places: Places, memory: StepMemory
+    rows: LoadedRows,
+    responses: Mapping[str, Field],
+    rewards: Array,
+    places: Places,
+    memory: StepMemory,
 ) -> dict[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or lazy."""
-    masks, late, ahead = [*sources["action_mask"].blocks], set(sources), dict[str, Array]()
-    weights: Weights = partial(_weights, masks, places)
+    tokens, masks = rows.field("tokens").blocks, rows.field("action_mask").blocks
+    text, positions = places.put_text, places.put_positions
+    sources = {"input_ids": Source(places, np.int64, deque(tokens), after_prompt=False)}
+    if not places.padded:  # one row of positions serves all padded rows
+        sources["position_ids"] = Source(places, np.int64, deque(), finish=positions, zeros=False)
+    sources["attention_mask"] = Source(places, np.bool_, deque(), finish=text, zeros=False)
+    sources["action_mask"] = Source(places, np.bool_, deque(masks))
+    for name, column in responses.items():
+        sources[name] = Source(places, np.float32, deque(column.blocks))
+    # The reward of a row without token-level rewards is that of its last token; an expert's rows
+    # have none.
+    last = np.where(responses[REWARDS].present() | rows.expert, np.nan, rewards)
+    sources[REWARDS].finish = partial(places.put_last, last)
+    late, ahead = set(sources), dict[str, Array]()
+    factors_later: Callable[[], Array | None] = partial(_factors, masks, places)
     width = sum(np.dtype(source.dtype).itemsize for source in sources.values())
     if places.size * width <= sizes.bytes_made_ahead:
         # Few losses read returns, rewards, or advantages that were not computed. They stay lazy
@@ -620,12 +597,12 @@ def _columns_of_step(
         others = dict(ahead)
         mask = others.pop("action_mask")
         _fill({"action_mask": mask}, sources)
-        factors = _weights(masks, places, mask)
-        _fill(others, sources, lambda: factors)
+        factors = _factors(masks, places, mask)
+        _fill(others, sources, factors)
         # Copies, since the memory of the mask and of the segments may change before they are read.
         scaled = any(sources[name].is_scaled() for name in late)
         copied = factors.copy() if scaled and factors is not None else None
-        weights = partial(_unchanged, copied)
+        factors_later = lambda: copied  # noqa: E731 - a function of one value
         for name in late:
             own = sources[name].blocks
             sources[name].blocks = deque(replace(b, data=b.data.copy()) for b in own)
@@ -633,6 +610,6 @@ def _columns_of_step(
     together = [name for name in WITH_IDS if name in late]
     for names in (together, *([name] for name in late.difference(together))):
         of = {name: sources[name] for name in names}
-        made = LazyColumns(of, weights)
+        made = LazyColumns(of, factors_later)
         flat |= {name: partial(made.part, name) for name in of}
     return {name: flat[name] for name in sources}

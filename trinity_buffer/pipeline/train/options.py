@@ -1,20 +1,40 @@
-"""Options of a train stream, and the commit that it resumes from."""
+"""Options of a train stream, and how it starts by them.
+
+A trainer registers, waits for its set, and finds the commit that it resumes from.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
+import anyio.to_thread
 from msgspec import Meta
 from typing_extensions import override
 
+from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
-from trinity_buffer.errors import InvalidArgumentError
+from trinity_buffer.errors import (
+    CheckpointError,
+    ConflictingStrategyError,
+    InvalidArgumentError,
+    UnknownNameError,
+)
+from trinity_buffer.events import ConsumerRegistered, StepsCommitted
+from trinity_buffer.identity import parse_uid
 from trinity_buffer.options import Count, Natural, StepOptions, option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
+from trinity_buffer.pipeline.coordination.waiting import Presence, ReportedWait
+from trinity_buffer.pipeline.handle import ExperimentHandle, fact_at, new_event, now_us
+from trinity_buffer.pipeline.train.checkpoint import digest_of, found_again, require_digest
+from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
+from trinity_buffer.store.database import Database
+from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.url import StoreURL
 
 
@@ -146,6 +166,9 @@ class Resume:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
+Dropped = Mapping[str, Collection[int]]
+"""Name of an experiment, "" for the trainer's own -> addresses of experiences to drop."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -163,3 +186,187 @@ def takes(
         return function
 
     return show
+
+
+async def last_commit(
+    experiment: ExperimentHandle, trainer: str, last: StepRow, chain: bytes
+) -> Resume:
+    """Return the commit of ``last``, the last committed step of the live line, to resume from.
+
+    Args:
+        chain: link of the manifest chain after it.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or has changed.
+    """
+    path = None if last.checkpoint is None else _path_of(last, experiment.database.folder)
+    if path is not None and last.checkpoint_digest is not None:
+        await anyio.to_thread.run_sync(require_digest, path, last.checkpoint_digest)
+
+    def read(tx: Transaction) -> tuple[StepsCommitted, int]:
+        row: StepRow | None = last
+        commits, skipped = list[StepsCommitted](), 0
+        while row is not None:  # back to the last step that changed weights
+            assert row.committed_at is not None  # steps before a commit are committed
+            (stored,) = log.read_at(tx, experiment.key, [row.committed_at])
+            commits.append(fact_at(experiment.name, stored, StepsCommitted))
+            steps = commits[-1].steps
+            trained = set(steps).difference(commits[-1].skipped_steps)
+            skipped += steps[-1] - max(trained, default=steps[0] - 1)
+            at, key = steps[0] - 1, experiment.key
+            row = None if trained else trainer_queries.step_at(tx, key, trainer, at)
+        return commits[0], skipped
+
+    commit, skipped = await experiment.database.read(read)
+    digest, metrics = last.checkpoint_digest, commit.metrics
+    return Resume(last.step, path, digest, chain, skipped, metrics, commit.environment)
+
+
+async def require_checkpoint_of(
+    database: Database, experiment: int, trainer: str, step: int
+) -> None:
+    """Raise unless ``trainer`` can resume from ``step``: 0, or a step with an intact checkpoint.
+
+    Checked before a rewind is recorded, which cannot be undone, or what it is to train with.
+
+    Raises:
+        CheckpointError: no such checkpoint; the message names the usable ones.
+    """
+    if step == 0:
+        return
+    read, of = database.read, (experiment, trainer)
+    consumer = await read(writer_queries.consumer_row, *of)
+    committed = 0 if consumer is None else consumer.committed_step
+    wanted = await read(trainer_queries.step_at, *of, step)
+    lacks = "has no checkpoint committed at that step"
+    if wanted is not None and step <= committed and wanted.checkpoint is not None:
+        lacks = f"committed {wanted.checkpoint}, "
+        path = _path_of(wanted, database.folder)
+        if path.exists():
+            recorded = wanted.checkpoint_digest
+            actual = await anyio.to_thread.run_sync(partial(digest_of, path, like=recorded))
+            if recorded in (None, actual):
+                return
+            lacks += "whose content is another now (restore it)"
+        else:
+            lacks += "which is gone (`train --keep-checkpoints` keeps it)"
+    live = (await read(trainer_queries.steps, *of))[:committed]
+    others = (row for row in live if row.step != step and row.checkpoint is not None)
+    there = [str(row.step) for row in others if _path_of(row, database.folder).exists()]
+    raise CheckpointError(
+        f"resume_from={step}: trainer {trainer!r} {lacks}; the last committed step is "
+        f"{committed}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
+    )
+
+
+def _path_of(row: StepRow, folder: Path | None) -> Path:
+    return found_again(row.checkpoint or "", row.checkpoint_digest, folder)
+
+
+async def register(experiment: ExperimentHandle, consumer: str, annotation_set: str) -> ConsumerRow:
+    """Return the trainer ``consumer`` of ``annotation_set``, and register it if it is new.
+
+    Raises:
+        ConflictingStrategyError: the name belongs to another consumer.
+    """
+    config = {"strategy": annotation_set}
+    event = new_event(ConsumerRegistered(consumer=consumer, kind="trainer", config=config))
+    row = await experiment.database.write(
+        writer_queries.registered, experiment.key, consumer, event, clock=now_us
+    )
+    if row.kind != "trainer" or row.config != config:
+        raise ConflictingStrategyError(
+            f"consumer {consumer!r} is a {row.kind} on {row.config.get('strategy')!r}, not a "
+            f"trainer on {annotation_set!r}: give this one a name of its own, consumer="
+        )
+    return row
+
+
+async def rows_to_drop(
+    experiment: ExperimentHandle, expert: ExperimentHandle | None, options: StreamOptions
+) -> Dropped:
+    """Return the rows that a stream drops.
+
+    Raises:
+        InvalidArgumentError: an invalid uid, or one whose row is in a committed step.
+        UnknownNameError: no row has this uid.
+    """
+    eids = {uid: parse_uid(uid) for uid in options.drop}
+    sources = {"": experiment} if expert is None else {"": experiment, expert.name: expert}
+
+    def find(tx: Transaction) -> Dropped:
+        trainer = writer_queries.consumer_row(tx, experiment.key, options.consumer)
+        assert trainer is not None  # the stream registered it
+        dropped: dict[str, set[int]] = {source: set() for source in sources}
+        for uid, eid in eids.items():
+            rows = ((source, inspection.find(tx, of.key, eid)) for source, of in sources.items())
+            stored = next(((source, row) for source, row in rows if row is not None), None)
+            if stored is None:
+                where = " and ".join(repr(of.name) for of in sources.values())
+                raise UnknownNameError(f"drop: no row {uid} is stored in experiment {where}")
+            source, row = stored
+            annotated = inspection.annotation_rows(tx, sources[source].key, [row.address])
+            notes = [note for _, _, note in annotated]
+            for _, _, step in inspection.deliveries(
+                tx, experiment.key, [trainer.name], notes, source
+            ):
+                if step <= trainer.committed_step:
+                    raise InvalidArgumentError(
+                        f"drop: row {uid} was trained in step {step} of trainer {trainer.name!r}, "
+                        f"which is committed: go back before it too, resume_from={step - 1}"
+                    )
+            dropped[source].add(row.address)
+        return dropped
+
+    return await experiment.database.read(find) if eids else {}
+
+
+async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
+    """Return whether the set of a stream exists; False if the stream waits for it.
+
+    Raises:
+        UnknownNameError: the set does not exist, and the stream does not wait.
+    """
+    lacking = "" if options.strategy is None else await _lacking_set(experiment, options.strategy)
+    if lacking and not (options.follow and options.wait_for_set):
+        raise UnknownNameError(lacking)
+    return not lacking
+
+
+async def wait_for_set(
+    experiment: ExperimentHandle, options: StreamOptions, presence: Presence
+) -> None:
+    """Wait until the set of a stream exists, and report the wait.
+
+    Raises:
+        UnknownNameError: the experiment is finished without it.
+    """
+    name = options.strategy or ""
+
+    async def tell() -> str:
+        return f"trainer {options.consumer!r} waits: {await _lacking_set(experiment, name)}"
+
+    wait = ReportedWait(experiment.database, experiment.key, tell, presence)
+    while True:
+        state = await experiment.database.changes.state()
+        finished = await experiment.is_finished()
+        lacking = await _lacking_set(experiment, name)
+        if not lacking:
+            wait.over()
+            return
+        if finished:
+            raise UnknownNameError(f"the experiment was finished: {lacking}")
+        await wait.changed(state)
+
+
+async def _lacking_set(experiment: ExperimentHandle, name: str) -> str:
+    """Return that there is no annotation set ``name``, and the remedy; "" if there is one."""
+    consumers = await experiment.database.read(writer_queries.consumers, experiment.key)
+    known = [row.name for row in consumers.values() if row.kind == "strategy"]
+    if name in known:
+        return ""
+    return (
+        f"experiment {experiment.name!r} has no annotation set {name!r} (there: "
+        f"{', '.join(known) or 'none'}{did_you_mean(name, known)}); no process annotates it: run "
+        f"a strategy of this name, `trinity-buffer annotate --name {name} --follow`"
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, pairwise
 from typing import Any, NamedTuple
@@ -55,16 +55,13 @@ from trinity_buffer.pipeline.manifest import (
     rows_by_rank,
 )
 from trinity_buffer.pipeline.train.collate import lacking_of
-from trinity_buffer.pipeline.train.options import StreamOptions
+from trinity_buffer.pipeline.train.options import Dropped, StreamOptions
 from trinity_buffer.store import trainer_queries
 from trinity_buffer.store.log import NewEvent
 from trinity_buffer.store.rows import StepRow, first_address, position_of, slot_of
 from trinity_buffer.store.trainer_queries import Reader, guest_name
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 from trinity_buffer.writer import DROPPED, OVERSIZE, invalid
-
-Dropped = Mapping[str, Collection[int]]
-"""Name of an experiment, "" for the trainer's own -> addresses of experiences to drop."""
 
 DROP_DAMAGED = (
     "let the trainer go on without these rows: damaged_rows='drop', or `trinity-buffer train "
@@ -124,7 +121,7 @@ class ReadyGroups:
         """Continue after everything that was leased before.
 
         Groups are leased in the order of their addresses, so nothing below the last one is left.
-        What is rejected ahead of its turn does not move the start; `_page` finds it spent.
+        What is rejected ahead of its turn does not move the start; `_read` finds it spent.
         """
         self._start = trainer_queries.first_undelivered(tx, self.reader)
 
@@ -148,18 +145,25 @@ class ReadyGroups:
         """
         return [self._groups.popleft() for _ in range(min(number, len(self._groups)))]
 
-    def pop_unwanted(self, unwanted: Callable[[ReadyGroup], bool]) -> list[ReadyGroup]:
-        """Remove and return the ``unwanted`` buffered groups."""
-        gone = [group for group in self._groups if unwanted(group)]
-        if gone:
-            self._groups = deque(group for group in self._groups if not unwanted(group))
-        return gone
+    def pop_stale(self, min_version: int) -> list[ReadyGroup]:
+        """Remove and return the buffered groups with rows of an older policy version."""
+        fresh, stale = deque[ReadyGroup](), list[ReadyGroup]()
+        for group in self._groups:
+            versions = (version for version in group.policy_versions if version is not None)
+            (stale if any(version < min_version for version in versions) else fresh).append(group)
+        self._groups = fresh
+        return stale
 
     def _read(self, s: ReadSession) -> bool:
         """Read the events with the next page of rows; return whether there were any."""
-        # Spent rows are read in the same transaction as the positions, so that none is leased
-        # twice.
-        positions, spent = s.read(self._page)
+        positions, spent = s.read(
+            trainer_queries.annotated_page,
+            self.experiment,
+            annotation_set=self._set,
+            trainer=self.reader,
+            start=self._start,
+            limit=sizes.rows_per_page,
+        )
         self._at_end = not positions
         if not positions:
             return False
@@ -201,26 +205,6 @@ class ReadyGroups:
         self._at_end = num_before < sizes.rows_per_page
         self._start = first_address(positions[-1] + 1)
         return True
-
-    def _page(self, tx: Transaction) -> tuple[list[int], set[int]]:
-        """Return the positions of the next events, and which of their rows are spent."""
-        positions = trainer_queries.annotated_positions(
-            tx,
-            self.experiment,
-            annotation_set=self._set,
-            start=self._start,
-            limit=sizes.rows_per_page,
-        )
-        if not positions:
-            return positions, set()
-        spent = trainer_queries.spent_rows(
-            tx,
-            self.experiment,
-            trainer=self.reader,
-            start=self._start,
-            end=first_address(positions[-1] + 1),
-        )
-        return positions, spent
 
 
 class StepSampler:
@@ -374,10 +358,8 @@ class StepSampler:
         wanted = [plan.usual, plan.expert][: len(self._ready)]
         here = [ready.fill(s, number) for ready, number in zip(self._ready, wanted, strict=True)]
         # An expert's rows have no policy version and never become stale.
-        while plan.min_policy_version > 0:
-            stale = self._ready[0].pop_unwanted(partial(_is_stale, plan.min_policy_version))
-            if not stale:
-                break
+        oldest = plan.min_policy_version
+        while oldest > 0 and (stale := self._ready[0].pop_stale(oldest)):
             lease = self._unplanned(step, stale)
             why = dict.fromkeys(range(len(lease.groups)), "stale")
             self._reject(s, lease, why, planned_groups=lease.planned_groups)
@@ -623,7 +605,7 @@ class StepSampler:
             places = [place for place in sorted(why) if source[place] == number]
             key, consumer = own.key, self._options.consumer
             if number:
-                key = self._loader.cache_of(s, lease.sources[number - 1]).experiment
+                key = self._loader.cache_of(s, lease, number).experiment
                 consumer = guest_name(own.name, consumer)
             fact = ExperiencesRejected(
                 consumer=consumer,
@@ -684,8 +666,3 @@ def plan_again(
 def _num_planned(groups: Iterable[ReadyGroup]) -> int:
     """Return how many of ``groups`` the trainer's own experiment planned."""
     return sum(group.planned and group.key[0] == 0 for group in groups)
-
-
-def _is_stale(min_version: int, group: ReadyGroup) -> bool:
-    versions = group.policy_versions
-    return any(version is not None and version < min_version for version in versions)

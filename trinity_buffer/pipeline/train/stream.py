@@ -36,10 +36,18 @@ from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.pipeline.manifest import FIRST_LINK, chain, leased_step
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
-from trinity_buffer.pipeline.train import resume
 from trinity_buffer.pipeline.train.collate import collate_step
 from trinity_buffer.pipeline.train.microbatch import Mover, StepMemory
-from trinity_buffer.pipeline.train.options import Resume, StreamOptions
+from trinity_buffer.pipeline.train.options import (
+    Resume,
+    StreamOptions,
+    has_set,
+    last_commit,
+    register,
+    require_checkpoint_of,
+    rows_to_drop,
+    wait_for_set,
+)
 from trinity_buffer.pipeline.train.ranks import RankSession, require_one_process
 from trinity_buffer.pipeline.train.sampler import DROP_DAMAGED, StepSampler
 from trinity_buffer.pipeline.train.step import (
@@ -58,8 +66,7 @@ from trinity_buffer.pipeline.train.step import (
 )
 from trinity_buffer.pipeline.write.planning import Admission
 from trinity_buffer.store import log, trainer_queries, writer_queries
-from trinity_buffer.store.log import NewEvent
-from trinity_buffer.store.rows import ConsumerRow, StepRow
+from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.segments import SegmentRow
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 
@@ -153,7 +160,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         for row in done:
             self._chain = row.chain or chain(self._chain, row.manifest_digest)
         if done:
-            self.resume = await resume.last_commit(self.experiment, name, done[-1], self._chain)
+            self.resume = await last_commit(self.experiment, name, done[-1], self._chain)
         return steps[len(done) :]
 
     # -- making steps, in order: each is a link of the manifest chain
@@ -179,9 +186,8 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         options = self.options
         rank, world = options.rank, options.world_size
         step = collate_step(lease, rows, self._mover, self._memory, rank=rank, world=world)
-        zeros = self._read_zeros and len(rows.lacking("advantages")) == len(lease.groups)
         for microbatch in step.microbatches:
-            if zeros:
+            if not rows.field("advantages").blocks:
                 microbatch.read_zeros = self._read_zeros
             if options.recompute_old_logprob:
                 microbatch.drop("old_logprob")
@@ -209,26 +215,27 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         return self
 
     async def __anext__(self) -> TrainStep:
-        step = await self.queue.receive()
+        step = self._noted(await self.queue.receive())
         if step is None:
             raise StopAsyncIteration
-        return self._noted(step)
+        return step
 
     def wait_for_step(self) -> TrainStep | None:
         """Return the next step, or None at the end; blocks the calling thread."""
-        step = self.queue.get()
-        return None if step is None else self._noted(step)
+        return self._noted(self.queue.get())
 
     def fail(self, error: Exception) -> None:
         """Raise ``error``, from elsewhere, in the current or next wait for a step."""
         self.queue.end(error)
 
-    def _noted(self, step: TrainStep) -> TrainStep:
+    def _noted(self, step: TrainStep | None) -> TrainStep | None:
         """Note that ``step`` was delivered to the trainer."""
-        # As the last heartbeat knew, to spare the trainer a step in vain; a commit asks the store.
-        if self.lease is not None and self.lease.lost is not None:
-            raise self.lease.lost
-        self._delivered[step.step] = Delivered(step.manifest, step.rows)
+        if step is not None:
+            # As the last heartbeat knew, to spare the trainer a step in vain; a commit asks the
+            # store.
+            if self.lease is not None and self.lease.lost is not None:
+                raise self.lease.lost
+            self._delivered[step.step] = Delivered(step.manifest, step.rows)
         return step
 
     @override
@@ -309,15 +316,22 @@ class LeadingStream(TrainStream):
     @override
     async def prepare(self) -> None:
         """Begin, if the annotation set exists; otherwise `run` waits for it."""
-        if await resume.has_set(self.experiment, self.options):
+        if await has_set(self.experiment, self.options):
             await self._begin()
 
     async def _begin(self) -> None:
         """Register, rewind if asked to, and find the last commit and the steps leased after it."""
         options = self.options
-        row = await resume.register(self.experiment, options.consumer, options.annotation_set)
+        name, key, database = options.consumer, self.experiment.key, self._database
+        row = await register(self.experiment, name, options.annotation_set)
         if options.resume_from is not None:
-            row = await self._rewind(row, options.resume_from)
+            await require_checkpoint_of(database, key, name, options.resume_from)
+        if options.resume_from not in (None, row.committed_step):
+            step = options.resume_from
+            back = TrainerRewound(consumer=name, step=step, from_step=row.committed_step)
+            event = new_event(back)
+            await database.write(lambda tx: self.lease.append(tx, [event]))
+            row = await register(self.experiment, name, options.annotation_set)
         leased = await self.find_last_commit(row.committed_step)
         self._next_step = row.leased_step + 1
         if self.resume is not None and self.resume.checkpoint is None:
@@ -327,34 +341,18 @@ class LeadingStream(TrainStream):
                 options.consumer,
                 self.resume.step,
             )
-        dropped = await resume.rows_to_drop(self.experiment, self._expert, options)
+        dropped = await rows_to_drop(self.experiment, self._expert, options)
         start = partial(self._sampler.start, dropped=dropped, steps=leased)
         leased = await self._database.session(start)
         await self._ranks.assemble(self.lease, row.committed_step)
         self._leased = leased
-
-    async def _rewind(self, row: ConsumerRow, step: int) -> ConsumerRow:
-        name, key = self.options.consumer, self.experiment.key
-        await resume.require_checkpoint_of(self._database, key, name, step)
-        if step == row.committed_step:
-            return row
-        back = TrainerRewound(consumer=name, step=step, from_step=row.committed_step)
-        event = new_event(back)
-
-        def rewind(tx: Transaction) -> ConsumerRow | None:
-            self.lease.append(tx, [event])
-            return writer_queries.consumer_row(tx, key, name)
-
-        rewound = await self._database.write(rewind)
-        assert rewound is not None
-        return rewound
 
     # -- serving
 
     @override
     async def _serve(self) -> None:
         if self._leased is None:
-            await resume.wait_for_set(self.experiment, self.options, self.presence)
+            await wait_for_set(self.experiment, self.options, self.presence)
             await self._begin()
         async with self._at_work(self._gather):
             for row in self._leased or ():
@@ -383,6 +381,7 @@ class LeadingStream(TrainStream):
     async def _next(self) -> bool:
         """Make the next step, and more while they are asked for; return False at the end."""
         session, key, wait = self._database.session, self.experiment.key, None
+        read, name = self._database.read, self.options.annotation_set
         while True:
             await self.presence.seen()
             state = await self._database.changes.state()
@@ -390,7 +389,8 @@ class LeadingStream(TrainStream):
             ending = not recorders and not self.options.follow
             made, finished = await session(partial(self._make, partial_ok=ending))
             if finished and not ending:  # one more pass: rows may precede the end
-                ending = key not in recorders and not await self._more_is_to_come()
+                reading = key in recorders or not all(c.has_read_all for c in recorders.values())
+                ending = not (reading or await read(diagnosis.is_being_decided, key, name))
                 if ending:
                     made, _ = await session(partial(self._make, partial_ok=True))
             if made or ending:
@@ -406,12 +406,6 @@ class LeadingStream(TrainStream):
                 wait.is_waited_for = self.queue.is_waited_for
             # A killed strategy commits nothing that would wake this wait.
             await wait.changed(state, LOOK_AGAIN_S if finished else math.inf)
-
-    async def _more_is_to_come(self) -> bool:
-        if not all(consumer.has_read_all for consumer in self._recorders.values()):
-            return True
-        key, annotation_set = self.experiment.key, self.options.annotation_set
-        return await self._database.read(diagnosis.is_being_decided, key, annotation_set)
 
     def _make(self, s: Session, *, partial_ok: bool) -> tuple[bool, bool]:
         """Make steps while there is room and there are rows.
@@ -450,15 +444,16 @@ class LeadingStream(TrainStream):
         # Before the lease: what cannot be collated leaves no leased step behind.
         step, event = s.compute(lambda: (self._collated(*taken), new_event(taken[0])))
         reached("before-lease")
-        head = s.write(self._append_lease, event)
+
+        def append(tx: Transaction) -> bytes:
+            (place,) = self.lease.append(tx, [event])
+            reached("inside-lease")
+            return place.head
+
+        head = s.write(append)
         reached("after-lease")
         self.queue.put(self._chained(step, head))
         return True
-
-    def _append_lease(self, tx: Transaction, event: NewEvent) -> bytes:
-        (place,) = self.lease.append(tx, [event])
-        reached("inside-lease")
-        return place.head
 
     # -- reporting
 
@@ -576,8 +571,8 @@ class FollowingStream(TrainStream):
     @override
     async def prepare(self) -> None:
         """Join the other ranks, and find the last commit and the steps leased after it."""
-        if not await resume.has_set(self.experiment, self.options):
-            await resume.wait_for_set(self.experiment, self.options, self.presence)
+        if not await has_set(self.experiment, self.options):
+            await wait_for_set(self.experiment, self.options, self.presence)
         await self._ranks.join()
         self._ranks.wait.is_waited_for = self.queue.is_waited_for
         leased = await self.find_last_commit(self._ranks.committed)
