@@ -40,7 +40,7 @@ async def test_what_is_written_is_read_by_what_comes_after_it(store_url: str) ->
             heads = [s.read(log.head, experiment.key)]
             for step in range(2):
                 s.write(noting(experiment, step))
-                heads.append(s.compute(abs, s.read(log.head, experiment.key)))
+                heads.append(abs(s.read(log.head, experiment.key)))
             return heads
 
         assert await experiment.database.session(work) == [1, 2, 3]
@@ -90,7 +90,7 @@ async def test_computing_never_happens_on_the_event_loop(store_url: str, kind: s
         here, run = threading.get_ident(), getattr(experiment.database, kind)
 
         def work(s: ReadSession) -> tuple[int, int]:
-            return s.read(lambda _: threading.get_ident()), s.compute(threading.get_ident)
+            return s.read(lambda _: threading.get_ident()), threading.get_ident()
 
         reading, computing = await run(work)
     assert computing != here
@@ -136,7 +136,7 @@ async def test_a_session_that_only_reads_keeps_nobody_from_writing(store_url: st
             return written.wait(15)
 
         async def read() -> None:
-            assert await experiment.database.read_session(lambda s: s.compute(wait))
+            assert await experiment.database.read_session(lambda _: wait())
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)

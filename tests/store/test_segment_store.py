@@ -43,7 +43,7 @@ class FolderSegments(SegmentStore):
 
     @override
     def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-        return s.compute(self.parts_of, keys, families)
+        return self.parts_of(keys, families)
 
     @override
     def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:

@@ -163,7 +163,7 @@ async def readable_events(
             except errors.CodecError as error:
                 damaged[stored.position] = error
         keys = {event.fact.segment for event in events if isinstance(event.fact, WithSegment)}
-        s.compute(decode, events, read_segments(s, sorted(keys), families))
+        decode(events, read_segments(s, sorted(keys), families))
 
     await experiment.database.read_session(read)
     return readable, damaged

@@ -310,15 +310,14 @@ def weights_after(
     The first one since its commit: mostly that of the same transaction. Else the last before. Those
     of other trainers are passed over. None: none was.
     """
-    values = {"of": experiment, "by": trainer, "version": leased.step}
-    values["committed"] = leased.committed_at or leased.leased_at
-    rows = _SINCE.fetch_all(tx, **values) or _BEFORE.fetch_all(tx, **values)
+    committed = leased.committed_at or leased.leased_at
+    mine = {"of": experiment, "by": trainer, "version": leased.step}
+    rows = _PUBLISHED.fetch_all(tx, **mine, committed=committed)
     return rows[0] if rows else None
 
 
-_OF_STEP = (
+_PUBLISHED = Statement(
     "SELECT digest, uri FROM policy "
-    f"WHERE experiment = :of AND version = :version AND {OF_NO_OTHER_TRAINER}"
+    f"WHERE experiment = :of AND version = :version AND {OF_NO_OTHER_TRAINER} "
+    "ORDER BY position < :committed, abs(position - :committed) LIMIT 1"
 )
-_SINCE = Statement(f"{_OF_STEP} AND position > :committed ORDER BY position LIMIT 1")
-_BEFORE = Statement(f"{_OF_STEP} AND position < :committed ORDER BY position DESC LIMIT 1")

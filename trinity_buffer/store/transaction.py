@@ -285,10 +285,6 @@ class ReadSession:
             done: T = self.run(f, args, kwargs, writes=False)
         return done
 
-    def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``f(...)``, computed while no transaction is open."""
-        return f(*args, **kwargs)
-
     def segments(self, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
         """Return the parts of some segments."""
         return self.get(self, keys, families)

@@ -69,7 +69,7 @@ async def load_experiences(
         try:
             stored = read_segments(s, (row.segment for row in asked), families)
             events = cache.events(s, {position_of(row.address) for row in asked})
-            return s.compute(_decoded, asked, events, stored, families)
+            return _decoded(asked, events, stored, families)
         except CodecVersionError:
             raise
         except (CodecError, DamagedSegmentError) as error:
@@ -344,19 +344,17 @@ class LoadedRows:
         """Return the column ``name``, which may be empty."""
         return self.fields.get(name) or Field(len(self.expert))
 
-    def planned_lengths(self, layout: str) -> list[int]:
-        """Return the tokens of each row that `plan_microbatches` counts."""
-        if not self.field("chosen").blocks:
-            lengths: list[int] = self.facts.length.tolist()
-        else:  # events know only their prompts
-            lengths = self.pair_lengths(longest=layout == "padded").tolist()
-        return lengths
+    def planned_lengths(self, layout: str) -> Array:
+        """Return the tokens of each row that `plan_microbatches` counts.
 
-    def pair_lengths(self, *, longest: bool) -> Array:
-        """Return the tokens of both rows of each stored pair together, or of the longer one."""
+        Of a stored pair, those of its longer half, or packed of both.
+        """
+        if not self.field("chosen").blocks:
+            return self.facts.length
+        # Events know only the prompts of pairs.
         prompts, *halves = (self.field(n).sizes() for n in ("tokens", "chosen", "rejected"))
-        lengths: Array = np.maximum(*halves) + prompts if longest else sum(halves) + 2 * prompts
-        return lengths
+        longest, both = np.maximum(*halves) + prompts, sum(halves) + 2 * prompts
+        return longest if layout == "padded" else both
 
 
 @dataclass(slots=True)
@@ -399,7 +397,7 @@ class RowLoader:
         missing = {key: of for key, of in wanted.items() if key not in self._segments}
         parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
         expert = np.array(lease.source or [0] * number) > 0
-        fields, modal = s.compute(self._gathered, own, computed, missing, parts, number)
+        fields, modal = self._gathered(own, computed, missing, parts, number)
         rows = LoadedRows(Facts.of(number, own), expert, fields, modal)
         unrecorded, unscorable = dict[str, str](), dict[str, str]()
         recorded = rows.field("logprobs").present()
@@ -496,10 +494,10 @@ class RowLoader:
     def ranges(self, s: ReadSession, lease: BatchLeased) -> tuple[list[SlotRange], list[SlotRange]]:
         """Return where the rows of a manifest are recorded, and where their annotations are."""
         ranges: tuple[list[SlotRange], list[SlotRange]] = ([], [])
-        source = np.array(lease.source or [0] * len(lease.groups))
+        sources = lease.source or [0] * len(lease.groups)
         columns = [np.array(column) for column in (lease.experiences, lease.annotations)]
-        for number in np.unique(source).tolist():
-            in_step = np.flatnonzero(source == number)
+        for number in sorted({*sources}):
+            in_step = np.flatnonzero(np.array(sources) == number)
             orders = [in_step[np.argsort(column[in_step], kind="stable")] for column in columns]
             # Consecutive addresses are consecutive rows of one segment: an address holds the
             # position in its high bits, so the next event's addresses are far away.

@@ -17,12 +17,11 @@ import numpy.typing as npt
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import ArchivedSegmentError, CodecError, DamagedSegmentError, StoreError
-from trinity_buffer.events import WithSegment
+from trinity_buffer.events import WithSegment, kind_of
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.archive import read_archive
 from trinity_buffer.pipeline.handle import decoded
 from trinity_buffer.store import log, segments
-from trinity_buffer.store.log import StoredEvent
 from trinity_buffer.store.transaction import ReadSession, SegmentParts
 
 
@@ -78,7 +77,7 @@ def read_segments(s: ReadSession, keys: Iterable[bytes], families: Sequence[str]
         )
         try:
             if uri is not None:
-                stored.parts.update(s.compute(read_archive, uri, lacking, families))
+                stored.parts.update(read_archive(uri, lacking, families))
                 continue
         except StoreError as error:
             why = (
@@ -120,11 +119,7 @@ def unreadable_among(
     by_key: dict[bytes, SegmentParts] = {key: {} for key in wanted if key not in stored.absent}
     for (key, family), parts in stored.parts.items():
         by_key[key][key, family] = parts
-
-    def damaged() -> list[bytes]:
-        return [key for key, parts in by_key.items() if not _whole(key, parts, wanted[key])]
-
-    return dict.fromkeys(s.compute(damaged), "damaged")
+    return {key: "damaged" for key, parts in by_key.items() if not _whole(key, parts, wanted[key])}
 
 
 def _whole(key: bytes, parts: SegmentParts, families: Collection[str]) -> bool:
@@ -176,7 +171,15 @@ class EventCache:
                     f"experiment {self.name!r}: the log has no event at position {gone[0]}: "
                     "run `verify`"
                 )
-            self._add(s.compute(self._decoded, stored))
+            facts = {event.position: decoded(self.name, event).fact for event in stored}
+            for position, fact in facts.items():
+                if not isinstance(fact, WithSegment):
+                    raise CodecError(
+                        f"experiment {self.name!r}, the event at position {position}: it is a "
+                        f"{kind_of(fact)}, which has no rows: run `verify`"
+                    )
+                self._known[position] = fact
+                self._num_rows += fact.rows
         for position in positions:
             self._known.move_to_end(position)
         events = {position: self._known[position] for position in positions}
@@ -189,22 +192,10 @@ class EventCache:
 
     def keep(self, events: Mapping[int, WithSegment]) -> None:
         """Add events that were read elsewhere to the cache."""
-        self._add({at: event for at, event in events.items() if at not in self._known})
+        for at in events.keys() - self._known.keys():
+            self._known[at] = events[at]
+            self._num_rows += events[at].rows
         self._shrink(0)
-
-    def _decoded(self, events: Iterable[StoredEvent]) -> dict[int, WithSegment]:
-        facts = {}
-        for stored in events:
-            fact = decoded(self.name, stored).fact
-            if not isinstance(fact, WithSegment):
-                place = f"experiment {self.name!r}, the event at position {stored.position}"
-                raise CodecError(f"{place}: it is a {stored.kind}, which has no rows: run `verify`")
-            facts[stored.position] = fact
-        return facts
-
-    def _add(self, events: Mapping[int, WithSegment]) -> None:
-        self._known.update(events)
-        self._num_rows += sum(event.rows for event in events.values())
 
     def _shrink(self, least: int) -> None:
         while self._num_rows > sizes.rows_kept and len(self._known) > least:

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.limits import sizes
@@ -185,13 +185,9 @@ def written(files: Sequence[Path]) -> list[str]:
             fsync(file)
         return contents_of(files)
     # Flushing keeps the disk busy and hashing the processors, so run both at the same time.
-    contents: list[str] = []
-
-    def read() -> None:
-        contents[:] = contents_of(files)
-
-    works: list[Callable[[], None]] = [read, *(partial(fsync, file) for file in files)]
-    side_by_side(lambda work: work(), works)
+    works: list[Callable[[], Any]] = [partial(contents_of, files)]
+    works += [partial(fsync, file) for file in files]
+    contents: list[str] = side_by_side(lambda work: work(), works)[0]
     return contents
 
 

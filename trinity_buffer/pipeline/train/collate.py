@@ -115,7 +115,7 @@ def collate_step(
     per_row = _per_row(lease, rows, recorded, size)
     trained, totals = rows.facts.trained_tokens, list[Totals]()
     for of in (slice(None), ~rows.expert, rows.expert):
-        tokens, num_groups = trained[of], len(np.unique(per_row["group_index"][of]))
+        tokens, num_groups = trained[of], len({*per_row["group_index"][of].tolist()})
         active = int(np.count_nonzero(tokens))
         totals.append(Totals(int(tokens.sum()), len(tokens), num_groups, active))
     total, usual, expert = totals

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -385,7 +385,7 @@ class Mover:
 
     def _made(self, name: str, make: Callable[[], Array]) -> Tensor:
         """Make a column now; `torch.compile` does not trace it."""
-        made = torch.from_numpy(_untraced(_call)(make))
+        made = torch.from_numpy(_untraced(make))
         return made if self._is_here else self._moved(name, made)
 
     def _moved(self, name: str, column: Tensor) -> Tensor:
@@ -396,12 +396,11 @@ class Mover:
     def _sent_and_received(self, values: Tensor) -> Tensor:
         if self._transfers is None:
             return values.to(self.device)
-        sent: _Sent = _untraced(Mover._send)(self, {"": values})
-        return self._received("", sent)
+        return self._received("", _untraced(self._send, {"": values}))
 
     def _received(self, name: str, sent: _Sent) -> Tensor:
         assert self._transfers is not None
-        _untraced(_receive)(self._transfers, sent.there, sent.done)
+        _untraced(self._transfers.receive, sent.there, sent.done)
         return sent.columns[name]
 
     def _send(self, columns: Mapping[str, Tensor]) -> _Sent:
@@ -431,23 +430,16 @@ def _place(whole: Tensor, begin: int, column: Tensor) -> Tensor:
     return whole[begin : begin + column.nbytes].view(column.dtype).view(column.shape)
 
 
-def _call(make: Callable[[], Array]) -> Array:
-    return make()
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
-def _receive(transfers: CudaTransfers, there: Tensor, done: torch.cuda.Event) -> None:
-    transfers.receive(there, done)
+_disabled = cache(torch.compiler.disable)
+"""To make what `torch.compile` does not trace takes longer than most calls."""
 
 
-_UNTRACED: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Functions -> what `torch.compile` does not trace: to make that takes longer than most calls."""
-
-
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of this module as one that `torch.compile` does not trace."""
+def _untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function; `torch.compile` does not trace it."""
     # Importing it takes a second, and without it nothing is compiled.
-    if "torch._dynamo" not in sys.modules:
-        return function
-    if function not in _UNTRACED:
-        _UNTRACED[function] = torch.compiler.disable(function)
-    return _UNTRACED[function]
+    call = _disabled(_call) if "torch._dynamo" in sys.modules else _call
+    return call(function, *args)

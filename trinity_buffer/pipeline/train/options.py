@@ -234,25 +234,22 @@ async def require_checkpoint_of(
     """
     if step == 0:
         return
-    read, of = database.read, (experiment, trainer)
-    consumer = await read(writer_queries.consumer_row, *of)
+    consumer = await database.read(writer_queries.consumer_row, experiment, trainer)
     committed = 0 if consumer is None else consumer.committed_step
-    wanted = await read(trainer_queries.step_at, *of, step)
-    lacks = "has no checkpoint committed at that step"
-    if wanted is not None and step <= committed and wanted.checkpoint is not None:
-        lacks = f"committed {wanted.checkpoint}, "
-        path = _path_of(wanted, database.folder)
+    live = (await database.read(trainer_queries.steps, experiment, trainer))[:committed]
+    saved = {row.step: row for row in live if row.checkpoint is not None}
+    wanted, lacks = saved.pop(step, None), "has no checkpoint committed at that step"
+    if wanted is not None:
+        lacks = (
+            f"committed {wanted.checkpoint}, which is gone (`train --keep-checkpoints` keeps it)"
+        )
+        path, recorded = _path_of(wanted, database.folder), wanted.checkpoint_digest
         if path.exists():
-            recorded = wanted.checkpoint_digest
             actual = await anyio.to_thread.run_sync(partial(digest_of, path, like=recorded))
             if recorded in (None, actual):
                 return
-            lacks += "whose content is another now (restore it)"
-        else:
-            lacks += "which is gone (`train --keep-checkpoints` keeps it)"
-    live = (await read(trainer_queries.steps, *of))[:committed]
-    others = (row for row in live if row.step != step and row.checkpoint is not None)
-    there = [str(row.step) for row in others if _path_of(row, database.folder).exists()]
+            lacks = f"committed {wanted.checkpoint}, whose content is another now (restore it)"
+    there = [str(at) for at, row in saved.items() if _path_of(row, database.folder).exists()]
     raise CheckpointError(
         f"resume_from={step}: trainer {trainer!r} {lacks}; the last committed step is "
         f"{committed}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
@@ -327,7 +324,7 @@ async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
     Raises:
         UnknownNameError: the set does not exist, and the stream does not wait.
     """
-    lacking = "" if options.strategy is None else await _lacking_set(experiment, options.strategy)
+    lacking = await _lacking_set(experiment, options.strategy)
     if lacking and not (options.follow and options.wait_for_set):
         raise UnknownNameError(lacking)
     return not lacking
@@ -341,16 +338,16 @@ async def wait_for_set(
     Raises:
         UnknownNameError: the experiment is finished without it.
     """
-    name = options.strategy or ""
 
     async def tell() -> str:
-        return f"trainer {options.consumer!r} waits: {await _lacking_set(experiment, name)}"
+        lacking = await _lacking_set(experiment, options.strategy)
+        return f"trainer {options.consumer!r} waits: {lacking}"
 
     wait = ReportedWait(experiment.database, experiment.key, tell, presence)
     while True:
         state = await experiment.database.changes.state()
         finished = await experiment.is_finished()
-        lacking = await _lacking_set(experiment, name)
+        lacking = await _lacking_set(experiment, options.strategy)
         if not lacking:
             wait.over()
             return
@@ -359,11 +356,11 @@ async def wait_for_set(
         await wait.changed(state)
 
 
-async def _lacking_set(experiment: ExperimentHandle, name: str) -> str:
+async def _lacking_set(experiment: ExperimentHandle, name: str | None) -> str:
     """Return that there is no annotation set ``name``, and the remedy; "" if there is one."""
     consumers = await experiment.database.read(writer_queries.consumers, experiment.key)
     known = [row.name for row in consumers.values() if row.kind == "strategy"]
-    if name in known:
+    if name is None or name in known:
         return ""
     return (
         f"experiment {experiment.name!r} has no annotation set {name!r} (there: "

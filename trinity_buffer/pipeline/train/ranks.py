@@ -82,7 +82,6 @@ class RankSession:
         self._joined = 0  # position of its own last join; of rank 0, its call
         self._called = False  # since then
         self._joins: dict[int, int] = {}  # rank -> position of its last join
-        self._parts: dict[int, int] = {}  # rank -> last step whose part is done
         self._rows: dict[tuple[int, int], int] = {}  # (rank, step) -> rows it took
         self._superseded = ""
         self._lacking = ""
@@ -147,8 +146,7 @@ class RankSession:
         while True:
             state = await self._database.changes.state()
             await self._read()
-            self._check()
-            late = [rank for rank in others if self._parts.get(rank, 0) < steps[-1]]
+            late = [rank for rank in others if (rank, steps[-1]) not in self._rows]
             if not late:
                 break
             self._lacking = (
@@ -179,7 +177,7 @@ class RankSession:
             place = describe_process(lives[0]) if lives else "which is not there"
             if lives and all(map(has_ended, lives)):
                 await self._read()  # it may have finished its part before it ended
-                if self._parts.get(rank, 0) < step:
+                if (rank, step) not in self._rows:
                     raise LeaseLostError(
                         f"rank {rank} of trainer {self._name!r} ({place}) is gone: start all ranks "
                         "again; they resume from the last commit"
@@ -228,7 +226,6 @@ class RankSession:
             LeaseLostError: the ranks assembled anew without this one.
         """
         await self._read()
-        self._check()
         done = StepPartDone(
             consumer=self._name, assembly=self._position, rank=self._rank, step=step, rows=rows
         )
@@ -245,7 +242,6 @@ class RankSession:
         held = await self._database.read(leases.holder, self._experiment.key, self._name)
         is_gone = held is None or is_dead(held[0]) or self._watch.is_silent(held)
         await self._read()
-        self._check()
         if self.ended is not None:
             return
         if held is None or is_gone:
@@ -280,7 +276,11 @@ class RankSession:
         return places[0].position
 
     async def _read(self) -> None:
-        """Apply the events of ranks since the last call."""
+        """Apply the events of ranks since the last call.
+
+        Raises:
+            LeaseLostError: the ranks assembled anew without this one, or are about to.
+        """
         key, kinds, limit = self._experiment.key, kinds_of(OfRanks), sizes.events_per_page
 
         def page_of_ranks(tx: Transaction) -> tuple[int, list[StoredEvent]]:
@@ -296,8 +296,13 @@ class RankSession:
                     self._apply(stored.position, fact)
             if len(page) < limit:
                 self._read_up_to = max(self._read_up_to, head)
-                return
+                break
             self._read_up_to = page[-1].position
+        if self._superseded:
+            raise LeaseLostError(
+                f"trainer {self._name!r}: {self._superseded}; start all ranks again, they resume "
+                "from the last commit"
+            )
 
     def _apply(self, position: int, fact: OfRanks) -> None:
         match fact:
@@ -316,17 +321,9 @@ class RankSession:
             case RanksAssembled() if self._position and position > self._position:
                 self._superseded = "the ranks assembled anew without this process"
             case StepPartDone() if fact.assembly == self._position:
-                self._parts[fact.rank] = max(self._parts.get(fact.rank, 0), fact.step)
                 for step, rows in enumerate(fact.rows, fact.step - len(fact.rows) + 1):
                     self._rows[fact.rank, step] = rows
             case StreamEnded() if fact.assembly == self._position:
                 self.ended = fact.step
             case _:  # of an assembly that this rank is not in
                 pass
-
-    def _check(self) -> None:
-        if self._superseded:
-            raise LeaseLostError(
-                f"trainer {self._name!r}: {self._superseded}; start all ranks again, they resume "
-                "from the last commit"
-            )

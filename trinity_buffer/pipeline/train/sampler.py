@@ -436,7 +436,7 @@ class StepSampler:
         """Return a manifest of the rows at ``places`` with its micro-batches, and these rows."""
         options, groups = self._options, [lease.groups[place] for place in places]
         order, microbatches = plan_microbatches(
-            rows.planned_lengths(options.layout),
+            rows.planned_lengths(options.layout).tolist(),
             groups,
             layout=options.layout,
             tokens_per_microbatch=options.tokens_per_microbatch,
@@ -480,7 +480,7 @@ class StepSampler:
         places, rows, lost = self._sound_rows(s, first, served, leaving, unfit, drops=drops)
         if not (lost or changes_ranks):
             return
-        order, plans = s.compute(plan_again, world_size, first, rows, places)
+        order, plans = plan_again(world_size, first, rows, places)
         manifest, sources = repartitioned(first, order, plans), ["", *first.sources]
         lost_from = [sources[first.source[place]] if first.source else "" for place in sorted(lost)]
         dealt = StepDealt(
@@ -576,7 +576,7 @@ class StepSampler:
         limit = self._options.max_tokens
         if limit is None:
             return {}
-        long = rows.expert < (rows.pair_lengths(longest=True) > limit)
+        long = rows.expert < (rows.planned_lengths("padded") > limit)
         return dict.fromkeys(np.flatnonzero(long).tolist(), OVERSIZE)
 
     def _reject(
@@ -645,7 +645,7 @@ def plan_again(
     if len(rows_by_rank(first)) == world_size and len(places) == len(first.groups):
         return places, plans
     padded, pairs = first.layout == "padded", bool(rows.field("chosen").blocks)
-    lengths = rows.planned_lengths(first.layout)
+    lengths = rows.planned_lengths(first.layout).tolist()
     length_at, largest = dict(zip(places, lengths, strict=True)), 1
     for plan in plans:
         own_lengths = [length_at[row] for row in range(plan.start, plan.stop) if row in length_at]

@@ -500,8 +500,8 @@ def require_rows(delivered: Sequence[Delivered], by_rank: Sequence[Sequence[int]
             )
 
 
-COMMITS_KEPT = 64
-"""Number of commits that are remembered, to tell a repeated commit from a contradicting one."""
+STEPS_KEPT = 1024
+"""Number of steps whose commits are remembered, to tell a repeated one from a contradiction."""
 
 
 class LastCommits:
@@ -514,8 +514,6 @@ class LastCommits:
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
         self._commits: dict[int, Commit] = {}
-        self._unknown = math.inf  # up to here, commits are not remembered
-        self._saved_at = 0  # the last step with a checkpoint
         self._warned = self._warned_of_path = False
 
     def require_same(self, step: int, request: Commit) -> None:
@@ -524,9 +522,8 @@ class LastCommits:
         Raises:
             InvalidArgumentError: its checkpoint or policy would be silently ignored.
         """
-        if step <= self._unknown:
-            return  # committed by an earlier stream, or too long ago to remember how
-        recorded = self._commits.get(step, (None, None))
+        # Of an earlier stream, or too long ago, it is not remembered.
+        recorded = self._commits.get(step, request)
         for what, path, known in zip(("checkpoint", "policy"), request, recorded, strict=False):
             if path not in (None, known):
                 how = f"with {known}" if known is not None else f"without a {what}"
@@ -542,7 +539,8 @@ class LastCommits:
         Warns once if checkpoints stop, and once if one reuses an earlier path.
         """
         checkpoint = request.checkpoint
-        if checkpoint is None and self._saved_at and not self._warned:
+        saved = {at: of.checkpoint for at, of in self._commits.items() if of.checkpoint is not None}
+        if checkpoint is None and saved and not self._warned:
             self._warned = True
             _logger.warning(
                 "trainer %r: step %d is committed without a checkpoint, step %d had one: after a "
@@ -550,10 +548,10 @@ class LastCommits:
                 "went through them; commit only steps that are saved, which covers all before them",
                 self._trainer,
                 step,
-                self._saved_at,
+                max(saved),
             )
-        earlier = [at for at, of in self._commits.items() if checkpoint == of.checkpoint]
-        if checkpoint is not None and earlier and not self._warned_of_path:
+        earlier = [at for at, path in saved.items() if path == checkpoint]
+        if earlier and not self._warned_of_path:
             self._warned_of_path = True
             _logger.warning(
                 "trainer %r: the checkpoint of step %d was written over that of step %d (%s): "
@@ -564,12 +562,10 @@ class LastCommits:
                 earlier[-1],
                 checkpoint,
             )
-        self._saved_at = self._saved_at if checkpoint is None else step
-        self._unknown = min(self._unknown, first - 1)
-        self._commits[step] = request
-        if len(self._commits) > COMMITS_KEPT:
-            self._unknown = min(self._commits)
-            del self._commits[min(self._commits)]
+        covered = request._replace(checkpoint=None, policy=None)
+        self._commits |= dict.fromkeys(range(first, step), covered) | {step: request}
+        for oldest in [*self._commits][:-STEPS_KEPT]:
+            del self._commits[oldest]
 
 
 NON_FINITE = "non_finite"

@@ -175,7 +175,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         def load(s: ReadSession) -> TrainStep:
             leased = leased_step(s, self.experiment, row)
             rows = self._loader.load_leased(s, leased.manifest, DROP_DAMAGED)
-            step = s.compute(self._collated, leased.manifest, rows)
+            step = self._collated(leased.manifest, rows)
             step.recorded = True
             return self._chained(step, leased.head)
 
@@ -442,7 +442,7 @@ class LeadingStream(TrainStream):
             )
         self._next_step += 1
         # Before the lease: what cannot be collated leaves no leased step behind.
-        step, event = s.compute(lambda: (self._collated(*taken), new_event(taken[0])))
+        step, event = self._collated(*taken), new_event(taken[0])
         reached("before-lease")
 
         def append(tx: Transaction) -> bytes:
