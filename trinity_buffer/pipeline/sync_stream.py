@@ -68,7 +68,9 @@ class SyncTrainStream(StepStream):
 
     Attributes:
         resume: the last commit (`Resume`), or None at the very beginning.
+        options: the options it was opened with.
         device: device of the tensors of its steps.
+        config: the configuration of the experiment.
     """
 
     def __init__(self, portal: BlockingPortal, stream: TrainStream, experiment: Experiment) -> None:
@@ -76,7 +78,9 @@ class SyncTrainStream(StepStream):
         self._experiment = experiment
         self._stream = stream
         self.resume: Resume | None = stream.resume
+        self.options = stream.options
         self.device = stream.options.device
+        self.config: Mapping[str, Any] = experiment.config
 
     def _call(self, f: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Return ``await f(*args)``, run in the stream's event loop.
@@ -127,16 +131,6 @@ class SyncTrainStream(StepStream):
         rules = Admission.of(self._experiment.config)
         if self.options.follow and self.options.consumer == rules.trainer:
             rules.require_commits(every_steps, what)
-
-    @property
-    def options(self) -> StreamOptions:
-        """The options it was opened with."""
-        return self._stream.options
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The configuration of the experiment."""
-        return self._experiment.config
 
     def columns(self) -> frozenset[str] | None:
         """Return the fields of the first stored experience, or None if there is none yet."""

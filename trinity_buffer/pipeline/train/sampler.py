@@ -331,23 +331,43 @@ class StepSampler:
         Raises:
             TrainingError: no row of too many consecutive steps could be trained.
         """
-        while (groups := self._groups(s, step, partial_ok=partial_ok)) is not None:
+        while True:
+            groups = self._groups(s, step, partial_ok=partial_ok)
+            if groups is None:
+                return None
             lease, unfit = self._unplanned(step, groups), partial(self._unfit, s)
             lost, every = self._unwanted(s, lease), range(len(lease.groups))
             # Rejected rows are not replaced: the step gets smaller, or is selected anew if none is
             # left. Nobody has trained it yet, so they are dropped whatever `damaged_rows` says.
             places, rows, lost = self._sound_rows(s, lease, every, lost, unfit, drops=True)
+            left = sorted({lease.groups[place] for place in places})
             if lost:
-                left = {lease.groups[place] for place in places}
                 gone = (group for number, group in enumerate(groups) if number not in left)
                 self._reject(s, lease, lost, planned_groups=_num_planned(gone))
             if places:
-                self._watch.accepted()
-                return self._planned(lease, groups, places, rows)
+                break
             reasons = set(lost.values()) - {DROPPED}
             if reasons:
                 self._watch.rejected(len(groups), reasons, partial(self._first_uid, s, lease))
-        return None
+        self._watch.accepted()
+        options, numbers = self._options, [lease.groups[place] for place in places]
+        order, microbatches = plan_microbatches(
+            rows.planned_lengths(options.layout).tolist(),
+            numbers,
+            layout=options.layout,
+            tokens_per_microbatch=options.tokens_per_microbatch,
+            world_size=options.world_size,
+            pairs=self._pairs,
+        )
+        if order != list(range(len(order))):
+            rows = rows.reordered(order)
+        if lost:  # number the groups without those that are gone
+            renumbered = {number: new for new, number in enumerate(left)}
+            planned = _num_planned(groups[number] for number in left)
+            # -1: of a row that is left out below.
+            numbers = [renumbered.get(number, -1) for number in lease.groups]
+            lease = replace(lease, groups=numbers, planned_groups=planned)
+        return repartitioned(lease, [places[row] for row in order], microbatches), rows
 
     def _groups(self, s: Session, step: int, *, partial_ok: bool) -> list[ReadyGroup] | None:
         """Return the groups of ``step``, None if there are too few; fewer only if ``partial_ok``.
@@ -425,34 +445,6 @@ class StepSampler:
             digest=b"",
             by_run=True,
         )
-
-    def _planned(
-        self,
-        lease: BatchLeased,
-        taken: Sequence[ReadyGroup],
-        places: Sequence[int],
-        rows: LoadedRows,
-    ) -> tuple[BatchLeased, LoadedRows]:
-        """Return a manifest of the rows at ``places`` with its micro-batches, and these rows."""
-        options, groups = self._options, [lease.groups[place] for place in places]
-        order, microbatches = plan_microbatches(
-            rows.planned_lengths(options.layout).tolist(),
-            groups,
-            layout=options.layout,
-            tokens_per_microbatch=options.tokens_per_microbatch,
-            world_size=options.world_size,
-            pairs=self._pairs,
-        )
-        if order != list(range(len(order))):
-            rows = rows.reordered(order)
-        if len(places) < len(lease.groups):  # number the groups without those that are gone
-            left = sorted(set(groups))
-            numbers = {number: place for place, number in enumerate(left)}
-            planned = _num_planned(taken[number] for number in left)
-            # -1: of a row that is left out below.
-            groups = [numbers.get(number, -1) for number in lease.groups]
-            lease = replace(lease, groups=groups, planned_groups=planned)
-        return repartitioned(lease, [places[row] for row in order], microbatches), rows
 
     # -- steps that were leased before
     # ------------------------------------------------------------------------------------------
