@@ -161,6 +161,14 @@ async def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.Monkey
             await open_store(url).__aenter__()
 
 
+def test_a_process_that_was_forked_is_told_apart_from_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_parent = postgres.application_name()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert postgres.application_name() != of_parent
+
+
 async def test_no_more_connections_are_opened_than_were_promised(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,9 +64,6 @@ logging.getLogger("psycopg").addFilter(
     lambda record: not str(record.msg).startswith("error ignored terminating")
 )
 
-APPLICATION = f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
-"""Our name in the server's list of connections."""
-
 CHANNEL = "trinity_buffer"
 """On which commits are announced."""
 
@@ -126,7 +123,7 @@ def connect(url: URL) -> psycopg.Connection[Any]:
             **_ALIVE,
             autocommit=True,
             cursor_factory=library.RawCursor,
-            application_name=APPLICATION,
+            application_name=application_name(),
             connect_timeout=CONNECT_TIMEOUT_S,
         )
     except library.errors.ConnectionTimeout as error:
@@ -715,10 +712,16 @@ _SET_MARK = "SELECT set_config('trinity_buffer.session', $1, false)"
 _GET_MARK = "SELECT current_setting('trinity_buffer.session', true)"
 
 
+def application_name() -> str:
+    """Return our name in the server's list of connections: another one after a fork."""
+    return f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
+
+
 def others(tx: Transaction) -> list[str]:
     """Return the other processes that have this database open, old versions without name too."""
     rows = tx.fetch_all(_OTHERS, ())
-    return sorted({str(row[0]) or "a process of an older version" for row in rows} - {APPLICATION})
+    names = {str(row[0]) or "a process of an older version" for row in rows}
+    return sorted(names - {application_name()})
 
 
 _OTHERS = (
