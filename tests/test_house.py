@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = "trinity_buffer"
-FOLDERS = (PACKAGE, "migrations", "tools", "benchmarks", "tests")
+from tests.source_trees import PACKAGE, ROOT, Function, trees
+
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 800
 MAX_NESTING = 3
@@ -102,21 +101,12 @@ UNPICKLING = {
     f"{PACKAGE}/integrations/imports/formats.py": "an Unpickler whose find_class refuses every name"
 }
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
 
 class Breach(NamedTuple):
     file: str
     line: int
     what: str
     function: str = ""
-
-
-@cache
-def trees() -> dict[str, ast.Module]:
-    files = sorted(f for folder in FOLDERS for f in (ROOT / folder).rglob("*.py"))
-    assert len(files) > 10
-    return {f.relative_to(ROOT).as_posix(): ast.parse(f.read_bytes()) for f in files}
 
 
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, str, ast.AST]]:
@@ -321,9 +311,10 @@ def test_things_are_called_what_they_are() -> None:
     names = [
         f"{file}:{getattr(node, 'lineno', 0)}: {name}"
         for file, tree in trees().items()
+        if file.startswith(PACKAGE)
         for node in ast.walk(tree)
         for name in assigned(node)
-        if file.startswith(PACKAGE) and name.strip("_") in VAGUE_NAMES
+        if name.strip("_") in VAGUE_NAMES
     ]
     assert len(names) <= MAX_VAGUE_NAMES, "\n" + "\n".join(names)
 

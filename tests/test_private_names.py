@@ -16,13 +16,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = "trinity_buffer"
-OTHERS = ("migrations", "tools", "benchmarks", "tests")
+from tests.source_trees import OUTSIDE, PACKAGE, ROOT, Function, trees
+
 BY_TEXT = {"setattr", "getattr", "delattr", "hasattr", "attrgetter", "object"}
 FOREIGN = {"_generate_and_score_completions": "TRL's, which our trainer overrides as its users do"}
 WORD = re.compile(r"\b_[A-Za-z]\w*")
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def is_private(name: str) -> bool:
@@ -84,30 +82,36 @@ def touched(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def homes() -> dict[str, set[str]]:
     """Return, for each private name of the package, the modules that give it."""
     found: dict[str, set[str]] = defaultdict(set)
-    for file in (ROOT / PACKAGE).rglob("*.py"):
+    for path, tree in trees().items():
+        file = Path(path)
         home = file.parent.name if file.stem == "__init__" else file.stem
-        for name in defined(ast.parse(file.read_bytes())):
+        for name in defined(tree) if file.is_relative_to(PACKAGE) else ():
             found[name].add(home)
     return found
 
 
-def breaches(file: Path, text: str) -> list[str]:
+def breaches(file: Path, text: str, tree: ast.Module | None = None) -> list[str]:
     """Return the private names of the package that ``file`` touches and may not."""
     if homes().keys().isdisjoint(WORD.findall(text)):
-        return []  # nine of ten files, which need not be parsed
+        return []  # nine of ten files, whose trees need no walk
     tested = file.stem.removeprefix("test_") if file.stem.startswith("test_") else None
     return [
         f"{file}:{line}: {name} is private to {', '.join(sorted(homes()[name]))}"
-        for line, name in sorted(touched(ast.parse(text)))
+        for line, name in sorted(touched(tree or ast.parse(text)))
         if is_private(name) and name not in FOREIGN and tested not in homes().get(name, {tested})
     ]
 
 
-@pytest.mark.parametrize("folder", OTHERS)
+@pytest.mark.parametrize("folder", OUTSIDE)
 def test_nobody_outside_touches_a_private_name(folder: str) -> None:
-    files = sorted((ROOT / folder).rglob("*.py"))
-    found = [one for file in files for one in breaches(file.relative_to(ROOT), file.read_text())]
-    assert found == []
+    files = {Path(path): tree for path, tree in trees().items() if path.startswith(f"{folder}/")}
+    assert files
+    told = [
+        breach
+        for file, tree in files.items()
+        for breach in breaches(file, (ROOT / file).read_text(), tree)
+    ]
+    assert told == []
 
 
 @pytest.mark.parametrize(
