@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Twice as many as there are cores: a third of the time a test waits, for a server or for processes of its own.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, 2 * (os.cpu_count() or 1)))')
 PYTEST = $(BIN)/python -m pytest -q
-LONG = $(PYTEST) --workers $(WORKERS) -o faulthandler_timeout=900
+LONG = $(PYTEST) -n $(WORKERS) --dist=load --maxschedchunk=1 -o faulthandler_timeout=900
 # Compiled modules are kept, whatever the shell says: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -29,7 +29,7 @@ demo: setup      ## four processes train a small policy through one store
 	$(BIN)/trinity-buffer demo $(ARGS)
 
 test: setup      ## the quick tests, two cases of each, on all cores
-	$(PYTEST) --workers $(WORKERS) --cases 2 --hypothesis-profile quick $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist=loadgroup --cases 2 --hypothesis-profile quick $(ARGS)
 
 check: setup     ## what CI runs: format, lint, types, dead names, floors, and all tests
 	$(BIN)/ruff format --check .

@@ -24,21 +24,16 @@ import pytest
 from hypothesis import settings
 
 from tests.postgres import PostgresServer
-from tests.workers import Workers
 from trinity_buffer import open_store
 from trinity_buffer.limits import resized
 
 DATABASE = "test"
 STORE, EMPTY_STORE = "store", "empty_store"
 
-PART = pytest.StashKey[str]()
-"""What a test belongs to: as long as there are others, one worker runs the tests of a part."""
-
-FIRST = (
-    *("test_torture.py", "test_faults.py", "test_lower_bounds.py", "test_drafts.py"),
-    *("test_growth.py", "server", "forks", "trees"),
-)
-"""The parts that take longest: whoever meets one of them at the end is waited for."""
+LONGEST = ("test_lower_bounds.py", "test_faults.py", "test_drafts.py", "test_growth.py")
+"""Files with tests that take a minute: whoever meets one at the end is waited for."""
+WAITS = "test_torture.py"
+"""Its tests take a minute, too, and compute for ten seconds of it."""
 
 Resize = Callable[..., object]
 
@@ -69,20 +64,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let `make test` run some cases of each test, and `make check` all."""
     what = "run N cases of each parametrized test, chosen by the checksums of their names"
     parser.addoption("--cases", type=int, metavar="N", help=what)
-    what = "run the tests in N processes, which are forked when all tests are collected"
-    parser.addoption("--workers", type=int, default=0, metavar="N", help=what)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let `make test` and `make check` have their workers."""
-    if count := config.getoption("--workers"):
-        config.pluginmanager.register(Workers(config, count, lambda item: item.stash[PART]))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Count what is tested once more on a server, above the store, among the long tests.
 
-    One worker starts the server, one that from which others fork, and one parses all code.
+    With ``--dist=loadgroup``, one process starts the server, one that from which others fork, and
+    one parses all code.
     """
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     is_quick = {folder, item.path.name} & set(QUICK_ON_A_SERVER)
@@ -90,23 +78,28 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if on_a_server and not is_quick:
         item.add_marker(pytest.mark.long)
     assert isinstance(item, pytest.Function)
-    item.stash[PART] = item.path.name
     if on_a_server or any(name.startswith("postgres") for name in item.fixturenames):
-        item.stash[PART] = "server"
+        item.add_marker(pytest.mark.xdist_group("server"))
     elif not vars(item.module).keys().isdisjoint(FORKING):
-        item.stash[PART] = "forks"
+        item.add_marker(pytest.mark.xdist_group("forks"))
     elif item.path.name in PARSING:
-        item.stash[PART] = "trees"
+        item.add_marker(pytest.mark.xdist_group("trees"))
 
 
 @pytest.hookimpl(trylast=True)  # when others have left out what is not asked for
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes longest."""
+    """Begin with what takes longest, and spread what waits among what computes."""
     if most := config.getoption("--cases"):
         left_out = _beyond(most, items)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: (*FIRST, item.stash[PART]).index(item.stash[PART]))
+    first = [item for item in items if item.path.name in LONGEST]
+    waiting = [item for item in items if item.path.name == WAITS]
+    others = [item for item in items if item.path.name not in (*LONGEST, WAITS)]
+    apart = len(others) // (len(waiting) + 1)
+    for number, item in enumerate(waiting):
+        others.insert(number * (apart + 1), item)
+    items[:] = [*first, *others]
 
 
 def _beyond(most: int, items: list[pytest.Item]) -> set[pytest.Item]:

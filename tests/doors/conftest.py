@@ -17,7 +17,7 @@ DUMPS = Path(__file__).parents[1] / "integrations" / "dumps"
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a small run that is made once, whatever the number of test processes."""
     base = tmp_path_factory.getbasetemp()
-    return made_once(base.parent if "PYTEST_WORKER" in os.environ else base)
+    return made_once(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
 
 
 @pytest.fixture

@@ -23,9 +23,7 @@ from trinity_buffer import open_store, run_strategy
 from trinity_buffer.experience import Experience
 from trinity_buffer.inspector.doctor import examine
 
-
-def this_process() -> str:
-    return f"pid {os.getpid()} on host {socket.gethostname()}"
+HERE = f"pid {os.getpid()} on host {socket.gethostname()}"
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +163,7 @@ async def test_a_strategy_names_the_groups_that_lack_runs_and_their_explorer(
         async def follow() -> None:
             await run_strategy(experiment, "grpo", follow=True)
 
-        async with spoken(caplog, follow, lack, f"explorer 'e0' is there ({this_process()}, seen "):
+        async with spoken(caplog, follow, lack, f"explorer 'e0' is there ({HERE}, seen "):
             told: list[str] = []
             while not told:  # written after it is said
                 here = await rows(experiment, "presence")
@@ -206,7 +204,7 @@ async def test_a_plan_says_whose_commit_it_waits_for(
             pass
         caplog.clear()
         await run_strategy(experiment, "grpo")
-        there = f"trainer 'trainer' is there ({this_process()}"
+        there = f"trainer 'trainer' is there ({HERE}"
         async with (
             experiment.train_stream(strategy="grpo", follow=True),
             spoken(caplog, plan, *words, there),
@@ -272,10 +270,7 @@ async def test_a_second_trainer_says_who_holds_the_lease(
     async with opened(store_url) as experiment, opened(store_url) as other:
         await run_strategy(experiment, "grpo")
         async with experiment.train_stream(strategy="grpo", follow=True):
-            words = (
-                f"trainer 'trainer' is held by {this_process()}, renewed ",
-                "another consumer name",
-            )
+            words = (f"trainer 'trainer' is held by {HERE}, renewed ", "another consumer name")
             async with spoken(caplog, lambda: train(other), *words):
                 pass
 
@@ -326,14 +321,9 @@ async def test_ranks_say_whose_commit_or_step_they_wait_for(
                 tasks.start_soon(idle, experiment)
                 await train(experiment, **options, rank=0)
 
-        late = (
-            f"rank 0 of trainer 'trainer' waits for rank 1 ({this_process()}, seen ",
-            "to commit step 1:",
-        )
+        late = (f"rank 0 of trainer 'trainer' waits for rank 1 ({HERE}, seen ", "to commit step 1:")
         async with spoken(caplog, both, *late):
-            next_step = (
-                f"rank 1 of trainer 'trainer' waits for rank 0 ({this_process()}) to hand out"
-            )
+            next_step = f"rank 1 of trainer 'trainer' waits for rank 0 ({HERE}) to hand out"
             while next_step not in caplog.text:
                 await anyio.lowlevel.checkpoint()
 
