@@ -56,7 +56,6 @@ LAZY_IMPORTS = {
     f"{PACKAGE}/cli/servers.py:record": "starlette and uvicorn are an extra",
     f"{PACKAGE}/cli/servers.py:serve": "starlette is an extra",
     f"{PACKAGE}/cli/servers.py:sync_weights": "httpx and torch, likewise",
-    f"{PACKAGE}/explorer/openai_model.py:__init__": "torch, which a client does not need",
     f"{PACKAGE}/cli/demo_run.py:save_curve": "matplotlib is an extra",
     f"{PACKAGE}/pipeline/store.py:writer": "torch, which readers do not need",
     f"{PACKAGE}/pipeline/store.py:read": "torch, which who only counts does not need",
@@ -76,8 +75,6 @@ SEPARATE = {
     f"{PACKAGE}/pipeline/write/writer.py": "imports torch, which readers do not need",
     f"{PACKAGE}/recorder/app.py": "imports starlette, an extra",
     f"{PACKAGE}/store/notify.py": "how each database tells of commits",
-    f"{PACKAGE}/trainer/models.py": "imports transformers",
-    f"{PACKAGE}/trainer/packed_attention.py": "imports what only a GPU needs",
     f"{PACKAGE}/web/app.py": "imports starlette, an extra",
     f"{PACKAGE}/web/pages.py": "what templates show, without HTTP",
 }

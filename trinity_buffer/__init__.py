@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trinity_buffer.explorer.explore import ExploreOptions as ExploreOptions
     from trinity_buffer.explorer.explore import explore as explore
     from trinity_buffer.explorer.local_model import LocalModel as LocalModel
-    from trinity_buffer.explorer.openai_model import OpenAIModel as OpenAIModel
+    from trinity_buffer.explorer.server import OpenAIModel as OpenAIModel
     from trinity_buffer.identity import EID as EID
     from trinity_buffer.inspector.table import to_arrow as to_arrow
     from trinity_buffer.metrics import gather_metrics as gather_metrics
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.sync_stream import open_train_stream as open_train_stream
     from trinity_buffer.pipeline.train.options import StreamOptions as StreamOptions
     from trinity_buffer.pipeline.verify.verify import verify as verify
-    from trinity_buffer.trainer.measuring import StepReport as StepReport
+    from trinity_buffer.trainer.models import StepReport as StepReport
     from trinity_buffer.trainer.token_scores import token_scores as token_scores
     from trinity_buffer.trainer.trainer import Trainer as Trainer
     from trinity_buffer.trainer.trainer import TrainerSettings as TrainerSettings
@@ -63,10 +63,10 @@ _HOMES = {
     "open_replay_stream": "trinity_buffer.pipeline.history.replay",
     "open_store": "trinity_buffer.pipeline.store",
     "open_train_stream": "trinity_buffer.pipeline.sync_stream",
-    "OpenAIModel": "trinity_buffer.explorer.openai_model",
+    "OpenAIModel": "trinity_buffer.explorer.server",
     "run_strategy": "trinity_buffer.pipeline.annotate.consumer",
     "StagedWriter": "trinity_buffer.writer",
-    "StepReport": "trinity_buffer.trainer.measuring",
+    "StepReport": "trinity_buffer.trainer.models",
     "StrategyConsumer": "trinity_buffer.pipeline.annotate.consumer",
     "StreamOptions": "trinity_buffer.pipeline.train.options",
     "to_arrow": "trinity_buffer.inspector.table",

@@ -18,12 +18,16 @@ from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer import run_strategy
 from trinity_buffer.demo.tiny_model import make_tiny_model
 from trinity_buffer.errors import InferenceServerError, InvalidArgumentError
-from trinity_buffer.explorer import weights
+from trinity_buffer.explorer import server as servers
 from trinity_buffer.explorer.conversation import Completion, Conversation
 from trinity_buffer.explorer.local_model import LocalModel
-from trinity_buffer.explorer.openai_model import OpenAIModel
-from trinity_buffer.explorer.server import Server
-from trinity_buffer.explorer.weights import PushReport, push_weights, sync_weights
+from trinity_buffer.explorer.server import (
+    OpenAIModel,
+    PushReport,
+    Server,
+    push_weights,
+    sync_weights,
+)
 from trinity_buffer.pipeline.store import PublishedPolicy
 from trinity_buffer.trainer.token_scores import token_scores
 
@@ -353,7 +357,7 @@ async def test_a_server_that_was_restarted_is_given_the_newest_weights_again(
     sqlite_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weights, "LOOKED_AT_EVERY_S", 0.01)
+    monkeypatch.setattr(servers, "LOOKED_AT_EVERY_S", 0.01)
     pushed: list[int] = []
 
     async def restart() -> None:
@@ -381,7 +385,7 @@ async def test_a_server_that_was_away_is_given_the_newest_weights_when_it_is_bac
     vllm: VLLM, published: PublishedPolicy, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was not there when they were published: a follower waits for it."""
-    monkeypatch.setattr(weights, "LOOKED_AT_EVERY_S", 0.01)
+    monkeypatch.setattr(servers, "LOOKED_AT_EVERY_S", 0.01)
     app, refused = vllm.app(), 0
 
     async def away_at_first(scope: Any, receive: Any, send: Any) -> None:

@@ -19,8 +19,7 @@ from trinity_buffer.demo.rollout import TaskSampler
 from trinity_buffer.demo.tasks import SortDigits
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.explore import BatchReport, ExploreOptions, SamplingExplorer
-from trinity_buffer.explorer.weights import Weights
+from trinity_buffer.explorer.explore import BatchReport, ExploreOptions, SamplingExplorer, Weights
 from trinity_buffer.identity import Key
 from trinity_buffer.trainer.checkpoint import POLICY_FILE, remove_old
 

@@ -23,9 +23,9 @@ from tests.explorer.chat_templates import (
 )
 from tests.explorer.vllm_dialect import VLLM, served
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.explorer.chat_format import rendered, tool_calls_in, warn_of_unseen_tools
+from trinity_buffer.explorer.conversation import rendered, tool_calls_in, warn_of_unseen_tools
 from trinity_buffer.explorer.local_model import LocalModel
-from trinity_buffer.explorer.openai_model import OpenAIModel
+from trinity_buffer.explorer.server import OpenAIModel
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_rollout.md"
 QUESTION = {"role": "user", "content": "2 + 3 + 4?"}

@@ -49,7 +49,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "an entropy forgets what it summed when a larger logit comes",
-        "trainer/head_chunks.py",
+        "trainer/token_scores.py",
         "moment = (sums.moment + sums.total * moved) * moved.exp()",
         "moment = sums.moment * moved.exp()",
         "tests/trainer/test_token_scores.py::test_scores_and_gradients_are_those_of_all_logits_in_float64",
@@ -63,7 +63,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "what is written beside the training is what the training changes",
-        "trainer/sharded.py",
+        "trainer/parallel.py",
         "here.clone() if self.copied and is_same else here",
         "here",
         "tests/trainer/test_async_checkpoints.py"
@@ -95,7 +95,7 @@ TRAINER_FAULTS = [
     ),
     Fault(
         "weights are copied before a GPU has computed them",
-        "trainer/sharded.py",
+        "trainer/parallel.py",
         "            stream.wait_stream(self._gpu.current_stream(device))\n",
         "",
         "tests/trainer/test_host_copies.py::test_what_is_being_computed_is_copied_when_it_is_done",

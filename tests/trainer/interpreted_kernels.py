@@ -15,9 +15,16 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from trinity_buffer.trainer.head_chunks import TORCH, Chunk, ChunkMath, Known, Sums
 from trinity_buffer.trainer.last_hidden import OutputHead
-from trinity_buffer.trainer.token_scores import head_entropy_changes, head_scores
+from trinity_buffer.trainer.token_scores import (
+    TORCH,
+    Chunk,
+    ChunkMath,
+    Known,
+    Sums,
+    head_entropy_changes,
+    head_scores,
+)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from trinity_buffer.errors import CheckpointError
 from trinity_buffer.events import StepsCommitted
 from trinity_buffer.trainer import checkpoint
 from trinity_buffer.trainer.checkpoint import PendingCheckpoint
-from trinity_buffer.trainer.sharded import write_share
+from trinity_buffer.trainer.parallel import write_share
 
 
 def made(url: str) -> Any:

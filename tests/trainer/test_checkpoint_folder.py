@@ -21,7 +21,7 @@ from trinity_buffer.demo.policy import TransformerPolicy
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.pipeline.manifest import ManifestChain
 from trinity_buffer.pipeline.train.checkpoint import being_read, make_durable
-from trinity_buffer.trainer import checkpoint, sharded
+from trinity_buffer.trainer import checkpoint, parallel
 from trinity_buffer.trainer.causal_lm import CausalLM
 from trinity_buffer.trainer.checkpoint import (
     POLICY_FILE,
@@ -42,7 +42,7 @@ def state() -> TrainerState[TransformerPolicy]:
     return TrainerState(model, optimizer, step=7, manifests=ManifestChain().after(bytes(16)))
 
 
-WRITES = [(TransformerPolicy, "save"), (sharded, "save_file"), (checkpoint, "_random_of")]
+WRITES = [(TransformerPolicy, "save"), (parallel, "save_file"), (checkpoint, "_random_of")]
 
 
 @pytest.mark.parametrize(("owner", "write"), WRITES)
@@ -78,7 +78,7 @@ def test_what_fails_for_another_reason_says_so(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sharded, "save_file", full)
+    monkeypatch.setattr(parallel, "save_file", full)
     with pytest.raises(CheckpointError, match=r"step-00000007 cannot be written: .*No space left"):
         save_checkpoint(tmp_path, state())
 
@@ -310,7 +310,7 @@ def test_a_large_checkpoint_is_written_in_several_files_and_read_as_one(
         weight.grad = torch.rand_like(weight)
     optimizer.step()
     saved = TrainerState(model, optimizer, step=7, manifests=ManifestChain())
-    monkeypatch.setattr(sharded, "FILE_BYTES", 1 << 13)
+    monkeypatch.setattr(parallel, "FILE_BYTES", 1 << 13)
     folder = save_checkpoint(tmp_path, saved)
     assert len([*folder.glob("optimizer-*.safetensors")]) > 1
     assert len([*folder.glob("policy/model-*.safetensors")]) > 1

@@ -42,7 +42,7 @@ from trinity_buffer.limits import resized
 from trinity_buffer.pipeline.load.columns import FAMILIES
 from trinity_buffer.store.tables import segment
 from trinity_buffer.store.trainer_queries import step_with_rows
-from trinity_buffer.trainer.measuring import StepReport
+from trinity_buffer.trainer.models import StepReport
 from trinity_buffer.trainer.trainer import Trainer, TrainerSettings
 
 TASKS = 4

@@ -20,7 +20,7 @@ import torch
 
 from tests.trainer.interpreted_kernels import CASES, FAR
 from trinity_buffer.trainer import token_scores
-from trinity_buffer.trainer.head_chunks import TORCH, ChunkMath
+from trinity_buffer.trainer.token_scores import TORCH, ChunkMath
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 

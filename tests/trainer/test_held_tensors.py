@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.pipeline.train.checkpoint import make_durable, written
 from trinity_buffer.trainer.models import require_trained
-from trinity_buffer.trainer.sharded import (
+from trinity_buffer.trainer.parallel import (
     HostCopies,
     opened,
     owners_of,

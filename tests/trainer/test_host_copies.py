@@ -19,9 +19,9 @@ import trinity_buffer as tb
 from tests.trainer.data import prepared
 from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
-from trinity_buffer.trainer import checkpoint, sharded
+from trinity_buffer.trainer import checkpoint, parallel
 from trinity_buffer.trainer.checkpoint import PendingCheckpoint
-from trinity_buffer.trainer.sharded import Gpus, HostCopies
+from trinity_buffer.trainer.parallel import Gpus, HostCopies
 from trinity_buffer.trainer.trainer import is_beside
 
 
@@ -95,8 +95,8 @@ class LateGpu(Gpus):
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "SMALLEST_BLOCK", 1 << 10)
-    monkeypatch.setattr(sharded, "LARGEST_BLOCK", 1 << 12)
+    monkeypatch.setattr(parallel, "SMALLEST_BLOCK", 1 << 10)
+    monkeypatch.setattr(parallel, "LARGEST_BLOCK", 1 << 12)
 
 
 def test_what_was_computed_before_is_copied_and_what_comes_after_waits() -> None:

@@ -23,8 +23,7 @@ from trinity_buffer.inspector.experience import show
 from trinity_buffer.inspector.source import now
 from trinity_buffer.inspector.step_lines import StepContents, blame, steps
 from trinity_buffer.inspector.token_table import tokens
-from trinity_buffer.trainer.measuring import StepMeter
-from trinity_buffer.trainer.models import Models, prepare
+from trinity_buffer.trainer.models import Models, StepMeter, prepare
 from trinity_buffer.trainer.parallel import Processes
 from trinity_buffer.trainer.trainer import StepReport, Trainer, TrainerSettings
 

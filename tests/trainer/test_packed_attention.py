@@ -24,8 +24,8 @@ import trinity_buffer as tb
 from tests.trainer.qwen import SHAPE, qwen3
 from tests.trainer.qwen import qwen2 as narrow
 from tests.trainer.wrapped import batch_of, gradients, loss, rows_of
-from trinity_buffer.trainer import packed_attention
-from trinity_buffer.trainer.packed_attention import NAME, Kernel, attention_of, kernel_of
+from trinity_buffer.trainer import last_hidden
+from trinity_buffer.trainer.last_hidden import NAME, Kernel, attention_of, kernel_of
 
 qwen2 = partial(narrow, hidden_size=32)  # heads of 8 elements
 EXACT = frozenset({torch.float32, torch.float64})
@@ -125,7 +125,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Use]:
         widest_head: int = 256,
     ) -> None:
         there = Kernel(kernel, dtypes, widest_head)
-        monkeypatch.setattr(packed_attention, "kernel_of", lambda _: there)
+        monkeypatch.setattr(last_hidden, "kernel_of", lambda _: there)
 
     CALLS.clear()
     yield let
@@ -436,7 +436,7 @@ def test_dropout_that_begins_with_training_is_said_then(
 def test_a_device_without_a_kernel_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(packed_attention, "kernel_of", lambda _: "torch 2.9 has none")
+    monkeypatch.setattr(last_hidden, "kernel_of", lambda _: "torch 2.9 has none")
     graded(qwen3())
     (warning,) = spoken(caplog)
     assert "torch 2.9 has none" in warning

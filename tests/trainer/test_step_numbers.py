@@ -24,7 +24,7 @@ from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.inspector.source import now
 from trinity_buffer.trainer.checkpoint import on_each
-from trinity_buffer.trainer.measuring import Number, combined, numbers_of_step
+from trinity_buffer.trainer.models import Number, combined, numbers_of_step
 
 T = TypeVar("T")
 CHOICES: dict[str, dict[str, Any]] = {

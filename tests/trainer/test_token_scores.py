@@ -23,10 +23,11 @@ from tests.trainer.qwen import SHAPE, qwen2, qwen3
 from trinity_buffer.algorithm.advantage_fn.token_scores import expected_entropy_change
 from trinity_buffer.demo.policy import PolicyConfig, TransformerPolicy
 from trinity_buffer.errors import InvalidArgumentError
-from trinity_buffer.trainer.head_chunks import TORCH, ChunkMath
 from trinity_buffer.trainer.last_hidden import OutputHead
 from trinity_buffer.trainer.policy import TokenScores
 from trinity_buffer.trainer.token_scores import (
+    TORCH,
+    ChunkMath,
     _add_product,
     chunk_columns,
     entropy_changes,

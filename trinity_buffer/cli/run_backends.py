@@ -29,7 +29,7 @@ from trinity_buffer.explorer.explore import (
     explore,
 )
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
-from trinity_buffer.explorer.openai_model import OpenAIModel
+from trinity_buffer.explorer.server import OpenAIModel
 from trinity_buffer.lazy import extra
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.config import ModelConfig, RolloutOptions, RunConfig

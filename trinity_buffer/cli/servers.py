@@ -119,11 +119,9 @@ async def sync_weights(
             old and new weights.
     """
     from trinity_buffer.cli.roles import plain  # noqa: PLC0415 - torch
-    from trinity_buffer.explorer.server import Server  # noqa: PLC0415 - an extra
-    from trinity_buffer.explorer.weights import PushReport  # noqa: PLC0415
-    from trinity_buffer.explorer.weights import sync_weights as push_weights  # noqa: PLC0415
+    from trinity_buffer.explorer import server as inference  # noqa: PLC0415 - torch, likewise
 
-    def report(push: PushReport) -> None:
+    def report(push: inference.PushReport) -> None:
         plain(f"{push.url}: policy {push.version}, checksum {push.checksum or 'not told'}")
 
     async with open_store(place.url, read_only=True) as opened, AsyncExitStack() as stack:
@@ -140,8 +138,8 @@ async def sync_weights(
                 f"must be a URL, the second one of {', '.join(known)}"
             )
         plain(f"syncs the weights of {name} to {', '.join(urls)}")
-        servers = [await stack.enter_async_context(Server(own)) for own in urls]
-        if not await push_weights(
+        servers = [await stack.enter_async_context(inference.Server(own)) for own in urls]
+        if not await inference.sync_weights(
             run_, servers, mode=mode, follow=follow, dialect=chosen, report=report
         ):
             plain("no policy is published yet: nothing was pushed")

@@ -5,7 +5,8 @@ ids follow from epoch and position alone: ``epoch0-0``, ``epoch0-1``, ... The fi
 has claimed it, by the order of the log; the others get `BatchTakenError` and go on to the next. So
 every task of every epoch is planned once, whatever dies when, and nothing but the log is shared.
 
-`SamplingExplorer` has no list: a policy makes up its problems, batch after batch.
+`SamplingExplorer` has no list: a policy makes up its problems, batch after batch. Either loads the
+weights that a trainer publishes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import anyio
 import anyio.to_thread
@@ -42,20 +43,22 @@ from typing_extensions import override
 
 from trinity_buffer.errors import (
     BatchTakenError,
+    CheckpointError,
     InvalidArgumentError,
     InvalidExperienceError,
     RefusedRequestError,
     TrainingError,
 )
+from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.weights import Loadable, Weights
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import AtLeast0, Count, option_types
 from trinity_buffer.pipeline.background import running, task_group
 from trinity_buffer.pipeline.config import BatchOptions, RolloutOptions
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, one_line, wait_report_s
-from trinity_buffer.pipeline.store import Experiment
+from trinity_buffer.pipeline.store import Experiment, PublishedPolicy
+from trinity_buffer.pipeline.train.checkpoint import being_read, require_digest
 from trinity_buffer.pipeline.write.planning import require_same_contents
 from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.user_code import kind_of
@@ -68,6 +71,91 @@ M = TypeVar("M")
 
 Rollout = Callable[[T, M], Awaitable[Sequence[Experience]]]
 """One attempt at a task with a model: the experiences of the run, one per step, in order."""
+
+
+@runtime_checkable
+class Loadable(Protocol):
+    """A model that can be had with other weights."""
+
+    def load(self, uri: str) -> Self:
+        """Return such a model with the weights that were published at ``uri``. Off the event loop.
+
+        Raises:
+            CheckpointError: they are not there any more.
+        """
+        ...
+
+
+async def use_newest(
+    experiment: Experiment,
+    known: PublishedPolicy | None,
+    use: Callable[[PublishedPolicy], Awaitable[None]],
+) -> PublishedPolicy | None:
+    """Have what was published last used, if it is not ``known``; return what is in use now.
+
+    A run that was wound back publishes other weights under a version that was there before.
+    """
+    while True:
+        policy = await experiment.newest_policy()
+        if policy is None or (known is not None and policy.position == known.position):
+            return known
+        try:
+            await use(policy)
+        except CheckpointError:
+            # The trainer keeps only its newest checkpoints: between the event and the file, a newer
+            # one came. Gone, half there or another's file: all mean to ask again.
+            newer = await experiment.newest_policy()
+            if newer is None or newer.position == policy.position:
+                raise
+            continue
+        return policy
+
+
+class Weights:
+    """A model that keeps up with what the trainer publishes, if it is `Loadable`.
+
+    Attributes:
+        model: with the newest weights that were loaded.
+        version: of these weights; as the model comes it is policy version 0. None: it has none,
+            for it cannot be loaded anew.
+    """
+
+    def __init__(self, experiment: Experiment, model: Any) -> None:
+        self._experiment = experiment
+        self._loaded: PublishedPolicy | None = None
+        self.model = model
+        self.version = 0 if isinstance(model, Loadable) else None
+
+    async def load_newest(self) -> None:
+        """Load what was published last, if anything is new."""
+        self._loaded = await use_newest(self._experiment, self._loaded, self._load)
+
+    async def follow(self) -> None:
+        """Load whatever is published, until the experiment is finished."""
+        begin = 0 if self._loaded is None else self._loaded.position
+        kinds = kinds_of(PolicyPublished)
+        async for _ in self._experiment.events(begin, follow=True, kinds=kinds):
+            await self.load_newest()
+
+    async def _load(self, policy: PublishedPolicy) -> None:
+        try:
+            self.model = await anyio.to_thread.run_sync(self._loaded_with, policy)
+        except CheckpointError as error:
+            error.add_note(
+                f"the trainer published it as policy version {policy.version}: its commit can "
+                "name another path of the same weights that this model loads (policy=PATH), or "
+                "publish nothing (policy=False)"
+            )
+            raise
+        self.version = policy.version
+
+    def _loaded_with(self, policy: PublishedPolicy) -> Any:
+        """Return the model with these weights, which stay while they are loaded."""
+        with being_read(Path(policy.uri)):
+            if policy.digest and Path(policy.uri).exists():
+                require_digest(Path(policy.uri), policy.digest)
+            return self.model.load(policy.uri)
+
 
 DIGEST_BYTES = 16
 
@@ -341,8 +429,7 @@ class _TaskListExplorer(_Explorer):
             what = f"{self.tasks!r:.60}, a text" if self.tasks else "empty"
             raise InvalidArgumentError(f"tasks is {what}: give a list with at least one task")
         super().__post_init__()
-        self._is_named = isinstance(self.tasks, Mapping)
-        named = self.tasks.items() if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
+        named = self.tasks if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
         self._tasks: dict[Key, Any] = dict(named)
         self._slots = anyio.Semaphore(self.options.concurrency)
 
@@ -400,7 +487,7 @@ class _TaskListExplorer(_Explorer):
 
     def _contents(self, tasks: Sequence[Key]) -> bytes | None:
         """Return the digest of tasks that have no keys of their own, None if they are not JSON."""
-        if self._is_named:
+        if isinstance(self.tasks, Mapping):
             return None
         try:
             text = json.dumps([self._tasks[task] for task in tasks], sort_keys=True)

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
-from trinity_buffer.explorer.chat_format import ChatFormat, decoded
-from trinity_buffer.explorer.conversation import Completion
+from trinity_buffer.explorer.conversation import ChatFormat, Completion, decoded
 from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.train.step import settle_cublas
 from trinity_buffer.sampling import LEAST_TEMPERATURE

@@ -1,6 +1,7 @@
-"""An inference server, as JSON over HTTP: questions, its answers, and whose weights it holds.
+"""An inference server, as JSON over HTTP, and the model behind it that a rollout talks to.
 
-Its answers are read into completions: those of vLLM's OpenAI dialect, and of SGLang's own.
+Its answers, with ids and log-probs, are read into completions: those of vLLM's OpenAI dialect, and
+of SGLang's own. Weights that a trainer publishes are pushed to it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,25 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
-from trinity_buffer.errors import InferenceServerError, InvalidArgumentError, RefusedRequestError
-from trinity_buffer.explorer.conversation import Completion, as_texts
+import anyio.to_thread
+
+from trinity_buffer.errors import (
+    InferenceServerError,
+    InvalidArgumentError,
+    RefusedRequestError,
+)
+from trinity_buffer.explorer.conversation import ChatFormat, Completion, as_texts
+from trinity_buffer.explorer.explore import use_newest
+from trinity_buffer.explorer.local_model import load_tokenizer
 from trinity_buffer.lazy import extra
+from trinity_buffer.pipeline.store import Experiment, PublishedPolicy
+from trinity_buffer.pipeline.train.checkpoint import being_read, require_digest
 from trinity_buffer.sampling import NEUTRAL, not_neutral
 
 _LOG = logging.getLogger(__name__)
@@ -443,3 +455,335 @@ def _refuse(option: str, allowed: tuple[Any, ...], remedy: str) -> NoReturn:
         f"{option} may restrict what is sampled, or choose from it, which log-probs of no "
         f"--logprobs-mode show: leave it out{instead}, or {remedy}"
     )
+
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+class OpenAIModel:
+    """Asks vLLM by the OpenAI dialect, or SGLang by ``/generate``; close it, or enter it.
+
+    Each `Completion` says which weights made it, and what its log-probs mean. By default vLLM's are
+    those before temperature, top-p, penalties and the like, which are the log-probs of what was
+    sampled only if all of these are neutral. So they are set to neutral values unless ``sampling``
+    says otherwise, whatever the model's generation_config says.
+
+    Args:
+        url: of the server, such as ``http://127.0.0.1:8000/v1``.
+        model: its name there; None: the only one.
+        dialect: ``"vllm"``, or ``"sglang"``, which needs a tokenizer for all but token ids.
+        tokenizer: of transformers, or its folder; for SGLang.
+        logprobs_mode: what the server was started with (vLLM's ``--logprobs-mode``).
+        require_ids: refuse an answer without ids and log-probs, which cannot be trained.
+        sampling: keys of every request, such as ``temperature``, ``top_p``, ``max_tokens``,
+            ``stop``; further ``api_key`` and ``timeout_s`` of a `Server`. With ``require_ids``,
+            keys that could restrict the choice of tokens are refused.
+
+    Raises:
+        InvalidArgumentError: log-probs would not be those of what is sampled.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        dialect: Literal["vllm", "sglang"] = "vllm",
+        tokenizer: Any = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        require_ids: bool = True,
+        **sampling: Any,
+    ) -> None:
+        options = {k: sampling.pop(k) for k in ("api_key", "timeout_s") if k in sampling}
+        self.server = Server(url, **options)
+        self.name = model
+        self._dialect = dialect
+        self._logprobs_mode = logprobs_mode
+        self._require_ids = require_ids
+        self._sampling = pinned(sampling)
+        self._marks: dict[str, Any] = {
+            "logprobs_mode": logprobs_mode,
+            "sampling": changes(self._sampling),
+        }
+        if isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self._weights = ServedWeights(self.server)
+        if require_ids:
+            require_sampled(self._sampling, logprobs_mode)
+            if (choices := sampling.get("n") or 1) != 1:
+                raise InvalidArgumentError(
+                    f"n={choices!r:.40}: a call returns one answer; call it so often"
+                )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+    ) -> Completion:
+        """Return what the model says next in a conversation.
+
+        Raises:
+            InferenceServerError: no answer, or one without ids and log-probs.
+        """
+        if self._dialect == "sglang":
+            ids, text = self._format.prompt(messages, tools)
+            made = await self.complete(ids, max_tokens=max_tokens)
+            return replace(self._format.read(made, tools), prompt_text=text)
+        if self._require_ids:
+            require_texts(messages)
+        body = {"messages": [dict(message) for message in messages], **ASKED_FOR_CHAT}
+        if tools:
+            body["tools"] = [dict(tool) for tool in tools]
+        return await self._asked("/v1/chat/completions", body, max_tokens)
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = None
+    ) -> Completion:
+        """Return how the model continues ``prompt``, a text or token ids.
+
+        Raises:
+            InferenceServerError: no answer, or one without ids and log-probs.
+        """
+        ids_or_text: Any = prompt if isinstance(prompt, str) else list(prompt)
+        if self._dialect != "sglang":
+            body = {"prompt": ids_or_text, **ASKED_FOR_TEXT}
+            return await self._asked("/v1/completions", body, max_tokens)
+        if isinstance(ids_or_text, str):
+            ids_or_text = list(self._require_tokenizer().encode(ids_or_text))
+        sampling = {**self._sampling}
+        usual = sampling.pop("max_tokens", None)
+        if (most := usual if max_tokens is None else max_tokens) is not None:
+            sampling["max_new_tokens"] = most
+        body = {"input_ids": ids_or_text, "sampling_params": sampling, "return_logprob": True}
+        answer = await self.server.post("/generate", body)
+        made = replace(generated(answer, ids_or_text), **self._marks)
+        if self._require_ids:
+            require_whole(answer, [made], self.server.root)
+        return made
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.server.close()
+
+    async def _asked(
+        self, path: str, body: Mapping[str, Any], max_tokens: int | None
+    ) -> Completion:
+        """Return the answer of vLLM, which says what weights made it, if it may be trained."""
+        if self.name is None:
+            served = await self.server.get("/v1/models") or {}
+            names = [str(model["id"]) for model in served.get("data", [])]
+            if len(names) != 1:
+                raise InvalidArgumentError(
+                    f"{self.server.root} serves {', '.join(names) or 'no model'}: say model=NAME"
+                )
+            (self.name,) = names
+        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        asked = {"model": self.name, **self._sampling, **limit, **body}
+        if self._require_ids:
+            require_sampled(asked, self._logprobs_mode)
+        before = await self._weights.now()
+        answer = await self.server.post(path, asked)
+        choices = answer.get("choices") or []
+        if not choices:
+            raise InferenceServerError(f"the server answered without a choice: {str(answer)[:300]}")
+        made = completion_of(answer, choices[0])
+        if self._require_ids:
+            require_whole(answer, [made], self.server.root)
+        (made,) = await self._weights.stamped([made], before, **self._marks)
+        return made
+
+    @cached_property
+    def _format(self) -> ChatFormat:
+        tokenizer = self._require_tokenizer()
+        end = tokenizer.eos_token_id
+        return ChatFormat(tokenizer, [] if end is None else [end])
+
+    def _require_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise InvalidArgumentError(
+                "SGLang's /generate takes token ids: give OpenAIModel a tokenizer="
+            )
+        return self._tokenizer
+
+
+PauseMode = Literal["wait", "keep", "abort"]
+
+LOOKED_AT_EVERY_S = 5.0
+"""How often a server is asked whether it still holds the weights: a restarted one does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What is said of weights that a server has taken.
+
+    Attributes:
+        checksum: of the server's own checksums of its weights; None: it tells none.
+    """
+
+    url: str
+    version: int
+    checksum: str | None
+
+
+async def push_weights(
+    server: Server, policy: PublishedPolicy, *, dialect: Dialect = "vllm", mode: PauseMode = "wait"
+) -> PushReport:
+    """Have ``server`` load the weights of ``policy`` and call them by its version.
+
+    The server reads the folder itself, so it must see the same path. A server that fails on the
+    way, or names other weights before it is resumed, stays paused: nothing is sampled from
+    unknown weights.
+
+    Args:
+        mode: what becomes of requests under way: ``"wait"`` lets them end, ``"abort"`` ends them,
+            ``"keep"`` goes on with them under the new weights (SGLang's answer then names those
+            alone).
+
+    Raises:
+        CheckpointError: the weights are not there any more, or are others.
+        InferenceServerError: the server refuses, or names other weights afterwards.
+    """
+    path, version = Path(policy.uri), str(policy.version)
+    with being_read(path):
+        if policy.digest:
+            await anyio.to_thread.run_sync(require_digest, path, policy.digest)
+        try:
+            await (_into_sglang if dialect == "sglang" else _into_vllm)(
+                server, str(path), version, mode
+            )
+        except InferenceServerError as error:
+            raise InferenceServerError(
+                f"{error} (while it took policy {version}; if it was paused it stays so until "
+                "weights are pushed again)"
+            ) from error
+    checksum = None if dialect == "sglang" else await server.weight_checksum()
+    return PushReport(server.root, policy.version, checksum)
+
+
+async def _into_vllm(server: Server, path: str, version: str, mode: PauseMode) -> None:
+    # Paused until the version is confirmed: no token is sampled from half-loaded weights.
+    await server.post("/pause", mode=mode)
+    await server.post(
+        "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
+    )
+    await server.post("/update_weight_version", {"new_version": version})
+    await _require_version(server, version, "vllm")
+    await server.post("/resume")
+
+
+async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode) -> None:
+    # Not paused, it lets all requests end before it loads; no way of pausing it does. To keep them
+    # is `retract`: with `in_place` its cache cannot be flushed, on which it ends.
+    if mode != "wait":
+        await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
+    try:
+        await _load_into_sglang(server, path, version)
+    except InferenceServerError:
+        if mode == "wait":
+            await server.post("/pause_generation", {"mode": "abort"})
+        raise
+    await server.post("/continue_generation")
+
+
+async def _load_into_sglang(server: Server, path: str, version: str) -> None:
+    answer = await server.post(
+        "/update_weights_from_disk", {"model_path": path, "weight_version": version}
+    )
+    if not answer.get("success"):
+        raise InferenceServerError(f"{server.root} did not load {path}: {answer.get('message')}")
+    await _require_version(server, version, "sglang")
+
+
+async def _require_version(server: Server, version: str, dialect: Dialect) -> None:
+    """Refuse a server with weights of another version; SGLang may name none."""
+    held = await server.weight_version(dialect)
+    if held != version and not (held is None and dialect == "sglang"):
+        raise InferenceServerError(f"{server.root} holds weights {held!r} instead of {version!r}")
+
+
+async def sync_weights(
+    experiment: Experiment,
+    servers: Sequence[Server],
+    *,
+    dialect: Dialect = "vllm",
+    mode: PauseMode = "wait",
+    follow: bool = False,
+    report: Callable[[PushReport], None] = lambda _: None,
+) -> int:
+    """Push the newest published policy to every server; return its version, 0 if there is none.
+
+    With ``follow`` go on with whatever is published, until the experiment is finished, and push
+    again to a server that names other weights, as one does that was restarted, or that was away.
+
+    Raises:
+        CheckpointError, InferenceServerError: see `push_weights`; with ``follow`` a server that
+            does not answer at all is waited for.
+    """
+    changes = experiment.database.changes
+    pushed: PublishedPolicy | None = None
+    pusher = _Pusher(dialect, mode, report, waits=follow)
+    due = 0.0
+    while True:
+        state = await changes.state()
+        is_last = not follow or await experiment.is_finished()
+        pushed = await use_newest(experiment, pushed, partial(pusher.push, servers))
+        if is_last:
+            return 0 if pushed is None else pushed.version
+        if pushed is not None and time.monotonic() >= due:
+            behind = [server for server in servers if await pusher.holds_others(server, pushed)]
+            await use_newest(experiment, None, partial(pusher.push, behind))
+            due = time.monotonic() + LOOKED_AT_EVERY_S
+        await changes.changed(state, LOOKED_AT_EVERY_S)
+
+
+@dataclass(slots=True)
+class _Pusher:
+    """Pushes weights to servers, and knows which of them were away.
+
+    Args:
+        waits: a server that is away is pushed to later; otherwise that is an error.
+    """
+
+    dialect: Dialect
+    mode: PauseMode
+    report: Callable[[PushReport], None]
+    waits: bool
+    away: set[Server] = field(default_factory=set)
+
+    async def push(self, servers: Sequence[Server], policy: PublishedPolicy) -> None:
+        """Push ``policy`` to ``servers``, one after the other: the rest go on sampling."""
+        for server in servers:
+            try:
+                pushed = await push_weights(server, policy, dialect=self.dialect, mode=self.mode)
+            except InferenceServerError as error:
+                if not self.waits or (await self._looked_at(server))[0]:
+                    raise
+                if server not in self.away:
+                    _LOG.warning("%s; it is given the newest weights when it is there again", error)
+                self.away.add(server)
+            else:
+                self.away.discard(server)
+                self.report(pushed)
+
+    async def holds_others(self, server: Server, pushed: PublishedPolicy) -> bool:
+        """Return whether a server is to be pushed to again: it was away, or names other weights."""
+        is_there, held = await self._looked_at(server)
+        return is_there and (server in self.away or held not in (None, str(pushed.version)))
+
+    async def _looked_at(self, server: Server) -> tuple[bool, str | None]:
+        """Return whether a server answers, as a refusal does, and what weights it names."""
+        try:
+            return True, await server.weight_version(self.dialect)
+        except RefusedRequestError:
+            return True, None
+        except InferenceServerError:
+            return False, None

@@ -16,9 +16,8 @@ from typing_extensions import override
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError
 from trinity_buffer.lazy import extra
 from trinity_buffer.trainer.last_hidden import difference, last_hidden, noise_of
-from trinity_buffer.trainer.parallel import is_sharded, resharded, unwrapped
+from trinity_buffer.trainer.parallel import is_sharded, opened, part_like, resharded, unwrapped
 from trinity_buffer.trainer.policy import TokenScores, all_finite, in_eval_mode
-from trinity_buffer.trainer.sharded import opened, part_like
 from trinity_buffer.trainer.token_scores import entropy_changes, token_scores
 
 WEIGHTS, ADAPTER = "model", "adapter_model"

@@ -40,17 +40,19 @@ from trinity_buffer.pipeline.train.checkpoint import (
     write_manifest_chain,
     written,
 )
-from trinity_buffer.trainer.parallel import Processes, TorchProcesses, is_sharded
-from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
-from trinity_buffer.trainer.sharded import (
+from trinity_buffer.trainer.parallel import (
     HostCopies,
+    Processes,
+    TorchProcesses,
     files_of,
+    is_sharded,
     opened,
     owners_of,
     part_like,
     whole_tensors,
     write_share,
 )
+from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
 
 if TYPE_CHECKING:
     from trinity_buffer.pipeline.sync_stream import StepStream

@@ -36,8 +36,7 @@ from trinity_buffer.pipeline.train.step import (
     in_words,
     settle_cublas,
 )
-from trinity_buffer.trainer.parallel import Processes, unwrapped
-from trinity_buffer.trainer.sharded import opened_files
+from trinity_buffer.trainer.parallel import Processes, opened_files, unwrapped
 
 _logger = logging.getLogger(__name__)
 

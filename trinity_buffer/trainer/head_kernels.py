@@ -1,4 +1,4 @@
-"""The work on a chunk of the vocabulary as Triton kernels: see `head_chunks`, the reference.
+"""The work on a chunk of the vocabulary as Triton kernels: see `token_scores`, the reference.
 
 A chunk's products are read once, or read and written once, and nothing of their size is allocated.
 Sums are in float32. A program sums a row from left to right, and no two programs write to one
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
-from trinity_buffer.trainer.head_chunks import TORCH, Chunk, ChunkMath, Known, Sums
+from trinity_buffer.trainer.token_scores import TORCH, Chunk, ChunkMath, Known, Sums
 
 BLOCK = 2048
 """Columns that a program has in its registers at a time: 16 for each thread of four warps."""

@@ -7,6 +7,7 @@ the rows: its gradient with respect to every log-probability is the term of that
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -32,19 +33,17 @@ from trinity_buffer.pipeline.train.step import TrainStep
 from trinity_buffer.trainer.causal_lm import policy_of, reference_of
 from trinity_buffer.trainer.checkpoint import Commits, TrainerState, load_checkpoint
 from trinity_buffer.trainer.determinism import SameBits
-from trinity_buffer.trainer.measuring import (
+from trinity_buffer.trainer.models import (
+    Models,
     Number,
     StepMeter,
     StepReport,
-    combined,
-    numbers_of_step,
-)
-from trinity_buffer.trainer.models import (
-    Models,
     blame_rows,
+    combined,
     held_by,
     largest_rows,
     new_critic,
+    numbers_of_step,
     prepare,
     require_readable,
     require_trained,
@@ -88,11 +87,7 @@ class TrainerSettings(OptimizerOptions, TrainingOptions):
         """Return the part of the highest rate that the schedule allows in a step."""
         # From 1 / (n + 1) on: a rate of 0 would waste the first step.
         rising = min(1.0, step / (self.warmup_steps + 1))
-        falling = (
-            1.0
-            if self.decay_steps is None
-            else 1 - (1 - self.min_lr_ratio) * step / self.decay_steps
-        )
+        falling = 1 - (1 - self.min_lr_ratio) * step / (self.decay_steps or math.inf)
         return rising * max(falling, self.min_lr_ratio)
 
     def optimizer_of(self, model: Trainable, *, is_critic: bool = False) -> torch.optim.Optimizer:
@@ -158,8 +153,7 @@ class Trainer:
         if isinstance(stream, SyncTrainStream):
             require_same_ranks(stream, self._processes)
             stream.require_commits(settings.commit_every_steps, "commit_every_steps")
-        adaptive = algorithm.kl_loss.adaptive or algorithm.kl_penalty.adaptive
-        if adaptive and self._processes.world_size > 1:
+        if self._coefficients() and self._processes.world_size > 1:
             raise InvalidArgumentError(
                 "an adaptive KL coefficient would differ from rank to rank: give a fixed one"
             )
@@ -206,12 +200,9 @@ class Trainer:
         begun = TrainerState(policy, optimizer, 0, ManifestChain(), pair)
         if resume is None or resume.checkpoint is None:
             return begun
+        takes, device = self._optimizer is not None, self._stream.device
         return load_checkpoint(
-            resume.checkpoint,
-            begun,
-            rank=rank,
-            takes_groups=self._optimizer is not None,
-            device=self._stream.device,
+            resume.checkpoint, begun, rank=rank, takes_groups=takes, device=device
         )
 
     @property
@@ -294,11 +285,9 @@ class Trainer:
                 self._stream.measure(measures)
             # Not two steps' tensors, while it is uncommitted.
             last = replace(step, microbatches=[]), metrics
-            ending = self._reached(step.step) or self._gives_up
-            committed = ending or step.step % self._settings.commit_every_steps == 0
-            if committed:
-                committed = self._commit(step, metrics)
-                last = None
+            ending, committed = self._reached(step.step) or self._gives_up, False
+            if ending or step.step % self._settings.commit_every_steps == 0:
+                committed, last = self._commit(step, metrics), None
             step_report = StepReport(
                 step=step.step,
                 loss=metrics["loss"],
@@ -317,7 +306,14 @@ class Trainer:
             )
             stop = report(step_report)
             if self._gives_up:
-                raise self._given_up(step)
+                uids = ", ".join(self._look_at) or "none was found"
+                raise NonFiniteError(
+                    f"loss or gradient norm were not finite in {self._skipped_in_a_row} steps in a "
+                    f"row, up to step {step.step}, and none of them changed the weights: look at "
+                    f"the rows with the largest terms ({uids}) with `trinity-buffer show UID`, "
+                    f"lower the learning rate ({self._settings.learning_rate:g}), or go on from an "
+                    "older step with resume_from="
+                )
             if stop or ending:
                 break
         return last
@@ -356,7 +352,9 @@ class Trainer:
         # What decides is read in one exchange with everything that is only reported.
         deciding = [totals["loss"].value, norm]
         totals["gradient_norm"] = Number(norm)
-        totals["learning_rate"] = Number(self._rate(step))
+        own = self._optimizer  # which steps at its own rates
+        rate = self._settings.rate_at(step.step) if own is None else own.param_groups[0]["lr"]
+        totals["learning_rate"] = Number(float(rate))
         if self.state.critic is not None:
             critic, optimizer = self.state.critic
             totals |= self._critic_gradient(step, critic)
@@ -371,12 +369,6 @@ class Trainer:
         else:
             self._skip(step, coefficients)
         return numbers
-
-    def _rate(self, step: TrainStep) -> float:
-        """Return the learning rate of a step: the schedule's, or that of the given optimizer."""
-        if self._optimizer is None:
-            return self._settings.rate_at(step.step)
-        return float(self._optimizer.param_groups[0]["lr"])
 
     def _step(self, step: TrainStep) -> None:
         """Let the optimizers take their steps."""
@@ -403,15 +395,6 @@ class Trainer:
     def _gives_up(self) -> bool:
         most = self._settings.max_skipped_steps
         return most is not None and self._skipped_in_a_row >= most
-
-    def _given_up(self, step: TrainStep) -> NonFiniteError:
-        uids = ", ".join(self._look_at) or "none was found"
-        return NonFiniteError(
-            f"loss or gradient norm were not finite in {self._skipped_in_a_row} steps in a row, up "
-            f"to step {step.step}, and none of them changed the weights: look at the rows with the "
-            f"largest terms ({uids}) with `trinity-buffer show UID`, lower the learning rate "
-            f"({self._settings.learning_rate:g}), or go on from an older step with resume_from="
-        )
 
     def _gradient(self, microbatch: MicroBatch, meter: StepMeter | None) -> dict[str, Tensor]:
         """Add to the gradient of the weights; return the metrics of the loss, itself included."""
@@ -448,12 +431,10 @@ class Trainer:
 
         Only those of weights that the optimizer holds: nothing would ever clear the others.
         """
-        held = held_by(optimizer)
-        weights = []
-        for weight in model.parameters():
-            if id(weight) in held:
-                weights.append(weight)
-            else:
+        held, every = held_by(optimizer), list(model.parameters())
+        weights = [weight for weight in every if id(weight) in held]
+        for weight in every:
+            if id(weight) not in held:
                 weight.grad = None
         self._processes.average_gradients(model, weights)
         limit = self._settings.max_gradient_norm
@@ -461,11 +442,8 @@ class Trainer:
 
     def _coefficients(self) -> dict[str, float]:
         """Return the coefficients that adapt from step to step."""
-        return {
-            name: getattr(self._algorithm, name).kl_coef
-            for name in ("kl_loss", "kl_penalty")
-            if getattr(self._algorithm, name).adaptive
-        }
+        terms = {"kl_loss": self._algorithm.kl_loss, "kl_penalty": self._algorithm.kl_penalty}
+        return {name: term.kl_coef for name, term in terms.items() if term.adaptive}
 
     def _set_coefficients(self, coefficients: Mapping[str, float]) -> None:
         for name, coefficient in coefficients.items():
@@ -473,8 +451,6 @@ class Trainer:
 
     def _commit(self, step: TrainStep, metrics: dict[str, float]) -> bool:
         """Commit all steps up to ``step``; return whether that is done, or only begun."""
-        skipped, self._skipped = self._skipped, {}
-        environment = self._bits.environment
-        return self._commits.commit(
-            step, self.state, metrics=metrics, environment=environment, skipped=skipped
-        )
+        recorded = {"environment": self._bits.environment, "skipped": self._skipped}
+        self._skipped = {}
+        return self._commits.commit(step, self.state, metrics=metrics, **recorded)

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError, TrinityBufferError
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.chat_format import rendered
-from trinity_buffer.explorer.conversation import as_texts
+from trinity_buffer.explorer.conversation import as_texts, rendered
 from trinity_buffer.explorer.local_model import load_tokenizer
 from trinity_buffer.lazy import extra
 from trinity_buffer.pipeline.write.batch import validate
