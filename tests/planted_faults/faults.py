@@ -631,8 +631,8 @@ FAULTS = [
     Fault(
         "verify takes any counters of the fold for the right ones",
         "pipeline/verify/verify.py",
-        "            if live[key] != audited[key]\n",
-        "            if False\n",
+        "        if live.numbers[key] != audited[key]\n",
+        "        if False\n",
         "tests/store/test_counters.py::test_a_fold_that_the_second_opinion_contradicts_is_told_of",
     ),
     Fault(

@@ -107,6 +107,11 @@ class Names:
         """Return for each of ``wanted`` whether it was never added."""
         return lacking(self.hashes, wanted)
 
+    def unknown_to(self, other: Names) -> set[int]:
+        """Return the hashes of what was added here and not to ``other``."""
+        hashes = self.hashes
+        return set(hashes[other.lacking(hashes)].tolist())
+
 
 @dataclass(slots=True)
 class _Batch:

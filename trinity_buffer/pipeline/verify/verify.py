@@ -25,6 +25,7 @@ from trinity_buffer.errors import InvalidArgumentError, StoreError
 from trinity_buffer.events import (
     BatchLeased,
     ExperiencesRecorded,
+    PlacedFact,
     SegmentsArchived,
     StepDealt,
     kinds_of,
@@ -34,7 +35,7 @@ from trinity_buffer.pipeline.background import made_ahead, task_group
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
-from trinity_buffer.pipeline.verify.addresses import Names, unpacked
+from trinity_buffer.pipeline.verify.addresses import Names, together, unpacked
 from trinity_buffer.pipeline.verify.log_audit import (
     Commit,
     LeasedManifest,
@@ -86,25 +87,21 @@ class Acknowledged:
             raise InvalidArgumentError(f"acknowledged={place}: there is no such file or folder")
         files = place.rglob("*") if place.is_dir() else [place]
         self._files = sorted(file for file in files if file.is_file())
-        self.uids = Names()
-        self.compared = Names()
-        self._contents = Names()
+        self.uids, self.compared, self._contents = Names(), Names(), Names()
         self.heads: set[bytes] = set()
-        for parsed in _pages_of(self._files):
-            self.uids.add(uid for uid, _, _ in parsed)
-            self.compared.add(uid for uid, digest, _ in parsed if digest)
-            self._contents.add((uid, digest) for uid, digest, _ in parsed if digest)
-            self.heads.update(head for _, _, head in parsed if head)
+        for lines in _pages_of(self._files):
+            self.uids.add(uid for uid, _, _ in lines)
+            self.compared.add(uid for uid, digest, _ in lines if digest)
+            self._contents.add((uid, digest) for uid, digest, _ in lines if digest)
+            self.heads.update(head for _, _, head in lines if head)
 
     def lost(self, uids: Names, contents: Names | None) -> tuple[str, ...]:
         """Return the uids that no event recorded, and those recorded with another content."""
-        gone = _lacking(self.uids, uids)
-        other = set() if contents is None else _lacking(self._contents, contents)
-        if not gone and not other:
-            return ()
+        gone = self.uids.unknown_to(uids)
+        other = set() if contents is None else self._contents.unknown_to(contents)
         lost: dict[str, None] = {}
         changed: dict[str, None] = {}
-        for lines in _pages_of(self._files):
+        for lines in _pages_of(self._files) if gone or other else ():
             for uid, digest, _ in lines:
                 if hash(uid) in gone:
                     lost[f"experience {uid}"] = None
@@ -112,12 +109,6 @@ class Acknowledged:
                     what = f"acknowledged with the content {digest.hex()}, recorded with another"
                     changed[f"experience {uid} ({what})"] = None
         return (*lost, *changed)
-
-
-def _lacking(acknowledged: Names, known: Names) -> set[int]:
-    """Return the hashes of what was acknowledged and is not known."""
-    hashes = acknowledged.hashes
-    return set(hashes[known.lacking(hashes)].tolist())
 
 
 def _pages_of(files: Sequence[Path]) -> Iterator[list[tuple[str, bytes, bytes]]]:
@@ -179,6 +170,15 @@ class Chain:
             self._digests[version] = checkpoints.digest_of(self.checkpoint, like=recorded)
         return self._digests[version]
 
+    def commit(self, trainer: TrainerAudit) -> Commit | None:
+        """Return the last commit of this checkpoint; it may have been moved since."""
+        for commit in reversed(trainer.commits):
+            if commit.checkpoint == str(self.checkpoint):
+                return commit
+            if commit.digest is not None and commit.digest == self.digest_like(commit.digest):
+                return commit
+        return None
+
 
 def manifest_text(digest: bytes, leased: LeasedManifest | None = None) -> str:
     """Return how a manifest is told in a report."""
@@ -200,17 +200,15 @@ def examine_chain(
     trainer = _trainer_of(chain, trainers, consumer)
     leased = {manifest.digest: manifest for manifest in trainer.steps.values()}
     carried, earlier = chain.manifests, trainer.manifests_up_to(chain.manifests.before)
-    through = [*(earlier or ()), *carried.last]
-    times = Counter(through)
+    times = Counter([*(earlier or ()), *carried.last])
     unknown = 0 if earlier is not None else carried.length - len(carried.last)
     lost = [f"one of the manifests of the steps 1 to {unknown}"] if unknown else []
     lost += [manifest_text(digest) for digest in times if digest not in leased]
-    known = [leased[digest] for digest in times if digest in leased]
-    commit = _commit_of(chain, trainer)
-    last = max((manifest.step for manifest in known), default=0)
+    known, commit = [leased[digest] for digest in times if digest in leased], chain.commit(trainer)
+    steps = [manifest.step for manifest in known]
     # The commit counts too: where the chain lacks its last manifests, their steps are lost, and
     # not merely later than the checkpoint.
-    last = max(last, commit.step if commit is not None else 0)
+    last = max([*steps, 0 if commit is None else commit.step])
     lost += [
         manifest_text(digest, leased.get(digest))
         for step, digest in sorted(trainer.live.items())
@@ -219,46 +217,26 @@ def examine_chain(
     twice = {digest for digest, number in times.items() if number > 1}
     twice |= _sharing_rows(known)
     duplicated = [manifest_text(digest, leased.get(digest)) for digest in times if digest in twice]
-    return [*dict.fromkeys(lost)], duplicated, _contradictions(chain, known, commit)
-
-
-def _sharing_rows(known: Sequence[LeasedManifest]) -> set[bytes]:
-    """Return the digests of manifests with an annotation row that an earlier one has too."""
-    if not known:
-        return set()
-    rows = np.concatenate([unpacked(manifest.rows) for manifest in known])
-    owners = np.repeat(np.arange(len(known)), [manifest.count for manifest in known])
-    order = np.lexsort((owners, rows))
-    rows, owners = rows[order], owners[order]
-    again = (rows[1:] == rows[:-1]) & (owners[1:] != owners[:-1])
-    return {known[index].digest for index in np.unique(owners[1:][again]).tolist()}
-
-
-def _commit_of(chain: Chain, trainer: TrainerAudit) -> Commit | None:
-    """Return the last commit of this checkpoint; it may have been moved since."""
-    for commit in reversed(trainer.commits):
-        if commit.checkpoint == str(chain.checkpoint):
-            return commit
-        if commit.digest is not None and commit.digest == chain.digest_like(commit.digest):
-            return commit
-    return None
-
-
-def _contradictions(
-    chain: Chain, known: Sequence[LeasedManifest], commit: Commit | None
-) -> list[Problem]:
-    wrong, steps = list[str](), [manifest.step for manifest in known]
-    if steps != sorted(steps):
-        wrong.append(f"its chain goes through the steps {steps}")
+    wrong = [f"its chain goes through the steps {steps}"] if steps != sorted(steps) else []
     if commit is None:
         wrong.append(f"no commit names its sha256, {chain.digest_like(None)}")
     elif commit.digest != (digest := chain.digest_like(commit.digest)):
         place = f"position {commit.position} recorded {commit.digest}"
         wrong.append(f"its sha256 is {digest}, {place}")
-    elif commit.chain != chain.manifests.link:
+    elif commit.chain != carried.link:
         place = f"position {commit.position} committed"
         wrong.append(f"{place} another chain of manifests than it carries")
-    return [Problem("commits", f"checkpoint {chain.checkpoint}", what) for what in wrong]
+    problems = [Problem("commits", f"checkpoint {chain.checkpoint}", what) for what in wrong]
+    return [*dict.fromkeys(lost)], duplicated, problems
+
+
+def _sharing_rows(known: Sequence[LeasedManifest]) -> set[bytes]:
+    """Return the digests of manifests with an annotation row that an earlier one has too."""
+    rows = [np.unique(unpacked(manifest.rows)) for manifest in known]
+    owners = together(np.full(len(own), place) for place, own in enumerate(rows))
+    # Of equal rows the first is that of the earliest manifest.
+    first = np.unique(together(rows), return_index=True)[1]
+    return {known[place].digest for place in np.unique(np.delete(owners, first)).tolist()}
 
 
 def _trainer_of(
@@ -266,19 +244,19 @@ def _trainer_of(
 ) -> TrainerAudit:
     if consumer is not None:
         return trainers[consumer]
-    candidates = [t for t in trainers.values() if _commit_of(chain, t) is not None]
-    candidates = candidates or [
-        trainer
-        for trainer in trainers.values()
-        if {manifest.digest for manifest in trainer.steps.values()} & set(chain.manifests.last)
-    ]
-    candidates = candidates or list(trainers.values())
+    through, everyone = set(chain.manifests.last), list(trainers.values())
+    candidates = (
+        [trainer for trainer in everyone if chain.commit(trainer) is not None]
+        or [t for t in everyone if through & {leased.digest for leased in t.steps.values()}]
+        or everyone
+        or [TrainerAudit("")]
+    )
     if len(candidates) > 1:
         raise InvalidArgumentError(
             f"the checkpoint {chain.checkpoint} may be of several trainers "
             f"({', '.join(trainers)}): say which with consumer="
         )
-    return candidates[0] if candidates else TrainerAudit("")
+    return candidates[0]
 
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -316,11 +294,64 @@ async def verify(
         CheckpointError: the checkpoint is missing or names no manifests.
     """
     begin = time.perf_counter()
+    # What comes from outside is read before the log is: a slip in it costs no run.
     outside = (acknowledged, checkpoint, head)
-    begun = partial(_Verification, experiment, *outside, progress or no_progress, quick=quick)
-    verification = await anyio.to_thread.run_sync(begun)
-    await verification.run()
-    return await verification.report(consumer, begin)
+    noted, chain, heads = await anyio.to_thread.run_sync(_outside, *outside)
+    compares = noted is not None and bool(noted.compared.number)
+    audit = LogAudit(EventChain(experiment.name, heads), contents=compares)
+    database, key = experiment.database, experiment.key
+    with nullcontext() if quick else scratch_for(database, key) as scratch:
+        # Before the log is read, and up to the head of then: what comes later is neither audited
+        # nor counted.
+        live = await database.read(_snapshot, key)
+        progress = progress or no_progress
+        read = _read_log(experiment, audit, live.head, scratch, progress)
+        segments, in_segments = await read
+        problems = audit.problems
+        problems += await _compare_projections(experiment, audit, live, scratch, progress)
+    problems += _conservation(live, audit)
+    check = partial(check_archives, audit.files, dict(audit.archived), quick=quick)
+    problems += await anyio.to_thread.run_sync(lambda: list(check()))
+    problems += await _damaged_segments(experiment, audit, live.head, in_segments)
+    problems += await check_surroundings(database, audit.segments, quick=quick)
+    if consumer not in (None, *audit.trainers):
+        known = ", ".join(audit.trainers) or "none"
+        raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
+    lost: tuple[str, ...] = ()
+    if noted is not None:
+        lost = await anyio.to_thread.run_sync(noted.lost, audit.uids, audit.contents)
+    trained_twice = {
+        manifest_text(digest, trainer.steps.get(step))
+        for trainer in audit.trainers.values()
+        for step, digest in trainer.twice
+    }
+    if chain is not None:
+        examine = partial(examine_chain, chain, audit.trainers, consumer)
+        not_trained, again, wrong = await anyio.to_thread.run_sync(examine)
+        lost += tuple(not_trained)
+        trained_twice |= set(again)
+        problems += wrong
+    return VerifyReport(
+        experiment=experiment.name,
+        store=database.name,
+        version=f"{database.dialect} {database.version}",
+        quick=quick,
+        events=audit.events,
+        experiences=audit.experiences,
+        manifests=sum(len(trainer.steps) for trainer in audit.trainers.values()),
+        segments=segments,
+        head=audit.chain.head.hex(),
+        acknowledged=None if noted is None else noted.uids.number,
+        contents=0 if noted is None else noted.compared.number,
+        chain=None if chain is None else chain.manifests.length,
+        lost_items=lost,
+        duplicated_items=(*await _recorded_twice(experiment, audit), *sorted(trained_twice)),
+        problems=tuple(problems),
+        strategies=live.strategies,
+        trainers=live.trainers,
+        plans=live.plans,
+        seconds=time.perf_counter() - begin,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,220 +461,150 @@ def _snapshot(tx: Transaction, experiment: int) -> _Snapshot:
         return _Snapshot(head, rows, {}, damage=damage)
 
 
-class _Verification:
-    """One run of `verify`, on the log as it is when it begins. Reads what comes from outside."""
+def _outside(
+    acknowledged: Path | None, checkpoint: Path | None, head: str | None
+) -> tuple[Acknowledged | None, Chain | None, set[bytes]]:
+    """Read what comes from outside; return it, and the heads that the log must have."""
+    if head is not None and (len(head) != _HEAD_DIGITS or not _hex(head)):
+        raise InvalidArgumentError(f"head={head!r}: a head is {_HEAD_DIGITS} digits of hex")
+    noted = None if acknowledged is None else Acknowledged(Path(acknowledged))
+    chain = None if checkpoint is None else Chain(Path(checkpoint))
+    heads = {_hex(head or ""), chain.head if chain else b"", *(noted.heads if noted else ())}
+    return noted, chain, heads - {b""}
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        acknowledged: Path | None,
-        checkpoint: Path | None,
-        head: str | None,
-        progress: Progress,
-        *,
-        quick: bool,
-    ) -> None:
-        if head is not None and (len(head) != _HEAD_DIGITS or not _hex(head)):
-            raise InvalidArgumentError(f"head={head!r}: a head is {_HEAD_DIGITS} digits of hex")
-        self._acknowledged = None if acknowledged is None else Acknowledged(Path(acknowledged))
-        self._chain = None if checkpoint is None else Chain(Path(checkpoint))
-        heads = {_hex(head or ""), b"" if self._chain is None else self._chain.head}
-        heads |= set() if self._acknowledged is None else self._acknowledged.heads
-        self._experiment = experiment
-        self._database, self._key = experiment.database, experiment.key
-        self._quick = quick
-        self._progress = progress
-        compares = bool(self._acknowledged and self._acknowledged.compared.number)
-        self._audit = LogAudit(EventChain(experiment.name, heads - {b""}), contents=compares)
-        self._problems: list[Problem] = []
-        self._segments = 0
-        self._in_segments: list[tuple[bytes, Problem]] = []
-        self._live: _Snapshot
 
-    async def run(self) -> None:
-        """Read the log and compare everything with it."""
-        audit = self._audit
-        with nullcontext() if self._quick else scratch_for(self._database, self._key) as scratch:
-            # Before the log is read, and up to the head of then: what comes later is neither
-            # audited nor counted.
-            self._live = await self._database.read(_snapshot, self._key)
-            log_pages = pages(self._database, self._key, up_to=self._live.head)
+async def _read_log(
+    experiment: Experiment, audit: LogAudit, head: int, scratch: Scratch | None, progress: Progress
+) -> tuple[int, list[tuple[bytes, Problem]]]:
+    """Audit the log up to ``head``; with a scratch also fold it, and check its segments.
 
-            async def next_page() -> list[StoredEvent] | None:
-                return await anext(log_pages, None)
+    Returns:
+        How many segments were opened, and what is wrong with which of them.
+    """
+    database, key = experiment.database, experiment.key
+    log_pages = pages(database, key, up_to=head)
+    number, problems = 0, list[tuple[bytes, Problem]]()
 
-            # A page is read while the one before is worked on.
-            async with aclosing(log_pages), made_ahead(next_page) as ahead:
-                async for page in ahead:
-                    await self._take(page, scratch)
-                    self._progress("log", page[-1].position, self._live.head)
-            await anyio.to_thread.run_sync(audit.finish)
-            self._problems += audit.problems
-            await self._compare_projections(scratch)
-        self._add_up()
-        check = partial(check_archives, audit.files, dict(audit.archived), quick=self._quick)
-        self._problems += await anyio.to_thread.run_sync(lambda: list(check()))
-        await self._report_segments()
-        around = check_surroundings(self._database, audit.segments, quick=self._quick)
-        self._problems += await around
+    async def next_page() -> list[StoredEvent] | None:
+        return await anext(log_pages, None)
 
-    async def _take(self, page: Sequence[StoredEvent], scratch: Scratch | None) -> None:
-        """Audit a page of the log, fold it, and check its segments."""
-        # The leases of the steps that this page deals anew are read once more: they are few.
-        dealt = readable_events([stored for stored in page if stored.kind == StepDealt.__name__])
-        places = {placed.fact.leased_at for placed in dealt if isinstance(placed.fact, StepDealt)}
-        before = sorted(place for place in places if 0 < place < page[-1].position)
-        stored = await self._database.read(log.read_at, self._key, before) if before else []
-        placed = readable_events(stored)
-        leases = {at.position: at.fact for at in placed if isinstance(at.fact, BatchLeased)}
-        events = await anyio.to_thread.run_sync(self._audit.add, page, leases)
-        if scratch is None:
-            return
+    async def fold(scratch: Scratch, facts: Sequence[PlacedFact]) -> None:
+        with suppress(UnfoldableError):  # the comparison raises it again
+            await anyio.to_thread.run_sync(scratch.fold, facts)
 
-        async def fold() -> None:
-            with suppress(UnfoldableError):  # the comparison raises it again
-                await anyio.to_thread.run_sync(scratch.fold, events)
-
-        async with task_group() as group:  # SQLite folds while segments are decoded beside it
-            group.start_soon(fold)
-            count, problems = await check_segments(self._database, events)
-        self._segments += count
-        self._in_segments += problems
-
-    async def _compare_projections(self, scratch: Scratch | None) -> None:
-        """Compare the projections with those of another fold, and with what the audit counted."""
-        miscounted, differences = self._miscounted(), list[Difference]()
-        try:
+    # A page is read while the one before is worked on.
+    async with aclosing(log_pages), made_ahead(next_page) as ahead:
+        async for page in ahead:
+            # The leases of the steps that this page deals anew are read once more: they are few.
+            dealt = readable_events([event for event in page if event.kind == StepDealt.__name__])
+            places = {at.fact.leased_at for at in dealt if isinstance(at.fact, StepDealt)}
+            before = sorted(place for place in places if 0 < place < page[-1].position)
+            stored = await database.read(log.read_at, key, before) if before else []
+            placed = readable_events(stored)
+            leases = {at.position: at.fact for at in placed if isinstance(at.fact, BatchLeased)}
+            facts = await anyio.to_thread.run_sync(audit.add, page, leases)
             if scratch is not None:
-                compared = compare(self._database, scratch, self._progress, readable_events)
-                differences = await compared
-        except UnfoldableError as error:
-            what = f"{error.kind} contradicts the events before it: {error.cause}"
-            self._problems.append(Problem("fold", f"position {error.position}", what))
-            scratch = None
-        # It refuses a log that does not hold.
-        remedy = "" if self._problems else "; `trinity-buffer rebuild` mends it"
-        if scratch is None:
-            self._problems += [replace(one, what=one.what + remedy) for one in miscounted]
-        elif miscounted and not differences and not self._problems:
-            # The fold agrees with itself, so only the audit, which shares no code with it, can
-            # tell that it is the fold that is wrong.
-            what = (
-                "they are what the fold of this version makes of the log, and not what its events "
-                f"add up to: {miscounted[0].where}: {miscounted[0].what}; please report it"
-            )
-            self._problems.append(Problem("projections", "all", what))
-        else:
-            self._problems += [
-                Problem("projections", difference.table, f"{difference}{remedy}")
-                for difference in differences
-            ]
-
-    def _miscounted(self) -> list[Problem]:
-        """Return which tables have another number of rows, and which counters say another."""
-        problems = [
-            Problem("projections", table, f"it has {self._live.rows[table]} rows, the log says {n}")
-            for table, n in self._audit.rows().items()
-            if self._live.rows[table] != n
-        ]
-        live, audited = self._live.numbers, self._audit.numbers()
-        problems += [
-            Problem("projections", "counter", f"{key} is {live[key]}, the log says {audited[key]}")
-            for key in sorted(live.keys() & audited.keys())
-            if live[key] != audited[key]
-        ]
-        return problems
-
-    def _add_up(self) -> None:
-        live, stored = self._live, self._audit.batches.stored()
-        counted: list[StrategyCounts | TrainerCounts] = [*live.strategies, *live.trainers]
-        wrong = [
-            (terms.consumer, f"the terms do not add up: {terms}")
-            for terms in counted
-            if not terms.holds
-        ]
-        if live.damage is not None:
-            wrong.append(("projections", live.damage))
-        elif live.plans.stored != stored:
-            what = f"{live.plans.stored} planned runs are stored, by the log {stored}"
-            wrong.append(("plan", what))
-        self._problems += [Problem("conservation", where, what) for where, what in wrong]
-
-    async def _report_segments(self) -> None:
-        """Report damaged segments, except those that were archived, maybe just now."""
-        archived = set(self._audit.archived)
-        if archived.issuperset(key for key, _ in self._in_segments):
-            return
-        kinds, after = kinds_of(SegmentsArchived), self._live.head
-        async for page in pages(self._database, self._key, after=after, kinds=kinds):
-            facts = (event.fact for event in readable_events(page))
-            gone = (fact.segments for fact in facts if isinstance(fact, SegmentsArchived))
-            archived.update(*gone)
-        self._problems += [problem for key, problem in self._in_segments if key not in archived]
-
-    async def report(self, consumer: str | None, begin: float) -> VerifyReport:
-        """Return everything that was found, with the proof from outside."""
-        audit, chain, acknowledged = self._audit, self._chain, self._acknowledged
-        if consumer not in (None, *audit.trainers):
-            known = ", ".join(audit.trainers) or "none"
-            raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
-        lost: tuple[str, ...] = ()
-        if acknowledged is not None:
-            lost = await anyio.to_thread.run_sync(acknowledged.lost, audit.uids, audit.contents)
-        duplicated = await self._recorded_twice()
-        trained_twice = {
-            manifest_text(digest, trainer.steps.get(step))
-            for trainer in audit.trainers.values()
-            for step, digest in trainer.twice
-        }
-        if chain is not None:
-            examine = partial(examine_chain, chain, audit.trainers, consumer)
-            not_trained, again, problems = await anyio.to_thread.run_sync(examine)
-            lost += tuple(not_trained)
-            trained_twice |= set(again)
-            self._problems += problems
-        return VerifyReport(
-            experiment=self._experiment.name,
-            store=self._database.name,
-            version=f"{self._database.dialect} {self._database.version}",
-            quick=self._quick,
-            events=audit.events,
-            experiences=audit.experiences,
-            manifests=sum(len(trainer.steps) for trainer in audit.trainers.values()),
-            segments=self._segments,
-            head=audit.chain.head.hex(),
-            acknowledged=None if acknowledged is None else acknowledged.uids.number,
-            contents=0 if acknowledged is None else acknowledged.compared.number,
-            chain=None if chain is None else chain.manifests.length,
-            lost_items=lost,
-            duplicated_items=(*duplicated, *sorted(trained_twice)),
-            problems=tuple(self._problems),
-            strategies=self._live.strategies,
-            trainers=self._live.trainers,
-            plans=self._live.plans,
-            seconds=time.perf_counter() - begin,
-        )
-
-    async def _recorded_twice(self) -> list[str]:
-        """Return the experiences that two events recorded; their uids are looked up again."""
-        suspected = self._audit.uids.repeated()
-        if not suspected:
-            return []
-        places = defaultdict[str, list[str]](list)
-        log_pages = pages(self._database, self._key, up_to=self._audit.position)
-        async for page in log_pages:
-            for uid, address in await anyio.to_thread.run_sync(_places, page, suspected):
-                places[uid].append(written_as(address))
-        twice = {uid: written for uid, written in places.items() if len(written) > 1}
-        return [f"experience {uid} ({', '.join(written)})" for uid, written in twice.items()]
+                async with task_group() as group:  # SQLite folds while segments are decoded
+                    group.start_soon(fold, scratch, facts)
+                    more, wrong = await check_segments(database, facts)
+                number += more
+                problems += wrong
+            progress("log", page[-1].position, head)
+    await anyio.to_thread.run_sync(audit.finish)
+    return number, problems
 
 
-def _places(page: Sequence[StoredEvent], suspected: set[int]) -> list[tuple[str, int]]:
-    """Return uid and address of the experiences whose uid has a hash that is suspected."""
-    return [
-        (uid, address_of(event.position, slot))
-        for event in readable_events(page)
-        if isinstance(event.fact, ExperiencesRecorded)
-        for slot, uid in enumerate(event.fact.columns.uids())
-        if hash(uid) in suspected
+async def _compare_projections(
+    experiment: Experiment,
+    audit: LogAudit,
+    live: _Snapshot,
+    scratch: Scratch | None,
+    progress: Progress,
+) -> list[Problem]:
+    """Compare the projections with those of another fold, and with what the audit counted."""
+    miscounted = [
+        Problem("projections", table, f"it has {live.rows[table]} rows, the log says {number}")
+        for table, number in audit.rows().items()
+        if live.rows[table] != number
     ]
+    audited = audit.numbers()
+    miscounted += [
+        Problem(
+            "projections", "counter", f"{key} is {live.numbers[key]}, the log says {audited[key]}"
+        )
+        for key in sorted(live.numbers.keys() & audited.keys())
+        if live.numbers[key] != audited[key]
+    ]
+    problems = list[Problem]()
+    # It refuses a log that does not hold.
+    remedy = "" if audit.problems else "; `trinity-buffer rebuild` mends it"
+    differences: list[Difference] | None = None
+    try:
+        if scratch is not None:
+            differences = await compare(experiment.database, scratch, progress, readable_events)
+    except UnfoldableError as error:
+        what = f"{error.kind} contradicts the events before it: {error.cause}"
+        problems, remedy = [Problem("fold", f"position {error.position}", what)], ""
+    if differences is None:
+        return problems + [replace(wrong, what=wrong.what + remedy) for wrong in miscounted]
+    if miscounted and not differences and not audit.problems:
+        # The fold agrees with itself, so only the audit, which shares no code with it, can tell
+        # that it is the fold that is wrong.
+        what = (
+            "they are what the fold of this version makes of the log, and not what its events "
+            f"add up to: {miscounted[0].where}: {miscounted[0].what}; please report it"
+        )
+        return [Problem("projections", "all", what)]
+    return [Problem("projections", wrong.table, f"{wrong}{remedy}") for wrong in differences]
+
+
+def _conservation(live: _Snapshot, audit: LogAudit) -> list[Problem]:
+    """Return whose terms do not add up."""
+    counted: list[StrategyCounts | TrainerCounts] = [*live.strategies, *live.trainers]
+    wrong = [
+        (terms.consumer, f"the terms do not add up: {terms}")
+        for terms in counted
+        if not terms.holds
+    ]
+    if live.damage is not None:
+        wrong.append(("projections", live.damage))
+    elif live.plans.stored != (stored := audit.batches.stored()):
+        what = f"{live.plans.stored} planned runs are stored, by the log {stored}"
+        wrong.append(("plan", what))
+    return [Problem("conservation", where, what) for where, what in wrong]
+
+
+async def _damaged_segments(
+    experiment: Experiment, audit: LogAudit, head: int, problems: Sequence[tuple[bytes, Problem]]
+) -> list[Problem]:
+    """Return the damaged segments, except those that were archived, maybe just now."""
+    archived = set(audit.archived)
+    if not archived.issuperset(key for key, _ in problems):
+        kinds = kinds_of(SegmentsArchived)
+        async for page in pages(experiment.database, experiment.key, after=head, kinds=kinds):
+            for event in readable_events(page):
+                assert isinstance(event.fact, SegmentsArchived)  # the kind that was read
+                archived.update(event.fact.segments)
+    return [problem for key, problem in problems if key not in archived]
+
+
+async def _recorded_twice(experiment: Experiment, audit: LogAudit) -> list[str]:
+    """Return the experiences that two events recorded; their uids are looked up again."""
+    suspected = audit.uids.repeated()
+    places = defaultdict[str, list[str]](list)
+
+    def look(page: Sequence[StoredEvent]) -> None:
+        for event in readable_events(page):
+            if isinstance(event.fact, ExperiencesRecorded):
+                for slot, uid in enumerate(event.fact.columns.uids()):
+                    if hash(uid) in suspected:
+                        places[uid].append(written_as(address_of(event.position, slot)))
+
+    if suspected:
+        kinds = kinds_of(ExperiencesRecorded)
+        async for page in pages(
+            experiment.database, experiment.key, up_to=audit.position, kinds=kinds
+        ):
+            await anyio.to_thread.run_sync(look, page)
+    twice = {uid: written for uid, written in places.items() if len(written) > 1}
+    return [f"experience {uid} ({', '.join(written)})" for uid, written in twice.items()]
