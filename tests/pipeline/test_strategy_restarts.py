@@ -90,7 +90,7 @@ async def test_a_deadline_closes_a_group_by_itself_and_over_restarts(store_url: 
                 await writer.write([rollout(task=1, run=1)])
                 await experiment.finish("enough")
         assert report == [ConsumerReport(3, 0, 0, 0)]
-        refused = await experiment.database.read(counts.refused, experiment.key)
+        refused = await experiment.database.read(counts.reasons, experiment.key, "")
         assert refused == {"late": 1}  # its batch was sealed at the deadline
         await assert_conserved(experiment)
 

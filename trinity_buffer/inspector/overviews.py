@@ -17,8 +17,8 @@ from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
-from trinity_buffer.store.inspection import RejectedRow
-from trinity_buffer.store.rows import ConsumerRow, position_of, written_as
+from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
+from trinity_buffer.store.rows import ConsumerRow, written_as
 from trinity_buffer.store.sqlite import log_state
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.writer_queries import DOOR
@@ -186,8 +186,10 @@ def _progress(
         for address, source in zip(manifest.experiences, manifest.source or repeat(0), strict=False)
         if source == 0
     ]
-    versions = inspection.known_policy_versions(tx, key, [address for _, address in rows])
-    lags = [step - 1 - versions[address] for step, address in rows if address in versions]
+    known = row_numbers(tx, key, sorted({address for _, address in rows}))
+    versions = dict(known[["address", "policy_version"]].tolist())
+    made_with = ((step, versions.get(address, NO_VERSION)) for step, address in rows)
+    lags = [step - 1 - version for step, version in made_with if version != NO_VERSION]
     return TrainerProgress(
         row.name,
         row.leased_step,
@@ -274,14 +276,10 @@ async def rejections(
             there = ", ".join([*names, DOOR])
             raise UnknownNameError(f"nobody is called {by!r} in {source.name!r} (there: {there})")
         kinds = {name: consumers[name].kind if name in consumers else "trainer" for name in names}
-        asked = [name for name in names if by in (None, name)]
+        # No index finds what was refused: where nothing was, all rows would be read for it.
+        refuses = counters.reasons(counters.numbers_of(tx, key), "")
+        asked = [name for name in [*names, *([DOOR] if refuses else ())] if by in (None, name)]
         rows = [row for name in asked for row in inspection.rejected(tx, key, name, **page)]
-        if by in (None, DOOR) and counters.reasons(counters.numbers_of(tx, key), ""):
-            # No index finds what was refused: where nothing was, all rows would be read for it.
-            rows += [
-                RejectedRow(DOOR, row.address, row.refused or "", position_of(row.address))
-                for row in inspection.refused(tx, key, **page)
-            ]
         # Each consumer has given its newest; the newest of all are among them.
         rows = sorted(rows, key=lambda row: (-row.position, row.address))[:limit]
         sets = [name for name, row in consumers.items() if row.kind == "strategy"]

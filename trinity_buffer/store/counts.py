@@ -150,13 +150,12 @@ def of_trainer(
     start = first_undelivered(tx, Reader(experiment, row.name, "", row.name))
     if start > 1:
         # Rows are handed out in order of their addresses.
-        ready = int(_ROWS_FROM.value(tx, of=experiment, by=of, start=start))
+        ready = _ROWS_FROM.value(tx, of=experiment, by=of, start=start)
     # Rejected rows above the last that was handed out are not ready either.
     if any(rejected.values()):
-        ready -= int(_LEFT_OUT.value(tx, **mine, set=of, start=start))
-    leased = int(delivered) - int(committed)
-    terms = TrainerCounts(row.name, of, rows, ready, leased, int(committed), rejected)
-    return terms, int(groups_delivered), int(groups_committed)
+        ready -= _LEFT_OUT.value(tx, **mine, set=of, start=start)
+    terms = (rows, ready, int(delivered - committed), int(committed), rejected)
+    return TrainerCounts(row.name, of, *terms), int(groups_delivered), int(groups_committed)
 
 
 _ROWS_FROM = Statement(
@@ -173,45 +172,37 @@ _LEFT_OUT = Statement(
 
 def recount_strategy(tx: Transaction, experiment: int, row: ConsumerRow) -> StrategyCounts:
     """Count the rows of one annotation set."""
-    mine = {"of": experiment, "by": row.name}
-    behind = first_address(row.cursor + 1)
-    ((recorded, unseen),) = _RECOUNT_SEEN.fetch_all(tx, of=experiment, start=behind)
-    ((rows, annotated),) = _RECOUNT_SET.fetch_all(tx, **mine)
-    waits = int(_RECOUNT_WAITING.value(tx, **mine))
-    rejected = Counter(reasons(tx, experiment, row.name)) + Counter(refused(tx, experiment))
-    parts = (int(recorded), int(unseen), waits, int(annotated))
-    return StrategyCounts(row.name, *parts, dict(sorted(rejected.items())), int(rows))
+    asked = {"of": experiment, "by": row.name, "start": first_address(row.cursor + 1)}
+    ((recorded, unseen, waits, annotated, rows),) = _RECOUNT_SET.fetch_all(tx, **asked)
+    rejected = Counter(reasons(tx, experiment, row.name)) + Counter(reasons(tx, experiment, ""))
+    parts = (recorded, unseen, waits, annotated)
+    return StrategyCounts(row.name, *parts, dict(sorted(rejected.items())), rows)
 
 
 # What was refused no strategy ever sees.
-_RECOUNT_SEEN = Statement(
-    "SELECT count(*), count(CASE WHEN address >= :start AND refused IS NULL THEN 1 END) "
-    "FROM experience WHERE experiment = :of"
-)
-_RECOUNT_WAITING = Statement(
-    "SELECT count(*) FROM waiting WHERE experiment = :of AND consumer = :by"
-)
 _RECOUNT_SET = Statement(
-    "SELECT count(*), count(DISTINCT experience) FROM annotation "
-    "WHERE experiment = :of AND consumer = :by"
+    "SELECT recorded, unseen, (SELECT count(*) FROM waiting WHERE experiment = :of "
+    "AND consumer = :by), annotated, rows_of_set FROM (SELECT count(*) AS recorded, "
+    "count(CASE WHEN address >= :start AND refused IS NULL THEN 1 END) AS unseen "
+    "FROM experience WHERE experiment = :of) AS e, (SELECT count(DISTINCT experience) "
+    "AS annotated, count(*) AS rows_of_set FROM annotation "
+    "WHERE experiment = :of AND consumer = :by) AS a"
 )
 
 
 def recount_trainer(tx: Transaction, experiment: int, row: ConsumerRow) -> TrainerCounts:
     """Count the rows of one trainer."""
-    name, of = row.name, str(row.config.get("strategy", ""))
-    mine = {"of": experiment, "by": name}
+    of, mine = str(row.config.get("strategy", "")), {"of": experiment, "by": row.name}
     ((rows, ready),) = _RECOUNT_READY.fetch_all(tx, **mine, set=of)
-    ((delivered, committed),) = _RECOUNT_HANDED.fetch_all(tx, **mine, last=row.committed_step)
-    rejected = reasons(tx, experiment, name)
-    leased = int(delivered) - int(committed)
-    return TrainerCounts(name, of, int(rows), int(ready), leased, int(committed), rejected)
+    ((leased, committed),) = _RECOUNT_HANDED.fetch_all(tx, **mine, last=row.committed_step)
+    rejected = reasons(tx, experiment, row.name)
+    return TrainerCounts(row.name, of, rows, ready, leased, committed, rejected)
 
 
 # An expert's rows are not of this set.
 _RECOUNT_HANDED = Statement(
-    "SELECT count(*), count(CASE WHEN step <= :last THEN 1 END) FROM delivery "
-    "WHERE experiment = :of AND consumer = :by AND source = ''"
+    "SELECT count(CASE WHEN step > :last THEN 1 END), count(CASE WHEN step <= :last THEN 1 END) "
+    "FROM delivery WHERE experiment = :of AND consumer = :by AND source = ''"
 )
 _RECOUNT_READY = Statement(
     "SELECT count(*), count(CASE WHEN NOT EXISTS (SELECT 1 FROM delivery d "
@@ -225,35 +216,29 @@ _RECOUNT_READY = Statement(
 def recount_plans(tx: Transaction, experiment: int) -> PlanCounts:
     """Count planned rollouts, and those of them that are stored."""
     ((planned, stored),) = _PLANS.fetch_all(tx, of=experiment)
-    return PlanCounts(int(planned or 0), int(stored or 0))
+    return PlanCounts(int(planned), int(stored))
 
 
 _PLANS = Statement(
-    "SELECT sum(rollouts_per_group * (SELECT count(*) FROM plan p "
-    "WHERE p.experiment = batch.experiment AND p.batch = batch.batch)), "
-    f"sum({counters.STORED}) FROM batch WHERE experiment = :of"
+    "SELECT coalesce(sum(rollouts_per_group * (SELECT count(*) FROM plan p "
+    "WHERE p.experiment = batch.experiment AND p.batch = batch.batch)), 0), "
+    f"coalesce(sum({counters.STORED}), 0) FROM batch WHERE experiment = :of"
 )
 
 
 def reasons(tx: Transaction, experiment: int, name: str) -> dict[str, int]:
-    """Return reason -> how many experiences (of a trainer: rows) a consumer rejected for it."""
-    rows = _REASONS.fetch_all(tx, of=experiment, by=name)
-    return {reason: int(count) for reason, count in sorted(rows)}
+    """Return reason -> how many rows a consumer rejected for it; as `counters.reasons` does."""
+    return dict((_REASONS if name else _REFUSED).fetch_all(tx, of=experiment, by=name))
 
 
 _REASONS = Statement(
     "SELECT reason, count(*) FROM rejection WHERE experiment = :of AND consumer = :by "
-    "GROUP BY reason"
+    "GROUP BY reason ORDER BY reason"
 )
 _REFUSED = Statement(
     "SELECT refused, count(*) FROM experience WHERE experiment = :of AND refused IS NOT NULL "
     "GROUP BY refused"
 )
-
-
-def refused(tx: Transaction, experiment: int) -> dict[str, int]:
-    """Return reason -> how many experiences were refused at the door for it."""
-    return {reason: int(count) for reason, count in _REFUSED.fetch_all(tx, of=experiment)}
 
 
 BATCHES_LOOKED_AT = 64
@@ -329,7 +314,7 @@ class OpenBatch(NamedTuple):
 def open_batches(tx: Transaction, experiment: int) -> list[OpenBatch]:
     """Return the oldest batches that are planned and not sealed."""
     rows = _OPEN_BATCHES.fetch_all(tx, of=experiment, most=BATCHES_LOOKED_AT)
-    return [OpenBatch(key, actor, int(planned_at)) for key, actor, planned_at in rows]
+    return list(map(OpenBatch._make, rows))
 
 
 _OPEN_BATCHES = Statement(
@@ -340,9 +325,10 @@ _OPEN_BATCHES = Statement(
 
 def first_uncommitted(tx: Transaction, experiment: int, trainer: ConsumerRow) -> int | None:
     """Return the position where the first uncommitted step of a trainer was leased, or None."""
-    done = trainer.committed_step
-    position = _FIRST_UNCOMMITTED.value(tx, of=experiment, by=trainer.name, after=done)
-    return None if position is None else int(position)
+    position: int | None = _FIRST_UNCOMMITTED.value(
+        tx, of=experiment, by=trainer.name, after=trainer.committed_step
+    )
+    return position
 
 
 _FIRST_UNCOMMITTED = Statement(

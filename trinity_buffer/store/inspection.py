@@ -10,7 +10,12 @@ from typing import NamedTuple
 from trinity_buffer.identity import EID
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import writer_queries
-from trinity_buffer.store.rows import EXPERIENCE_COLUMNS, ExperienceRow, experience_row
+from trinity_buffer.store.rows import (
+    EXPERIENCE_COLUMNS,
+    SLOT_BITS,
+    ExperienceRow,
+    experience_row,
+)
 from trinity_buffer.store.trainer_queries import guest_name, readers
 from trinity_buffer.store.transaction import Statement, Transaction
 
@@ -28,19 +33,6 @@ def position_before(
 _POSITION = Statement(
     "SELECT position FROM event WHERE experiment = :of AND kind IN TEXTS(:kinds) "
     "AND position <= :last ORDER BY position DESC LIMIT 1 OFFSET :count"
-)
-
-
-def known_policy_versions(
-    tx: Transaction, experiment: int, addresses: Sequence[int]
-) -> dict[int, int]:
-    """Return address -> policy version of the experiences whose version is known."""
-    return dict(_VERSIONS.fetch_all(tx, of=experiment, addresses=addresses))
-
-
-_VERSIONS = Statement(
-    "SELECT address, policy_version FROM experience "
-    "WHERE experiment = :of AND policy_version IS NOT NULL AND address IN INTS(:addresses)"
 )
 
 
@@ -236,22 +228,14 @@ def rejected(
     limit: int,
     before: int | None = None,
 ) -> list[RejectedRow]:
-    """Return rows that a consumer rejected, by descending address, below ``before`` if given."""
-    page = _page_of(reason, limit, before)
-    return list(map(RejectedRow._make, _REJECTED_FOR.fetch_all(tx, of=experiment, by=name, **page)))
+    """Return rows that a consumer rejected, by descending address, below ``before`` if given.
 
-
-def refused(
-    tx: Transaction, experiment: int, *, reason: str | None, limit: int, before: int | None = None
-) -> list[ExperienceRow]:
-    """Return the experiences refused at the door, from the newest, or ``before``, down."""
-    page = _page_of(reason, limit, before)
-    return list(map(experience_row, _REFUSED_FOR.fetch_all(tx, of=experiment, **page)))
-
-
-def _page_of(reason: str | None, limit: int, before: int | None) -> dict[str, object]:
-    before = _ABOVE_ALL if before is None else before
-    return {"reason": reason, "kind": f"{reason}:", "before": before, "most": limit}
+    Of `DOOR`, the experiences that were refused there.
+    """
+    page = {"before": _ABOVE_ALL if before is None else before, "most": limit}
+    query = _REFUSED_FOR if name == writer_queries.DOOR else _REJECTED_FOR
+    rows = query.fetch_all(tx, of=experiment, by=name, reason=reason, kind=f"{reason}:", **page)
+    return list(map(RejectedRow._make, rows))
 
 
 # A reason, or all of that kind. No LIKE, for which upper and lower case are the same in SQLite
@@ -262,8 +246,8 @@ _FOR = (
 )
 _REJECTED_FOR = Statement(f"{_REJECTED} AND consumer = :by {_FOR.format('reason')} {_DOWN}")
 _REFUSED_FOR = Statement(
-    f"SELECT {EXPERIENCE_COLUMNS} FROM experience WHERE experiment = :of AND refused IS NOT NULL "
-    f"{_FOR.format('refused')} {_DOWN}"
+    f"SELECT '{writer_queries.DOOR}', address, refused, address >> {SLOT_BITS} FROM experience "
+    f"WHERE experiment = :of AND refused IS NOT NULL {_FOR.format('refused')} {_DOWN}"
 )
 
 
