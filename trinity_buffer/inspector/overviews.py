@@ -17,7 +17,6 @@ from trinity_buffer.pipeline.store import Store
 from trinity_buffer.store import counters, counts, inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.counters import Numbers
 from trinity_buffer.store.counts import PlanCounts, StrategyCounts, TrainerCounts
-from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
 from trinity_buffer.store.rows import ConsumerRow, written_as
 from trinity_buffer.store.sqlite import log_state
 from trinity_buffer.store.transaction import Transaction
@@ -186,10 +185,8 @@ def _progress(
         for address, source in zip(manifest.experiences, manifest.source or repeat(0), strict=False)
         if source == 0
     ]
-    known = row_numbers(tx, key, sorted({address for _, address in rows}))
-    versions = dict(known[["address", "policy_version"]].tolist())
-    made_with = ((step, versions.get(address, NO_VERSION)) for step, address in rows)
-    lags = [step - 1 - version for step, version in made_with if version != NO_VERSION]
+    versions = inspection.known_policy_versions(tx, key, [address for _, address in rows])
+    lags = [step - 1 - versions[address] for step, address in rows if address in versions]
     return TrainerProgress(
         row.name,
         row.leased_step,

@@ -314,23 +314,9 @@ async def verify(
     problems += await anyio.to_thread.run_sync(lambda: list(check()))
     problems += await _damaged_segments(experiment, audit, live.head, in_segments)
     problems += await check_surroundings(database, audit.segments, quick=quick)
-    if consumer not in (None, *audit.trainers):
-        known = ", ".join(audit.trainers) or "none"
-        raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
-    lost: tuple[str, ...] = ()
-    if noted is not None:
-        lost = await anyio.to_thread.run_sync(noted.lost, audit.uids, audit.contents)
-    trained_twice = {
-        manifest_text(digest, trainer.steps.get(step))
-        for trainer in audit.trainers.values()
-        for step, digest in trainer.twice
-    }
-    if chain is not None:
-        examine = partial(examine_chain, chain, audit.trainers, consumer)
-        not_trained, again, wrong = await anyio.to_thread.run_sync(examine)
-        lost += tuple(not_trained)
-        trained_twice |= set(again)
-        problems += wrong
+    examine = partial(_compare_outside, audit, noted, chain, consumer)
+    lost, trained_twice, wrong = await anyio.to_thread.run_sync(examine)
+    problems += wrong
     return VerifyReport(
         experiment=experiment.name,
         store=database.name,
@@ -345,7 +331,7 @@ async def verify(
         contents=0 if noted is None else noted.compared.number,
         chain=None if chain is None else chain.manifests.length,
         lost_items=lost,
-        duplicated_items=(*await _recorded_twice(experiment, audit), *sorted(trained_twice)),
+        duplicated_items=(*await _recorded_twice(experiment, audit), *trained_twice),
         problems=tuple(problems),
         strategies=live.strategies,
         trainers=live.trainers,
@@ -473,6 +459,25 @@ def _outside(
     return noted, chain, heads - {b""}
 
 
+def _compare_outside(
+    audit: LogAudit, noted: Acknowledged | None, chain: Chain | None, consumer: str | None
+) -> tuple[tuple[str, ...], list[str], list[Problem]]:
+    """Return what is lost, what was trained twice, and what else is wrong with the checkpoint."""
+    if consumer not in (None, *audit.trainers):
+        known = ", ".join(audit.trainers) or "none"
+        raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
+    lost = () if noted is None else noted.lost(audit.uids, audit.contents)
+    twice = {
+        manifest_text(digest, trainer.steps.get(step))
+        for trainer in audit.trainers.values()
+        for step, digest in trainer.twice
+    }
+    if chain is None:
+        return lost, sorted(twice), []
+    not_trained, again, problems = examine_chain(chain, audit.trainers, consumer)
+    return (*lost, *not_trained), sorted({*twice, *again}), problems
+
+
 async def _read_log(
     experiment: Experiment, audit: LogAudit, head: int, scratch: Scratch | None, progress: Progress
 ) -> tuple[int, list[tuple[bytes, Problem]]]:
@@ -594,17 +599,16 @@ async def _recorded_twice(experiment: Experiment, audit: LogAudit) -> list[str]:
     places = defaultdict[str, list[str]](list)
 
     def look(page: Sequence[StoredEvent]) -> None:
-        for event in readable_events(page):
-            if isinstance(event.fact, ExperiencesRecorded):
-                for slot, uid in enumerate(event.fact.columns.uids()):
-                    if hash(uid) in suspected:
-                        places[uid].append(written_as(address_of(event.position, slot)))
+        facts = ((event.position, event.fact) for event in readable_events(page))
+        recorded = ((at, fact) for at, fact in facts if isinstance(fact, ExperiencesRecorded))
+        uids = ((at, *place) for at, fact in recorded for place in enumerate(fact.columns.uids()))
+        for position, slot, uid in uids:
+            if hash(uid) in suspected:
+                places[uid].append(written_as(address_of(position, slot)))
 
+    database, kinds = experiment.database, kinds_of(ExperiencesRecorded)
     if suspected:
-        kinds = kinds_of(ExperiencesRecorded)
-        async for page in pages(
-            experiment.database, experiment.key, up_to=audit.position, kinds=kinds
-        ):
+        async for page in pages(database, experiment.key, up_to=audit.position, kinds=kinds):
             await anyio.to_thread.run_sync(look, page)
     twice = {uid: written for uid, written in places.items() if len(written) > 1}
     return [f"experience {uid} ({', '.join(written)})" for uid, written in twice.items()]
