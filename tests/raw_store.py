@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import func, select, text
 
 from tests.handles import Experiment, Store, Transaction
-from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded, Recorded
+from trinity_buffer.events import ExperiencesRecorded, Recorded
 from trinity_buffer.experience import Experience
 from trinity_buffer.pipeline.coordination.waiting import this_host
 from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
@@ -130,7 +130,7 @@ async def record_unchecked(experiment: Experiment, experiences: Sequence[Experie
     encoded, key = encode_experiences(experiences), new_key()
     store = experiment.database.segments
     families = {name: sum(map(len, blob)) for name, blob in encoded.families.items()}
-    columns = ExperienceColumns(**encoded.meta)
+    columns = encoded.meta
     fact = ExperiencesRecorded(segment=key, families=families, columns=columns, refused={})
     record = appending(experiment.key, fact)
 

@@ -25,7 +25,6 @@ from trinity_buffer.events import (
     UnknownEvent,
     body_of,
 )
-from trinity_buffer.pipeline.encoding import META
 
 PAGE = (Path(__file__).parents[1] / "docs" / "events.md").read_text()
 
@@ -112,10 +111,6 @@ def test_a_value_of_another_type_is_damaged() -> None:
         CodecError, match=r"BatchSealed is damaged: Expected `int`, got `str` - at `\$.expected`"
     ):
         decoded("BatchSealed", {"batch": "b", "expected": "2"})
-
-
-def test_the_columns_are_those_that_a_writer_makes() -> None:
-    assert list(get_type_hints(ExperienceColumns)) == list(META)
 
 
 @given(st.dictionaries(st.text(min_size=1).filter(lambda key: key != "v"), st.integers()))

@@ -29,6 +29,15 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Which fields are stored together; a reader loads only the families that it names."""
 
+SCHEMAS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("experience", "sft", "cpt"), ("tokens",)),
+    "dpo": ("tokens", "chosen", "rejected"),
+}
+"""Schema -> the fields of token ids that its experiences must have.
+
+``experience``: rollouts; ``sft``: demonstrations; ``cpt``: plain text; ``dpo``: pairs.
+"""
+
 TURNS = ".turns"
 """Suffix of the experiment in which a recorder keeps the turns of another experiment."""
 

@@ -19,7 +19,7 @@ from tests.raw_store import decode_experiences, encode_experiences
 from trinity_buffer.codec.objects import ObjectPacker, decode_fact, encode_body, unpack_object
 from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.errors import CodecError
-from trinity_buffer.events import ExperiencesRecorded
+from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded
 from trinity_buffer.experience import EID, FAMILIES, CustomField, Experience
 from trinity_buffer.pipeline.annotations import (
     decode_annotations,
@@ -79,7 +79,7 @@ def mutated(blob: bytes, draw: random.Random) -> bytearray:
     return bytearray(data)
 
 
-def read_segment(family: str, meta: dict[str, Any]) -> Read:
+def read_segment(family: str, meta: ExperienceColumns) -> Read:
     def read(blob: bytes | bytearray) -> None:
         for experience in decode_experiences({family: blob}, meta):
             assert experience.eid.batch == "e0-7"
@@ -90,7 +90,7 @@ def read_segment(family: str, meta: dict[str, Any]) -> Read:
 def read_body(blob: bytes | bytearray) -> None:
     fact = decode_fact(KIND, blob)
     assert isinstance(fact, ExperiencesRecorded)
-    decode_experiences({}, structs.asdict(fact.columns))
+    decode_experiences({}, fact.columns)
 
 
 def read_annotations(masks: Any) -> Read:
@@ -113,7 +113,9 @@ def targets() -> list[tuple[bytes, Read]]:
     given = samples()
     write = encode_experiences(given)
     blobs = {family: b"".join(blob) for family, blob in write.families.items()}
-    body = encode_body(KIND, {"meta": write.meta, "segment": b"key", "families": {}, "refused": {}})
+    body = encode_body(
+        KIND, {"meta": structs.asdict(write.meta), "segment": b"key", "families": {}, "refused": {}}
+    )
     annotations = encode_annotations(given)
     return [
         *((blob, read_segment(family, write.meta)) for family, blob in blobs.items()),

@@ -8,9 +8,10 @@ import torch
 from trinity_buffer.algorithm.annotating import annotate
 from trinity_buffer.errors import InvalidArgumentError, InvalidExperienceError
 from trinity_buffer.experience import EID, Experience
+from trinity_buffer.identity import SCHEMAS
 from trinity_buffer.pipeline.encoding import RecordBatch
 from trinity_buffer.pipeline.write import batch
-from trinity_buffer.pipeline.write.batch import SCHEMAS, passes, validate
+from trinity_buffer.pipeline.write.batch import passes, validate
 
 NAN, INF = float("nan"), float("inf")
 

@@ -17,7 +17,6 @@ from trinity_buffer.codec.segments import decode_segment
 from trinity_buffer.events import (
     BatchLeased,
     ConsumerRegistered,
-    ExperienceColumns,
     ExperiencesAnnotated,
     Fact,
     RewardsAssigned,
@@ -214,7 +213,7 @@ def test_why_a_rollout_ended_is_told_by_its_info_or_by_what_was_cut() -> None:
     ended.info["finish_reason"] = "stop"
     cut.truncate_status = "response_truncated"
     write = encode_experiences([ended, cut, never])
-    columns = ExperienceColumns(**write.meta)
+    columns = write.meta
     decoded = [decode_segment(b"".join(blob)) for blob in write.families.values()]
     assert list(wrong_columns(columns, {}, decoded)) == []
     what = "its policy version and finish reason are"
@@ -228,7 +227,7 @@ def test_how_a_rollout_was_sampled_is_told_by_its_info() -> None:
     hot, plain = rollout(run=0), rollout(run=1)
     hot.info["sampling_segments"] = [{"temperature": 0.5}]
     write = encode_experiences([hot, plain])
-    columns = ExperienceColumns(**write.meta)
+    columns = write.meta
     decoded = [decode_segment(b"".join(blob)) for blob in write.families.values()]
     assert write.sampling == {0: [[hot.prompt_length, len(hot.tokens), 0.5, None]]}
     assert list(wrong_columns(columns, write.sampling, decoded)) == []

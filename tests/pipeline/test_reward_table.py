@@ -31,7 +31,7 @@ from trinity_buffer.algorithm.add_strategy import (
     compose,
 )
 from trinity_buffer.codec.objects import encode_body
-from trinity_buffer.events import ExperienceColumns, ExperiencesAnnotated, ExperiencesRecorded
+from trinity_buffer.events import ExperiencesAnnotated, ExperiencesRecorded
 from trinity_buffer.experience import EID, Experience, order_of
 from trinity_buffer.pipeline.annotate.deciding import Decision, table_of
 from trinity_buffer.pipeline.annotate.grouping import Group
@@ -106,7 +106,7 @@ def recorded(experiences: Sequence[Experience], sizes: Sequence[int]) -> dict[in
         start, position = start + len(some), position + 1
         for slot, experience in enumerate(some):
             experience.address = address_of(position, slot)
-        columns = ExperienceColumns(**encode_experiences(some).meta)
+        columns = encode_experiences(some).meta
         events[position] = ExperiencesRecorded(
             segment=b"k", families={}, columns=columns, refused={}
         )

@@ -31,6 +31,7 @@ from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.objects import AsTensor, ObjectPacker, pack_plain, unpack_object
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
+from trinity_buffer.events import ExperienceColumns
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -70,6 +71,11 @@ class Column:
             return self.shapes[:, 0]
         sizes: Integers = self.shapes.prod(axis=1, dtype=np.int64)
         return sizes
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Which row of the segment each of its rows is."""
+        return range(len(self.shapes)) if self.rows is None else self.rows.tolist()
 
     @property
     def offsets(self) -> Integers:
@@ -485,13 +491,11 @@ def _spread(pieces: Sequence[Buffer], rows: Sequence[int], number: int) -> list[
     return spread
 
 
-def digests_of_segments(
-    meta: Mapping[str, Sequence[Any]], segments: Sequence[Segment]
-) -> list[bytes]:
+def digests_of_segments(meta: ExperienceColumns, segments: Sequence[Segment]) -> list[bytes]:
     """Return the content digests of one write from its decoded segments, without torch.
 
     Args:
-        meta: of its event's body.
+        meta: of its event.
         segments: all that it has, in the order in which the body names them.
 
     Raises:
@@ -508,7 +512,7 @@ def digests_of_segments(
             known = {piece: _canonical(packer, piece, name) for piece in set(pieces)}
             content.append((name, list(map(known.__getitem__, pieces))))
         content += [column for columns in segment.columns.values() for column in columns]
-    return content_digests(meta["kind"], meta["prompt_length"], meta["reward"], content)
+    return content_digests(meta.kind, meta.prompt_length, meta.reward, content)
 
 
 def _canonical(packer: ObjectPacker, piece: bytes, field: str) -> bytes:

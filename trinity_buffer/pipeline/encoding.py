@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from operator import attrgetter, itemgetter
 from typing import Any, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from trinity_buffer.codec.arrays import DTYPES, MAX_DIMENSIONS
@@ -27,6 +28,7 @@ from trinity_buffer.codec.segments import (
     segment_blob,
 )
 from trinity_buffer.errors import CodecError, InvalidArgumentError
+from trinity_buffer.events import ExperienceColumns
 from trinity_buffer.experience import FAMILIES, CustomField, Experience, ExperienceType
 from trinity_buffer.identity import EID
 from trinity_buffer.sampling import SEGMENTS, sampled
@@ -65,42 +67,31 @@ def columns_of(field: str, tensors: Sequence[Tensor | None]) -> list[Column]:
     present = [tensor for tensor in tensors if tensor is not None]
     kinds = list(map(_kind_of, present))
     columns = []
-    distinct = dict.fromkeys(kinds)
-    for kind in distinct:
-        mine, its_rows = present, rows
-        if len(distinct) > 1:
-            mine = [tensor for tensor, other in zip(present, kinds, strict=True) if other == kind]
-            its_rows = [row for row, other in zip(rows, kinds, strict=True) if other == kind]
-        every = len(mine) == len(tensors)
-        columns.append(_column(field, kind, mine, None if every else its_rows))
+    for kind in dict.fromkeys(kinds):
+        dtype, ndim, device, layout, is_nested = kind
+        if is_nested:  # first, as it raises when it is asked for its shape
+            raise InvalidArgumentError(
+                f"{field} is a nested tensor: make an Experience of each row"
+            )
+        if dtype not in DTYPE_NAMES or layout != torch.strided or device.type == "meta":
+            raise InvalidArgumentError(
+                f"{field} is {dtype}, {layout} on {device}: make it a dense tensor "
+                f"of one of {', '.join(TORCH_DTYPES)}"
+            )
+        if ndim > MAX_DIMENSIONS:
+            raise InvalidArgumentError(
+                f"{field} has {ndim} dimensions, the most are {MAX_DIMENSIONS}"
+            )
+        is_own = list(map(kind.__eq__, kinds))
+        own = list(compress(present, is_own))
+        own_rows = None
+        if len(own) < len(tensors):
+            own_rows = np.array(list(compress(rows, is_own)), np.int64)
+        sizes = map(Tensor.numel if ndim == 1 else Tensor.size, own)
+        shapes = np.array(list(sizes), np.int64).reshape(len(own), ndim)
+        flat = own if ndim == 1 else [tensor.reshape(-1) for tensor in own]
+        columns.append(Column(field, DTYPE_NAMES[dtype], shapes, bytes_of(flat), own_rows))
     return columns
-
-
-def _column(
-    field: str, kind: _Kind, tensors: Sequence[Tensor], rows: Sequence[int] | None
-) -> Column:
-    dtype, ndim, device, layout, is_nested = kind
-    if is_nested:  # first, as it raises when it is asked for its shape
-        raise InvalidArgumentError(f"{field} is a nested tensor: make an Experience of each row")
-    if dtype not in DTYPE_NAMES or layout != torch.strided or device.type == "meta":
-        raise InvalidArgumentError(
-            f"{field} is {dtype}, {layout} on {device}: make it a dense tensor "
-            f"of one of {', '.join(TORCH_DTYPES)}"
-        )
-    if ndim > MAX_DIMENSIONS:
-        raise InvalidArgumentError(f"{field} has {ndim} dimensions, the most are {MAX_DIMENSIONS}")
-    if ndim == 1:
-        shapes = np.array(list(map(Tensor.numel, tensors)), np.int64)
-    else:
-        shapes = np.array([tuple(tensor.shape) for tensor in tensors], np.int64)
-        tensors = [tensor.reshape(-1) for tensor in tensors]
-    return Column(
-        field,
-        DTYPE_NAMES[dtype],
-        shapes.reshape(len(tensors), ndim),
-        bytes_of(tensors),
-        None if rows is None else np.array(rows, np.int64),
-    )
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> Bytes:
@@ -184,26 +175,7 @@ _NAMES = (
 _every, _every_item = attrgetter(*_NAMES), itemgetter(*_NAMES)
 _address = attrgetter("batch", "task", "run", "step", "suffix")
 
-_KEY, _COUNT, _TEXT = frozenset({int, str}), frozenset({int}), frozenset({str})
 _NONE = frozenset({type(None)})
-
-META: dict[str, frozenset[type]] = {
-    "batch": _KEY,
-    "task": _KEY,
-    "run": _COUNT,
-    "step": _COUNT,
-    "suffix": _TEXT,
-    "reward": frozenset({int, float, bool}) | _NONE,
-    "policy_version": _COUNT | _NONE,
-    "prompt_length": _COUNT,
-    "length": _COUNT,
-    "response_length": _COUNT,
-    "trained_tokens": _COUNT,
-    "kind": _TEXT,
-    "finish_reason": _TEXT | _NONE,
-    "digest": frozenset({bytes}),
-}
-"""Columns in the event's own body, so that projections need not open a segment."""
 
 OBJECTS: dict[str, type] = {
     "info": dict,
@@ -233,10 +205,10 @@ class RecordBatch:
         kinds: field -> the types of these values.
         addresses: batches, tasks, runs, steps and suffixes; nothing where an eid is no EID.
         families: family -> blob of its segment, in pieces; absent where it would be empty.
-        meta: the columns of `META`, one item per experience. ``length`` counts the tokens,
-            ``response_length`` the action mask, ``trained_tokens`` what it selects. Of a ``dpo``
-            experience ``length`` is the prompt, ``response_length`` the longer of the two
-            responses and ``trained_tokens`` their sum.
+        meta: the event's columns. ``length`` counts the tokens, ``response_length`` the action
+            mask, ``trained_tokens`` what it selects. Of a ``dpo`` experience ``length`` is the
+            prompt, ``response_length`` the longer of the two responses and ``trained_tokens``
+            their sum.
         sampling: that of `ExperiencesRecorded`.
 
     Raises:
@@ -257,7 +229,7 @@ class RecordBatch:
         if experiences and all(issubclass(kind, EID) for kind in self.kinds["eid"]):
             self.addresses = tuple(zip(*map(_address, self.values["eid"]), strict=True))
         self.families: dict[str, list[Buffer]] = {}
-        self.meta: dict[str, list[Any]] = {}
+        self.meta: ExperienceColumns
         self.sampling: dict[int, list[Any]] | None = None
 
     def sizes(self, name: str) -> list[Any]:
@@ -267,8 +239,7 @@ class RecordBatch:
             return list(columns[0].sizes.tolist())
         sizes: list[Any] = [None] * len(self.experiences)
         for column in columns:
-            rows = range(len(sizes)) if column.rows is None else column.rows.tolist()
-            for row, size in zip(rows, column.sizes.tolist(), strict=True):
+            for row, size in zip(column.places, column.sizes.tolist(), strict=True):
                 sizes[row] = size
         return sizes
 
@@ -349,30 +320,22 @@ class RecordBatch:
             if columns or packed:
                 self.families[family] = segment_blob(columns, len(self.experiences), packed)
         versions, reasons, segments = self.infos
+        kinds, prompts, rewards = (values[name] for name in _NAMES[1:4])
         lengths, responses = self.sizes("tokens"), self.sizes("action_mask")
-        if None in lengths:
-            lengths = [experience.length for experience in self.experiences]
-        if None in responses or "dpo" in values["experience_type"]:
+        if None in responses or "dpo" in kinds:
             responses = [experience.response_length for experience in self.experiences]
-        metadata: Iterable[Iterable[Any]] = (
-            *self.addresses,
-            values["reward"],
+        columns_of_event: Iterable[Iterable[Any]] = (
+            *(*self.addresses, rewards),
             [None if version is None else int(version) for version in versions],
-            values["prompt_length"],
-            lengths,
-            responses,
-            self._trained_tokens(),
-            values["experience_type"],
+            *(prompts, lengths, responses, self._trained_tokens(), kinds),
             [None if reason is None else str(reason) for reason in reasons],
-            content_digests(
-                values["experience_type"], values["prompt_length"], values["reward"], content
-            ),
+            content_digests(kinds, prompts, rewards, content),
         )
-        self.meta = dict(zip(META, map(list, metadata), strict=True))
+        names = ExperienceColumns.__struct_fields__
+        self.meta = ExperienceColumns(**dict(zip(names, map(list, columns_of_event), strict=True)))
         # Most rows have no sampling segments, and their events no such column.
         if any(segments):
-            rows = zip(values["info"], values["prompt_length"], self.meta["length"], strict=True)
-            spans = ((slot, sampled(*row)) for slot, row in enumerate(rows))
+            spans = enumerate(map(sampled, values["info"], prompts, lengths))
             self.sampling = {slot: [*map(list, of)] for slot, of in spans if of} or None
         return self
 
@@ -382,8 +345,8 @@ class RecordBatch:
             elements = column.elements
             if np.count_nonzero(elements) == len(elements):  # single turns: everything is selected
                 continue
-            rows = range(len(counts)) if column.rows is None else column.rows.tolist()
-            for row, (start, stop) in zip(rows, pairwise(column.offsets.tolist()), strict=True):
+            ends = pairwise(column.offsets.tolist())
+            for row, (start, stop) in zip(column.places, ends, strict=True):
                 counts[row] = int(np.count_nonzero(elements[start:stop]))
         for row, kind in enumerate(self.values["experience_type"]):
             if kind == "dpo":
@@ -423,10 +386,10 @@ _KINDS = frozenset(get_args(ExperienceType))
 
 def decode_experiences(
     families: Mapping[str, Buffer],
-    meta: Mapping[str, Sequence[Any]],
+    meta: ExperienceColumns,
     slots: Sequence[int] | None = None,
     *,
-    loaded: Sequence[str] | None = None,
+    loaded: Sequence[str] = (),
 ) -> list[Experience]:
     """Return the experiences of one write, with the fields of the given families.
 
@@ -435,62 +398,29 @@ def decode_experiences(
 
     Args:
         families: family -> blob; any of them may be left out.
-        meta: from the event's body.
+        meta: of the event.
         slots: the rows to decode, in their order; all by default.
-        loaded: the families that were asked for. Some may be empty and hence not stored: their
-            fields are None. By default those of ``families``.
+        loaded: the families that were asked for, beside ``families``. Some may be empty and hence
+            not stored: their fields are None.
 
     Raises:
         CodecError: a damaged blob, or one that does not belong to ``meta``.
     """
-    rows = _check_meta(meta)
+    rows = len(meta)
     wanted = range(rows) if slots is None else slots
     if any(not 0 <= slot < rows for slot in wanted):
         raise CodecError(f"slots {list(wanted)} of a write with {rows} experiences")
-    states = _states(meta, wanted, families if loaded is None else (*families, *loaded))
-    for family, blob in families.items():
-        # Tensors must be writable, or torch warns; read-only bytes are copied here.
-        segment = decode_segment(writable(blob))
-        if segment.rows != rows:
-            raise CodecError(f"segment {family} has {segment.rows} rows, its event has {rows}")
-        _fill_fields(states, family, segment, None if slots is None else slots)
-    return [Experience.from_state(state) for state in states]
-
-
-def _check_meta(meta: Any) -> int:
-    """Check presence and types of every column of `META`; return their length."""
-    if not isinstance(meta, Mapping) or not isinstance(meta.get("batch"), list):
-        raise CodecError("an event has no metadata of experiences: its body is damaged")
-    rows = len(meta["batch"])
-    for name, types in META.items():
-        column = meta.get(name)
-        # Bodies come from disk and may be damaged: unchecked columns would shift values between
-        # rows.
-        if not isinstance(column, list) or len(column) != rows:
-            raise CodecError(f"metadata column {name!r} is missing or does not have {rows} values")
-        if not types.issuperset(map(type, column)):
-            raise CodecError(f"metadata column {name!r} holds a value of the wrong type")
-    if not _KINDS.issuperset(meta["kind"]):
+    if not _KINDS.issuperset(meta.kind):
         raise CodecError("metadata column 'kind' holds an unknown kind of experience")
-    return rows
-
-
-def _states(
-    meta: Mapping[str, Sequence[Any]], wanted: Sequence[int], loaded: Iterable[str]
-) -> list[dict[str, Any]]:
-    """Return the attributes known without a segment, with None for all loaded fields."""
-    unknown = [family for family in loaded if family not in FAMILIES]
-    if unknown:
+    asked = dict.fromkeys((*families, *loaded))
+    if unknown := [family for family in asked if family not in FAMILIES]:
         raise CodecError(f"families {unknown} do not exist; there are {', '.join(FAMILIES)}")
-    empty = {field: None for family in dict.fromkeys(loaded) for field in FAMILIES[family]}
-    has_light = "info" in empty
+    empty = {field: None for family in asked for field in FAMILIES[family]}
     # Row tuples once for the write: indexing fourteen columns per row is slower.
-    every = list(zip(*(meta[name] for name in META), strict=True))
+    every = list(zip(*structs.astuple(meta), strict=True))
     states = []
     for slot in wanted:
-        *eid, reward, version, prompt, length, response, _trained, kind, reason, _digest = every[
-            slot
-        ]
+        *eid, reward, version, prompt, length, response, _, kind, reason, _ = every[slot]
         state: dict[str, Any] = {
             "eid": EID(*eid),
             "prompt_length": prompt,
@@ -504,17 +434,23 @@ def _states(
             **empty,
         }
         # Empty values of these are not stored; see `RecordBatch.objects`.
-        if has_light:
+        if "info" in empty:
             state["info"], state["metrics"], state["custom_fields"] = {}, {}, []
         states.append(state)
-    return states
+    for family, blob in families.items():
+        # Tensors must be writable, or torch warns; read-only bytes are copied here.
+        segment = decode_segment(writable(blob))
+        if segment.rows != rows:
+            raise CodecError(f"segment {family} has {segment.rows} rows, its event has {rows}")
+        _fill_fields(states, family, segment, slots)
+    return [Experience.from_state(state) for state in states]
 
 
 def _fill_fields(
     states: list[dict[str, Any]], family: str, segment: Segment, slots: Sequence[int] | None
 ) -> None:
     fields = FAMILIES[family]
-    modal: list[dict[str, Tensor]] = [{} for _ in states] if family == "heavy" else []
+    modal: list[dict[str, Tensor]] = [{} for _ in states]
     for name, columns in segment.columns.items():
         field, targets = name, states
         if family == "heavy" and name.startswith(MODAL):
@@ -524,66 +460,50 @@ def _fill_fields(
                 f"segment {family} has the column {name!r}, which does not belong to it"
             )
         for column in columns:
-            _fill_column(targets, field, column, slots)
+            places, indices = _wanted(column, slots)
+            for place, tensor in zip(places, tensors_of(column, indices), strict=True):
+                targets[place][field] = tensor
     wanted = range(segment.rows) if slots is None else slots
-    for name, values in segment.objects.items():
+    for name, objects in segment.objects.items():
         if name not in fields or name not in OBJECTS:
             raise CodecError(
                 f"segment {family} has the objects {name!r}, which do not belong to it"
             )
-        objects = values.values(wanted, tensor_of)
-        _fill_objects(states, name, objects, modal)
+        values = objects.values(wanted, tensor_of)
+        for state, value, tensors in zip(states, values, modal, strict=True):
+            if value is not None:
+                state[name] = _object_of(state, name, value, tensors)
 
 
-def _fill_column(
-    states: Sequence[dict[str, Any]], field: str, column: Column, slots: Sequence[int] | None
-) -> None:
+def _wanted(
+    column: Column, slots: Sequence[int] | None
+) -> tuple[Sequence[int], Sequence[int] | None]:
+    """Return at which of ``slots`` a column has a row, and which of its rows; None: all."""
     if slots is None:
-        rows = range(len(states)) if column.rows is None else column.rows.tolist()
-        for row, tensor in zip(rows, tensors_of(column), strict=True):
-            states[row][field] = tensor
-        return
-    indices: Sequence[int] = slots
-    places: Sequence[int] = range(len(slots))
-    if column.rows is not None:
-        # A sparse column lists the rows that it has, so slots must be mapped to its entries.
-        index_of = {row: index for index, row in enumerate(column.rows.tolist())}
-        places = [place for place, slot in enumerate(slots) if slot in index_of]
-        indices = [index_of[slots[place]] for place in places]
-    for place, tensor in zip(places, tensors_of(column, indices), strict=True):
-        states[place][field] = tensor
+        return column.places, None
+    # A sparse column lists the rows that it has: slots are mapped to its entries.
+    index_of = {row: index for index, row in enumerate(column.places)}
+    places = [place for place, slot in enumerate(slots) if slot in index_of]
+    return places, [index_of[slots[place]] for place in places]
 
 
-def _fill_objects(
-    states: Sequence[dict[str, Any]],
-    field: str,
-    values: Sequence[Any],
-    modal: Sequence[Mapping[str, Tensor]],
-) -> None:
+def _object_of(
+    state: Mapping[str, Any], field: str, value: Any, tensors: Mapping[str, Tensor]
+) -> Any:
+    """Return the value of a field from what is stored of it, and the tensors that it names."""
     form: type[Any] = OBJECTS[field]
-    for row, (state, value) in enumerate(zip(states, values, strict=True)):
-        if value is None:
-            continue
-        if not isinstance(value, form):
-            raise CodecError(
-                f"{field} of {state['eid']} is a {type(value).__name__}, not a {form.__name__}"
-            )
-        if field == "custom_fields":
-            state[field] = [_custom_field(item) for item in value]
-        elif field == "multi_modal_inputs":
-            state[field] = _modal_inputs(value, modal[row])
-        else:
-            state[field] = value
-
-
-def _custom_field(item: Any) -> CustomField:
-    texts = isinstance(item, list) and all(isinstance(text, str) for text in item)
-    if not texts or len(item) != 3 or item[2] not in TORCH_DTYPES:
-        raise CodecError("custom_fields holds an invalid entry: its bytes are damaged")
-    return CustomField(item[0], item[1], TORCH_DTYPES[item[2]])
-
-
-def _modal_inputs(names: list[Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not all(isinstance(name, str) and name in tensors for name in names):
-        raise CodecError(f"multi_modal_inputs names missing tensors; stored are {list(tensors)}")
-    return {name: tensors[name] for name in names}
+    if not isinstance(value, form):
+        raise CodecError(
+            f"{field} of {state['eid']} is a {type(value).__name__}, not a {form.__name__}"
+        )
+    if field == "multi_modal_inputs":
+        if not all(isinstance(name, str) and name in tensors for name in value):
+            raise CodecError(f"{field} names missing tensors; stored are {list(tensors)}")
+        return {name: tensors[name] for name in value}
+    if field != "custom_fields":
+        return value
+    for item in value:
+        is_texts = isinstance(item, list) and all(isinstance(text, str) for text in item)
+        if not is_texts or len(item) != 3 or item[2] not in TORCH_DTYPES:
+            raise CodecError(f"{field} holds an invalid entry: its bytes are damaged")
+    return [CustomField(source, target, TORCH_DTYPES[dtype]) for source, target, dtype in value]

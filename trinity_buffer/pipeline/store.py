@@ -25,7 +25,7 @@ from trinity_buffer.events import (
     TrainerRewound,
     kinds_of,
 )
-from trinity_buffer.identity import problem_of_name, problem_of_text, require_name
+from trinity_buffer.identity import SCHEMAS, problem_of_name, problem_of_text, require_name
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import renamed
 from trinity_buffer.pipeline.background import settle_imports
@@ -55,10 +55,6 @@ if TYPE_CHECKING:
     from trinity_buffer.pipeline.train.stream import TrainStream
     from trinity_buffer.pipeline.write.batch import OnInvalid
     from trinity_buffer.pipeline.write.writer import GroupCommit, SQLWriter
-
-SCHEMA_NAMES = ("experience", "sft", "cpt", "dpo")
-"""The names in `SCHEMAS` of `write.batch`, repeated here because readers do without torch."""
-
 
 MAX_URI = 4096
 """Longest address of a policy in characters: that of a path on Linux."""
@@ -441,11 +437,11 @@ class Store:
         wanted = as_json(f"the config of experiment {name!r}", renamed(config))
         if schema is not None:
             wanted = {"schema": schema, **wanted}
-        fresh = {"schema": SCHEMA_NAMES[0], **wanted}
-        if fresh["schema"] not in SCHEMA_NAMES:
+        fresh = {"schema": "experience", **wanted}
+        if fresh["schema"] not in SCHEMAS:
             raise InvalidArgumentError(
                 f"experiment {name!r}: schema={fresh['schema']!r}, accepted are "
-                f"{', '.join(SCHEMA_NAMES)}"
+                f"{', '.join(SCHEMAS)}"
             )
         created = new_event(ExperimentCreated(config=fresh))
         change = partial(_create_or_change, name=name, wanted=wanted, fresh=fresh, created=created)

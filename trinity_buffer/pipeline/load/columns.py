@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 from torch import Tensor
 
 from trinity_buffer import identity
@@ -126,9 +125,7 @@ def _decoded(
                 f"segment {rows_of_event[0].segment.hex()} is missing: run `verify`"
             )
         held = [f for f in families if absence is None or f not in event.families]
-        decoded_rows = decode_experiences(
-            buffers, structs.asdict(event.columns), slots, loaded=held
-        )
+        decoded_rows = decode_experiences(buffers, event.columns, slots, loaded=held)
         for row, experience in zip(rows_of_event, decoded_rows, strict=True):
             experience.address = row.address
             experience.archived = None if absence is None else absence.why

@@ -15,7 +15,6 @@ from typing import Any
 import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.codec.objects import unpack_object
@@ -207,7 +206,7 @@ def _check_rows(
     columns, recorded = fact.columns, list(fact.columns.digest)
     uids, wrong = list(columns.uids()), list[tuple[str, int, str]]()
     try:
-        digests = digests_of_segments(structs.asdict(columns), decoded)
+        digests = digests_of_segments(columns, decoded)
         if fact.scorable and not is_scorable({k: v for s in decoded for k, v in s.columns.items()}):
             what = "its event says that one number per row can stand for an annotation: it cannot"
             yield Problem("segments", f"segment {fact.segment.hex()} of position {position}", what)

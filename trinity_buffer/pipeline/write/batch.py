@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from operator import sub
 from typing import Any, Literal
@@ -27,9 +28,9 @@ from trinity_buffer.errors import (
     InvalidArgumentError,
     InvalidExperienceError,
 )
-from trinity_buffer.events import ExperienceColumns, ExperiencesRecorded
-from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience, ExperienceType
-from trinity_buffer.identity import EID, problem_of_key, problem_of_name, problem_of_text
+from trinity_buffer.events import ExperiencesRecorded
+from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience
+from trinity_buffer.identity import EID, SCHEMAS, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.encoding import DTYPE_NAMES, OBJECTS, RecordBatch, encode_experiences
 from trinity_buffer.pipeline.handle import new_event
@@ -64,40 +65,19 @@ _VECTORS: dict[str, tuple[frozenset[str], str]] = {
     "action_mask": (MASKS, "bool, integers or floats"),
     **dict.fromkeys(PER_TOKEN, (FLOATS, "floats")),
 }
-_FORMS: dict[str, type] = {
-    **dict.fromkeys(TEXTS, str),
-    **dict.fromkeys(LISTS, list),
-    **dict.fromkeys(("info", "metrics", "multi_modal_inputs"), dict),
-    "custom_fields": list,
+_FORMS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_TENSORS, (Tensor, type(None))),
+    **dict.fromkeys(TEXTS, (str, type(None))),
+    **dict.fromkeys(LISTS, (list, type(None))),
+    "multi_modal_inputs": (dict, type(None)),
+    **dict.fromkeys(("info", "metrics"), (dict,)),
+    "tokens": (Tensor,),
+    "custom_fields": (list,),
 }
-_ALWAYS = frozenset({"info", "metrics", "custom_fields"})
-"""Fields whose empty value is an empty container, never None."""
+"""Field -> the types of its values; without None it is an empty container at least."""
 
 _INT, _KEY, _NONE = frozenset({int}), frozenset({int, str}), frozenset({type(None)})
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Schema:
-    """The requirements of one schema.
-
-    Attributes:
-        kinds: the types of experience that belong to it.
-        tokens: the required fields of token ids.
-    """
-
-    kinds: tuple[ExperienceType, ...]
-    tokens: tuple[str, ...] = ("tokens",)
-
-
-_TURNS: tuple[ExperienceType, ...] = ("single_turn", "multi_turn")
-
-SCHEMAS: dict[str, Schema] = {
-    "experience": Schema(_TURNS),
-    "sft": Schema(_TURNS),
-    "cpt": Schema(_TURNS),
-    "dpo": Schema(("dpo",), ("tokens", "chosen", "rejected")),
-}
-"""``experience``: rollouts; ``sft``: demonstrations; ``cpt``: plain text; ``dpo``: pairs."""
 
 Problem = tuple[str, str]
 """The invalid field, and a sentence that begins with it: of the first row, which is the only one
@@ -134,12 +114,12 @@ def _eids(batch: RecordBatch, _schema: str) -> Problem | None:
 
 
 def _forms(batch: RecordBatch, _schema: str) -> Problem | None:
-    """Check the types of everything but tensors, and that its values can be packed."""
-    for field, form in _FORMS.items():
-        kinds = batch.kinds[field] - (frozenset() if field in _ALWAYS else _NONE)
-        if not all(issubclass(kind, form) for kind in kinds):
+    """Check the types of all fields but numbers, and that their values can be stored."""
+    for field, forms in _FORMS.items():
+        kinds = batch.kinds[field]
+        if not kinds.issubset(forms) and not all(issubclass(kind, forms) for kind in kinds):
             kind = type(batch.values[field][0]).__name__
-            return field, f"{field} is a {kind}, it must be a {form.__name__}"
+            return field, f"{field} is a {kind}, it must be a {forms[0].__name__.lower()}"
     for custom in chain.from_iterable(batch.values["custom_fields"]):
         is_sound = isinstance(custom, CustomField) and custom.data_type in DTYPE_NAMES
         if not is_sound or {type(custom.source_field), type(custom.destination_field)} != {str}:
@@ -149,16 +129,6 @@ def _forms(batch: RecordBatch, _schema: str) -> Problem | None:
             field = f"multi_modal_inputs[{name!r}]"
             if type(name) is not str or not isinstance(value, Tensor):
                 return field, f"{field} must be a tensor under a text"
-    return None
-
-
-def _storable(batch: RecordBatch, _schema: str) -> Problem | None:
-    """Check that tensors are tensors, and that they and all objects can be stored."""
-    for field in _TENSORS:
-        kinds = batch.kinds[field] - (_NONE if field != "tokens" else frozenset())
-        if not all(issubclass(kind, Tensor) for kind in kinds):
-            kind = type(batch.values[field][0]).__name__
-            return field, f"{field} is a {kind}, it must be a tensor"
     try:
         batch.columns, batch.objects  # noqa: B018 - they are made when they are first asked for
     except InvalidArgumentError as error:
@@ -204,11 +174,11 @@ def _infos(batch: RecordBatch, _schema: str) -> Problem | None:
 
 
 def _kinds(batch: RecordBatch, schema: str) -> Problem | None:
-    if set(batch.values["experience_type"]).issubset(SCHEMAS[schema].kinds):
+    kinds = {"dpo"} if schema == "dpo" else {"single_turn", "multi_turn"}
+    if kinds.issuperset(batch.values["experience_type"]):
         return None
     if schema == "dpo":
-        tokens = SCHEMAS[schema].tokens
-        missing = [field for field in tokens if batch.values[field][0] is None]
+        missing = [field for field in SCHEMAS[schema] if batch.values[field][0] is None]
         field, what = ("action_mask", "is given") if not missing else (missing[0], "is None")
         return field, f"{field} {what}: the schema dpo needs chosen and rejected, and no mask"
     return "chosen and rejected", (
@@ -219,7 +189,7 @@ def _kinds(batch: RecordBatch, schema: str) -> Problem | None:
 
 def _vectors(batch: RecordBatch, schema: str) -> Problem | None:
     """Check shapes and dtypes of token ids, masks and numbers per token."""
-    required = (*SCHEMAS[schema].tokens, *(("action_mask",) if schema != "dpo" else ()))
+    required = (*SCHEMAS[schema], *(("action_mask",) if schema != "dpo" else ()))
     for field in (*required, *PER_TOKEN):
         if field in required and batch.kinds[field] >= _NONE:
             return field, f"{field} is a NoneType, it must be a tensor"
@@ -267,7 +237,7 @@ def _responses(batch: RecordBatch, schema: str) -> Problem | None:
 def _numbers(batch: RecordBatch, schema: str) -> Problem | None:
     """Check that token ids are not negative, masks 0 or 1, and numbers per token finite."""
     columns = batch.columns
-    for column in chain.from_iterable(columns[field] for field in SCHEMAS[schema].tokens):
+    for column in chain.from_iterable(columns[field] for field in SCHEMAS[schema]):
         if DTYPES[column.dtype].kind == "i" and column.elements.min() < 0:
             what = "holds negative numbers: these are no token ids"
             return column.field, f"{column.field} {what}"
@@ -307,8 +277,7 @@ def _experts(batch: RecordBatch, _schema: str) -> Problem | None:
     for column in batch.columns.get(field, ()):
         if column.dtype not in INTEGERS:
             return field, f"{field} must be a tensor of integers"
-        rows = range(len(sizes)) if column.rows is None else column.rows.tolist()
-        for row, shape in zip(rows, column.shapes.tolist(), strict=True):
+        for row, shape in zip(column.places, column.shapes.tolist(), strict=True):
             size = sizes[row]
             if not shape or shape[0] not in (size - 1, size):
                 what = f"has the shape {shape}, its first dimension must be {size - 1} or"
@@ -334,7 +303,7 @@ def _size(batch: RecordBatch, _schema: str) -> Problem | None:
 
 ADDRESS: tuple[Rule, ...] = (_eids,)
 """Without an address nothing can be recorded."""
-STORABLE: tuple[Rule, ...] = (_forms, _storable, _scalars, _infos)
+STORABLE: tuple[Rule, ...] = (_forms, _scalars, _infos)
 """Without these, a reader could not decode what is recorded."""
 TRAINABLE: tuple[Rule, ...] = (_kinds, _vectors, _responses, _numbers, _experts, _size)
 """What a schema requires; each rule relies on those before it."""
@@ -388,9 +357,8 @@ def suspicious_values(batches: Sequence[RecordBatch]) -> str | None:
             if not len(above):
                 continue
             index = int(np.searchsorted(column.offsets, above[0], side="right")) - 1
-            row = index if column.rows is None else int(column.rows[index])
             return (
-                f"experience {batch.experiences[row].eid.uid}: logprobs up to "
+                f"experience {batch.experiences[column.places[index]].eid.uid}: logprobs up to "
                 f"{numbers[above].max():.3g}: natural logarithms of probabilities are at most 0"
             )
     return None
@@ -431,9 +399,8 @@ class WriteCall:
         schema: name of the schema to check against.
         on_invalid: ``"raise"``, or ``"quarantine"`` to record invalid rows as rejected.
         store: where the blobs of segments are put.
-        is_checked: whether they are valid, or replaced by what can be recorded of them.
         uids: of all experiences of the caller, which are equal where the store takes their
-            addresses as equal; once they are checked.
+            addresses as equal; once they are valid, or replaced by what can be recorded of them.
         batches: what is to be written, with rows of the calls that share its event.
         digests: of the content of ``experiences``.
         place: of the last event with its rows; its position is 0 as long as nothing is written.
@@ -446,7 +413,6 @@ class WriteCall:
     schema: str
     on_invalid: OnInvalid
     store: SegmentStore
-    is_checked: bool = False
     uids: Sequence[str] = ()
     batches: Sequence[RecordBatch] = ()
     place: Place = _NOWHERE
@@ -469,24 +435,22 @@ class WriteCall:
         calls, size = [self, *others], sizes.rows_per_event
         rows = [experience for call in calls for experience in call.experiences]
         batches = [RecordBatch(rows[at : at + size]) for at in range(0, len(rows), size)]
-        if not self.is_checked:
-            is_valid = all(passes(batch, self.schema) for batch in batches)
-            uids = [experience.eid.uid for experience in rows] if is_valid else []
-            if len(set(uids)) == len(rows):
-                left = iter(uids)
-                for call in calls:
-                    call.is_checked = True
-                    call.uids = list(islice(left, len(call.experiences)))
-                return [self._encoded(batches, calls)]
-            if others:
-                return [write for call in calls for write in call.prepare()]
+        if self.uids:
+            return [self._encoded(batches, calls)]
+        is_valid = all(passes(batch, self.schema) for batch in batches)
+        uids = [experience.eid.uid for experience in rows] if is_valid else []
+        if len(set(uids)) == len(rows):
+            left = iter(uids)
+            for call in calls:
+                call.uids = list(islice(left, len(call.experiences)))
+            return [self._encoded(batches, calls)]
+        if others:
+            return [write for call in calls for write in call.prepare()]
         try:
-            if self.is_checked:
-                return [self._encoded(batches, calls)]
             self._check()
-            self.uids = [experience.eid.uid for experience in self.experiences]
+            uids = [experience.eid.uid for experience in self.experiences]
             self.experiences = _distinct(self.experiences)
-            self.is_checked = True
+            self.uids = uids
             return self.prepare()
         except Exception as error:  # noqa: BLE001 - raised to its own caller
             self.error = error
@@ -496,7 +460,7 @@ class WriteCall:
         events, segments, names = [], list[SegmentRow](), set[str]()
         for batch in batches:
             batch.encode()
-            names.update(map(str, batch.meta["batch"]))
+            names.update(map(str, batch.meta.batch))
             refused: dict[int, str] = {}
             # Refused rows are recorded too, so that a group is not waited for in vain.
             if self._late or self._invalid:
@@ -506,7 +470,7 @@ class WriteCall:
             fact = ExperiencesRecorded(
                 segment=key,
                 families={name: sum(map(len, blob)) for name, blob in batch.families.items()},
-                columns=ExperienceColumns(**batch.meta),
+                columns=batch.meta,
                 refused=refused,
                 scorable=is_scorable(batch.columns) or None,
                 sampling=batch.sampling,
@@ -514,7 +478,7 @@ class WriteCall:
             events.append(new_event(fact))
             segments += self.store.put(key, batch.families)
         # Rows keep the order of the calls, so each call takes its digests from the front.
-        digests = chain.from_iterable(batch.meta["digest"] for batch in batches)
+        digests = chain.from_iterable(batch.meta.digest for batch in batches)
         for call in calls:
             call.batches = batches
             call.digests = list(islice(digests, len(call.experiences)))
@@ -532,8 +496,20 @@ class WriteCall:
             except InvalidExperienceError as error:
                 if self.on_invalid == "raise":
                     raise
-                self.experiences[row] = _recordable(experience, str(error))
+                require(experience, ADDRESS)
                 self._invalid[experience.eid] = invalid(error.field)
+                with suppress(InvalidExperienceError):
+                    require(experience, STORABLE)
+                    continue
+                # The row must still be recorded under its address, though its content cannot be.
+                empty = torch.zeros(0, dtype=torch.int32)
+                self.experiences[row] = Experience(
+                    eid=experience.eid,
+                    tokens=empty,
+                    action_mask=empty.bool(),
+                    prompt_length=0,
+                    info={"invalid": str(error)},
+                )
 
     def learn(
         self, known: Mapping[EID, tuple[int, bytes]], sealed: frozenset[str], end: Place
@@ -578,28 +554,6 @@ class WriteCall:
         )
 
 
-def _recordable(experience: Experience, problem: str) -> Experience:
-    """Return the recordable part of an invalid experience: all of it, or address and reason.
-
-    Raises:
-        InvalidExperienceError: its address is invalid.
-    """
-    require(experience, ADDRESS)
-    try:
-        require(experience, STORABLE)
-    except InvalidExperienceError:
-        # The row must still be recorded under its address, though its content cannot be.
-        empty = torch.zeros(0, dtype=torch.int32)
-        return Experience(
-            eid=experience.eid,
-            tokens=empty,
-            action_mask=empty.bool(),
-            prompt_length=0,
-            info={"invalid": problem},
-        )
-    return experience
-
-
 def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
     """Return ``experiences`` without repetitions within the call."""
     by_uid: dict[str, Experience] = {}
@@ -607,7 +561,7 @@ def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
         first = by_uid.setdefault(experience.eid.uid, experience)
         if first is experience:
             continue
-        if len(set(encode_experiences([first, experience]).meta["digest"])) > 1:
+        if len(set(encode_experiences([first, experience]).meta.digest)) > 1:
             raise _conflict(
                 experience,
                 "comes twice in one write, with two contents; give a deliberate second attempt "
@@ -626,7 +580,7 @@ def without_known(
     """
     new = []
     for batch in batches:
-        for experience, digest in zip(batch.experiences, batch.meta["digest"], strict=True):
+        for experience, digest in zip(batch.experiences, batch.meta.digest, strict=True):
             if experience.eid not in known:
                 new.append(experience)
             elif known[experience.eid][1] != digest:

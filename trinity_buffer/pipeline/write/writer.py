@@ -73,7 +73,7 @@ def _prepared(calls: Sequence[WriteCall]) -> list[PreparedWrite]:
     for call in calls:
         # First attempts of the same writer may share an event.
         writer = (call.experiment, call.actor, call.schema)
-        events = together.setdefault(call if call.is_checked else writer, [[]])
+        events = together.setdefault(call if call.uids else writer, [[]])
         if sum(len(other.experiences) for other in (*events[-1], call)) > sizes.rows_per_event:
             events.append([])
         events[-1].append(call)
