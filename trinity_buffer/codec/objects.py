@@ -55,6 +55,9 @@ _BASES: tuple[type, ...] = (int, float, str, bytes, list, tuple, dict)
 # deep; up to this length that is bounded by 128 MB, beyond it the claims are added up first.
 _TRUSTED_LENGTH = 16384
 
+# Two more than when writing: the bytes of an array in the innermost value are a level too.
+_LEVELS = MAX_DEPTH + 2
+
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
@@ -69,10 +72,6 @@ AsTensor: TypeAlias = Callable[[RawTensor], Any]
 FromTensor: TypeAlias = Callable[[object], RawTensor | None]
 
 
-def _no_tensor(_value: object) -> RawTensor | None:
-    return None
-
-
 class ObjectPacker:
     """Turns values into msgpack. Cheap for many values; not to be shared by threads.
 
@@ -82,7 +81,9 @@ class ObjectPacker:
             the order is kept.
     """
 
-    def __init__(self, from_tensor: FromTensor = _no_tensor, *, canonical: bool = False) -> None:
+    def __init__(
+        self, from_tensor: FromTensor = lambda _value: None, *, canonical: bool = False
+    ) -> None:
         self._pack = msgpack.Packer(strict_types=True, unicode_errors="surrogatepass").pack
         self._from_tensor = from_tensor
         self._canonical = canonical
@@ -240,28 +241,27 @@ def _name(place: Place) -> str:
     return place if isinstance(place, str) else f"{_name(place[0])}[{place[1]!r}]"
 
 
-def unpack_object(blob: Buffer, as_tensor: AsTensor | None = None) -> Any:
+def unpack_object(blob: Buffer, as_tensor: AsTensor | None = None, depth: int = _LEVELS) -> Any:
     """Return the value that an `ObjectPacker` packed.
 
     Args:
         blob: all of it.
         as_tensor: makes a tensor of its bytes; by default tensors come back as `RawTensor`.
+        depth: levels of extensions that it may have.
 
     Raises:
         CodecError: bytes that no `ObjectPacker` wrote.
     """
-    # Two more than when writing: the bytes of an array in the innermost value are a level too.
-    return _unpack(blob, as_tensor, MAX_DEPTH + 2)
-
-
-def _unpack(blob: Buffer, as_tensor: AsTensor | None, depth: int) -> Any:
     if depth == 0:
         raise CodecError(
             f"a value is nested deeper than {MAX_DEPTH} levels: it was not written here"
         )
     try:
         if len(blob) > _TRUSTED_LENGTH:
-            _check_claims(blob)
+            # Lists and maps must not claim more items than the blob has; this makes none of them.
+            parser = msgpack.Unpacker(max_buffer_size=len(blob))
+            parser.feed(blob)
+            parser.skip()
         return msgpack.unpackb(
             blob,
             strict_map_key=False,
@@ -270,25 +270,13 @@ def _unpack(blob: Buffer, as_tensor: AsTensor | None, depth: int) -> Any:
         )
     except CodecError:
         raise
+    except msgpack.OutOfData as error:
+        raise CodecError("a value claims more items than it has bytes: it is damaged") from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise CodecError(f"a value cannot be read, its bytes are damaged: {error}") from error
 
 
-def _check_claims(blob: Buffer) -> None:
-    """Check that the lists and maps in ``blob`` claim no more items than it has, making none.
-
-    Raises:
-        CodecError: they claim more.
-    """
-    parser = msgpack.Unpacker(max_buffer_size=len(blob))
-    parser.feed(blob)
-    try:
-        parser.skip()
-    except msgpack.OutOfData as error:
-        raise CodecError("a value claims more items than it has bytes: it is damaged") from error
-
-
-def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: bytes) -> Any:
+def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: Buffer) -> Any:
     match code:
         case 1:  # _TUPLE
             return tuple(_listed(data, depth, as_tensor))
@@ -310,8 +298,8 @@ def _arrays() -> Any:
     return arrays
 
 
-def _listed(data: bytes, depth: int, as_tensor: AsTensor | None = None) -> list[Any]:
-    items = _unpack(data, as_tensor, depth - 1)
+def _listed(data: Buffer, depth: int, as_tensor: AsTensor | None = None) -> list[Any]:
+    items = unpack_object(data, as_tensor, depth - 1)
     if not isinstance(items, list):
         raise CodecError("an extension does not hold a list: its bytes are damaged")
     return items
@@ -330,11 +318,7 @@ _OPEN = ("config", "changes", "environment", "metrics")
 
 @cache
 def _decoder(kind: type[Recorded]) -> msgspec.msgpack.Decoder[Recorded]:
-    return msgspec.msgpack.Decoder(kind, ext_hook=_extension_in_body)
-
-
-def _extension_in_body(code: int, data: memoryview) -> Any:
-    return _extension(None, MAX_DEPTH, code, bytes(data))
+    return msgspec.msgpack.Decoder(kind, ext_hook=partial(_extension, None, MAX_DEPTH))
 
 
 def encode_fact(fact: Recorded) -> bytes:

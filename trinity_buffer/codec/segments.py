@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -371,10 +371,11 @@ def _read_column(segment: Segment, entry: _ColumnEntry, body: memoryview, used: 
     data = np.frombuffer(raw, np.uint8)
     column = Column(name, dtype, sizes.reshape(count, ndim), data, present, encoding)
     _check_size(column, count)
-    earlier = segment.columns.setdefault(name, [])
-    if earlier and not _disjoint([*earlier, column]):
+    same = segment.columns.setdefault(name, [])
+    same.append(column)
+    taken = list(chain.from_iterable(other.places for other in same)) if len(same) > 1 else []
+    if len(set(taken)) < len(taken):
         raise _damaged(f"column {name!r} has a row twice")
-    earlier.append(column)
     return end
 
 
@@ -397,14 +398,6 @@ def _check_size(column: Column, count: int) -> None:
         raise _damaged(f"column {column.field!r} has {len(column.data)} bytes, its shapes differ")
     if column.dtype == "bool" and column.data.max(initial=0) > 1:
         raise _damaged(f"column {column.field!r} holds booleans other than 0 and 1")
-
-
-def _disjoint(columns: Sequence[Column]) -> bool:
-    row_sets = [column.rows for column in columns if column.rows is not None]
-    if len(row_sets) < len(columns):
-        return False
-    rows = np.sort(np.concatenate(row_sets))
-    return bool((rows[1:] != rows[:-1]).all())
 
 
 def _read_objects(segment: Segment, entry: _ObjectsEntry, body: memoryview, used: int) -> int:
@@ -509,14 +502,13 @@ def digests_of_segments(meta: ExperienceColumns, segments: Sequence[Segment]) ->
                 continue
             pieces = objects.pieces
             # Rows of one write say the same again and again, so each distinct piece is read once.
-            known = {piece: _canonical(packer, piece, name) for piece in set(pieces)}
+            # Nothing, and a text, are canonical as they are.
+            known = {
+                piece: piece
+                if not piece or 0xA0 <= piece[0] < 0xC0 or 0xD9 <= piece[0] <= 0xDB
+                else packer.pack(unpack_object(piece), name)
+                for piece in set(pieces)
+            }
             content.append((name, list(map(known.__getitem__, pieces))))
         content += [column for columns in segment.columns.values() for column in columns]
     return content_digests(meta.kind, meta.prompt_length, meta.reward, content)
-
-
-def _canonical(packer: ObjectPacker, piece: bytes, field: str) -> bytes:
-    # Nothing, and a text, are canonical as they are.
-    if not piece or 0xA0 <= piece[0] < 0xC0 or 0xD9 <= piece[0] <= 0xDB:
-        return piece
-    return packer.pack(unpack_object(piece), field)
