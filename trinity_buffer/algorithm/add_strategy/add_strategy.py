@@ -15,18 +15,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
-from trinity_buffer.algorithm.annotating import (
-    Problem,
-    WholeUnits,
-    annotate_group,
-    gather_groups,
-    problems_of,
-    reward_of,
-    runs_of,
-    scored_group,
-    share_rewards,
-)
+from trinity_buffer.algorithm import annotating, group_scores
+from trinity_buffer.algorithm.annotating import Problem, WholeUnits
 from trinity_buffer.algorithm.arguments import (
     Configured,
     declared_arguments,
@@ -126,7 +116,7 @@ class AddStrategy(WholeUnits, Configured, ABC):
             InvalidExperienceError: one lacks a field and the writer cannot record a rejection.
         """
         return self.sound(
-            experiences, problems_of(experiences, self.needs if needs is None else needs)
+            experiences, annotating.problems_of(experiences, self.needs if needs is None else needs)
         )
 
     def sound(
@@ -182,14 +172,19 @@ class GroupAdvantageStrategy(AddStrategy):
     @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all groups, then write them one by one, in order of first appearance."""
-        share_rewards(exps, self.over)
+        annotating.share_rewards(exps, self.over)
         # All input is examined before the first write: a refusal leaves nothing half written.
         groups = {
             group_id: self.usable(group, self.needs_of(group))
             for group_id, group in self.group_experiences(exps).items()
         }
         scored = [
-            (group, *scored_group(self, self.calculate_group_advantage(group_id, list(group))))
+            (
+                group,
+                *annotating.scored_group(
+                    self, self.calculate_group_advantage(group_id, list(group))
+                ),
+            )
             for group_id, group in groups.items()
             if group
         ]
@@ -199,7 +194,7 @@ class GroupAdvantageStrategy(AddStrategy):
                 await self.writer.write_async(chosen)
         metrics = [of_group for _, _, of_group in scored]
         count = sum(len(chosen) for _, chosen, _ in scored)
-        return count, gather_groups(metrics)
+        return count, annotating.gather_groups(metrics)
 
 
 _DECIDING = (
@@ -241,14 +236,14 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
 
     def rewards_of(self, exps: Sequence[Experience]) -> Rewards:
         """Return the rewards that enter the statistics, shape ``(G,)``."""
-        return group_scores.as_rewards([reward_of(e) for e in exps])
+        return group_scores.as_rewards([annotating.reward_of(e) for e in exps])
 
     @override
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, float]]:
         """Score one group; return the members that are kept."""
-        return annotate_group(exps, self.rewards_of(exps), self.score_groups, self.over)
+        return annotating.annotate_group(exps, self.rewards_of(exps), self.score_groups, self.over)
 
 
 class RewardFilter(group_scores.CountsOver, AddStrategy):
@@ -282,12 +277,12 @@ class RewardFilter(group_scores.CountsOver, AddStrategy):
 
         The others are rejected.
         """
-        share_rewards(experiences, self.over)
+        annotating.share_rewards(experiences, self.over)
         groups = list(group_by(self.usable(experiences), "task").values())
         chosen, metrics = list[list[Experience]](), dict[str, Any]()
         for group in groups:
-            rewards = group_scores.as_rewards([reward_of(e) for e in group])
-            size, runs = np.array([len(group)]), runs_of(group, self.over)
+            rewards = group_scores.as_rewards([annotating.reward_of(e) for e in group])
+            size, runs = np.array([len(group)]), annotating.runs_of(group, self.over)
             scored = group_scores.scored_rows(self.score_groups, self.over, rewards, size, runs)
             verdicts = (each.tolist() for each in scored.verdicts(len(group)))
             rows = list(zip(group, *verdicts, strict=True))

@@ -12,19 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
+from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import (
     ADD_STRATEGY,
     AddStrategy,
     RewardFilter,
 )
 from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_rewards
-from trinity_buffer.algorithm.group_scores import (
-    CountsOver,
-    Rewards,
-    ScoredGroups,
-    as_rewards,
-    run_means,
-)
+from trinity_buffer.algorithm.group_scores import CountsOver, Rewards, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter
@@ -101,7 +96,9 @@ class OutcomeGateAddStrategy(CountsOver, AddStrategy):
         """Return why ``group`` is left out, or None."""
         metrics = [self._metric(e) for e in group]
         outcomes = [reward_of(e) if m is None else m for e, m in zip(group, metrics, strict=True)]
-        of_runs = run_means(as_rewards(outcomes), runs_of(group, self.over))
+        of_runs = group_scores.run_means(
+            group_scores.as_rewards(outcomes), runs_of(group, self.over)
+        )
         correct = int((of_runs > self.correct_threshold).sum())
         if correct < self.min_correct:
             return "all_wrong"

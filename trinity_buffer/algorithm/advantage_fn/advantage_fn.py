@@ -16,17 +16,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.annotating import (
-    Problem,
-    WholeUnits,
-    annotate_group,
-    gather_groups,
-    problems_of,
-    reward_of,
-    scored_group,
-    share_rewards,
-)
+from trinity_buffer.algorithm.annotating import Problem, WholeUnits
 from trinity_buffer.algorithm.arguments import (
     Configured,
     declared_arguments,
@@ -102,7 +94,7 @@ class PipelineAdvantage(WholeUnits, AdvantageFn):
 
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield what keeps experiences from being scored."""
-        return problems_of(exps, self.needs)
+        return annotating.problems_of(exps, self.needs)
 
     def check(self, exps: Sequence[Experience]) -> None:
         """Raise unless all of ``exps`` can be scored.
@@ -146,9 +138,9 @@ class GroupAdvantage(CountsOver, PipelineAdvantage):
 
         Where runs are what counts, rows without a reward are given that of their run before.
         """
-        share_rewards(exps, self.over)
+        annotating.share_rewards(exps, self.over)
         for group in self.group_experiences(list(exps)).values():
-            yield from problems_of(group, self.needs_of(group))
+            yield from annotating.problems_of(group, self.needs_of(group))
 
     @abstractmethod
     def calculate_group_advantage(
@@ -162,11 +154,11 @@ class GroupAdvantage(CountsOver, PipelineAdvantage):
         # All rows are checked before the first is annotated.
         self.check(exps)
         scored = [
-            scored_group(self, self.calculate_group_advantage(group_id, group))
+            annotating.scored_group(self, self.calculate_group_advantage(group_id, group))
             for group_id, group in self.group_experiences(exps).items()
         ]
         scored_rows = [experience for group, _ in scored for experience in group]
-        return scored_rows, gather_groups([metrics for _, metrics in scored])
+        return scored_rows, annotating.gather_groups([metrics for _, metrics in scored])
 
 
 _DECIDING = ("process", "problems", "needs_of", "group_experiences", "calculate_group_advantage")
@@ -190,8 +182,8 @@ class RewardAdvantage(GroupAdvantage):
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
         """Score one group."""
-        rewards = as_rewards([reward_of(e) for e in exps])
-        return annotate_group(exps, rewards, self.score_groups, self.over)
+        rewards = as_rewards([annotating.reward_of(e) for e in exps])
+        return annotating.annotate_group(exps, rewards, self.score_groups, self.over)
 
 
 def less_baseline(

@@ -9,17 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm import annotating, group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
-from trinity_buffer.algorithm.annotating import (
-    Problem,
-    StepsByRun,
-    Unit,
-    annotate,
-    reward_of,
-    run_problems,
-    runs_by_task,
-)
+from trinity_buffer.algorithm.annotating import Problem, StepsByRun, Unit
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.metrics import gather_metrics
@@ -98,8 +90,8 @@ class GiGPOAdvantageFn(PipelineAdvantage):
     @override
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield the runs that lack a mask on any step, or a reward, or have a broken one."""
-        yield from run_problems(exps, self._rewarded)
-        for runs in runs_by_task(exps).values():
+        yield from annotating.run_problems(exps, self._rewarded)
+        for runs in annotating.runs_by_task(exps).values():
             for steps in runs.values():
                 rewards = ((e, e.info.get(self.step_reward_key, 0.0)) for e in steps)
                 bad = next(((e, r) for e, r in rewards if not math.isfinite(r)), None)
@@ -112,7 +104,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         if not exps:
             return [], {}
         self.check(exps)
-        tasks = runs_by_task(exps)
+        tasks = annotating.runs_by_task(exps)
         returns: Scores = {}
         episode: Scores = {}
         metrics = []
@@ -122,7 +114,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
             metrics.append(of_task)
         step, anchors = self._steps(exps, returns)
         for e in exps:
-            annotate(e, episode[id(e)] + self.omega * step.get(id(e), 0.0))
+            annotating.annotate(e, episode[id(e)] + self.omega * step.get(id(e), 0.0))
         return exps, {
             **gather_metrics(metrics, "gigpo"),
             **anchors,
@@ -148,7 +140,7 @@ class GiGPOAdvantageFn(PipelineAdvantage):
             # Without step rewards all of it falls on the last.
             if not any(self.step_reward_key in step.info for step in steps):
                 lacking = final.reward is None and self.missing_reward == "zero"
-                rewards[-1] = 0.0 if lacking else reward_of(final)
+                rewards[-1] = 0.0 if lacking else annotating.reward_of(final)
             # Undiscounted: runs are compared by what they earned, steps by what was still to come.
             totals.append(float(sum(rewards)))
             running = 0.0

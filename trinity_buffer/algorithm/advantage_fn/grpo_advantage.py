@@ -10,21 +10,13 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm import group_scores
+from trinity_buffer.algorithm import annotating, group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     ADVANTAGE_FN,
     GroupAdvantage,
     GroupScoredAdvantage,
 )
-from trinity_buffer.algorithm.annotating import (
-    Unit,
-    annotate,
-    gather_groups,
-    num_runs,
-    rank_penalized,
-    reward_of,
-    runs_of,
-)
+from trinity_buffer.algorithm.annotating import Unit
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_group
 from trinity_buffer.algorithm.group_scores import Rewards
@@ -94,7 +86,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
     @override
     def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:
         """Return the usual fields, and logprobs where likelihoods are ranked."""
-        ranked = self.rank_penalty is not None and num_runs(exps, self.over) > 1
+        ranked = self.rank_penalty is not None and annotating.num_runs(exps, self.over) > 1
         return (*self.needs, "logprobs") if ranked else self.needs
 
     @override
@@ -103,7 +95,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
     ) -> tuple[Group, dict[str, Any]]:
         """Score one group, by ``precomputed_std`` if given; return nothing if it is left out."""
         raw, compared = self._rewards(exps)
-        values, weights = group_scores.by_run(compared, runs_of(exps, self.over))
+        values, weights = group_scores.by_run(compared, annotating.runs_of(exps, self.over))
         mean, std = map(float, self.moments(values, weights))
         metrics = {"reward_mean": mean, "reward_std": std}
         alone = group_scores.size_of(values, weights) == 1
@@ -120,7 +112,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
             scale = raw_scale if self.rank_scores == "raw" else (used, self.epsilon)
             scores = group_scores.scaled(scored - mean, *scale)
         for experience, score in zip(exps, scores, strict=True):
-            annotate(experience, float(score))
+            annotating.annotate(experience, float(score))
         return exps, metrics
 
     @override
@@ -133,22 +125,22 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         if self.std_cal_level == "batch" and exps:
             index = 0 if self.rank_scores == "raw" else 1
             rewards = np.concatenate([self._rewards(group)[index] for group in groups.values()])
-            runs = runs_of([e for group in groups.values() for e in group], self.over)
+            runs = annotating.runs_of([e for group in groups.values() for e in group], self.over)
             std = float(self.moments(*group_scores.by_run(rewards, runs))[1])
         scored = [self.calculate_group_advantage(name, g, std) for name, g in groups.items()]
         groups_left = [group for group, _ in scored if group]
         filtered = len(exps) - sum(len(group) for group in groups_left)
         if self.std_threshold is not None and self.duplicate_experiences:
             groups_left += self._copies(groups_left, list(groups.values()))
-        metrics = gather_groups([of_group for _, of_group in scored])
+        metrics = annotating.gather_groups([of_group for _, of_group in scored])
         return [e for group in groups_left for e in group], {**metrics, "filtered_count": filtered}
 
     def _rewards(self, exps: Group) -> tuple[Rewards, Rewards]:
         """Return the raw rewards, and those that enter mean and deviation."""
-        raw = group_scores.as_rewards([reward_of(e) for e in exps])
+        raw = group_scores.as_rewards([annotating.reward_of(e) for e in exps])
         if self.rank_penalty is None:
             return raw, raw
-        return raw, rank_penalized(exps, raw, self.rank_penalty, self.over)
+        return raw, annotating.rank_penalized(exps, raw, self.rank_penalty, self.over)
 
     def _copies(self, sources: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
         """Return a copy of a random kept group for each one that was left out."""

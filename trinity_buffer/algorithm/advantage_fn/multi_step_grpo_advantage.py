@@ -7,16 +7,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
-from trinity_buffer.algorithm.annotating import (
-    LastStepScores,
-    Problem,
-    Unit,
-    gather_groups,
-    reward_of,
-    run_problems,
-    runs_by_task,
-)
+from trinity_buffer.algorithm.annotating import LastStepScores, Problem, Unit
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.experience import Experience
 
@@ -60,7 +53,7 @@ class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
     @override
     def problems(self, exps: Sequence[Experience]) -> Iterator[Problem]:
         """Yield the runs that lack a mask on any step, or a reward on the last."""
-        return run_problems(exps, lambda steps: steps[-1])
+        return annotating.run_problems(exps, lambda steps: steps[-1])
 
     def calculate_group_advantage(
         self, exps: Mapping[str, Experience], precomputed_std: float | None = None
@@ -77,10 +70,10 @@ class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
         if not exps:
             return [], {}
         self.check(exps)
-        tasks = list(runs_by_task(exps).values())
+        tasks = list(annotating.runs_by_task(exps).values())
         std = None
         if self.std_cal_level == "batch":
-            rewards = [reward_of(steps[-1]) for runs in tasks for steps in runs.values()]
+            rewards = [annotating.reward_of(steps[-1]) for runs in tasks for steps in runs.values()]
             std = float(self.moments(rewards)[1])
         scored: list[Experience] = []
         metrics, skipped = [], 0
@@ -97,4 +90,4 @@ class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
             "filtered_count": len(exps) - len(scored),
             "skipped_group_ratio": skipped / len(tasks),
         }
-        return scored, {**gather_groups(metrics), **counts}
+        return scored, {**annotating.gather_groups(metrics), **counts}

@@ -15,16 +15,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.advantage_fn.rows import as_mapping
 from trinity_buffer.algorithm.arguments import Configured, require
-from trinity_buffer.algorithm.functional import (
-    LOG_RATIO_LIMIT,
-    Metrics,
-    aggregate_loss,
-    bounded_exp,
-    keep,
-    row_means,
-)
+from trinity_buffer.algorithm.functional import LOG_RATIO_LIMIT, Metrics
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
@@ -108,11 +102,11 @@ class KLFn(Configured, ABC):
                 "or use the KL function 'none'"
             )
         kl = self.calculate_kl(
-            keep(response_mask, logprob),
-            keep(response_mask, ref_logprob),
-            None if old_logprob is None else keep(response_mask, old_logprob),
+            functional.keep(response_mask, logprob),
+            functional.keep(response_mask, ref_logprob),
+            None if old_logprob is None else functional.keep(response_mask, old_logprob),
         )
-        loss = aggregate_loss(kl, response_mask, loss_agg_mode, layout=layout)
+        loss = functional.aggregate_loss(kl, response_mask, loss_agg_mode, layout=layout)
         metrics = {"kl_loss": loss.detach(), "kl_coef": torch.as_tensor(self.kl_coef)}
         return loss * self.kl_coef, metrics
 
@@ -133,14 +127,14 @@ class KLFn(Configured, ABC):
         scores = _tensor(columns, "token_level_scores")
         mask = _tensor(columns, "response_mask", "action_mask")
         kl = self.calculate_kl(
-            keep(mask, _tensor(columns, "old_log_probs", "old_logprob")),
-            keep(mask, _tensor(columns, "ref_log_prob", "ref_logprob")),
+            functional.keep(mask, _tensor(columns, "old_log_probs", "old_logprob")),
+            functional.keep(mask, _tensor(columns, "ref_log_prob", "ref_logprob")),
         )
         # Masked again: an estimator of a user's own need not be 0 at 0.
-        kl = keep(mask, kl) * mask.to(kl.dtype)
+        kl = functional.keep(mask, kl) * mask.to(kl.dtype)
         # The penalty is by the coefficient that the step began with; it adapts afterwards.
         columns["token_level_rewards"] = scores - self.kl_coef * kl
-        rows = row_means(kl, mask.to(kl.dtype), layout)
+        rows = functional.row_means(kl, mask.to(kl.dtype), layout)
         current = rows.mean()
         metrics = {"kl": current.detach(), "kl_coef": torch.as_tensor(self.kl_coef)}
         self.update_kl_coef(current, len(rows))
@@ -226,7 +220,7 @@ class K3Fn(KLFn):
     ) -> Tensor:
         """Return k3, without a limit to the exponent."""
         log_ratio = ref_logprob - logprob
-        return bounded_exp(log_ratio) - 1.0 - log_ratio
+        return functional.bounded_exp(log_ratio) - 1.0 - log_ratio
 
 
 @KL_FN.register_module("low_var_kl")
@@ -273,7 +267,7 @@ class CorrectedK3Fn(K3Fn):
         if old_logprob is None:
             return kl
         # Cut at 2: the weight of a token that has become likely is unbounded.
-        return kl * bounded_exp(logprob - old_logprob).clamp(0.0, 2.0)
+        return kl * functional.bounded_exp(logprob - old_logprob).clamp(0.0, 2.0)
 
 
 def _tensor(batch: Mapping[str, Any], *names: str) -> Tensor:

@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    Metrics,
-    Tokens,
-    clipped_objective,
-    log_ratio,
-    masked_mean,
-)
+from trinity_buffer.algorithm import functional
+from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
     POLICY_LOSS_FN,
     ClippedLossFn,
@@ -26,8 +21,8 @@ def covariances(logprob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return ``(A - mean A) (logprob - mean logprob)`` per token; means of the micro-batch."""
     # A covariance chooses tokens; no gradient may flow through the choice.
     logprob = logprob.detach()
-    centred = advantages - masked_mean(advantages, mask)
-    return centred * (logprob - masked_mean(logprob, mask))
+    centred = advantages - functional.masked_mean(advantages, mask)
+    return centred * (logprob - functional.masked_mean(logprob, mask))
 
 
 def chosen_tokens(scores: Tensor, eligible: Tensor, share: float, mask: Tensor) -> Tensor:
@@ -69,10 +64,10 @@ class ClipCovLossFn(ClippedLossFn):
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return PPO's terms, 0 for the tokens that are held."""
         logprob, old_logprob, advantages, mask, *_ = tokens
-        difference = log_ratio(logprob, old_logprob)
+        difference = functional.log_ratio(logprob, old_logprob)
         ratio = difference.exp()
         plain = -advantages * ratio
-        clipped = clipped_objective(ratio, advantages, self.low, self.high)
+        clipped = functional.clipped_objective(ratio, advantages, self.low, self.high)
         covariance = covariances(logprob, advantages, mask)
         between = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub)
         # Tokens that PPO clips learn nothing already.
@@ -109,7 +104,7 @@ class KLCovLossFn(TokenLossFn):
     def terms(self, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return the weighted advantages, and the penalty of the tokens that are held back."""
         logprob, old_logprob, advantages, mask, *_ = tokens
-        difference = log_ratio(logprob, old_logprob)
+        difference = functional.log_ratio(logprob, old_logprob)
         ratio = difference.exp()
         covariance = covariances(logprob, advantages, mask)
         held = chosen_tokens(covariance, mask != 0, self.kl_cov_ratio, mask).to(ratio)

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    Metrics,
-    Tokens,
-    aggregation_mode,
-    bounded_exp,
-    clipped_objective,
-    row_means,
-    spread,
-)
+from trinity_buffer.algorithm import functional
+from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, ClippedLossFn
 
 
@@ -44,7 +37,7 @@ class GSPOLossFn(ClippedLossFn):
 
     @override
     def __post_init__(self) -> None:
-        self.loss_agg_mode = aggregation_mode(self.loss_agg_mode, "seq-mean-token-mean")
+        self.loss_agg_mode = functional.aggregation_mode(self.loss_agg_mode, "seq-mean-token-mean")
         super().__post_init__()
 
     @override
@@ -53,11 +46,11 @@ class GSPOLossFn(ClippedLossFn):
         logprob, old_logprob, advantages, mask, layout, _ = tokens
         difference = (logprob - old_logprob).detach()
         # The mean, not the sum: otherwise long sequences would always be clipped.
-        log_ratios = row_means(difference, mask, layout)
+        log_ratios = functional.row_means(difference, mask, layout)
         own = logprob - logprob.detach()  # 0, with the gradient of the token
-        ratio = bounded_exp(own + spread(log_ratios, logprob, layout))
+        ratio = functional.bounded_exp(own + functional.spread(log_ratios, logprob, layout))
         plain = -advantages * ratio
-        clipped = clipped_objective(ratio, advantages, self.low, self.high)
+        clipped = functional.clipped_objective(ratio, advantages, self.low, self.high)
         return torch.maximum(plain, clipped), {
             "pg_clipfrac": tokens.mean(clipped > plain),
             "ppo_kl": tokens.mean(-difference),

@@ -13,15 +13,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.arguments import Configured, did_you_mean
-from trinity_buffer.algorithm.functional import (
-    Metrics,
-    Tokens,
-    aggregate_loss,
-    aggregation_mode,
-    clip_limits,
-    keep,
-)
+from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import UnknownNameError
@@ -200,7 +194,7 @@ class AggregatedLossFn(PolicyLossFn):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.mode = aggregation_mode(self.loss_agg_mode)
+        self.mode = functional.aggregation_mode(self.loss_agg_mode)
 
     def aggregated(
         self,
@@ -210,7 +204,7 @@ class AggregatedLossFn(PolicyLossFn):
         metrics: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> LossAndMetrics:
         """Return the loss of ``losses`` under ``mask``, and ``metrics`` with it."""
-        loss = aggregate_loss(losses, mask, self.mode, layout=layout)
+        loss = functional.aggregate_loss(losses, mask, self.mode, layout=layout)
         return loss, detached({**metrics, self.loss_name: loss})
 
 
@@ -234,9 +228,9 @@ class TokenLossFn(AggregatedLossFn):
         """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
         # Masked before any arithmetic: a NaN behind the mask must not reach the gradient.
         tokens = Tokens(
-            keep(action_mask, logprob),
-            keep(action_mask, old_logprob),
-            keep(action_mask, advantages),
+            functional.keep(action_mask, logprob),
+            functional.keep(action_mask, old_logprob),
+            functional.keep(action_mask, advantages),
             action_mask,
             layout,
             advantages,
@@ -266,7 +260,7 @@ class ClippedLossFn(TokenLossFn):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        limits = clip_limits(self.clip_range, self.clip_range_low, self.clip_range_high)
+        limits = functional.clip_limits(self.clip_range, self.clip_range_low, self.clip_range_high)
         self.low, self.high = limits
 
 
@@ -285,5 +279,5 @@ class LikelihoodLossFn(AggregatedLossFn):
         self, logprob: Tensor, action_mask: Tensor, *, layout: BatchLayout | None = None
     ) -> LossAndMetrics:
         """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        losses = self.terms(keep(action_mask, logprob))
+        losses = self.terms(functional.keep(action_mask, logprob))
         return self.aggregated(losses, action_mask, layout)

@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.arguments import require
-from trinity_buffer.algorithm.functional import (
-    Metrics,
-    Tokens,
-    clipped_objective,
-    log_ratio,
-    row_sums,
-    spread,
-)
+from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, ClippedLossFn
 
 
@@ -58,11 +52,11 @@ class PPOPolicyLossFn(ClippedLossFn):
         logprob, old_logprob, advantages, mask, layout, _ = tokens
         # A ratio of 1 whose gradient is that of the log-probability: plain policy gradient.
         old = logprob.detach() if self.fallback_to_policy_gradient else old_logprob
-        difference = log_ratio(logprob, old)
+        difference = functional.log_ratio(logprob, old)
         ratio = difference.exp()
 
         plain = -advantages * ratio
-        clipped = clipped_objective(ratio, advantages, self.low, self.high)
+        clipped = functional.clipped_objective(ratio, advantages, self.low, self.high)
         worse = torch.maximum(plain, clipped)
         # A ratio that runs away under a negative advantage would dominate the step.
         bound = -advantages * self.clip_ratio_c
@@ -77,9 +71,9 @@ class PPOPolicyLossFn(ClippedLossFn):
         if self.enable_sequence_masking:
             weights = mask.to(difference.dtype)
             # The mean of `old_logprob - logprob` of each sequence.
-            summed = row_sums(-difference.detach() * weights, layout)
-            drift = summed / (row_sums(weights, layout) + 1e-10)
-            far = spread(drift > self.delta_sequence_masking, ratio, layout)
+            summed = functional.row_sums(-difference.detach() * weights, layout)
+            drift = summed / (functional.row_sums(weights, layout) + 1e-10)
+            far = functional.spread(drift > self.delta_sequence_masking, ratio, layout)
             losses = torch.where(far & negative, 0.0, losses)
             # The reference counts tokens outside the mask among the dropped ones.
             dropped = far & (tokens.unmasked_advantages < 0)

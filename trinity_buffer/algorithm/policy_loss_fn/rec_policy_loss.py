@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.arguments import one_of, require
-from trinity_buffer.algorithm.functional import (
-    Metrics,
-    Tokens,
-    aggregation_mode,
-    bounded_exp,
-    inside,
-    row_means,
-    spread,
-)
+from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, TokenLossFn
 
 CLIP_MODES = ("none", "one-side", "gspo-one-side", "two-side", "ring")
@@ -84,7 +77,7 @@ class RECPolicyLossFn(TokenLossFn):
             require(is_valid, name, getattr(self, name), rule)
         by_sequence = self.clip_mode == "gspo-one-side"
         default = "seq-mean-token-mean" if by_sequence else "token-mean"
-        self.loss_agg_mode = aggregation_mode(self.loss_agg_mode, default)
+        self.loss_agg_mode = functional.aggregation_mode(self.loss_agg_mode, default)
         super().__post_init__()
 
     @override
@@ -92,13 +85,13 @@ class RECPolicyLossFn(TokenLossFn):
         """Return the weighted log-probabilities, and the regularizer."""
         logprob, old_logprob, advantages, action_mask, layout, _ = tokens
         difference = logprob - old_logprob
-        ratio = bounded_exp(difference.detach())
+        ratio = functional.bounded_exp(difference.detach())
         # The ninth digit: in the one mode that the reference computes, the mean's 1e-8 is added
         # to a float32 count; elsewhere to a count in the dtype of the values.
         by_sequence = self.clip_mode == "gspo-one-side"
         mask = action_mask if by_sequence else action_mask.to(ratio)
-        means = row_means(difference.detach(), mask, layout)
-        sequence_ratio = spread(bounded_exp(means), ratio, layout)
+        means = functional.row_means(difference.detach(), mask, layout)
+        sequence_ratio = functional.spread(functional.bounded_exp(means), ratio, layout)
 
         learns = self._learns(ratio, sequence_ratio, advantages).to(ratio)
         weighted = advantages * self._weights(ratio, sequence_ratio, advantages)
@@ -115,12 +108,12 @@ class RECPolicyLossFn(TokenLossFn):
                 r = ratio if self.clip_mode == "one-side" else sequence_ratio
                 return ((advantages >= 0) & (r <= high)) | ((advantages <= 0) & (r >= low))
             case "two-side":
-                return inside(ratio, low, high)
+                return functional.inside(ratio, low, high)
             case _:
                 # Outside the ring only updates that lead back to it are let through.
                 up = (advantages >= 0) & (ratio <= 1.0 - self.epsilon_low_prime)
                 down = (advantages <= 0) & (ratio >= 1.0 + self.epsilon_high_prime)
-                return inside(ratio, low, high) | up | down
+                return functional.inside(ratio, low, high) | up | down
 
     def _weights(self, ratio: Tensor, sequence_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return w, one number per token."""
@@ -130,7 +123,7 @@ class RECPolicyLossFn(TokenLossFn):
             case "gspo_importance_sampling":
                 return sequence_ratio
             case "advantage":
-                return bounded_exp(advantages / self.temp)
+                return functional.bounded_exp(advantages / self.temp)
             case _:
                 return torch.ones_like(ratio)
 
