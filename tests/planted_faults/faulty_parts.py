@@ -41,8 +41,8 @@ Patch = pytest.MonkeyPatch
 def another_content_is_a_duplicate(patch: Patch) -> None:
     """2: who writes other content under a stored EID hears that it is stored."""
 
-    def trusting(batches: Sequence[Any], known: Any) -> list[Any]:
-        return [e for rows in batches for e in rows.experiences if e.eid not in known]
+    def trusting(batches: Sequence[Any], known: Any, _conflict: str) -> list[Any]:
+        return [e for rows in batches for e in rows.experiences if e.eid.uid not in known]
 
     patch.setattr(batch, "without_known", trusting)
 

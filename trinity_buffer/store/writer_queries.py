@@ -47,15 +47,12 @@ _CONFIG = Statement("SELECT config, finished FROM configuration WHERE experiment
 _FINISHED = Statement("SELECT finished FROM configuration WHERE experiment = :of")
 
 
-def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[EID, tuple[int, bytes]]:
-    """Return (address, content digest) of those of ``eids`` that are stored."""
-    wanted = {(str(e.batch), str(e.task), e.run, e.step, e.suffix): e for e in eids}
-    rows = of_groups(tx, _OF_TASKS, experiment, (key[:2] for key in wanted))
-    return {
-        wanted[key]: (int(address), bytes(digest))
-        for batch_key, address, digest, *others in rows
-        if (key := (batch_key, *others)) in wanted
-    }
+def stored(tx: Transaction, experiment: int, eids: Sequence[EID]) -> dict[str, bytes]:
+    """Return uid -> content digest of those of ``eids`` that are stored."""
+    groups = ((str(eid.batch), str(eid.task)) for eid in eids)
+    rows = of_groups(tx, _OF_TASKS, experiment, groups)
+    digests = {"/".join(map(str, address)): bytes(digest) for *address, digest in rows}
+    return {eid.uid: digests[eid.uid] for eid in eids if eid.uid in digests}
 
 
 def of_groups(
@@ -95,7 +92,7 @@ def in_batch(columns: str, named: str, more: str = "") -> Statement:
 
 
 IN_TASKS = " AND task IN TEXTS(:tasks)"
-_OF_TASKS = in_batch("address, digest, task, run, step, suffix", IN_TASKS)
+_OF_TASKS = in_batch("task, run, step, suffix, digest", IN_TASKS)
 _REFUSED = in_batch("task, run", IN_TASKS, " AND address < :end AND refused IS NOT NULL")
 _DECIDED = in_batch(
     "task",

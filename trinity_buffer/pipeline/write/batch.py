@@ -449,7 +449,7 @@ class WriteCall:
         try:
             self._check()
             uids = [experience.eid.uid for experience in self.experiences]
-            self.experiences = _distinct(self.experiences)
+            self.experiences = without_known([encode_experiences(self.experiences)], {}, _TWICE)
             self.uids = uids
             return self.prepare()
         except Exception as error:  # noqa: BLE001 - raised to its own caller
@@ -511,13 +511,11 @@ class WriteCall:
                     info={"invalid": str(error)},
                 )
 
-    def learn(
-        self, known: Mapping[EID, tuple[int, bytes]], sealed: frozenset[str], end: Place
-    ) -> None:
+    def learn(self, known: Mapping[str, bytes], sealed: frozenset[str], end: Place) -> None:
         """Apply why nothing was written.
 
         Args:
-            known: rows that are stored already -> address and content digest.
+            known: uid -> content digest of rows that are stored already.
             sealed: batches that were sealed before.
             end: of the log.
 
@@ -528,8 +526,8 @@ class WriteCall:
         self._late |= sealed
         # A retry after a lost acknowledgement is normal: rows with the same digest are dropped
         # silently.
-        self.experiences = without_known(self.batches, known)
-        self._known |= {eid.uid: digest for eid, (_, digest) in known.items()}
+        self.experiences = without_known(self.batches, known, _STORED)
+        self._known |= known
         # Nothing is written yet: if no row remains, the receipt has no position.
         self.place = end._replace(position=0)
 
@@ -554,46 +552,38 @@ class WriteCall:
         )
 
 
-def _distinct(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return ``experiences`` without repetitions within the call."""
-    by_uid: dict[str, Experience] = {}
-    for experience in experiences:
-        first = by_uid.setdefault(experience.eid.uid, experience)
-        if first is experience:
-            continue
-        if len(set(encode_experiences([first, experience]).meta.digest)) > 1:
-            raise _conflict(
-                experience,
-                "comes twice in one write, with two contents; give a deliberate second attempt "
-                "another suffix, such as 'a1'",
-            )
-    return list(by_uid.values())
+_TWICE = (
+    "comes twice in one write, with two contents; give a deliberate second attempt another suffix, "
+    "such as 'a1'"
+)
+_STORED = (
+    "is stored with other content; nothing of this call was written. Give a deliberate second "
+    "attempt another suffix, such as 'a1', and each explorer an actor name of its own"
+)
 
 
 def without_known(
-    batches: Sequence[RecordBatch], known: Mapping[EID, tuple[int, bytes]]
+    batches: Sequence[RecordBatch], known: Mapping[str, bytes], conflict: str
 ) -> list[Experience]:
-    """Return the experiences that are not stored yet.
+    """Return the experiences that are neither known nor repetitions of others.
+
+    Args:
+        batches: encoded.
+        known: uid -> content digest.
+        conflict: what is wrong with one that has another content.
 
     Raises:
-        ConflictingExperienceError: one is stored with other content.
+        ConflictingExperienceError: one is known with other content.
     """
-    new = []
+    digests, new = dict(known), []
     for batch in batches:
         for experience, digest in zip(batch.experiences, batch.meta.digest, strict=True):
-            if experience.eid not in known:
+            uid = experience.eid.uid
+            if uid not in digests:
+                digests[uid] = digest
                 new.append(experience)
-            elif known[experience.eid][1] != digest:
-                raise _conflict(
-                    experience,
-                    "is stored with other content; nothing of this call was written. Give a "
-                    "deliberate second attempt another suffix, such as 'a1', and each explorer an "
-                    "actor name of its own",
-                )
+            elif digests[uid] != digest:
+                error = ConflictingExperienceError(f"experience {uid} {conflict}")
+                error.uid = uid
+                raise error
     return new
-
-
-def _conflict(experience: Experience, what: str) -> ConflictingExperienceError:
-    error = ConflictingExperienceError(f"experience {experience.eid.uid} {what}")
-    error.uid = experience.eid.uid
-    return error

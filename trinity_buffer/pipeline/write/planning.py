@@ -104,11 +104,6 @@ class Admission(AdmissionOptions):
                 f"{diagnosis.counted(most, 'step')}"
             )
 
-    def admits_some_day(self, backlog: trainer_queries.Backlog, policy_version: int) -> bool:
-        """Return whether weights that stay at ``policy_version`` can ever be admitted."""
-        behind = backlog.published - policy_version
-        return self.max_staleness is None or behind <= self.max_staleness
-
 
 _NO_RULES, _NO_BACKLOG = Admission(), trainer_queries.Backlog(0, 0, 0)
 
@@ -191,16 +186,15 @@ def require_fresh(
     Raises:
         InvalidArgumentError: they are too old, and waiting cannot help.
     """
-    if version is None or callable(version):
+    most, newest = check.rules.max_staleness, check.backlog.published
+    if most is None or version is None or callable(version) or newest - version <= most:
         return
-    if not check.rules.admits_some_day(check.backlog, version):
-        newest = check.backlog.published
-        raise InvalidArgumentError(
-            f"batch {batch!r}: policy_version={version} is {newest - version} behind the published "
-            f"{newest}, and max_staleness={check.rules.max_staleness}, so that it can never be "
-            f"planned: load the weights of version {newest} (`await experiment.newest_policy()` "
-            "says where they are), or pass a function that returns the version which is loaded"
-        )
+    raise InvalidArgumentError(
+        f"batch {batch!r}: policy_version={version} is {newest - version} behind the published "
+        f"{newest}, and max_staleness={most}, so that it can never be planned: load the weights of "
+        f"version {newest} (`await experiment.newest_policy()` says where they are), or pass a "
+        "function that returns the version which is loaded"
+    )
 
 
 MAX_ROLLOUTS = 1 << 20
@@ -319,19 +313,16 @@ def check_plan(wanted: BatchPlanned) -> None:
         problem = problem_of_key(task)
         if problem is not None:
             raise InvalidArgumentError(f"batch {batch!r}: task {task!r} {problem}")
+    problem = None
     if not tasks or len({str(task) for task in tasks}) != len(tasks):
-        raise InvalidArgumentError(
-            f"batch {batch!r}: a plan needs at least one task, and each only once"
-        )
-    if type(rollouts_per_group) is not int or not 1 <= rollouts_per_group <= MAX_ROLLOUTS:
-        raise InvalidArgumentError(
-            f"batch {batch!r}: rollouts_per_group={rollouts_per_group!r}, it must be an int from 1 "
-            f"to {MAX_ROLLOUTS}"
-        )
-    if not isinstance(wanted.contents, bytes | None):
-        raise InvalidArgumentError(
-            f"batch {batch!r}: contents={wanted.contents!r:.40}, it must be bytes, or None"
-        )
+        problem = "a plan needs at least one task, and each only once"
+    elif type(rollouts_per_group) is not int or not 1 <= rollouts_per_group <= MAX_ROLLOUTS:
+        given = f"rollouts_per_group={rollouts_per_group!r}"
+        problem = f"{given}, it must be an int from 1 to {MAX_ROLLOUTS}"
+    elif not isinstance(wanted.contents, bytes | None):
+        problem = f"contents={wanted.contents!r:.40}, it must be bytes, or None"
+    if problem is not None:
+        raise InvalidArgumentError(f"batch {batch!r}: {problem}")
 
 
 def check_batch(batch: object) -> None:

@@ -26,7 +26,7 @@ from trinity_buffer.errors import (
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
-from trinity_buffer.identity import EID, Key, freeze
+from trinity_buffer.identity import Key, freeze
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.waiting import (
@@ -281,7 +281,7 @@ def _refuse(calls: Sequence[WriteCall], error: StoreBusyError | StoreUnavailable
 
 def _conflicts(
     tx: Transaction, write: PreparedWrite
-) -> tuple[dict[EID, tuple[int, bytes]], frozenset[str], Place]:
+) -> tuple[dict[str, bytes], frozenset[str], Place]:
     """Return rows of ``write`` that are stored, its batches that are sealed, the end of the log."""
     experiment = write.calls[0].experiment
     eids = [experience.eid for batch in write.batches for experience in batch.experiences]
