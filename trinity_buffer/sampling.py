@@ -100,17 +100,11 @@ def sampled(info: Mapping[str, Any], prompt_length: int, length: int) -> list[Sa
         bent = not_neutral({key: value for key, value in segment.items() if key not in _NO_OPTIONS})
         begin, end = segment.get("begin", prompt_length), segment.get("end", length)
         if bent and begin < end:
-            mode = segment.get(MODE, info.get(MODE))
-            sampling.append(Sampled(begin, end, *_scored(bent, mode)))
+            heat = float(bent.pop("temperature", 1.0))
+            unscorable = [f"{key}={value!r:.80}" for key, value in bent.items()]
+            if heat < LEAST_TEMPERATURE:  # the likeliest token: it was not drawn at all
+                heat, unscorable = 1.0, [f"temperature={heat:g}"]
+            elif segment.get(MODE, info.get(MODE)) == RAW and not unscorable:
+                unscorable = [f"temperature={heat:g} and raw log-probs"]
+            sampling.append(Sampled(begin, end, heat, next(iter(unscorable), None)))
     return sampling or None
-
-
-def _scored(bent: Mapping[str, Any], mode: object) -> tuple[float, str | None]:
-    """Return the temperature at which a trainer scores, and what it cannot score."""
-    heat = float(bent.get("temperature", 1.0))
-    cannot = [f"{key}={value!r:.80}" for key, value in bent.items() if key != "temperature"]
-    if heat < LEAST_TEMPERATURE:  # the likeliest token: it was not drawn at all
-        return 1.0, f"temperature={heat:g}"
-    if mode == RAW and not cannot:
-        cannot = [f"temperature={heat:g} and raw log-probs"]
-    return heat, cannot[0] if cannot else None

@@ -6,7 +6,7 @@ The element types of tensors, by torch's names, and how NumPy looks at their byt
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -51,13 +51,8 @@ ARRAY, SCALAR = 3, 4
 """Codes of the extensions."""
 
 _KINDS = "biufc"
-_SIZES = {
-    name: np.dtype(name).itemsize
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    )
-}
+_NUMPY = frozenset(name for name, dtype in DTYPES.items() if dtype.name == name)
+"""The dtypes that NumPy has too."""
 
 
 def is_array(value: object) -> TypeGuard[np.generic | np.ndarray[Any, Any]]:
@@ -87,7 +82,7 @@ def array_of(items: list[Any], *, scalar: bool) -> Any:
     Raises:
         CodecError: it cannot have been.
     """
-    name, shape, data = _checked(items, _SIZES)
+    name, shape, data = checked(items, _NUMPY)
     array = np.frombuffer(data, np.dtype(name).newbyteorder("<")).astype(name).reshape(shape)
     if not scalar:
         return array
@@ -96,23 +91,20 @@ def array_of(items: list[Any], *, scalar: bool) -> Any:
     return array[()]
 
 
-def checked_tensor(items: list[Any]) -> tuple[str, tuple[int, ...], bytes]:
-    """Return dtype, shape and data of a tensor, if they fit each other.
+def checked(
+    items: list[Any], dtypes: Collection[str] = DTYPES.keys()
+) -> tuple[str, tuple[int, ...], bytes]:
+    """Return dtype, shape and data of an array or a tensor, if they fit each other.
 
     Raises:
         CodecError: they do not.
     """
-    return _checked(items, {name: dtype.itemsize for name, dtype in DTYPES.items()})
-
-
-def _checked(items: list[Any], sizes: Mapping[str, int]) -> tuple[str, tuple[int, ...], bytes]:
-    """Return dtype, shape and data, if they fit each other."""
-    if len(items) != 3 or not isinstance(items[0], str) or items[0] not in sizes:
+    if len(items) != 3 or not isinstance(items[0], str) or items[0] not in dtypes:
         raise CodecError("an array in a value has no known dtype: its bytes are damaged")
     name, shape, data = items
     good = isinstance(shape, list) and isinstance(data, bytes) and len(shape) <= MAX_DIMENSIONS
     if not good or not all(type(size) is int and size >= 0 for size in shape):
         raise CodecError("an array in a value has no shape: its bytes are damaged")
-    if math.prod(shape) * sizes[name] != len(data):
+    if math.prod(shape) * DTYPES[name].itemsize != len(data):
         raise CodecError(f"an array in a value has {len(data)} bytes, its shape says otherwise")
     return name, tuple(shape), data

@@ -285,7 +285,7 @@ def _extension(as_tensor: AsTensor | None, depth: int, code: int, data: Buffer) 
         case 3 | 4:  # arrays.ARRAY, arrays.SCALAR
             return _arrays().array_of(_listed(data, depth), scalar=code == _arrays().SCALAR)
         case 5:  # _TENSOR
-            raw = RawTensor(*_arrays().checked_tensor(_listed(data, depth)))
+            raw = RawTensor(*_arrays().checked(_listed(data, depth)))
             return raw if as_tensor is None else as_tensor(raw)
         case _:
             raise CodecError(f"a value has an extension of unknown form ({code})")

@@ -90,17 +90,20 @@ class Column:
         return self.data.view(DTYPES[self.dtype])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ObjectColumn:
-    """One field of objects, decoded when asked for."""
+    """One field of objects, decoded when asked for.
 
-    __slots__ = ("_data", "_offsets")
+    Attributes:
+        offsets: where each one begins in `data`, and where the last one ends: ``[n + 1]``.
+        data: the objects as they are packed; an empty one is None.
+    """
 
-    def __init__(self, offsets: npt.NDArray[np.uint32], data: memoryview) -> None:
-        self._offsets = offsets
-        self._data = data
+    offsets: npt.NDArray[np.uint32]
+    data: memoryview
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < len(self):
@@ -110,7 +113,7 @@ class ObjectColumn:
     @property
     def pieces(self) -> list[bytes]:
         """The objects as they are packed; an empty one is None."""
-        ends, data = self._offsets.tolist(), self._data
+        ends, data = self.offsets.tolist(), self.data
         return [bytes(data[start:stop]) for start, stop in pairwise(ends)]
 
     def values(self, rows: Sequence[int], as_tensor: AsTensor | None = None) -> list[Any]:
@@ -119,7 +122,7 @@ class ObjectColumn:
         Raises:
             CodecError: a damaged one.
         """
-        ends, data = self._offsets.tolist(), self._data
+        ends, data = self.offsets.tolist(), self.data
         return [
             unpack_object(data[ends[row] : ends[row + 1]], as_tensor)
             if ends[row] < ends[row + 1]

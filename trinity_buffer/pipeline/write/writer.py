@@ -143,10 +143,8 @@ class GroupCommit:
         finally:
             self._committer = None
             # None is left, unless the event loop is ending.
-            for call in (*calls, *self._ahead, *self._waiting):
-                if not call.answered.is_set():
-                    call.error = StoreError(f"{self.database.name} was closed during a write")
-                    call.answered.set()
+            closed = StoreError(f"{self.database.name} was closed during a write")
+            _refuse([*calls, *self._ahead, *self._waiting], closed)
 
     def _group(self) -> list[WriteCall]:
         """Take queued calls: half of their rows, if that fills two commits, at least one call."""
@@ -270,10 +268,10 @@ class GroupCommit:
                 return
 
 
-def _refuse(calls: Sequence[WriteCall], error: StoreBusyError | StoreUnavailableError) -> None:
-    """Answer ``calls``; each that has no error yet gets its own copy of ``error``."""
+def _refuse(calls: Sequence[WriteCall], error: StoreError) -> None:
+    """Answer the unanswered of ``calls``; each without an error gets its own copy of ``error``."""
     for call in calls:
-        if call.error is None:
+        if call.error is None and not call.answered.is_set():
             call.error = type(error)(*error.args)
             call.error.__cause__ = error
         call.answered.set()
