@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import anyio
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 from tests.postgres import PostgresServer
 from trinity_buffer import open_store
@@ -30,7 +30,10 @@ from trinity_buffer.limits import resized
 DATABASE = "test"
 STORE, EMPTY_STORE = "store", "empty_store"
 
-LONGEST = ("test_lower_bounds.py", "test_faults.py", "test_drafts.py", "test_growth.py")
+LONGEST = (
+    *("test_lower_bounds.py", "test_faults.py", "test_drafts.py", "test_growth.py"),
+    *("test_peers.py", "test_blocks.py", "test_long_rows.py", "test_mutants.py"),
+)
 """Files with tests that take a minute: whoever meets one at the end is waited for."""
 WAITS = "test_torture.py"
 """Its tests take a minute, too, and compute for ten seconds of it."""
@@ -69,8 +72,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Count what is tested once more on a server, above the store, among the long tests.
 
-    With ``--dist=loadgroup``, one process starts the server, one that from which others fork, and
-    one parses all code.
+    With ``--dist=loadgroup``, one process starts the server, one that from which others fork, one
+    parses all code, and one lets Hypothesis read all modules for numbers and words to try.
     """
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     is_quick = {folder, item.path.name} & set(QUICK_ON_A_SERVER)
@@ -84,6 +87,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group("forks"))
     elif item.path.name in PARSING:
         item.add_marker(pytest.mark.xdist_group("trees"))
+    elif is_hypothesis_test(item.function):
+        item.add_marker(pytest.mark.xdist_group("examples"))
 
 
 @pytest.hookimpl(trylast=True)  # when others have left out what is not asked for

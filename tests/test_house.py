@@ -344,7 +344,12 @@ NOT_LOADED_BY = {
 }
 
 
-@pytest.mark.parametrize("module", NOT_LOADED_BY)
+LOADS_TORCH = pytest.param("trinity_buffer.algorithm", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "module", [*(name for name in NOT_LOADED_BY if name not in LOADS_TORCH.values), LOADS_TORCH]
+)
 def test_an_import_does_not_load_what_it_does_not_need(module: str) -> None:
     heavy = NOT_LOADED_BY[module] & modules_after(f"import {module}")
     assert not heavy, f"import {module} loads {', '.join(sorted(heavy))}"

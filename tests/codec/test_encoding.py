@@ -99,7 +99,7 @@ def blobs(write: RecordBatch) -> dict[str, bytearray]:
     return {family: bytearray(b"".join(blob)) for family, blob in write.families.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=min(40, settings().max_examples))
 @given(st.lists(experiences(), max_size=4))
 def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences: Rows) -> None:
     write = encode_experiences(given_experiences)
@@ -107,7 +107,7 @@ def test_experiences_of_every_dtype_come_back_bit_for_bit(given_experiences: Row
     assert [state(e) for e in found] == [state(e) for e in given_experiences]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=min(40, settings().max_examples))
 @given(st.lists(experiences(), min_size=1, max_size=4), st.data())
 @pytest.mark.long
 def test_any_slots_come_back_in_their_order(given_experiences: Rows, data: st.DataObject) -> None:
@@ -117,7 +117,7 @@ def test_any_slots_come_back_in_their_order(given_experiences: Rows, data: st.Da
     assert [state(e) for e in found] == [state(given_experiences[slot]) for slot in slots]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=min(40, settings().max_examples))
 @given(st.lists(experiences(), max_size=3))
 def test_what_was_read_has_the_digest_of_what_was_written(given_experiences: Rows) -> None:
     write = encode_experiences(given_experiences)

@@ -89,7 +89,10 @@ def differences(written: Experience, read: Experience) -> list[str]:
 
 
 @pytest.mark.parametrize("schema", ["experience", pytest.param("dpo", marks=pytest.mark.long)])
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=min(80, settings().max_examples),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     changes=st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(ODD), max_size=3),
     batch=keys,

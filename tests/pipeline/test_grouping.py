@@ -399,4 +399,6 @@ class GroupingMachine(RuleBasedStateMachine):
 
 
 TestGroupingMachine = GroupingMachine.TestCase
-TestGroupingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestGroupingMachine.settings = settings(
+    max_examples=min(60, settings().max_examples), stateful_step_count=40
+)

@@ -269,7 +269,7 @@ MADE: dict[str, Callable[[StagedWriter], AddStrategy]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=min(25, settings().max_examples))
 @given(GROUPS, st.randoms())
 def test_both_roads_take_runs_alike(name: str, groups: list[list[Run]], mixed: Any) -> None:
     some = [one for task, runs in enumerate(groups) for one in group(task, runs)]
