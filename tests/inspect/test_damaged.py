@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -18,8 +19,8 @@ from tests.pipeline.edits import rows_of
 from tests.pipeline.planting import unguarded
 from tests.sample_run import RUNS, record_sample_run
 from trinity_buffer.codec.objects import decode_body
-from trinity_buffer.errors import DamagedSegmentError
-from trinity_buffer.inspector import search
+from trinity_buffer.errors import CodecError, DamagedSegmentError
+from trinity_buffer.inspector import blame, search, steps, why
 from trinity_buffer.inspector.source import now
 from trinity_buffer.store.tables import event, segment
 from trinity_buffer.web.app import inspector
@@ -184,3 +185,24 @@ def test_who_shows_what_is_damaged_names_the_row_and_the_event(
     ended = cli(*words, "--store", sqlite_url)
     assert ended.code == 2
     assert f"{DAMAGED[0]}: event {position} cannot be read: " in ended.err
+
+
+@pytest.mark.parametrize("which", ["leased_at", "committed_at"])
+async def test_a_step_whose_event_was_deleted_names_the_position(
+    sqlite_url: str, tmp_path: Path, which: str
+) -> None:
+    """Its rows are there, and say that it was handed out and trained."""
+    sample = await record_sample_run(sqlite_url, tmp_path / "run")
+    async with tb.open_store(sqlite_url) as store:
+        contents = await blame(now(await store.experiment(sample.name)), 2)
+    position = getattr(contents.line, which)
+
+    def remove(tx: Transaction) -> None:
+        tx.execute(delete(event).where(event.c.position == position))
+
+    await unguarded(sqlite_url, remove)
+    async with tb.open_store(sqlite_url) as store:
+        source = now(await store.experiment(sample.name))
+        for ask in (partial(blame, step=2), steps, partial(why, uid=contents.rows[0].uid)):
+            with pytest.raises(CodecError, match=f"no event at position {position}, .*verify"):
+                await ask(source)

@@ -56,14 +56,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "compare": ("Differing", "RunDifference", "SetDifference", "compare_runs", "compare_sets"),
     "events": ("EventLine", "event_lines", "line_of", "position_before"),
-    "experience": (
-        "ExperienceView",
-        "Match",
-        "SetView",
-        "TensorSummary",
-        "search",
-        "show",
-    ),
+    "experience": ("ExperienceView", "Match", "SetView", "TensorSummary", "search", "show"),
     "group_views": ("GroupView", "RunView", "groups"),
     "overviews": (
         "ExperimentOverview",

@@ -12,7 +12,7 @@ from trinity_buffer.errors import UnknownNameError
 from trinity_buffer.events import StepDealt, StepsCommitted, TrainerRewound, kinds_of
 from trinity_buffer.identity import EID, parse_uid
 from trinity_buffer.inspector.source import Source
-from trinity_buffer.pipeline.handle import decoded
+from trinity_buffer.pipeline.handle import decoded, require_positions
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import BatchRow, ConsumerRow, ExperienceRow, position_of
@@ -333,6 +333,9 @@ def _of_a_step(tx: Transaction, source: Source, note: int, step: StepOfRow) -> _
     else:
         row = trainer_queries.step_at(tx, source.key, step.trainer, step.step)
         assert row is not None  # its rows were delivered
+        if row.committed_at is not None:
+            committed = log.recorded_at(tx, source.key, [row.committed_at])
+            require_positions(source.name, [row.committed_at], committed)
         yield from _of_the_log(tx, source, row.leased_at, row.committed_at or source.position)
         if row.committed_at is None:
             yield None, f"{trainer} step {step.step} is not committed"

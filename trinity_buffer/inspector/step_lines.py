@@ -25,7 +25,7 @@ from trinity_buffer.inspector.experience import (
 )
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.pipeline.annotate.run_rewards import mean_over_runs, rewards_by_run
-from trinity_buffer.pipeline.handle import decoded
+from trinity_buffer.pipeline.handle import decoded, require_positions
 from trinity_buffer.pipeline.manifest import plans_of
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import NO_VERSION, row_numbers
@@ -194,6 +194,7 @@ async def _steps(source: Source, trainer: str, rows: Sequence[StepRow]) -> list[
     served, committed = [row.leased_at for row in rows], [row.committed_at or 0 for row in rows]
     times = await source.read(log.recorded_at, source.key, served)
     commits, leases = await source.events(committed), await source.leases(served)
+    require_positions(source.name, filter(None, committed), commits)
     leased = [leases[at] for at in served]
     measures = await measured(source, trainer, rows)
     rewinds = await _rewinds(source, trainer, served + committed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -106,6 +106,16 @@ def fact_at(experiment: str, stored: StoredEvent, kind: type[T]) -> T:
         place = f"experiment {experiment!r}, the event at position {stored.position}"
         raise CodecError(f"{place}: it is a {stored.kind}, not a {kind.__name__}: run `verify`")
     return fact
+
+
+def require_positions(experiment: str, wanted: Iterable[int], there: Container[int]) -> None:
+    """Raise CodecError, which names it, if an event that rows of a projection name is not there."""
+    for position in wanted:
+        if position not in there:
+            raise CodecError(
+                f"experiment {experiment!r}: there is no event at position {position}, which its "
+                "projections name: run `trinity-buffer verify` and restore the store from a backup"
+            )
 
 
 def as_json(what: str, value: Any) -> Any:

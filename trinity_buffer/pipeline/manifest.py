@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from trinity_buffer.errors import CodecError
 from trinity_buffer.events import BatchLeased, StepDealt
 from trinity_buffer.options import Layout
-from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at
+from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, fact_at, require_positions
 from trinity_buffer.store import log
 from trinity_buffer.store.rows import StepRow
 from trinity_buffer.store.transaction import ReadSession, Transaction
@@ -127,9 +127,10 @@ def leased_steps(
     If a step was repartitioned, its last `StepDealt` determines its rows and their order.
 
     Raises:
-        CodecError: the body of an event is damaged, or it is not the lease of a step.
+        CodecError: an event is missing, its body is damaged, or it is not the lease of a step.
     """
     stored = {event.position: event for event in log.read_at(tx, key, positions)}
+    require_positions(experiment, positions, stored)
     facts = {at: decoded(experiment, event).fact for at, event in stored.items()}
     # A `StepDealt` holds only the order; the rows are in the lease that it refers to.
     first_at = {at: fact.leased_at for at, fact in facts.items() if isinstance(fact, StepDealt)}
@@ -137,6 +138,7 @@ def leased_steps(
         event.position: fact_at(experiment, event, BatchLeased)
         for event in log.read_at(tx, key, sorted(set(first_at.values())))
     }
+    require_positions(experiment, first_at.values(), first)
     steps = {}
     for at, fact in facts.items():
         if isinstance(fact, StepDealt):
