@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 
 from benchmarks.bare import Transaction
-from trinity_buffer.store.database import open_database
+from trinity_buffer.store.connection import open_database
 from trinity_buffer.store.postgres import column_types
 from trinity_buffer.store.tables import metadata
 

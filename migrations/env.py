@@ -9,7 +9,7 @@ import anyio
 from alembic import context
 from sqlalchemy import Connection
 
-from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.store.connection import open_for_migration
 from trinity_buffer.store.tables import metadata
 
 

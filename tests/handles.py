@@ -12,7 +12,7 @@ from trinity_buffer.pipeline.train.microbatch import MicroBatch
 from trinity_buffer.pipeline.train.step import StepMeasures, TrainStep
 from trinity_buffer.pipeline.train.stream import TrainStream
 from trinity_buffer.pipeline.verify.verify import VerifyReport
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.transaction import ReadSession, Session, Transaction
 
 __all__ = [

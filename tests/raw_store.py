@@ -15,7 +15,7 @@ from trinity_buffer.pipeline.coordination.waiting import this_host
 from trinity_buffer.pipeline.encoding import decode_experiences, encode_experiences
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.store import leases, log
-from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.store.connection import open_for_migration
 from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.schema import guards
 from trinity_buffer.store.segments import new_key

@@ -16,7 +16,7 @@ from trinity_buffer.pipeline.verify.projections import (
     rebuild,
     scratch_for,
 )
-from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.store.connection import open_for_migration
 from trinity_buffer.store.refold import Difference
 from trinity_buffer.store.tables import SCHEMA_REVISION
 

@@ -24,7 +24,7 @@ from tests.contract.making import group, living, opened, rollout
 from tests.raw_store import note_presence, now_us, sql, take_lease, this_host
 from tests.sample_run import record_sample_run
 from trinity_buffer import open_store, run_strategy
-from trinity_buffer.store.database import open_database
+from trinity_buffer.store.connection import open_database
 
 
 def bury(url: str) -> None:

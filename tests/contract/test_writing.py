@@ -22,7 +22,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.experience import Experience
 from trinity_buffer.store import log
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.writer import WriteReceipt
 
 

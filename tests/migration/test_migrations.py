@@ -21,7 +21,7 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.pipeline.history import migrate as migrations
 from trinity_buffer.store import schema, sqlite, tables
-from trinity_buffer.store.database import open_database
+from trinity_buffer.store.connection import open_database
 from trinity_buffer.store.schema import clauses_of
 
 SQLITE_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"

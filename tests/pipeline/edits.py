@@ -137,7 +137,7 @@ def segment_gone(family: str) -> Edit:
 
 
 def segment_added(tx: Transaction) -> None:
-    store = segments.TableSegments()
+    store = segments.SegmentStore()
     store.attach(tx, store.put(segments.new_key(), {"light": [b"what is this?"]}))
 
 

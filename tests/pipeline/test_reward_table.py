@@ -36,7 +36,8 @@ from trinity_buffer.experience import EID, Experience, order_of
 from trinity_buffer.pipeline.annotate.deciding import Decision, table_of
 from trinity_buffer.pipeline.annotate.grouping import Group
 from trinity_buffer.store import segments
-from trinity_buffer.store.rows import SLOT_BITS, address_of, rows_recorded_by
+from trinity_buffer.store.fold import rows_recorded_by
+from trinity_buffer.store.rows import SLOT_BITS, address_of
 from trinity_buffer.writer import StagedWriter
 
 Made = Callable[[StagedWriter], AddStrategy]
@@ -159,7 +160,7 @@ def by_rewards(
 
 def said(decision: Decision) -> list[Any]:
     """Return all that is committed, but for the key of the segment; numbers with their signs."""
-    events, segment_rows = decision.encode(segments.TableSegments(), calls=1)
+    events, segment_rows = decision.encode(segments.SegmentStore(), calls=1)
     facts: list[Any] = [event.fact for event in events]
     plain = [replace(f, segment=b"") if isinstance(f, ExperiencesAnnotated) else f for f in facts]
     blobs = [(row.family, b"".join(row.data)) for row in segment_rows]

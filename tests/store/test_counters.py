@@ -25,7 +25,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import now, rejection_counts
 from trinity_buffer.inspector.overviews import ExperimentOverview, overview, overview_of
 from trinity_buffer.inspector.source import as_of
-from trinity_buffer.store import counters, counts, log, writer_queries
+from trinity_buffer.store import counters, counts, fold, log, writer_queries
 
 PLAIN = (
     "SELECT '', kind, count(*) FROM event GROUP BY kind",
@@ -201,7 +201,7 @@ async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A version whose fold counts wrongly folds the same wrong numbers again."""
-    of_events = counters.of_events
+    of_events = fold.of_events
 
     def thrice(events: Sequence[PlacedFact]) -> counters.Numbers:
         return {
@@ -209,7 +209,7 @@ async def test_a_fold_that_the_second_opinion_contradicts_is_told_of(
             for key, number in of_events(events).items()
         }
 
-    monkeypatch.setattr(counters, "of_events", thrice)
+    monkeypatch.setattr(fold, "of_events", thrice)
     sample = await record_sample_run(sqlite_url, tmp_path / "run")
     async with open_store(sqlite_url) as store:
         (problem,) = (await verify(await store.experiment(sample.name))).problems

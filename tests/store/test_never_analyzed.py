@@ -20,7 +20,7 @@ from tests.store.noting import noted
 from trinity_buffer import open_store, run_strategy
 from trinity_buffer.events import TrainerRewound
 from trinity_buffer.identity import EID
-from trinity_buffer.store import counters, counts, inspection, log, segments, writer_queries
+from trinity_buffer.store import counts, fold, inspection, log, segments, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.trainer_queries import Reader
 
@@ -73,7 +73,7 @@ QUESTIONS: dict[str, Callable[[Transaction], Any]] = {
     "what a trainer's numbers are": lambda tx: counts.of_trainer(tx, 1, TRAINER, {}),
     "which segments may leave": lambda tx: segments.finished(tx, 1, [HELD], [NEED]),
     "who needs the experiences": lambda tx: segments.needs_of(tx, 1, keep_steps=0),
-    "which rollouts came late": lambda tx: counters.count_late(
+    "which rollouts came late": lambda tx: fold.count_late(
         tx, 1, [("b", task, run) for task in SOME for run in range(RUNS)], END
     ),
 }

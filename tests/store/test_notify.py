@@ -21,8 +21,9 @@ from trinity_buffer import open_store
 from trinity_buffer.events import PolicyPublished
 from trinity_buffer.store import notify as module
 from trinity_buffer.store import sqlite
-from trinity_buffer.store.connection import Owner, StoreFiles
 from trinity_buffer.store.notify import SQLiteChanges
+from trinity_buffer.store.sqlite import StoreFiles
+from trinity_buffer.store.transaction import Owner
 
 LONG_S = 60.0
 

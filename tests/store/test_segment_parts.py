@@ -15,7 +15,7 @@ BLOB = bytes(range(11))
 
 
 def parts_of(*pieces: bytes) -> list[tuple[int, int, bytes]]:
-    rows = segments.TableSegments().put(b"key", {"light": [memoryview(piece) for piece in pieces]})
+    rows = segments.SegmentStore().put(b"key", {"light": [memoryview(piece) for piece in pieces]})
     return [(row.part, row.checksum, b"".join(row.data)) for row in rows]
 
 

@@ -16,7 +16,7 @@ from tests.whole_stores import restore
 from trinity_buffer import compact, open_store, run_strategy, verify
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.inspector.overviews import overview
-from trinity_buffer.store.segments import SegmentRow, SegmentStore, TableSegments
+from trinity_buffer.store.segments import SegmentRow, SegmentStore
 from trinity_buffer.store.transaction import SegmentParts
 
 STORE = Path(__file__).parents[2] / "trinity_buffer" / "store"
@@ -31,7 +31,7 @@ class FolderSegments(SegmentStore):
 
     @override
     def put(self, key: bytes, families: Mapping[str, Sequence[Buffer]]) -> list[SegmentRow]:
-        made = TableSegments().put(key, families)
+        made = SegmentStore().put(key, families)
         for row in made:
             self.path_of(key, row.family, row.part, row.checksum).write_bytes(b"".join(row.data))
         return made

@@ -37,7 +37,7 @@ from trinity_buffer.pipeline.handle import Event, decoded
 from trinity_buffer.pipeline.load.reading import StoredSegments, read_segments
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, no_progress
-from trinity_buffer.store import inspection, log, segments, trainer_queries, writer_queries
+from trinity_buffer.store import fold, inspection, log, segments, trainer_queries, writer_queries
 from trinity_buffer.store.row_numbers import addresses
 from trinity_buffer.store.rows import (
     SLOT_BITS,
@@ -45,7 +45,6 @@ from trinity_buffer.store.rows import (
     StepRow,
     first_address,
     position_of,
-    rows_recorded_by,
     slot_of,
     written_as,
 )
@@ -599,7 +598,7 @@ def _matches(
         ]
         if columns:
             assert isinstance(event.fact, ExperiencesRecorded)  # the kind that was read
-            rows = rows_recorded_by(position, event.fact)
+            rows = fold.rows_recorded_by(position, event.fact)
             matches[position] = [
                 Match(row.eid.uid, *text_match, row.reward, row.policy_version, row.address)
                 for slot, row in enumerate(rows)

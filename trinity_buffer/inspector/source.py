@@ -16,7 +16,7 @@ from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.verify.projections import Progress, decoded_events, no_progress, pages
 from trinity_buffer.store import fold, log, refold
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.transaction import Transaction
 

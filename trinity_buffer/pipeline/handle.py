@@ -13,7 +13,7 @@ from trinity_buffer.codec.objects import decode_body, decode_fact, encode_fact
 from trinity_buffer.errors import CodecError, InvalidArgumentError
 from trinity_buffer.events import Fact, Recorded
 from trinity_buffer.store import writer_queries
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.log import NewEvent, StoredEvent
 
 

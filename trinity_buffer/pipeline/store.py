@@ -41,7 +41,7 @@ from trinity_buffer.pipeline.handle import (
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.store import log, trainer_queries, writer_queries
-from trinity_buffer.store.database import Database, Durability, open_database
+from trinity_buffer.store.connection import Database, Durability, open_database
 from trinity_buffer.store.log import NewEvent, StoredEvent
 from trinity_buffer.store.rows import ExperienceRow
 from trinity_buffer.store.transaction import Transaction

@@ -1,4 +1,4 @@
-"""Connections: SQLite's threads and transactions, who may use a database, and errors as ours.
+"""Connections to a database and transactions on them: SQLite's own, and `Database` for both.
 
 On SQLite a whole function runs in the thread of one of aiosqlite's connections. A statement takes
 some microseconds, and going to the thread and back for each would cost ten times that.
@@ -6,172 +6,53 @@ some microseconds, and going to the thread and back for each would cost ten time
 
 from __future__ import annotations
 
-import asyncio
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
-from functools import cache
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext, suppress
+from copy import copy
+from fcntl import F_UNLCK
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import aiosqlite
 import anyio
+import anyio.to_thread
 from sqlalchemy import Table
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import URL, Engine
 from typing_extensions import override
 
 from trinity_buffer.codec.blob import Buffer, mapped
 from trinity_buffer.errors import (
-    StoreReplacedError,
-    StoreUseError,
+    InvalidArgumentError,
+    ReadOnlyStoreError,
+    StoreError,
+    UnknownStoreError,
 )
 from trinity_buffer.limits import sizes
-from trinity_buffer.store.sqlite import WriterQueue, dbapi2, open_blob
+from trinity_buffer.store import schema, sqlite, transaction
+from trinity_buffer.store.notify import Changes, PostgresChanges, SQLiteChanges
+from trinity_buffer.store.postgres import Outage, PostgresConnection, Server
+from trinity_buffer.store.segments import SegmentStore
+from trinity_buffer.store.sqlite import Checkpointer, StoreFiles, WriterQueue, dbapi2
 from trinity_buffer.store.transaction import (
+    Owner,
+    ReadSession,
+    Session,
     Transaction,
     Values,
-    engine_without_connections,
+    foreign_errors,
+)
+from trinity_buffer.store.url import (
+    WRITE_FIRST,
+    StoreURL,
+    nothing_at,
+    parse_url,
+    reconnect_s_of,
 )
 
-
-class Owner:
-    """The process and the event loop that opened a database.
-
-    Connections, their threads and waiting tasks belong to both: elsewhere a call would hang, or
-    corrupt the file.
-
-    Args:
-        name: of the database, for messages.
-
-    Raises:
-        StoreUseError: no event loop of asyncio runs here.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._pid = os.getpid()
-        try:
-            self._loop = asyncio.get_running_loop()
-        except RuntimeError as error:
-            raise StoreUseError(f"{name} {_NO_LOOP}") from error
-        self._closed = False
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is a child of the process that opened the database."""
-        return os.getpid() != self._pid
-
-    def close(self) -> None:
-        """Refuse all further use of the database."""
-        self._closed = True
-
-    def require_open(self) -> None:
-        """Raise unless the database is open, and this is the process that opened it.
-
-        Raises:
-            StoreUseError: it is closed, or this is a forked child.
-        """
-        self.require_same_process()
-        if self._closed:
-            raise StoreUseError(f"{self._name} is closed: use it inside its `with` block")
-
-    def require_same_process(self) -> None:
-        """Raise unless this is the process that opened the database.
-
-        Raises:
-            StoreUseError: this is a forked child.
-        """
-        if self.forked:
-            raise StoreUseError(
-                f"{self._name} was opened by process {self._pid} and forked into {os.getpid()}: "
-                "start the child with spawn or forkserver, or fork it before the store is opened"
-            )
-
-    def require(self) -> None:
-        """Raise unless the caller may use the database.
-
-        Raises:
-            StoreUseError: it is closed, or was opened by another process or event loop.
-        """
-        if self._closed or os.getpid() != self._pid:
-            self.require_open()
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError as error:
-            raise StoreUseError(f"{self._name} {_NO_LOOP}") from error
-        if here is not self._loop:
-            raise StoreUseError(
-                f"{self._name} was opened in another event loop: open it in each loop that uses it"
-            )
-
-
-_NO_LOOP = (
-    "needs an event loop of asyncio, and none runs here (trio is not supported): use asyncio.run, "
-    "or anyio.run with the backend asyncio"
-)
-
-
-_Identity = tuple[int, int] | None
-
-
-class StoreFiles:
-    """The database and its log, by device and inode, as they were when they were opened.
-
-    A connection keeps the file that it opened. If that is removed or replaced, or its folder is
-    moved, commits go on into a file that no path leads to any more.
-
-    Args:
-        path: of the database.
-        with_log: check the write-ahead log and its index too, which stay as long as a writer has
-            the database open.
-    """
-
-    def __init__(self, path: Path, *, with_log: bool) -> None:
-        # The log lies beside what a link to the database leads to; the link itself may be changed.
-        beside = str(path.resolve())
-        self._paths = [str(path.absolute())]
-        if with_log:
-            self._paths += [f"{beside}-wal", f"{beside}-shm"]
-        self._known: list[_Identity] = []
-
-    def check(self, *, note: bool = False) -> None:
-        """Raise unless the paths still name the same files; before they are noted any will do.
-
-        Args:
-            note: take the files that are there for the ones that were opened.
-
-        Raises:
-            StoreReplacedError: one was removed or replaced.
-        """
-        there: list[_Identity] = []
-        for path in self._paths:
-            try:
-                status = os.stat(path)  # noqa: PTH116 - after every commit: a third of the time
-            except OSError:
-                there.append(None)
-            else:
-                there.append((status.st_dev, status.st_ino))
-        if note:
-            self._known = there
-        if there == self._known or not self._known:
-            return
-        for path, known, identity in zip(self._paths, self._known, there, strict=True):
-            if known is None and identity is not None:
-                raise StoreReplacedError(
-                    f"another process writes to the store ({path} appeared), which was opened as a "
-                    "file that does not change: open it again"
-                )
-            if identity != known:
-                what = "removed" if identity is None else "replaced by another file"
-                raise StoreReplacedError(
-                    f"{path} was {what} while this process had it open: what it writes now is lost "
-                    "when it ends. Nothing of this call is acknowledged; end every process that "
-                    "uses the store, put the file back, and write again"
-                )
-
-
+P = ParamSpec("P")
 T = TypeVar("T")
 
 FILLED_BYTES = 1 << 15
@@ -209,14 +90,7 @@ class SQLiteTransaction(Transaction):
         rows: list[tuple[Any, ...]] = self.driver.execute(sql, values).fetchall()
         return rows
 
-    @override
-    def execute_later(self, sql: str, values: Values) -> None:
-        """Execute a statement that returns nothing."""
-        self.driver.execute(sql, values)
-
-    @override
-    def lock(self, experiment: int) -> None:
-        """Pass: BEGIN IMMEDIATE has locked the database, and `run` checked the schema."""
+    execute_later = fetch_all  # to wait for company would save nothing
 
     @override
     def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -238,14 +112,15 @@ class SQLiteTransaction(Transaction):
         long, and no memory beside SQLite's own pages.
         """
         short: list[tuple[Any, ...]] = []
+        name = table.columns.keys()[-1]
         for *others, pieces in rows:
             size = sum(map(len, pieces))
             if size < FILLED_BYTES:
                 short.append((*others, b"".join(pieces)))
                 continue
-            sql, name = _insert_room(table)
-            row = self.driver.execute(sql, (*others, size)).lastrowid
-            with closing(open_blob(self.driver, table.name, name, row)) as room:
+            room_for = _insert(table, 1, "zeroblob(?)")
+            row = self.driver.execute(room_for, (*others, size)).lastrowid
+            with closing(sqlite.open_blob(self.driver, table.name, name, row)) as room:
                 for piece in pieces:
                     room.write(piece)
         self.insert_many(table, short)
@@ -261,15 +136,11 @@ class SQLiteTransaction(Transaction):
     def _long_blob(self, table: Table, row: int, size: int) -> Buffer:
         """Return the last column of a row, read piece by piece into memory of its own."""
         memory, step = mapped(size), sizes.bytes_read_at_once
-        place = (table.name, list(table.columns)[-1].name, row)
-        with closing(open_blob(self.driver, *place, read_only=True)) as stored:
+        place = (table.name, table.columns.keys()[-1], row)
+        with closing(sqlite.open_blob(self.driver, *place, read_only=True)) as stored:
             for start in range(0, size, step):
                 memory[start : start + step] = stored.read(min(step, size - start))
         return memory
-
-    @override
-    def announce(self) -> None:
-        """Pass: other processes see a commit of SQLite by themselves."""
 
     def run(
         self,
@@ -313,21 +184,20 @@ class SQLiteTransaction(Transaction):
 @cache
 def _engine() -> Engine:
     """Return the engine that all connections share."""
-    return engine_without_connections("sqlite://", module=dbapi2)
+    return transaction.engine_without_connections("sqlite://", module=dbapi2)
 
 
 @cache
-def _insert(table: Table, rows: int) -> str:
-    """Return the statement for so many rows, whose places are all positional."""
-    row = f"({', '.join('?' * len(table.columns))})"
+def _insert(table: Table, rows: int, last: str = "?") -> str:
+    """Return the statement for so many rows, whose places are all positional.
+
+    Args:
+        table: gets them.
+        rows: how many.
+        last: what stands in the place of the last column.
+    """
+    row = f"({'?, ' * (len(table.columns) - 1)}{last})"
     return f"INSERT INTO {table.name} VALUES {', '.join([row] * rows)}"
-
-
-@cache
-def _insert_room(table: Table) -> tuple[str, str]:
-    """Return the statement for one row whose last column is but a size, and that column's name."""
-    head, _, end = _insert(table, 1).rpartition("?")
-    return f"{head}zeroblob(?){end}", list(table.columns)[-1].name
 
 
 class _Runner:
@@ -339,19 +209,18 @@ class _Runner:
     def __init__(self, connect: Callable[[], SQLiteTransaction]) -> None:
         self._connect = connect
         self._tx: SQLiteTransaction | None = None  # connected on the first trip
-        self._answer: tuple[bool, Any] = (True, None)
+        self._answer: tuple[bool, Any] | None = None
 
     def execute(self, work: Callable[[SQLiteTransaction], Any], _: Any) -> _Runner:
         try:
-            if self._tx is None:
-                self._tx = self._connect()
+            self._tx = self._tx or self._connect()
             self._answer = (True, work(self._tx))
         except BaseException as error:  # noqa: BLE001 - raised again by `ConnectionPool.run_in_thread`; set on a future, a StopIteration would never arrive
             self._answer = (False, error)
         return self
 
-    def fetchall(self) -> tuple[bool, Any]:
-        answer, self._answer = self._answer, (True, None)
+    def fetchall(self) -> tuple[bool, Any] | None:
+        answer, self._answer = self._answer, None
         return answer
 
     def close(self) -> None:
@@ -363,25 +232,14 @@ class ConnectionPool:
     """Connections to one file. Each call has one for itself.
 
     Args:
-        connector: returns a new connection, in autocommit.
-        files: what the connections have open; looked at after each transaction.
-        check: what each transaction begins with.
-        queue: which writing transactions wait in; closed with the connections.
+        connect: returns a new connection.
         number: of connections, and so of transactions at the same time.
     """
 
     def __init__(
-        self,
-        connector: Callable[[], Any],
-        files: StoreFiles,
-        check: Callable[[Transaction], None],
-        queue: WriterQueue | None = None,
-        number: int = TRANSACTIONS,
+        self, connect: Callable[[], SQLiteTransaction], number: int = TRANSACTIONS
     ) -> None:
-        self._connector = connector
-        self._files = files
-        self._check = check
-        self._queue = queue
+        self._connect = connect
         self._free = anyio.Semaphore(number, fast_acquire=True)
         self._write_lock = anyio.Lock(fast_acquire=True)
         self._idle: list[aiosqlite.Connection] = []
@@ -409,14 +267,14 @@ class ConnectionPool:
 
     def one_more(self) -> ConnectionPool:
         """Return one more connection; its temporary tables are its own."""
-        return ConnectionPool(self._connector, self._files, self._check, number=1)
+        return ConnectionPool(self._connect, number=1)
 
     async def _opened(self) -> aiosqlite.Connection:
         """Return a new connection, whose thread does not keep the interpreter from ending."""
         made: list[aiosqlite.Connection] = []
 
         def make() -> None:
-            runner: Any = _Runner(self._connected)
+            runner: Any = _Runner(self._connect)
             made.append(aiosqlite.Connection(lambda: runner, iter_chunk_size=64))
 
         # A thread inherits being a daemon from the one that makes it.
@@ -425,13 +283,288 @@ class ConnectionPool:
         maker.join()
         return await made[0]
 
-    def _connected(self) -> SQLiteTransaction:
-        self._files.check()  # what is there now may be another database
-        return SQLiteTransaction(self._connector(), self._files, self._check, self._queue)
-
     async def close(self) -> None:
         """Close every connection."""
         while self._idle:
             await self._idle.pop().close()
+
+
+Durability = Literal["normal", "full"]
+COMPUTED_AT_ONCE = 2
+"""Most computations hold the interpreter's lock: more would only wait."""
+
+
+class Database:
+    """Connections to one database. Opened with `open_database`, closed by leaving its context.
+
+    Attributes:
+        dialect: ``"sqlite"`` or ``"postgresql"``.
+        name: the URL without its password, for messages.
+        path: the file of a SQLite store, whatever folder the process goes to later.
+        version: of the database library or server.
+        segments: where the blobs of its segments are kept.
+        owner: says who may use it.
+        connections: run functions in their threads.
+    """
+
+    def __init__(self, url: URL, *, read_only: bool, durability: Durability) -> None:
+        self.url = url
+        self.name = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
+        self.dialect = url.get_backend_name()
+        self.path = Path(url.database or "").absolute()
+        self.read_only = read_only
+        self.durability = durability
+        self.version = ""
+        self.segments: SegmentStore = SegmentStore()
+        self._outage = Outage(self.name)
+        self._computing = anyio.CapacityLimiter(COMPUTED_AT_ONCE)
+        writes_file = self.dialect == "sqlite" and not read_only
+        self._checkpointer = Checkpointer(self.path) if writes_file else None
+        self._queue = WriterQueue(self.path) if writes_file else None
+        self.connections: ConnectionPool | Server
+        self._changes: Changes
+        self.owner: Owner
+        self._any_revision = False
+        self._still = False
+        self._schema = -1
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that a SQLite store lies in; None for a server."""
+        return self.path.parent if self.dialect == "sqlite" else None
+
+    @property
+    def changes(self) -> Changes:
+        """News of commits.
+
+        Raises:
+            StoreUseError: it is closed, or this is another process or event loop.
+        """
+        self.owner.require()
+        return self._changes
+
+    def require_writable(self) -> None:
+        """Raise if the store is open read-only.
+
+        Raises:
+            ReadOnlyStoreError: it is.
+        """
+        if self.read_only:
+            raise ReadOnlyStoreError(
+                f"{self.name} is open read-only; open it without read_only to write"
+            )
+
+    async def read(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing.
+
+        It is shielded: a cancellation takes effect after it. So ``f`` must be short, well below a
+        second, and wait for nothing but ``tx``.
+        """
+        return await self.session(lambda s: s.read(f, *args, **kwargs), writes=False)
+
+    async def write(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return ``f(tx, ...)`` of the one writing transaction, which has committed.
+
+        It is shielded, as in `read`; ``f`` must compute nothing. It rolls back on an error.
+
+        Raises:
+            TakenKeyError: a unique key is taken.
+        """
+        return await self.session(lambda s: s.write(f, *args, **kwargs))
+
+    async def try_to_write(
+        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Write as `write` does, once; where the store cannot be reached, do without.
+
+        For the last write of a process that ends: it does not wait for a server that is away.
+        """
+        self.owner.require()
+        with suppress(StoreError):
+            await self.session(lambda s: s.write(f, *args, **kwargs), once=True)
+
+    async def read_session(self, work: Callable[[ReadSession], T]) -> T:
+        """Return ``work(session)`` of a `session` that does not write, and blocks no writer."""
+        return await self.session(work, writes=False)
+
+    async def session(
+        self, work: Callable[[Session], T], *, writes: bool = True, once: bool = False
+    ) -> T:
+        """Return ``work(session)``: short transactions, and what is computed between them.
+
+        It runs as a whole in the thread of a connection: going there and back once costs less than
+        doing so for each transaction. On SQLite no other task of this process writes as long as it
+        runs.
+
+        Args:
+            work: is run once.
+            writes: whether it may write.
+            once: where a server is away, do not try again.
+        """
+        self.owner.require()
+        if writes and self.read_only:
+            self.require_writable()
+        session = Session(self.name, self.segments.get)
+
+        def trip(connection: SQLiteTransaction | PostgresConnection) -> T:
+            session.run = partial(connection.run, once=once)
+            return work(session)
+
+        try:
+            return await self.connections.run_in_thread(trip, writes=writes)
+        finally:
+            if session.wrote:  # tasks of this process that wait for a commit
+                self._changes.notify()
+                if self._checkpointer is not None:
+                    self._checkpointer.notify()
+
+    @asynccontextmanager
+    async def dedicated_connection(self) -> AsyncIterator[Database]:
+        """Open one more connection; the tables and views that `read` makes there are temporary.
+
+        They hide those of the same names.
+        """
+        self.owner.require()
+        apart = copy(self)
+        apart.connections = self.connections.one_more()
+        try:
+            yield apart
+        finally:
+            with anyio.CancelScope(shield=True):
+                await apart.connections.close()
+
+    async def compute(self, f: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return ``f(...)``, computed in a thread."""
+        self.owner.require()
+        return await anyio.to_thread.run_sync(partial(f, *args, **kwargs), limiter=self._computing)
+
+    def _require_schema(self, tx: Transaction) -> None:
+        """Raise unless the schema is the one of this version: another process may migrate it."""
+        if self._any_revision:
+            return
+        ((version,),) = tx.fetch_all("PRAGMA schema_version", ())  # counts changes
+        if version != self._schema:
+            schema.inspect(tx, self.name)
+            self._schema = version
+
+    async def open(
+        self, stack: AsyncExitStack, *, any_revision: bool = False, create: bool = True
+    ) -> Self:
+        """Check, connect, create what is missing; whatever is opened is closed by ``stack``.
+
+        Args:
+            create: False where a store that is not there is an error.
+            any_revision: take the schema as it is and create nothing; for migrations.
+        """
+        self.owner = Owner(self.name)
+        self._any_revision = any_revision
+        if self.dialect == "sqlite":
+            prepare = not self.read_only and not any_revision
+            await self._open_file(stack, prepare=prepare, create=create)
+        else:
+            await self._open_server(stack)
+        stack.callback(self.owner.close)
+        if not any_revision and not await self.read(schema.inspect, self.name):
+            if self.read_only or not create:
+                remedy = "" if self.read_only else WRITE_FIRST
+                raise UnknownStoreError(f"{self.name} is empty: there is no store to read{remedy}")
+            await self.write(schema.create, self.name)
+        if not any_revision:  # to open or migrate fails at once where the server is away
+            self._outage.reconnect_s = reconnect_s_of(self.url)
+        return self
+
+    async def _open_file(self, stack: AsyncExitStack, *, prepare: bool, create: bool) -> None:
+        self.version = sqlite.require_safe_library()
+        if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
+            raise nothing_at(self.path, read_only=False)
+        self._still = self.read_only and sqlite.is_still(self.path)
+        with foreign_errors(self.name):
+            if prepare:
+                await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
+            here = stack.enter_context(sqlite.open_here(self.path))
+        files = StoreFiles(self.path, with_log=not self.read_only or self._still)
+        self.connections = ConnectionPool(partial(self._connect, files))
+        stack.push_async_callback(self._close)
+        with foreign_errors(self.name):
+            self._changes = SQLiteChanges(self.path, self.owner, files, still=self._still)
+        stack.push_async_callback(self._changes.close)
+        # Only when a row is read does SQLite open the log.
+        await self.read(lambda tx: tx.fetch_all("SELECT count(*) FROM sqlite_master", ()))
+        here.lock_log()
+        stack.callback(here.lock_log, F_UNLCK)
+        files.check(note=True)
+
+    async def _open_server(self, stack: AsyncExitStack) -> None:
+        address, several = self.url, isinstance(self.url.query.get("host"), tuple)
+        if several and not self.read_only and "target_session_attrs" not in address.query:
+            address = address.update_query_dict({"target_session_attrs": "primary"})
+        is_timed = not self._any_revision  # a migration takes as long as it takes
+        self.connections = server = Server(address, self.name, self._outage, is_timed=is_timed)
+        stack.push_async_callback(self._close)
+        self._changes = PostgresChanges(address, self.name, self.owner, self._outage)
+        stack.push_async_callback(self._changes.close)
+        with foreign_errors(self.name):
+            self.version = await server.require_suitable()
+
+    async def _close(self) -> None:
+        if self.owner.forked:  # the threads are the parent's, and the files are its to close
+            return
+        self._outage.closed.set()
+        with anyio.CancelScope(shield=True):
+            if self._checkpointer is not None:
+                await anyio.to_thread.run_sync(self._checkpointer.close)
+            await self.connections.close()
         if self._queue is not None:
             self._queue.close()
+
+    def _connect(self, files: StoreFiles) -> SQLiteTransaction:
+        """Open one connection to a SQLite file."""
+        files.check()  # what is there now may be another database
+        name = sqlite.uri_of(self.path, writes=not self.read_only, still=self._still)
+        with foreign_errors(self.name):
+            driver = dbapi2.connect(name, uri=True, isolation_level=None, cached_statements=256)
+            for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
+                driver.execute(statement)
+        return SQLiteTransaction(driver, files, self._require_schema, self._queue)
+
+
+@asynccontextmanager
+async def open_for_migration(url: StoreURL) -> AsyncIterator[Database]:
+    """Open the database at ``url`` at any revision, changing nothing.
+
+    Raises:
+        UnknownStoreError: nothing there.
+        UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
+    """
+    async with AsyncExitStack() as stack:
+        database = Database(parse_url(url), read_only=False, durability="normal")
+        if database.dialect == "sqlite":
+            sqlite.check_path(database.path, read_only=True)  # there must be something already
+        yield await database.open(stack, any_revision=True)
+
+
+@asynccontextmanager
+async def open_database(
+    url: StoreURL,
+    *,
+    read_only: bool = False,
+    durability: Durability = "normal",
+    create: bool = True,
+) -> AsyncIterator[Database]:
+    """Open the database at ``url``, creating the schema in an empty one if ``create``.
+
+    Raises:
+        UnknownStoreError: nothing there to read, a missing folder, or a database that is not ours.
+        SchemaOutdatedError: written by an older version.
+        SchemaTooNewError: written by a newer version.
+        UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
+    """
+    if durability not in ("normal", "full"):
+        raise InvalidArgumentError(f"durability={durability!r}: accepted are 'normal' and 'full'")
+    async with AsyncExitStack() as stack:
+        database = Database(parse_url(url), read_only=read_only, durability=durability)
+        yield await database.open(stack, create=create)

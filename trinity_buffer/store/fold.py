@@ -7,59 +7,24 @@ opens no segment.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import groupby, repeat
 from typing import Any, assert_never
 
 from msgspec import structs
 
+from trinity_buffer import events
 from trinity_buffer.errors import CursorConflictError
-from trinity_buffer.events import (
-    BatchLeased,
-    BatchPlanned,
-    BatchSealed,
-    ChainStarted,
-    ConfigurationChanged,
-    ConsumerRegistered,
-    ExperiencesAnnotated,
-    ExperiencesRecorded,
-    ExperiencesRejected,
-    ExperimentCreated,
-    ExperimentFinished,
-    PlacedFact,
-    PolicyPublished,
-    RankJoined,
-    RanksAssembled,
-    RewardsAssigned,
-    SegmentsArchived,
-    SegmentsRestored,
-    StepDealt,
-    StepMeasured,
-    StepPartDone,
-    StepsCommitted,
-    StreamEnded,
-    TrainerRewound,
-    UnknownEvent,
-)
-from trinity_buffer.store import counters
-from trinity_buffer.store.rows import SLOT_BITS, first_address
-from trinity_buffer.store.tables import (
-    annotation,
-    archived,
-    batch,
-    canonical,
-    consumer,
-    delivery,
-    experience,
-    plan,
-    policy,
-    rejection,
-)
+from trinity_buffer.events import PlacedFact, kind_of
+from trinity_buffer.store import counters, tables
+from trinity_buffer.store.rows import SLOT_BITS, ExperienceRow, experience_row, first_address
 from trinity_buffer.store.transaction import Statement, Transaction
 
 Values = dict[str, Any]
 
-Decided = ExperiencesAnnotated | ExperiencesRejected
+Decided = events.ExperiencesAnnotated | events.ExperiencesRejected
 """Events that move the cursor of a strategy."""
 
 
@@ -70,11 +35,11 @@ def fold_all(tx: Transaction, experiment: int, facts: Sequence[PlacedFact]) -> N
     """
     stored = 0
     for kind, group in groupby(facts, key=lambda placed: type(placed.fact)):
-        if kind is ExperiencesRecorded:
+        if kind is events.ExperiencesRecorded:
             stored += _recorded(tx, experiment, list(group))
             continue
         stored += sum(fold_rows(tx, experiment, placed) for placed in group)
-    counters.add(tx, experiment, facts, stored)
+    count(tx, experiment, facts, stored)
 
 
 def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # noqa: C901, PLR0912, PLR0915 - one case per kind
@@ -84,69 +49,65 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
     # By these names the statements ask for what an event says.
     says: Values = structs.asdict(fact) | {"of": experiment, "at": at, "actor": placed.actor}
     match fact:
-        case ExperimentCreated() | ConfigurationChanged():
-            _CONFIGURE.execute_later(tx, **says | {"config": canonical(fact.config)})
-        case ExperimentFinished():
+        case events.ExperimentCreated() | events.ConfigurationChanged():
+            _CONFIGURE.execute_later(tx, **says | {"config": tables.canonical(fact.config)})
+        case events.ExperimentFinished():
             _FINISH.execute_later(tx, of=experiment)
-        case BatchPlanned():
+        case events.BatchPlanned():
             _planned(tx, experiment, at, fact, placed.actor)
-        case BatchSealed():
-            key, is_int = str(fact.batch), isinstance(fact.batch, int)
-            _SEAL.execute_later(tx, **says | {"batch": key}, is_int=is_int)
-            stored = counters.count_stored(tx, experiment, key)
-        case ExperiencesRecorded():
+        case events.BatchSealed():
+            says["batch"], is_int = str(fact.batch), isinstance(fact.batch, int)
+            _SEAL.execute_later(tx, **says, is_int=is_int)
+            stored = int(_COUNT_STORED.value(tx, of=experiment, sealed=says["batch"]))
+        case events.ExperiencesRecorded():
             stored = _recorded(tx, experiment, [placed])
-        case ConsumerRegistered():
+        case events.ConsumerRegistered():
             # The zeros: where a strategy and a trainer begin, each with columns of its own.
-            named = (experiment, fact.consumer, fact.kind, canonical(fact.config))
-            tx.insert_many(consumer, [(*named, *repeat(0, 6))])
-        case ExperiencesAnnotated():
-            _see(tx, experiment, fact)
-            decide(tx, experiment, fact.consumer, sorted(set(fact.experiences)))
+            named = (experiment, fact.consumer, fact.kind, tables.canonical(fact.config))
+            tx.insert_many(tables.consumer, [(*named, *repeat(0, 6))])
+        case events.ExperiencesAnnotated():
+            _decide(tx, experiment, fact)
             name, grouped = fact.consumer, zip(fact.experiences, fact.groups, strict=True)
             rows = [
                 (experiment, name, slot, address, group, fact.planned[group])
                 for slot, (address, group) in enumerate(grouped, first_address(at))
             ]
-            tx.insert_many(annotation, rows)
-        case ExperiencesRejected():
+            tx.insert_many(tables.annotation, rows)
+        case events.ExperiencesRejected():
             if fact.by == "strategy":
-                _see(tx, experiment, fact)
-                decide(tx, experiment, fact.consumer, fact.experiences)
-            reasons = zip(fact.experiences, fact.reasons, strict=True)
-            tx.insert_many(rejection, [(experiment, fact.consumer, *row, at) for row in reasons])
+                _decide(tx, experiment, fact)
+            name, reasons = fact.consumer, zip(fact.experiences, fact.reasons, strict=True)
+            tx.insert_many(tables.rejection, [(experiment, name, *row, at) for row in reasons])
             if fact.planned_groups:
                 _LEFT_OUT.execute_later(tx, **says)
-        case BatchLeased():
+        case events.BatchLeased():
             _leased(tx, says, fact)
-        case StepDealt():
+        case events.StepDealt():
             _dealt(tx, says, fact)
-        case StepsCommitted():
-            ranks = canonical(list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None)
+        case events.StepsCommitted():
+            ranks = tables.canonical(list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None)
             _DONE.execute_later(tx, **says | {"rows_by_rank": ranks}, last=fact.steps[-1])
             _COMMITTED.execute_later(tx, **says, last=fact.steps[-1])
-        case TrainerRewound():
+        case events.TrainerRewound():
             for undo in (_UNCOMMIT, _REWIND):
                 undo.execute_later(tx, **says)
-        case PolicyPublished():
-            tx.insert_many(policy, [(experiment, at, fact.number, fact.uri, fact.digest)])
-        case RewardsAssigned():
+        case events.PolicyPublished():
+            tx.insert_many(tables.policy, [(experiment, at, fact.number, fact.uri, fact.digest)])
+        case events.RewardsAssigned():
             # A later event of the same scoring replaces what an earlier one said of an experience.
             scored = {"of": experiment, "scoring": fact.scoring}
             for address, reward in zip(fact.experiences, fact.rewards, strict=True):
                 _SCORE.execute_later(tx, **scored, address=address, reward=reward)
-        case SegmentsArchived():
+        case events.SegmentsArchived():
             gone = [(experiment, key, at, fact.uri) for key in fact.segments]
-            tx.insert_many(archived, gone)
-        case SegmentsRestored():
+            tx.insert_many(tables.archived, gone)
+        case events.SegmentsRestored():
             _RESTORE.execute_later(tx, **says)
-        case RankJoined() | RanksAssembled() | StepPartDone() | StreamEnded():
+        case events.RankJoined() | events.RanksAssembled() | events.StepPartDone():
             pass  # what ranks say to each other they read in the log itself
-        case StepMeasured():
-            pass  # found beside the commit; in no projection
-        case ChainStarted():
-            pass  # it proves the log, and is in no projection
-        case UnknownEvent():
+        case events.StreamEnded() | events.StepMeasured() | events.ChainStarted():
+            pass  # read in the log itself, too
+        case events.UnknownEvent():
             pass  # an old version may read a newer log
         case _:
             assert_never(fact)
@@ -200,14 +161,14 @@ _RESTORE = Statement("DELETE FROM archived WHERE experiment = :of AND segment IN
 
 
 def _planned(
-    tx: Transaction, experiment: int, position: int, fact: BatchPlanned, actor: str
+    tx: Transaction, experiment: int, position: int, fact: events.BatchPlanned, actor: str
 ) -> None:
     key, size, groups = fact.batch, fact.rollouts_per_group, len(fact.tasks)
     named = (experiment, str(key), isinstance(key, int), actor)
-    tx.insert_many(batch, [(*named, size, position, None, None, groups, None)])
+    tx.insert_many(tables.batch, [(*named, size, position, None, None, groups, None)])
     tasks = enumerate(fact.tasks, int(LAST_ORDINAL.value(tx, of=experiment)) + 1)
     own = (experiment, str(key))
-    tx.insert_many(plan, [(*own, str(task), isinstance(task, int), n) for n, task in tasks])
+    tx.insert_many(tables.plan, [(*own, str(task), isinstance(task, int), n) for n, task in tasks])
 
 
 LAST_ORDINAL = Statement("SELECT coalesce(max(ordinal), 0) FROM plan WHERE experiment = :of")
@@ -220,23 +181,24 @@ def _recorded(tx: Transaction, experiment: int, placed: Sequence[PlacedFact]) ->
     only refused rows can add any. Those refused as invalid are asked about too; in a batch that is
     still open they add none.
     """
-    facts = [event.fact for event in placed if isinstance(event.fact, ExperiencesRecorded)]
-    made = []
-    for event, fact in zip(placed, facts, strict=True):
-        made += _experience_rows(experiment, event.position, fact)
-    tx.insert_many(experience, made)
+    facts = [
+        (event.position, event.fact)
+        for event in placed
+        if isinstance(event.fact, events.ExperiencesRecorded)
+    ]
+    made = [row for position, fact in facts for row in _experience_rows(experiment, position, fact)]
+    tx.insert_many(tables.experience, made)
     stored = 0
-    for event, fact in zip(placed, facts, strict=True):
-        if not fact.refused:
-            continue
-        columns = fact.columns
-        late = [(str(columns.batch[n]), str(columns.task[n]), columns.run[n]) for n in fact.refused]
-        stored += counters.count_late(tx, experiment, late, first_address(event.position))
+    for position, fact in facts:
+        if fact.refused:
+            keys, tasks, runs = fact.columns.batch, fact.columns.task, fact.columns.run
+            late = [(str(keys[n]), str(tasks[n]), runs[n]) for n in fact.refused]
+            stored += count_late(tx, experiment, late, first_address(position))
     return stored
 
 
 def _experience_rows(
-    experiment: int, position: int, fact: ExperiencesRecorded
+    experiment: int, position: int, fact: events.ExperiencesRecorded
 ) -> list[tuple[Any, ...]]:
     """Return the rows of `experience` that an event makes."""
     columns, refused = fact.columns, fact.refused
@@ -267,8 +229,17 @@ def _experience_rows(
     )
 
 
-def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
-    """Move the cursor of a strategy to ``seen``; what lies between becomes waiting."""
+def rows_recorded_by(position: int, fact: events.ExperiencesRecorded) -> list[ExperienceRow]:
+    """Return the rows that an event made, from the event alone."""
+    return [experience_row(row) for _, *row in _experience_rows(0, position, fact)]
+
+
+def _decide(tx: Transaction, experiment: int, fact: Decided) -> None:
+    """Move the cursor of a strategy to ``seen``, and delete what it decided from waiting.
+
+    What the cursor passes over becomes waiting. Each address is there once, so a second process of
+    the same name fails here.
+    """
     name, seen, calls_then = fact.consumer, fact.seen, fact.calls
     if seen is None or calls_then is None:
         raise ValueError(f"strategy {name!r} does not say what it has seen")
@@ -284,6 +255,14 @@ def _see(tx: Transaction, experiment: int, fact: Decided) -> None:
         end = first_address(seen + 1)
         _UNSEEN.execute_later(tx, **mine, start=first_address(cursor + 1), end=end)
     _SEE.execute_later(tx, **mine, to=max(seen, cursor), called=max(calls_then, calls))
+    if addresses := sorted(set(fact.experiences)):
+        # One DELETE that returns its rows: of two processes, only one can get a row.
+        missing = len(addresses) - len(_TAKEN.fetch_all(tx, **mine, addresses=addresses))
+        if missing:
+            raise CursorConflictError(
+                f"strategy {name!r}: {missing} of {len(addresses)} experiences were decided by "
+                "another process of the same name; it goes on from what that one left"
+            )
 
 
 _CURSOR = Statement("SELECT cursor, calls FROM consumer WHERE experiment = :of AND name = :by")
@@ -301,26 +280,12 @@ _TAKEN = Statement(
 )
 
 
-def decide(tx: Transaction, experiment: int, name: str, addresses: Sequence[int]) -> None:
-    """Delete ``addresses`` from waiting. Each is there once, so a second process fails here."""
-    if not addresses:
-        return
-    mine = {"of": experiment, "by": name}
-    # One DELETE that returns its rows: of two processes, only one can get a row.
-    gone = _TAKEN.fetch_all(tx, **mine, addresses=addresses)
-    if len(gone) != len(addresses):
-        raise CursorConflictError(
-            f"strategy {name!r}: {len(addresses) - len(gone)} of {len(addresses)} experiences "
-            "were decided by another process of the same name; it goes on from what that one left"
-        )
-
-
-def _leased(tx: Transaction, says: Values, fact: BatchLeased) -> None:
+def _leased(tx: Transaction, says: Values, fact: events.BatchLeased) -> None:
     names = ("", *fact.sources)
     sources = [names[of] for of in fact.source] or [""] * len(fact.annotations)
     rows = zip(sources, fact.annotations, strict=True)
     named = (says["of"], fact.consumer)
-    tx.insert_many(delivery, [(*named, *row, fact.step) for row in rows])
+    tx.insert_many(tables.delivery, [(*named, *row, fact.step) for row in rows])
     _STEP.execute_later(tx, **says, rows=len(sources), own=sources.count(""))
     _HANDED_OUT.execute_later(tx, **says)
 
@@ -338,7 +303,7 @@ _HANDED_OUT = Statement(
 )
 
 
-def _dealt(tx: Transaction, says: Values, fact: StepDealt) -> None:
+def _dealt(tx: Transaction, says: Values, fact: events.StepDealt) -> None:
     _SERVE.execute_later(tx, **says)
     if fact.dropped:
         _SHRINK.execute_later(tx, **says, rows=len(fact.order))
@@ -357,3 +322,103 @@ _DROP = Statement(
     f"DELETE FROM delivery {_OF_STEP} = :step AND source = :source AND address = :address"
 )
 _FENCE = Statement("UPDATE consumer SET token = :token WHERE experiment = :of AND name = :consumer")
+
+
+def count(tx: Transaction, experiment: int, facts: Sequence[PlacedFact], stored: int) -> None:
+    """Add to the counters what ``facts`` and the ``stored`` rollouts of sealed batches add."""
+    numbers = of_events(facts)
+    if stored:
+        numbers["", counters.STORED_ROLLOUTS] = stored
+    rows = [(name, key_of(state), state, number) for (name, state), number in numbers.items()]
+    if rows:
+        _ADD.execute_later(tx, of=experiment, rows=rows)
+
+
+def of_events(facts: Sequence[PlacedFact]) -> counters.Numbers:
+    """Return the numbers that ``facts`` add."""
+    numbers: Counter[tuple[str, str]] = Counter(("", kind_of(placed.fact)) for placed in facts)
+    versions: set[int] = set()
+    for placed in facts:
+        match placed.fact:
+            case events.ExperiencesRecorded() as fact:
+                numbers["", counters.RECORDED] += len(fact.columns.batch)
+                numbers.update(
+                    ("", counters.rejected_for(reason)) for reason in fact.refused.values()
+                )
+                versions.update(v for v in fact.columns.policy_version if v is not None)
+            case events.ExperiencesAnnotated() as fact if fact.experiences:
+                numbers[fact.consumer, counters.ANNOTATED] += len(set(fact.experiences))
+                numbers[fact.consumer, counters.ROWS] += len(fact.experiences)
+            case events.ExperiencesRejected() as fact:
+                numbers.update(
+                    (fact.consumer, counters.rejected_for(reason)) for reason in fact.reasons
+                )
+            case events.BatchPlanned() as fact:
+                numbers["", counters.planned_by(placed.actor)] += 1
+                numbers["", counters.PLANNED_GROUPS] += len(fact.tasks)
+                numbers["", counters.PLANNED_ROLLOUTS] += len(fact.tasks) * fact.rollouts_per_group
+            case events.BatchSealed():
+                numbers["", counters.STORED_ROLLOUTS] += 0  # how many, the fold sees
+            case _:
+                pass  # nothing is counted but its kind
+    if versions:
+        numbers["", counters.LOWEST_VERSION] = min(versions)
+        numbers["", counters.HIGHEST_VERSION] = max(versions)
+    return numbers
+
+
+# A condition, or SQLite reads ON CONFLICT as that of a join.
+_ADD = Statement(
+    "INSERT INTO counter (experiment, consumer, key, state, number) "
+    "SELECT :of, c0, c1, c2, c3 FROM ROWS(text, text, text, bigint) WHERE c3 IS NOT NULL "
+    "ON CONFLICT (experiment, consumer, key) DO UPDATE SET number = CASE counter.state "
+    f"WHEN '{counters.LOWEST_VERSION}' THEN CASE WHEN excluded.number < counter.number "
+    "THEN excluded.number ELSE counter.number END "
+    f"WHEN '{counters.HIGHEST_VERSION}' THEN CASE WHEN excluded.number > counter.number "
+    "THEN excluded.number ELSE counter.number END "
+    "ELSE counter.number + excluded.number END"
+)
+
+
+def key_of(state: str) -> str:
+    """Return the key of a state in the index, which takes no long texts on PostgreSQL."""
+    encoded = state.encode(errors="surrogatepass")
+    return state if len(encoded) <= _MAX_KEY_BYTES else sha256(encoded).hexdigest()
+
+
+_MAX_KEY_BYTES = 200
+
+
+def count_late(
+    tx: Transaction, experiment: int, runs: Sequence[tuple[str, str, int]], first: int
+) -> int:
+    """Count late runs that fill their sealed batches: planned ones that were not stored yet.
+
+    Args:
+        tx: a transaction.
+        experiment: its key.
+        runs: (batch, task, run) of an event, one or more.
+        first: the lowest address of that event.
+    """
+    mine = {"of": experiment, "keys": sorted({key for key, _, _ in runs})}
+    before = _STORED_OF.value(tx, **mine)
+    _LATE.execute_later(tx, **mine, first=first, rows=sorted(set(runs)))
+    return int(_STORED_OF.value(tx, **mine) or 0) - int(before or 0)
+
+
+_COUNT_STORED = Statement(
+    f"UPDATE batch SET stored_rollouts = {counters.STORED} "
+    "WHERE experiment = :of AND batch = :sealed RETURNING stored_rollouts"
+)
+_STORED_OF = Statement(
+    "SELECT sum(stored_rollouts) FROM batch WHERE experiment = :of AND batch IN TEXTS(:keys)"
+)
+_LATE = Statement(
+    "UPDATE batch SET stored_rollouts = stored_rollouts + "
+    "(SELECT count(*) FROM ROWS(text, text, bigint) "
+    "WHERE c0 = batch.batch AND c2 < batch.rollouts_per_group AND EXISTS (SELECT 1 FROM plan p "
+    "WHERE p.experiment = :of AND p.batch = c0 AND p.task = c1 OFFSET 0) "
+    "AND NOT EXISTS (SELECT 1 FROM experience e WHERE e.experiment = :of AND e.batch = c0 "
+    "AND e.task = c1 AND e.run = c2 AND e.address < :first OFFSET 0)) "
+    "WHERE experiment = :of AND sealed_at IS NOT NULL AND batch IN TEXTS(:keys)"
+)

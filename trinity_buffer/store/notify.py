@@ -22,10 +22,9 @@ from typing_extensions import override
 
 from trinity_buffer.lazy import extra
 from trinity_buffer.store import postgres
-from trinity_buffer.store.connection import Owner, StoreFiles
 from trinity_buffer.store.postgres import CHANNEL, Outage, connect, cut, cut_after, driver_errors
-from trinity_buffer.store.sqlite import dbapi2, uri_of
-from trinity_buffer.store.transaction import foreign_errors
+from trinity_buffer.store.sqlite import StoreFiles, dbapi2, uri_of
+from trinity_buffer.store.transaction import Owner, foreign_errors
 
 if TYPE_CHECKING:
     import psycopg

@@ -42,12 +42,12 @@ from trinity_buffer.limits import sizes
 from trinity_buffer.store import log, sqlite
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import (
+    OF_ONE_STATEMENT,
     POOLED,
     Transaction,
     Values,
     engine_without_connections,
     foreign_errors,
-    is_of_one_statement,
 )
 
 if TYPE_CHECKING:
@@ -456,7 +456,7 @@ class PostgresConnection:
         Args:
             once: do not try again.
         """
-        begin = _WRITING if writes else "" if is_of_one_statement(f) else _READING
+        begin = _WRITING if writes else "" if f in OF_ONE_STATEMENT else _READING
         if self._server.is_dedicated:
             begin = _APART
         doubted: dict[int, tuple[int, bytes]] = {}

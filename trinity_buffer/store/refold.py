@@ -23,10 +23,10 @@ from typing_extensions import override
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import counters, fold, sqlite, tables
-from trinity_buffer.store.connection import SQLiteTransaction, StoreFiles
+from trinity_buffer.store import fold, sqlite, tables
+from trinity_buffer.store.connection import SQLiteTransaction
 from trinity_buffer.store.rows import written_as
-from trinity_buffer.store.sqlite import dbapi2
+from trinity_buffer.store.sqlite import StoreFiles, dbapi2
 from trinity_buffer.store.tables import PROJECTIONS, archived, experience, plan
 from trinity_buffer.store.transaction import Statement, Transaction
 
@@ -316,7 +316,7 @@ class Scratch:
                 raise self._contradiction from error
             self.position = new.position
         # No fold reads a counter, so a page needs but one statement for all of them.
-        counters.add(tx, self.experiment, events, stored)
+        fold.count(tx, self.experiment, events, stored)
 
 
 # What a body of the wrong form makes of a fold, and what contradicts the events before it.

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.store.tables import experience, parsed
 
@@ -136,24 +135,3 @@ def experience_row(row: Sequence[Any]) -> ExperienceRow:
         typed(batch, is_int=bool(kinds & 1)), typed(task, is_int=bool(kinds & 2)), run, step, suffix
     )
     return ExperienceRow._make((int(address), eid, *others, bytes(segment), bytes(digest)))
-
-
-def rows_recorded_by(position: int, fact: ExperiencesRecorded) -> list[ExperienceRow]:
-    """Return the rows that an event made, from the event alone."""
-    columns, base = fact.columns, first_address(position)
-    eids = map(EID, columns.batch, columns.task, columns.run, columns.step, columns.suffix)
-    rows = zip(
-        eids,
-        columns.reward,
-        columns.policy_version,
-        columns.prompt_length,
-        columns.length,
-        columns.trained_tokens,
-        columns.finish_reason,
-        columns.digest,
-        strict=True,
-    )
-    return [
-        ExperienceRow._make((base + slot, *known, fact.refused.get(slot), fact.segment, digest))
-        for slot, (*known, digest) in enumerate(rows)
-    ]

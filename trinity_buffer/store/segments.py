@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import xxhash
-from typing_extensions import override
 
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import DamagedSegmentError
@@ -37,47 +35,19 @@ class SegmentRow(NamedTuple):
     data: Sequence[Buffer]
 
 
-class SegmentStore(ABC):
-    """Where the blobs of segments are kept; each `Database` has one.
+class SegmentStore:
+    """Where the blobs of segments are kept: here in the table `segment`, beside their events.
 
-    A blob is `put` before the transaction whose event names it. It is part of the store once that
+    Each `Database` has one; another place is a class of its own with these methods. A blob is
+    `put` before the transaction whose event names it. It is part of the store once that
     transaction, which attaches the rows that `put` returned, has committed.
     """
 
-    @abstractmethod
     def put(self, key: bytes, families: Mapping[str, Sequence[Buffer]]) -> list[SegmentRow]:
         """Prepare blobs, given in pieces, and return their rows, to be attached.
 
-        Slow: not in a transaction.
+        Slow, as checksums are computed here: not in a transaction.
         """
-
-    @abstractmethod
-    def attach(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
-        """Make rows that `put` returned part of the store once ``tx`` commits."""
-
-    @abstractmethod
-    def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-        """Return the parts of some segments, unchecked; missing ones are left out."""
-
-    @abstractmethod
-    def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:
-        """Delete segments that an ``archived`` row names, once ``tx`` commits."""
-
-    @abstractmethod
-    def keys(self, tx: Transaction) -> set[bytes]:
-        """Return the keys of all segments, of all experiments."""
-
-    @abstractmethod
-    def segment_parts(self, tx: Transaction) -> int:
-        """Return how many parts there are, of all segments."""
-
-
-class TableSegments(SegmentStore):
-    """Segments in the table `segment`, beside the events that name them."""
-
-    @override
-    def put(self, key: bytes, families: Mapping[str, Sequence[Buffer]]) -> list[SegmentRow]:
-        # Checksums are computed here, before the transaction that `attach` is part of.
         rows, size = [], sizes.bytes_per_part
         for family, pieces in families.items():
             is_short = sum(map(len, pieces)) <= size
@@ -86,26 +56,24 @@ class TableSegments(SegmentStore):
                 rows.append(SegmentRow(key, family, part, made, data))
         return rows
 
-    @override
     def attach(self, tx: Transaction, rows: Sequence[SegmentRow]) -> None:
+        """Make rows that `put` returned part of the store once ``tx`` commits."""
         tx.insert_blobs(segment, rows)
 
-    @override
     def get(self, s: ReadSession, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
-        return s.read(_read, keys, families)
+        """Return the parts of some segments, unchecked; missing ones are left out."""
+        return s.read(_read, keys, families) if keys and families else {}
 
-    @override
     def delete(self, tx: Transaction, keys: Sequence[bytes]) -> None:
-        # A trigger refuses those that no ``archived`` row names.
+        """Delete segments that an ``archived`` row names, once ``tx`` commits."""
         _DELETE.execute_later(tx, keys=keys)
 
-    @override
     def keys(self, tx: Transaction) -> set[bytes]:
+        """Return the keys of all segments, of all experiments."""
         return {bytes(key) for (key,) in _KEYS.fetch_all(tx)}
 
-    @override
     def segment_parts(self, tx: Transaction) -> int:
-        """Return how many parts there are, of all experiments."""
+        """Return how many parts there are, of all segments of all experiments."""
         # SQLite numbers them, without a gap until some leave.
         counted = tx.dialect.name != "sqlite" or _LEFT_EVER.value(tx)
         number = "count(*)" if counted else "max(rowid)"
@@ -150,18 +118,9 @@ def checksum(key: bytes, family: str, part: int, *pieces: Buffer) -> int:
     return int.from_bytes(made.digest(), "big", signed=True)
 
 
-def _holds(key: bytes, family: str, part: int, recorded: int, data: Buffer) -> bool:
-    """Return whether a checksum matches: ours, or that of the data alone, as 0001 wrote it."""
-    if checksum(key, family, part, data) == recorded:
-        return True
-    return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True) == recorded
-
-
 @one_statement
 def _read(tx: Transaction, keys: Sequence[bytes], families: Sequence[str]) -> SegmentParts:
     parts: SegmentParts = {}
-    if not keys or not families:
-        return parts
     long = sizes.bytes_read_at_once
     rows = tx.with_blobs(segment, _PARTS.fetch_all(tx, keys=keys, families=families, long=long))
     for key, family, part, recorded, data in rows:
@@ -200,7 +159,12 @@ def blob_of(key: bytes, family: str, parts: Sequence[tuple[int, int, Buffer]]) -
         DamagedSegmentError: a part is missing or its checksum does not hold.
     """
     for expected, (part, recorded, data) in enumerate(parts):
-        if part != expected or not _holds(key, family, part, recorded, data):
+        # Ours, or that of the data alone, as schema 0001 wrote it.
+        is_sound = part == expected and (
+            recorded == checksum(key, family, part, data)
+            or recorded == int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
+        )
+        if not is_sound:
             raise DamagedSegmentError(
                 f"segment {key.hex()} family {family!r} part {part}: the checksum does not match; "
                 "`trinity-buffer verify` lists every damaged segment, restore it from a backup"

@@ -32,6 +32,7 @@ from urllib.parse import quote
 
 from trinity_buffer.errors import (
     ReadOnlyStoreError,
+    StoreReplacedError,
     StoreUseError,
     UnknownStoreError,
     UnsafeStoreError,
@@ -195,6 +196,62 @@ def _dangers(path: Path, mounts: Path) -> Iterator[str]:
         )
 
 
+class StoreFiles:
+    """The database and its log, by device and inode, as they were when they were opened.
+
+    A connection keeps the file that it opened. If that is removed or replaced, or its folder is
+    moved, commits go on into a file that no path leads to any more.
+
+    Args:
+        path: of the database.
+        with_log: check the write-ahead log and its index too, which stay as long as a writer has
+            the database open.
+    """
+
+    def __init__(self, path: Path, *, with_log: bool) -> None:
+        # The log lies beside what a link to the database leads to; the link itself may be changed.
+        beside = str(path.resolve())
+        self._paths = [str(path.absolute())]
+        if with_log:
+            self._paths += [f"{beside}-wal", f"{beside}-shm"]
+        self._known: list[tuple[int, int] | None] = []
+
+    def check(self, *, note: bool = False) -> None:
+        """Raise unless the paths still name the same files; before they are noted any will do.
+
+        Args:
+            note: take the files that are there for the ones that were opened.
+
+        Raises:
+            StoreReplacedError: one was removed or replaced.
+        """
+        there: list[tuple[int, int] | None] = []
+        for path in self._paths:
+            try:
+                status = os.stat(path)  # noqa: PTH116 - after every commit: a third of the time
+            except OSError:
+                there.append(None)
+            else:
+                there.append((status.st_dev, status.st_ino))
+        if note:
+            self._known = there
+        if there == self._known or not self._known:
+            return
+        for path, known, identity in zip(self._paths, self._known, there, strict=True):
+            if known is None and identity is not None:
+                raise StoreReplacedError(
+                    f"another process writes to the store ({path} appeared), which was opened as a "
+                    "file that does not change: open it again"
+                )
+            if identity != known:
+                what = "removed" if identity is None else "replaced by another file"
+                raise StoreReplacedError(
+                    f"{path} was {what} while this process had it open: what it writes now is lost "
+                    "when it ends. Nothing of this call is acknowledged; end every process that "
+                    "uses the store, put the file back, and write again"
+                )
+
+
 _SHARED = (0x40000002, 510)
 """The first byte, and how many, that SQLite locks as long as it reads a database."""
 
@@ -212,14 +269,12 @@ class OpenFile:
     elsewhere: to copy it, or through another SQLite library, as that of Python's `sqlite3`. Then
     the last process that closes the database removes the log, and later commits to it are lost. So
     there is a second lock, of the kind that belongs to an open file.
+
+    Raises:
+        UnknownStoreError: it cannot be read, or was removed.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open it.
-
-        Raises:
-            UnknownStoreError: it cannot be read, or was removed.
-        """
         try:
             self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -227,16 +282,11 @@ class OpenFile:
         status = os.fstat(self.file)
         self.inode = (status.st_dev, status.st_ino)
 
-    @contextmanager
-    def keep_log(self) -> Iterator[None]:
-        """Keep other processes from removing the log. Leave it before SQLite closes the file."""
-        self._lock(F_RDLCK)
-        try:
-            yield
-        finally:
-            self._lock(F_UNLCK)
+    def lock_log(self, kind: int = F_RDLCK) -> None:
+        """Keep other processes from removing the log; with ``F_UNLCK`` no longer.
 
-    def _lock(self, kind: int) -> None:
+        That comes before SQLite closes the file.
+        """
         if self in _open and hasattr(fcntl, "F_OFD_SETLK"):
             with suppress(OSError):  # a file system that has none
                 fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, flock(kind, *_SHARED))

@@ -6,10 +6,11 @@ awaits it. SQL that differs between SQLite and PostgreSQL is built here.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from trinity_buffer.errors import (
     StoreBusyError,
     StoreError,
     StoreUnavailableError,
+    StoreUseError,
     UnknownStoreError,
     UnsafeStoreError,
 )
@@ -150,7 +152,80 @@ _MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
 )
 
 
-class Transaction(ABC):
+class Owner:
+    """The process and the event loop that opened a database.
+
+    Connections, their threads and waiting tasks belong to both: elsewhere a call would hang, or
+    corrupt the file.
+
+    Args:
+        name: of the database, for messages.
+
+    Raises:
+        StoreUseError: no event loop of asyncio runs here.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self._closed = False
+        self._loop = self._running_loop()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that opened the database."""
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """Refuse all further use of the database."""
+        self._closed = True
+
+    def require_same_process(self) -> None:
+        """Raise unless this is the process that opened the database.
+
+        Raises:
+            StoreUseError: this is a forked child.
+        """
+        if self.forked:
+            raise StoreUseError(
+                f"{self._name} was opened by process {self._pid} and forked into {os.getpid()}: "
+                "start the child with spawn or forkserver, or fork it before the store is opened"
+            )
+
+    def require_open(self) -> None:
+        """Raise unless the database is open, and this is the process that opened it.
+
+        Raises:
+            StoreUseError: it is closed, or this is a forked child.
+        """
+        self.require_same_process()
+        if self._closed:
+            raise StoreUseError(f"{self._name} is closed: use it inside its `with` block")
+
+    def require(self) -> None:
+        """Raise unless the caller may use the database.
+
+        Raises:
+            StoreUseError: it is closed, or was opened by another process or event loop.
+        """
+        if self._closed or os.getpid() != self._pid:
+            self.require_open()
+        if self._running_loop() is not self._loop:
+            raise StoreUseError(
+                f"{self._name} was opened in another event loop: open it in each loop that uses it"
+            )
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError as error:
+            raise StoreUseError(
+                f"{self._name} needs an event loop of asyncio, and none runs here (trio is not "
+                "supported): use asyncio.run, or anyio.run with the backend asyncio"
+            ) from error
+
+
+class Transaction:
     """An open transaction. Made by `Database.read`, `Database.write` and sessions.
 
     Args:
@@ -189,36 +264,36 @@ class Transaction(ABC):
         """Execute a statement of SQLAlchemy Core."""
         return self.connection.execute(statement, parameters)
 
-    @abstractmethod
     def fetch_all(self, sql: str, values: Values) -> list[tuple[Any, ...]]:
         """Execute SQL of the driver's own style, and return all rows."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def execute_later(self, sql: str, values: Values) -> None:
+    def execute_later(self, sql: str, values: Values) -> object:
         """Execute a statement whose rows nobody asks for, at the latest before the next one.
 
         Its errors are raised then.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def lock(self, experiment: int) -> None:
         """Let this transaction be the only one that appends to ``experiment`` until it ends.
 
         A position given out under the lock is committed before the next one is given out, so a
-        reader that has seen a position has seen every lower one.
+        reader that has seen a position has seen every lower one. On SQLite there is nothing to do:
+        BEGIN IMMEDIATE has locked the database, and the schema was checked.
 
         Raises:
             SchemaTooNewError: the store was migrated since it was opened here; on a server it is
                 raised by the next statement.
         """
 
-    @abstractmethod
     def insert_many(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows``, each with all columns of ``table`` in their order.
 
         They go past SQLAlchemy's work on each, so the columns must be of types that need no
         processing (numbers, texts, bytes, booleans).
         """
+        raise NotImplementedError
 
     def insert_blobs(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert ``rows`` as `insert_many` does, the last column of each a blob in pieces."""
@@ -235,12 +310,12 @@ class Transaction(ABC):
         """
         return rows
 
-    @abstractmethod
     def announce(self) -> None:
-        """Notify the other processes at the commit."""
+        """Notify the other processes at the commit; one of SQLite they see by themselves."""
 
 
-_OF_ONE_STATEMENT: set[Callable[..., Any]] = set()
+OF_ONE_STATEMENT: set[Callable[..., Any]] = set()
+"""The functions that `one_statement` marked."""
 
 
 def one_statement(f: Callable[P, T]) -> Callable[P, T]:
@@ -248,13 +323,8 @@ def one_statement(f: Callable[P, T]) -> Callable[P, T]:
 
     To begin and end a transaction around it would take two more round trips to a server.
     """
-    _OF_ONE_STATEMENT.add(f)
+    OF_ONE_STATEMENT.add(f)
     return f
-
-
-def is_of_one_statement(f: Callable[..., Any]) -> bool:
-    """Return whether a function was marked with `one_statement`."""
-    return f in _OF_ONE_STATEMENT
 
 
 @dataclass(slots=True)

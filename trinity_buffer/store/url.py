@@ -28,41 +28,34 @@ def parse_url(url: StoreURL) -> URL:
         InvalidArgumentError: neither sqlite nor postgresql, or a folder in place of a file.
     """
     address = fspath(url)
+    several = _SEVERAL_HOSTS.fullmatch(address)
+    if several is not None:  # they move behind the ``?``, one by one
+        hosts = [host if ":" in host else f"{host}:5432" for host in several["hosts"].split(",")]
+        query = "&".join([*(f"host={host}" for host in hosts), *filter(None, [several["query"]])])
+        address = f"{several['before']}{several['path'] or '/'}?{query}"
     try:
-        parsed = (
-            make_url(_with_hosts_apart(address))
-            if "://" in address
-            else URL.create("sqlite", database=address)
-        )
+        parsed = make_url(address) if "://" in address else URL.create("sqlite", database=address)
     except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
         raise InvalidArgumentError(f"the store's URL cannot be read; {_ACCEPTED}") from error
-    backend = parsed.get_backend_name()
-    if backend == "sqlite":
-        if parsed.database in (None, "", ":memory:"):
-            raise InvalidArgumentError(
-                "a store in memory is lost with its process; name a file: sqlite:///runs/a.db"
-            )
-        path = str(Path(parsed.database or "").expanduser())
-        if str(parsed.database).endswith("/"):
-            raise InvalidArgumentError(
-                f"{parsed.database} names a directory; name a file in it, such as {path}/run.db"
-            )
-        return parsed.set(drivername="sqlite", database=path)
+    backend, database = parsed.get_backend_name(), parsed.database or ""
     if backend == "postgresql":
         if address.partition("://")[2].count("@") > 1:  # or the rest of a password would be shown
             raise InvalidArgumentError(
                 "the store's URL cannot be read; write @ in a password as %40"
             )
-        query = {"sslmode" if key == "ssl" else key: value for key, value in parsed.query.items()}
-        for key in query.keys() - _POSTGRESQL_QUERY:
-            raise InvalidArgumentError(
-                f"the store's URL has {key}=: accepted behind the ? are "
-                f"{', '.join(sorted(_POSTGRESQL_QUERY))}"
-            )
-        parsed = parsed.set(drivername="postgresql+psycopg", query=query)
-        _require_values(parsed)
-        return parsed
-    raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
+        return _of_server(parsed)
+    if backend != "sqlite":
+        raise InvalidArgumentError(f"a store cannot live in {backend!r}; {_ACCEPTED}")
+    if database in ("", ":memory:"):
+        raise InvalidArgumentError(
+            "a store in memory is lost with its process; name a file: sqlite:///runs/a.db"
+        )
+    path = str(Path(database).expanduser())
+    if database.endswith("/"):
+        raise InvalidArgumentError(
+            f"{database} names a directory; name a file in it, such as {path}/run.db"
+        )
+    return parsed.set(drivername="sqlite", database=path)
 
 
 _SEVERAL_HOSTS = re.compile(
@@ -71,29 +64,22 @@ _SEVERAL_HOSTS = re.compile(
 )
 
 
-def _with_hosts_apart(address: str) -> str:
-    """Return a URL whose several hosts, ``a:1,b:2``, are moved behind the ``?``, one by one."""
-    match = _SEVERAL_HOSTS.fullmatch(address)
-    if match is None:
-        return address
-    hosts = [host if ":" in host else f"{host}:5432" for host in match["hosts"].split(",")]
-    query = "&".join([*(f"host={host}" for host in hosts), *filter(None, [match["query"]])])
-    return f"{match['before']}{match['path'] or '/'}?{query}"
-
-
-def _require_values(url: URL) -> None:
-    """Raise unless each option behind the ``?`` of a server's URL is accepted.
-
-    Raises:
-        InvalidArgumentError: one is not.
-    """
+def _of_server(parsed: URL) -> URL:
+    """Return the URL of a server with our driver, whose options behind the ``?`` are checked."""
+    query = {"sslmode" if key == "ssl" else key: value for key, value in parsed.query.items()}
+    for key in query.keys() - _POSTGRESQL_QUERY:
+        raise InvalidArgumentError(
+            f"the store's URL has {key}=: accepted behind the ? are "
+            f"{', '.join(sorted(_POSTGRESQL_QUERY))}"
+        )
+    url = parsed.set(drivername="postgresql+psycopg", query=query)
     reconnect_s_of(url)
-    wanted = url.query.get("target_session_attrs", "any")
-    if wanted not in _SESSIONS:
+    if (wanted := query.get("target_session_attrs", "any")) not in _SESSIONS:
         raise InvalidArgumentError(
             f"the store's URL has target_session_attrs={wanted}: accepted are "
             f"{', '.join(_SESSIONS)}"
         )
+    return url
 
 
 def reconnect_s_of(url: URL) -> float:
@@ -114,14 +100,6 @@ def reconnect_s_of(url: URL) -> float:
     return seconds
 
 
-def with_primary(url: URL) -> URL:
-    """Return the URL with the option to choose, of several hosts, one that accepts writes."""
-    several = isinstance(url.query.get("host"), tuple)
-    if not several or "target_session_attrs" in url.query:
-        return url
-    return url.update_query_dict({"target_session_attrs": "primary"})
-
-
 def named(url: StoreURL) -> str:
     """Return the URL of a store without its password, for messages."""
     parsed = parse_url(url)
@@ -135,9 +113,8 @@ def nothing_at(path: Path, *, read_only: bool = True) -> UnknownStoreError:
         path: of a file that is not there.
         read_only: False for a trainer, which comes after an explorer.
     """
-    near = sorted(file.name for file in path.parent.glob("*.db"))
-    meant = closest(path.name, near)
-    there = "" if read_only else _WRITE_FIRST
+    meant = closest(path.name, sorted(file.name for file in path.parent.glob("*.db")))
+    there = "" if read_only else WRITE_FIRST
     if meant is not None:
         there = f" (did you mean {path.with_name(meant)}?)"
     if not path.parent.is_dir():
@@ -145,13 +122,7 @@ def nothing_at(path: Path, *, read_only: bool = True) -> UnknownStoreError:
     return UnknownStoreError(f"{path}: there is no store to read{there}")
 
 
-def nothing_in(name: str, *, read_only: bool) -> UnknownStoreError:
-    """Return the error of an empty database; see `nothing_at`."""
-    remedy = "" if read_only else _WRITE_FIRST
-    return UnknownStoreError(f"{name} is empty: there is no store to read{remedy}")
-
-
-_WRITE_FIRST = ": start the explorer first, or wait until it has written"
+WRITE_FIRST = ": start the explorer first, or wait until it has written"
 _POSTGRESQL_QUERY = frozenset({"host", "port", "sslmode", "reconnect_s", "target_session_attrs"})
 _SESSIONS = ("any", "primary", "standby", "read-write", "read-only")
 _ACCEPTED = "accepted are sqlite:///path/to/file.db and postgresql://user@host/database"

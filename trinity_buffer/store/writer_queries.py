@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import renamed
-from trinity_buffer.store import counters, log
+from trinity_buffer.store import counters, fold, log
 from trinity_buffer.store.rows import (
     CONSUMER_COLUMNS,
     EXPERIENCE_COLUMNS,
@@ -156,7 +156,13 @@ _TASKS = Statement(
 def batches_of_actor(tx: Transaction, experiment: int, actor: str) -> tuple[int, list[str]]:
     """Return how many batches ``actor`` planned, and which of them are not sealed, oldest first."""
     unsealed = [key for (key,) in _UNSEALED_OF.fetch_all(tx, of=experiment, by=actor)]
-    return counters.planned_batches(tx, experiment, actor), unsealed
+    planned = _PLANNED_BY.value(tx, of=experiment, key=fold.key_of(counters.planned_by(actor)))
+    return int(planned or 0), unsealed
+
+
+_PLANNED_BY = Statement(
+    "SELECT number FROM counter WHERE experiment = :of AND consumer = '' AND key = :key"
+)
 
 
 IS_OPEN = "planned_at > 0 AND sealed_at IS NULL"

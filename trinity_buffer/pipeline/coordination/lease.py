@@ -38,7 +38,7 @@ from trinity_buffer.pipeline.coordination.waiting import (
 )
 from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
 from trinity_buffer.store import leases, log
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.leases import describe_owner
 from trinity_buffer.store.log import NewEvent, Place
 from trinity_buffer.store.transaction import Transaction

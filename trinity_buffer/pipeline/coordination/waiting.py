@@ -35,7 +35,7 @@ from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.background import running
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, log, writer_queries
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.writer import INVALID, OVERSIZE

@@ -14,7 +14,7 @@ from alembic.config import Config
 from trinity_buffer.errors import StoreBusyError, UnknownStoreError
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, wait_report_s
 from trinity_buffer.store import schema, sqlite
-from trinity_buffer.store.database import open_for_migration
+from trinity_buffer.store.connection import open_for_migration
 from trinity_buffer.store.postgres import others
 from trinity_buffer.store.tables import SCHEMA_REVISION
 from trinity_buffer.store.transaction import Transaction

@@ -45,7 +45,7 @@ from trinity_buffer.pipeline.load.reading import (
     unreadable_among,
 )
 from trinity_buffer.store import log, writer_queries
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of, written_as
 from trinity_buffer.store.transaction import ReadSession, SegmentParts
 

@@ -32,7 +32,7 @@ from trinity_buffer.pipeline.coordination.waiting import Presence, ReportedWait
 from trinity_buffer.pipeline.handle import ExperimentHandle, fact_at, new_event, now_us
 from trinity_buffer.pipeline.train.checkpoint import digest_of, found_again, require_digest
 from trinity_buffer.store import inspection, log, trainer_queries, writer_queries
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import ConsumerRow, StepRow
 from trinity_buffer.store.transaction import Transaction
 from trinity_buffer.store.url import StoreURL

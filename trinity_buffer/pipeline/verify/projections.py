@@ -15,7 +15,7 @@ from trinity_buffer.errors import CodecError, StoreError
 from trinity_buffer.events import PlacedFact
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import log, refold
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.log import EventChain, StoredEvent
 from trinity_buffer.store.refold import Difference, Scratch, Span
 from trinity_buffer.store.transaction import Transaction

@@ -42,7 +42,7 @@ from trinity_buffer.pipeline.verify.log_audit import Problem
 from trinity_buffer.pipeline.verify.projections import pages, readable_events
 from trinity_buffer.sampling import SEGMENTS, sampled
 from trinity_buffer.store import log, schema, segments
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import address_of, written_as
 from trinity_buffer.store.transaction import SegmentParts
 

@@ -52,7 +52,7 @@ from trinity_buffer.pipeline.write.planning import (
     unpublished,
 )
 from trinity_buffer.store import leases, log, writer_queries
-from trinity_buffer.store.database import Database
+from trinity_buffer.store.connection import Database
 from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.log import Place
 from trinity_buffer.store.rows import BatchRow
