@@ -32,11 +32,12 @@ from trinity_buffer.errors import (
 )
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import schema, sqlite, transaction
-from trinity_buffer.store.notify import Changes, PostgresChanges, SQLiteChanges
+from trinity_buffer.store.notify import PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Outage, PostgresConnection, Server
 from trinity_buffer.store.segments import SegmentStore
 from trinity_buffer.store.sqlite import Checkpointer, StoreFiles, WriterQueue, dbapi2
 from trinity_buffer.store.transaction import (
+    Changes,
     Owner,
     ReadSession,
     Session,

@@ -7,6 +7,7 @@ opens no segment.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
@@ -50,7 +51,7 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
     says: Values = structs.asdict(fact) | {"of": experiment, "at": at, "actor": placed.actor}
     match fact:
         case events.ExperimentCreated() | events.ConfigurationChanged():
-            _CONFIGURE.execute_later(tx, **says | {"config": tables.canonical(fact.config)})
+            _CONFIGURE.execute_later(tx, **says | {"config": _canonical(fact.config)})
         case events.ExperimentFinished():
             _FINISH.execute_later(tx, of=experiment)
         case events.BatchPlanned():
@@ -63,7 +64,7 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
             stored = _recorded(tx, experiment, [placed])
         case events.ConsumerRegistered():
             # The zeros: where a strategy and a trainer begin, each with columns of its own.
-            named = (experiment, fact.consumer, fact.kind, tables.canonical(fact.config))
+            named = (experiment, fact.consumer, fact.kind, _canonical(fact.config))
             tx.insert_many(tables.consumer, [(*named, *repeat(0, 6))])
         case events.ExperiencesAnnotated():
             _decide(tx, experiment, fact)
@@ -85,7 +86,7 @@ def fold_rows(tx: Transaction, experiment: int, placed: PlacedFact) -> int:  # n
         case events.StepDealt():
             _dealt(tx, says, fact)
         case events.StepsCommitted():
-            ranks = tables.canonical(list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None)
+            ranks = _canonical(list(fact.rows_by_rank[-1]) if fact.rows_by_rank else None)
             _DONE.execute_later(tx, **says | {"rows_by_rank": ranks}, last=fact.steps[-1])
             _COMMITTED.execute_later(tx, **says, last=fact.steps[-1])
         case events.TrainerRewound():
@@ -158,6 +159,11 @@ _SCORE = Statement(
     "ON CONFLICT (experiment, scoring, address) DO UPDATE SET reward = excluded.reward"
 )
 _RESTORE = Statement("DELETE FROM archived WHERE experiment = :of AND segment IN BYTES(:segments)")
+
+
+def _canonical(value: Any) -> str | None:
+    """Return ``value`` as JSON with sorted keys; None as None."""
+    return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def _planned(

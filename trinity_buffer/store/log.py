@@ -102,8 +102,9 @@ def append(
 
 def end(tx: Transaction, experiment_id: int) -> Place:
     """Return where the log ends; before its first event, the origin of its chain."""
-    rows = _END.fetch_all(tx, of=experiment_id)
-    return place(tx, experiment_id, *rows[0]) if rows else _beginning(tx, experiment_id)
+    last = end_if_open(tx, experiment_id, ())
+    assert last is not None  # of no batch none is sealed
+    return last
 
 
 def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bool:
@@ -114,16 +115,12 @@ def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bo
 
 def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
     """Return `end`, or None if one of ``batches`` is sealed, in one statement."""
-    rows = _END_IF_OPEN.fetch_all(tx, of=experiment_id, batches=batches)
+    rows = _END.fetch_all(tx, of=experiment_id, batches=batches)
     if not rows:
-        return _beginning(tx, experiment_id)
+        return Place(0, origin(experiment_name(tx, experiment_id)))
     ((position, known, is_sealed),) = rows
     last = place(tx, experiment_id, position, known)
     return None if is_sealed else last
-
-
-def _beginning(tx: Transaction, experiment_id: int) -> Place:
-    return Place(0, origin(experiment_name(tx, experiment_id)))
 
 
 def place(tx: Transaction, experiment_id: int, position: int, known: bytes | None) -> Place:
@@ -142,9 +139,6 @@ def place(tx: Transaction, experiment_id: int, position: int, known: bytes | Non
 
 
 _END = Statement(
-    "SELECT position, head FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1"
-)
-_END_IF_OPEN = Statement(
     "SELECT position, head, EXISTS (SELECT 1 FROM batch "
     "WHERE experiment = :of AND batch IN TEXTS(:batches) AND sealed_at IS NOT NULL) "
     "FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1"
@@ -153,9 +147,9 @@ _END_IF_OPEN = Statement(
 
 def head(tx: Transaction, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
-    rows = _END.fetch_all(tx, of=experiment_id)
-    for row in rows:
-        tx.saw(experiment_id, *row)
+    rows = _END.fetch_all(tx, of=experiment_id, batches=())
+    for position, known, _ in rows:
+        tx.saw(experiment_id, position, known)
     return int(rows[0][0]) if rows else 0
 
 

@@ -7,12 +7,11 @@ import ctypes
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import anyio
 import anyio.from_thread
@@ -24,7 +23,7 @@ from trinity_buffer.lazy import extra
 from trinity_buffer.store import postgres
 from trinity_buffer.store.postgres import CHANNEL, Outage, connect, cut, cut_after, driver_errors
 from trinity_buffer.store.sqlite import StoreFiles, dbapi2, uri_of
-from trinity_buffer.store.transaction import Owner, foreign_errors
+from trinity_buffer.store.transaction import Changes, Owner, foreign_errors
 
 if TYPE_CHECKING:
     import psycopg
@@ -37,43 +36,6 @@ ANSWERS_WITHIN_S = 10.0
 
 SLOWEST_WATCHED_POLL_S = 0.05
 """A safety net where the kernel tells of writes."""
-
-
-class Changes(ABC):
-    """Wakes tasks that wait for the next commit.
-
-    The pattern: take `state`, read, and if there was nothing, ``await changed(state)``: a commit
-    between the two returns at once. The wait may return early; callers read again.
-
-    Args:
-        owner: may ask; once it is closed, every call fails, those that wait included.
-    """
-
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
-        self._own = 0
-        self._event = asyncio.Event()
-
-    def notify(self) -> None:
-        """Wake tasks of this process: its own commits do not reach it through the database."""
-        self._own += 1
-        self._wake()
-
-    def _wake(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
-
-    @abstractmethod
-    async def state(self) -> tuple[int, int]:
-        """Return a mark of the database as it is now."""
-
-    @abstractmethod
-    async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
-        """Return once there was a commit after ``state`` was taken, or after ``timeout_s``."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Close the connection."""
 
 
 class SQLiteChanges(Changes):
@@ -195,13 +157,7 @@ class PostgresChanges(Changes):
         with foreign_errors(self._name):
             driver = connect(self._url)
             made.append(driver)
-            try:
-                with driver_errors(driver), cut_after(driver, postgres.COMMAND_TIMEOUT_S):
-                    driver.execute(f"LISTEN {CHANNEL}")
-                anyio.from_thread.check_cancelled()
-            except BaseException:
-                driver.close()
-                raise
+            _execute(driver, f"LISTEN {CHANNEL}", postgres.COMMAND_TIMEOUT_S)
             return driver
 
     def _hear(self) -> None:
@@ -249,7 +205,8 @@ class PostgresChanges(Changes):
             loop, driver = asyncio.get_running_loop(), self._driver
             loop.remove_reader(self._descriptor)  # its thread hears what comes meanwhile
             try:
-                await anyio.to_thread.run_sync(_answers, driver, abandon_on_cancel=True)
+                ask = partial(_execute, driver, "SELECT 1", ANSWERS_WITHIN_S)
+                await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
             except ConnectionError:
                 self._driver = None
             except BaseException:
@@ -270,11 +227,12 @@ class PostgresChanges(Changes):
             self._leave()
 
 
-def _answers(driver: psycopg.Connection[Any]) -> None:
-    """Ask something; close a connection over which no answer comes."""
+def _execute(driver: psycopg.Connection[Any], statement: LiteralString, within_s: float) -> None:
+    """Execute a statement; close a connection over which no answer comes in time."""
     try:
-        with driver_errors(driver), cut_after(driver, ANSWERS_WITHIN_S):
-            driver.execute("SELECT 1")
+        with driver_errors(driver), cut_after(driver, within_s):
+            driver.execute(statement)
+        anyio.from_thread.check_cancelled()
     except BaseException:
         driver.close()
         raise

@@ -7,12 +7,16 @@ address sorts by position, then by slot.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from trinity_buffer.errors import StoreError
 from trinity_buffer.identity import EID, Key
-from trinity_buffer.store.tables import experience, parsed
+from trinity_buffer.store.tables import experience
+
+T = TypeVar("T")
 
 SLOT_BITS = 20
 MAX_ROWS_PER_EVENT = 1 << SLOT_BITS
@@ -108,6 +112,29 @@ STEP_COLUMNS, CONSUMER_COLUMNS = (
 )
 EXPERIENCE_COLUMNS = ", ".join(column.name for column in experience.columns[1:])
 """All of the table, in its order, but the experiment."""
+
+
+def parsed(stored: str | None, kind: type[T]) -> T | None:
+    """Return the value of a column of JSON, a dict or a list.
+
+    Raises:
+        StoreError: it is not JSON of that kind: the file was edited or damaged.
+    """
+    if stored is None:
+        return None
+    why: object = f"in place of {kind.__name__}"
+    try:
+        value = json.loads(stored)
+        if isinstance(value, kind):
+            return value
+        why = f"{type(value).__name__} {why}"
+    except (TypeError, ValueError) as error:
+        why = error
+    raise StoreError(
+        f"a value that the store keeps as JSON is damaged ({why}): run `trinity-buffer rebuild`, "
+        "which makes it from the log again; if that cannot open the experiment, restore the store "
+        "from a backup"
+    )
 
 
 def read_step(row: Sequence[Any]) -> StepRow:

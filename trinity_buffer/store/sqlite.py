@@ -505,19 +505,14 @@ def log_state(path: Path) -> LogState:
     log = path.with_name(f"{path.name}-wal")
     size = log.stat().st_size if log.exists() else 0
     limit = sizes.wal_pages_limit * PAGE_SIZE_BYTES
-    state = LogState(size, limit, ())
-    return replace(state, readers=_readers(path)) if state.has_grown else state
-
-
-def _readers(path: Path) -> tuple[int, ...]:
-    """Return the processes that read at each of several looks; writers read only for a moment."""
-    shared = path.with_name(f"{path.name}-shm")
-    held = _read_locks(shared)
+    state, shared = LogState(size, limit, ()), path.with_name(f"{path.name}-shm")
+    held = _read_locks(shared) if state.has_grown else set()
+    # Who reads at each of several looks: writers read only for a moment.
     for _ in range(LOOKS - 1):
         if held:
             time.sleep(LOOK_AGAIN_S)
             held &= _read_locks(shared)
-    return tuple(sorted({pid for pid, _ in held}))
+    return replace(state, readers=tuple(sorted({pid for pid, _ in held})))
 
 
 def _read_locks(shared: Path, locks: Path = Path("/proc/locks")) -> set[tuple[int, int]]:

@@ -10,8 +10,7 @@ talks about.
 
 from __future__ import annotations
 
-import json
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -29,8 +28,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import SchemaItem
 
-from trinity_buffer.errors import StoreError
-
 SCHEMA_REVISION = "0004"
 """The alembic revision that equals these tables; a test holds them together."""
 
@@ -44,39 +41,12 @@ metadata = MetaData(
 )
 
 
-T = TypeVar("T")
-
-
-def canonical(value: Any) -> str | None:
-    """Return ``value`` as JSON with sorted keys; None as None."""
-    return None if value is None else json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def parsed(stored: str | None, kind: type[T]) -> T | None:
-    """Return the value of a column of JSON, a dict or a list.
-
-    Raises:
-        StoreError: it is not JSON of that kind: the file was edited or damaged.
-    """
-    if stored is None:
-        return None
-    why: object = f"in place of {kind.__name__}"
-    try:
-        value = json.loads(stored)
-        if isinstance(value, kind):
-            return value
-        why = f"{type(value).__name__} {why}"
-    except (TypeError, ValueError) as error:
-        why = error
-    raise StoreError(
-        f"a value that the store keeps as JSON is damaged ({why}): run `trinity-buffer rebuild`, "
-        "which makes it from the log again; if that cannot open the experiment, restore the store "
-        "from a backup"
-    )
-
-
 def _key(name: str, kind: type[Any] = BigInteger) -> Column[Any]:
     return Column(name, kind, primary_key=True, autoincrement=False)
+
+
+def _required(kind: type[Any], *names: str) -> list[Column[Any]]:
+    return [Column(name, kind, nullable=False) for name in names]
 
 
 def _of_experiment(name: str, *items: SchemaItem) -> Table:
@@ -99,8 +69,7 @@ NOT_FREQUENT = "kind NOT IN ('ExperiencesRecorded', 'ExperiencesAnnotated')"
 event = _of_experiment(
     "event",
     _key("position"),
-    Column("kind", Text, nullable=False),
-    Column("actor", Text, nullable=False),
+    *_required(Text, "kind", "actor"),
     # microseconds since 1970, for people: order is `position`
     Column("recorded_at", BigInteger, nullable=False),
     Column("body", LargeBinary, nullable=False),
@@ -171,40 +140,30 @@ plan = _of_experiment(
 experience = _of_experiment(
     "experience",
     _key("address"),
-    Column("batch", Text, nullable=False),
-    Column("task", Text, nullable=False),
-    Column("run", Integer, nullable=False),
-    Column("step", Integer, nullable=False),
+    *_required(Text, "batch", "task"),
+    *_required(Integer, "run", "step"),
     Column("suffix", Text, nullable=False),
     # 1: the batch id is a number, 2: the task id is one
     Column("int_keys", Integer, nullable=False),
     Column("reward", Float(53)),
     Column("policy_version", BigInteger),
-    Column("prompt_length", Integer, nullable=False),
-    Column("length", Integer, nullable=False),
-    Column("trained_tokens", Integer, nullable=False),
+    *_required(Integer, "prompt_length", "length", "trained_tokens"),
     Column("finish_reason", Text),
     Column("refused", Text),  # why no strategy will see it: late, invalid; None for all others
-    Column("segment", LargeBinary, nullable=False),
-    Column("digest", LargeBinary, nullable=False),
+    *_required(LargeBinary, "segment", "digest"),
     Index("uq_experience_eid", "experiment", "batch", "task", "run", "step", "suffix", unique=True),
 )
 
 consumer = _of_experiment(
     "consumer",
     _key("name", Text),
-    Column("kind", Text, nullable=False),
-    Column("config", Text, nullable=False),
+    *_required(Text, "kind", "config"),
     # Of a strategy: the position up to which the log was seen, how often `add` was called, and how
     # many planned groups it left out as a whole.
-    Column("cursor", BigInteger, nullable=False),
-    Column("calls", BigInteger, nullable=False),
-    Column("rejected_groups", BigInteger, nullable=False),
+    *_required(BigInteger, "cursor", "calls", "rejected_groups"),
     # Of a trainer: the highest fencing token, the last step handed out, and the last one committed
     # on the live line.
-    Column("token", BigInteger, nullable=False),
-    Column("leased_step", BigInteger, nullable=False),
-    Column("committed_step", BigInteger, nullable=False),
+    *_required(BigInteger, "token", "leased_step", "committed_step"),
     CheckConstraint("kind IN ('strategy', 'trainer')", name="kind"),
     CheckConstraint("committed_step <= leased_step", name="committed_after_leased"),
 )
@@ -254,8 +213,7 @@ step = _of_experiment(
     _key("step"),
     # of the event that says how it is served: its `BatchLeased`, or the last `StepDealt`
     Column("leased_at", BigInteger, nullable=False),
-    Column("rows", Integer, nullable=False),
-    Column("groups", Integer, nullable=False),
+    *_required(Integer, "rows", "groups"),
     # of this and all earlier steps of the consumer
     Column("planned_groups_so_far", BigInteger, nullable=False),
     Column("manifest_digest", LargeBinary, nullable=False),
@@ -274,8 +232,7 @@ policy = _of_experiment(
     "policy",
     _key("position"),
     Column("version", BigInteger, nullable=False),
-    Column("uri", Text, nullable=False),
-    Column("digest", Text, nullable=False),
+    *_required(Text, "uri", "digest"),
 )
 
 # Rewards of a later scoring stand beside the recorded ones, under the name of the scoring.

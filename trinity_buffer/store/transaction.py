@@ -1,4 +1,4 @@
-"""Transactions, sessions and prepared statements, as functions of the store use them.
+"""What a database gives its callers: transactions, sessions, statements, and news of commits.
 
 A function of the store is written once, for both databases: ``def f(tx, ...)``. Only `Database`
 awaits it. SQL that differs between SQLite and PostgreSQL is built here.
@@ -223,6 +223,43 @@ class Owner:
                 f"{self._name} needs an event loop of asyncio, and none runs here (trio is not "
                 "supported): use asyncio.run, or anyio.run with the backend asyncio"
             ) from error
+
+
+class Changes:
+    """Wakes tasks that wait for the next commit.
+
+    The pattern: take `state`, read, and if there was nothing, ``await changed(state)``: a commit
+    between the two returns at once. The wait may return early; callers read again.
+
+    Args:
+        owner: may ask; once it is closed, every call fails, those that wait included.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._own = 0
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake tasks of this process: its own commits do not reach it through the database."""
+        self._own += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def state(self) -> tuple[int, int]:
+        """Return a mark of the database as it is now."""
+        raise NotImplementedError
+
+    async def changed(self, state: tuple[int, int], timeout_s: float | None = None) -> None:
+        """Return once there was a commit after ``state`` was taken, or after ``timeout_s``."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Close the connection."""
+        raise NotImplementedError
 
 
 class Transaction:

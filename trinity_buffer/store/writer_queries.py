@@ -19,11 +19,11 @@ from trinity_buffer.store.rows import (
     ExperienceRow,
     experience_row,
     first_address,
+    parsed,
     position_of,
     read_consumer,
     typed,
 )
-from trinity_buffer.store.tables import parsed
 from trinity_buffer.store.transaction import Statement, Transaction, one_statement
 
 DOOR = "door"
