@@ -113,7 +113,6 @@ class SQLiteTransaction(Transaction):
         long, and no memory beside SQLite's own pages.
         """
         short: list[tuple[Any, ...]] = []
-        name = table.columns.keys()[-1]
         for *others, pieces in rows:
             size = sum(map(len, pieces))
             if size < FILLED_BYTES:
@@ -121,7 +120,8 @@ class SQLiteTransaction(Transaction):
                 continue
             room_for = _insert(table, 1, "zeroblob(?)")
             row = self.driver.execute(room_for, (*others, size)).lastrowid
-            with closing(sqlite.open_blob(self.driver, table.name, name, row)) as room:
+            place = (table.name, table.columns.keys()[-1], row)
+            with closing(sqlite.open_blob(self.driver, *place)) as room:
                 for piece in pieces:
                     room.write(piece)
         self.insert_many(table, short)
