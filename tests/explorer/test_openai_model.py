@@ -228,6 +228,11 @@ def test_log_probs_of_another_distribution_are_refused(bent: dict[str, Any]) -> 
     OpenAIModel("http://nobody", **nothing)
 
 
+def test_a_dialect_that_there_is_not_is_refused_at_once() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"dialect='sglan'.*vllm or sglang"):
+        OpenAIModel("http://127.0.0.1:1", dialect="sglan")  # type: ignore[arg-type]
+
+
 def test_neutral_values_are_not_refused() -> None:
     empty: dict[str, Any] = {"logit_bias": {}, "bad_words": [], "allowed_token_ids": []}
     neutral = {**NEUTRAL, **empty, "top_k": 0, "min_tokens": 0, "use_beam_search": False}

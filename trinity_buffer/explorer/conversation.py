@@ -102,21 +102,21 @@ class Completion:
         """Return what ``info["sampling_segments"]`` says of its tokens; None: nothing."""
         if not self.sampling:
             return None
-        begin = len(self.prompt_ids)
-        segment = {"begin": begin, "end": begin + len(self.token_ids), **self.sampling}
-        return segment if self.logprobs_mode is None else {**segment, MODE: self.logprobs_mode}
+        return self._segment(**self.sampling, **{MODE: self.logprobs_mode})
 
     def weight_segment(self) -> dict[str, Any]:
         """Return what ``info["weight_segments"]`` says of its tokens."""
+        return self._segment(
+            version=self.weight_version,
+            later_version=self.later_weight_version,
+            checksum=self.weight_checksum,
+        )
+
+    def _segment(self, **marks: Any) -> dict[str, Any]:
+        """Return where its tokens are in its run, and those of ``marks`` that are known."""
         begin = len(self.prompt_ids)
-        segment = {
-            "begin": begin,
-            "end": begin + len(self.token_ids),
-            "version": self.weight_version,
-            "later_version": self.later_weight_version,
-            "checksum": self.weight_checksum,
-        }
-        return {key: value for key, value in segment.items() if value is not None}
+        known = {key: value for key, value in marks.items() if value is not None}
+        return {"begin": begin, "end": begin + len(self.token_ids), **known}
 
     def message(self) -> dict[str, Any]:
         """Return it as a message of the assistant."""

@@ -270,13 +270,8 @@ FREE = frozenset(
         # what the prompt is: its ids come with the answer
         *("model", "messages", "prompt", "tools", "documents", "chat_template"),
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-        *(
-            "verbosity",
-            "add_special_tokens",
-            "truncate_prompt_tokens",
-            "truncation_side",
-            "reasoning_effort",
-        ),
+        *("verbosity", "reasoning_effort", "add_special_tokens"),
+        *("truncate_prompt_tokens", "truncation_side"),
         # where an answer ends, and how many there are
         *("max_tokens", "max_completion_tokens", "max_new_tokens", "n", "seed", "sampling_seed"),
         *("stop", "stop_token_ids", "stop_regex", "ignore_eos", "repetition_detection"),
@@ -480,7 +475,8 @@ class OpenAIModel:
             keys that could restrict the choice of tokens are refused.
 
     Raises:
-        InvalidArgumentError: log-probs would not be those of what is sampled.
+        InvalidArgumentError: there is no such dialect; or log-probs would not be those of what is
+            sampled.
     """
 
     def __init__(
@@ -494,6 +490,10 @@ class OpenAIModel:
         require_ids: bool = True,
         **sampling: Any,
     ) -> None:
+        if dialect not in VERSION_AT:
+            raise InvalidArgumentError(
+                f"dialect={dialect!r:.40}: the server is asked as {' or '.join(VERSION_AT)}"
+            )
         options = {k: sampling.pop(k) for k in ("api_key", "timeout_s") if k in sampling}
         self.server = Server(url, **options)
         self.name = model

@@ -347,7 +347,8 @@ def read_step(folder: Path) -> int:
         raise CheckpointError(f"{folder} holds no {STATE_FILE} of a trainer: {error}") from error
 
 
-_NAME = re.compile(r"step-\d+(-\d+)?")
+_NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+"""Of a checkpoint: its step, and which one of those of that step it is."""
 
 
 def remove_old(root: Path, *, keep: int, committed: Path) -> None:
@@ -359,9 +360,9 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
         committed: the one that was committed last; it stays, those that were begun before it for
             the same step go.
     """
-    last = _place_of(committed)
-    folders = (folder for folder in root.glob("step-*") if _NAME.fullmatch(folder.name))
-    places = {folder: _place_of(folder) for folder in folders}
+    names = [(folder, _NAME.fullmatch(folder.name)) for folder in (committed, *root.glob("step-*"))]
+    places = {folder: (int(name[1]), int(name[2] or 1)) for folder, name in names if name}
+    last = places[committed]
     # None: who took over meanwhile has gone on, and tidied up to where it is.
     newest = sorted({step for step, _ in places.values() if step <= last[0]})[-keep:]
     for folder, (step, number) in places.items():
@@ -370,12 +371,6 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
         if gone and all(may_remove(path) for path in folder.glob("*")):
             # A process that was fenced may be writing into it still: what is left goes next time.
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _place_of(folder: Path) -> tuple[int, int]:
-    """Return the step of a checkpoint, and which one of those of that step it is."""
-    _, step, *number = folder.name.split("-")
-    return int(step), int(number[0]) if number else 1
 
 
 _FAILURES = (CheckpointError, NonFiniteError, OSError, SafetensorError)
@@ -668,14 +663,14 @@ class Commits:
             return False
         finally:
             thread.shutdown(wait=False)
-        self._last.add_done_callback(self._end_wait)
-        return True
 
-    def _end_wait(self, done: Future[None]) -> None:
-        """End a wait for the next step, which may be for what this commit would have published."""
-        error = done.exception()
-        if isinstance(error, Exception):
-            self._stream.fail(error)
+        def end_wait(done: Future[None]) -> None:
+            # A wait for the next step may be for what this commit would have published.
+            if isinstance(error := done.exception(), Exception):
+                self._stream.fail(error)
+
+        self._last.add_done_callback(end_wait)
+        return True
 
     def _write(
         self, pending: PendingCheckpoint, step: TrainStep, beside: Mapping[str, Any]

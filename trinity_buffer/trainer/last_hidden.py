@@ -364,25 +364,21 @@ def hidden_and_logits(
 
 
 def _logits_of(model: Any, microbatch: Mapping[str, Any]) -> Tensor:
-    with attending(model, microbatch):
-        logits: Tensor = model(**_inputs(model, microbatch)).logits
-    return logits
-
-
-def _inputs(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model of transformers.
+    """Return what a model of transformers says of a micro-batch.
 
     Padding needs no mask: it is on the right, and what follows a token changes nothing of it.
     Packed sequences are told apart by their positions, which begin anew; attention of variable
     length takes the limits.
     """
-    ids = microbatch["input_ids"]
-    if "cu_seqlens" not in microbatch:
-        return {"input_ids": ids, "use_cache": False}
-    positions = microbatch["position_ids"]
-    inputs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-    attention = getattr(unwrapped(model).config, "_attn_implementation", None)
-    return inputs | limits_of(microbatch, attention)
+    inputs = {"input_ids": microbatch["input_ids"], "use_cache": False}
+    with attending(model, microbatch):
+        if "cu_seqlens" in microbatch:
+            positions = microbatch["position_ids"][None]
+            inputs |= {"input_ids": inputs["input_ids"][None], "position_ids": positions}
+            attention = getattr(unwrapped(model).config, "_attn_implementation", None)
+            inputs |= limits_of(microbatch, attention)
+        logits: Tensor = model(**inputs).logits
+    return logits
 
 
 _Pair: TypeAlias = "list[tuple[dict[str, Any], slice]]"

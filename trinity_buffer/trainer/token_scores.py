@@ -304,9 +304,7 @@ def head_scores(
         temperature: ``[T]``, what the logits are divided by; None: by nothing.
         chunk_math: how a chunk is computed; None: the fastest way that the device has.
     """
-    chunk_math = chunk_math or _math_for(hidden)
-    columns = chunk_columns(hidden, len(head.weight), chunk_logits, fused=chunk_math.fused)
-    how = _How(head.scale, head.softcap, temperature, columns, chunk_math)
+    how = _How.of(hidden, head, chunk_logits, temperature, chunk_math)
     return _HeadScores.apply(hidden, head.weight, head.bias, targets, how)  # type: ignore[no-any-return,no-untyped-call]  # autograd.Function has no types
 
 
@@ -320,15 +318,13 @@ def head_entropy_changes(
     chunk_math: ChunkMath | None = None,
 ) -> Tensor:
     """Return the sum over the vocabulary of ``p^2 (H + log p)``, ``[T]``; see `head_scores`."""
-    chunk_math = chunk_math or _math_for(hidden)
-    columns = chunk_columns(hidden, len(head.weight), chunk_logits, fused=chunk_math.fused)
-    how = _How(head.scale, head.softcap, temperature, columns, chunk_math)
+    how = _How.of(hidden, head, chunk_logits, temperature, chunk_math)
     nowhere = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
     sums = _summed(hidden, head.weight, head.bias, nowhere, how)
     known = Known(sums.normalizer(), sums.entropy())
     change = torch.zeros_like(known.entropy)
     for _, _, chunk in _chunks(hidden, head.weight, head.bias, nowhere, how):
-        change += chunk_math.entropy_change(chunk, known)
+        change += how.math.entropy_change(chunk, known)
     return change
 
 
@@ -351,12 +347,6 @@ def chunk_columns(hidden: Tensor, words: int, chunk_logits: int | None, *, fused
         raise InvalidArgumentError(f"chunk_logits={chunk_logits}: it must be at least 1")
     columns = chunk_logits // max(1, len(hidden))
     return words if columns >= words else min(words, max(256, columns // 256 * 256))
-
-
-def _math_for(hidden: Tensor) -> ChunkMath:
-    """Return how chunks are computed where ``hidden`` is."""
-    fits = hidden.is_cuda and hidden.dtype != torch.float64
-    return math_of_gpu(hidden.device, hidden.dtype) if fits else TORCH
 
 
 @cache
@@ -390,6 +380,22 @@ class _How(NamedTuple):
     temperature: Tensor | None
     columns: int
     math: ChunkMath
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        head: OutputHead,
+        chunk_logits: int | None,
+        temperature: Tensor | None,
+        chunk_math: ChunkMath | None,
+    ) -> _How:
+        """Return how logits are made of ``hidden``; see `head_scores`."""
+        if chunk_math is None:
+            fits = hidden.is_cuda and hidden.dtype != torch.float64
+            chunk_math = math_of_gpu(hidden.device, hidden.dtype) if fits else TORCH
+        columns = chunk_columns(hidden, len(head.weight), chunk_logits, fused=chunk_math.fused)
+        return cls(head.scale, head.softcap, temperature, columns, chunk_math)
 
 
 class _HeadScores(torch.autograd.Function):
