@@ -247,11 +247,6 @@ class RunNumbers:
             self.recent_reward += (mean - self.recent_reward) * (0.2 if self.rewards else 1.0)
             self.rewards.append((versions[0] if versions else self.policy, mean))
 
-    @property
-    def trained(self) -> int:
-        """Number of committed steps that changed the weights."""
-        return self.step - len(self.skipped)
-
     def figures(self) -> dict[str, str]:
         """Return the numbers as texts, by what they are."""
         begin = time.time() - WINDOW_S
@@ -406,7 +401,7 @@ class Demo:
                     with anyio.CancelScope(shield=True):
                         await anyio.to_thread.run_sync(supervisor.stop)
             seconds, numbers = time.monotonic() - begin, self._numbers
-            if failed is None and not numbers.trained:
+            if failed is None and numbers.step == len(numbers.skipped):
                 failed = f"nothing was trained in {seconds:.0f} s, {numbers.rejected} rejected"
                 failed += f": {self._cut_short}" if numbers.finished is None else ""
             expert_holds = True

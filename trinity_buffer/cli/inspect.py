@@ -118,19 +118,17 @@ async def groups(
         source, annotation_set=annotation_set, batch=batch, named=trained, order=sort, limit=limit
     )
 
-    rows = [
-        (
-            *(view.runs[0].uid, len({run.run for run in view.runs}), view.mean, view.deviation),
-            _numbers([run.reward for run in view.runs]),
-            _numbers([run.advantage for run in view.runs]),
-            view.state,
-        )
-        for view in views
-    ]
     columns = ["uid", "runs", "mean", "deviation", "rewards", "advantages", "state"]
     first = "the newest" if sort == "newest" else f"the greatest {sort}"
     title = f"{counted(len(views), 'group')}, {first} first"
-    return output.Answer(views, [output.table(title, columns, rows)])
+    return output.Answer(views, lambda: [output.table(title, columns, [*map(_cells_of, views)])])
+
+
+def _cells_of(view: questions.GroupView) -> tuple[Any, ...]:
+    runs, known = view.runs, len({run.run for run in view.runs})
+    rewards, advantages = [run.reward for run in runs], [run.advantage for run in runs]
+    numbers = (known, view.mean, view.deviation, _numbers(rewards), _numbers(advantages))
+    return (runs[0].uid, *numbers, view.state)
 
 
 def _numbers(values: list[float | None], most: int = 8) -> str:
@@ -170,12 +168,10 @@ async def show(
     columns |= {"id": by_token.ids.tolist(), "mask": by_token.mask.tolist()}
     for name, values in by_token.columns.items():  # null in place of NaN
         columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
-
-    def text() -> output.Lines:
-        yield from _experience_text(view)
-        yield _token_table(by_token, columns)
-
-    return output.Answer(asdict(view) | {"tokens": columns}, text())
+    return output.Answer(
+        asdict(view) | {"tokens": columns},
+        lambda: [*_experience_text(view), _token_table(by_token, columns)],
+    )
 
 
 def _token_table(tokens: questions.TokenTable, columns: Mapping[str, Sequence[Any]]) -> Table:
@@ -258,7 +254,7 @@ async def steps(
     columns = "step, state, rows, groups, tokens, reward, staleness, oldest, seconds"
     columns += _known("metrics", STEP_METRICS, lines)
     title = f"steps of {lines[0].trainer}" if lines else "no steps yet"
-    return output.Answer(lines, [output.table_of(one_line(title), columns, lines)])
+    return output.Answer(lines, lambda: [output.table_of(one_line(title), columns, lines)])
 
 
 def _known(attribute: str, names: Sequence[str], items: Sequence[object]) -> str:

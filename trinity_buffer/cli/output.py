@@ -122,7 +122,7 @@ def shown(value: Any) -> str:
     return one_line(str(value))
 
 
-Lines = Iterator[str | RenderableType]
+Lines = Iterable[str | RenderableType]
 """What is printed for people: a text is one line, anything else is printed as rich does."""
 
 
@@ -131,14 +131,15 @@ class Answer(NamedTuple):
 
     Attributes:
         value: printed with --json; of a list, each item on a line of its own.
-        text: what is printed without --json; a text is one line; None: the value, as JSON.
+        text: what is printed without --json, or makes it; a text is one line; None: the value, as
+            JSON.
         errors: such as rows that could not be read; they are printed to standard error.
         failed: end with exit code 1, as with an error.
         soft_wrap: leave it to the terminal to wrap lines.
     """
 
     value: Any
-    text: str | Iterable[str | RenderableType] | None = None
+    text: str | Iterable[str | RenderableType] | Callable[[], Lines] | None = None
     errors: Sequence[object] = ()
     failed: bool = False
     soft_wrap: bool | None = None
@@ -153,7 +154,7 @@ def print_answer(answer: Answer | str, *, as_json: bool) -> None:
     elif isinstance(answer.text, str):
         say(answer.text)
     else:
-        for item in answer.text:
+        for item in answer.text() if callable(answer.text) else answer.text:
             if isinstance(item, str):
                 say(item)
             else:  # the markup of a table is its own, and its cells are escaped

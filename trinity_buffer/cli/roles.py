@@ -27,19 +27,13 @@ import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from trinity_buffer import errors
 from trinity_buffer.algorithm import ADD_STRATEGY, Algorithm
 from trinity_buffer.cli import run_config
 from trinity_buffer.cli.escaping import escaped
 from trinity_buffer.cli.options import chosen_experiment, make_folder, make_folder_of, only_one
 from trinity_buffer.cli.run_backends import backend_for, require_run
 from trinity_buffer.demo.policy import TransformerPolicy
-from trinity_buffer.errors import (
-    CheckpointError,
-    InvalidArgumentError,
-    NonFiniteError,
-    TrainingError,
-    UnknownStoreError,
-)
 from trinity_buffer.events import ConfigurationChanged, ExperimentFinished, TrainerRewound, kinds_of
 from trinity_buffer.explorer.explore import BatchReport
 from trinity_buffer.identity import require_name
@@ -47,12 +41,7 @@ from trinity_buffer.options import renamed, renamed_key
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, ConsumerReport, run_strategy
 from trinity_buffer.pipeline.config import RunConfig
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.history.replay import (
-    RecordedEnd,
-    ReplayStream,
-    open_replay_stream,
-    recorded_end,
-)
+from trinity_buffer.pipeline.history import replay as replaying
 from trinity_buffer.pipeline.store import Experiment, Store, open_store
 from trinity_buffer.pipeline.sync_stream import SyncTrainStream, open_train_stream
 from trinity_buffer.pipeline.train.checkpoint import digest_of, require_digest
@@ -107,7 +96,7 @@ def ranks_of_environment() -> Iterator[Processes]:
         return
     missing = [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]
     if missing:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"WORLD_SIZE={number} without {', '.join(missing)}: start several ranks with `torchrun "
             "--nproc-per-node N --no-python trinity-buffer train`, which sets them all; for a "
             "trainer on its own, unset WORLD_SIZE"
@@ -145,7 +134,7 @@ def device_here(device: str) -> str:
         return device
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if index and ranks > 1:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"device={device} is one GPU, and {ranks} ranks on this machine need one each: give "
             "device=cuda (--set device=cuda)"
         )
@@ -153,7 +142,7 @@ def device_here(device: str) -> str:
     # torchrun starts a rank for each GPU, and each must find its own.
     needed, available = max(number + 1, ranks), torch.cuda.device_count()
     if needed > available:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"device={device} needs {counted(needed, 'GPU')}, and torch {torch.__version__} sees "
             f"{available} on this machine: run it where there are enough, or with --set device=cpu"
         )
@@ -217,7 +206,7 @@ async def prepare(
             row = await store.database.read(writer_queries.consumer_row, opened.key, config.trainer)
             reads = strategy_of(run_config.algorithm_of(config)) or RECORDED
             if row is not None and row.kind == "trainer" and row.config.get("strategy") != reads:
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"trainer {config.trainer!r} of experiment {chosen!r} trains on "
                     f"{row.config.get('strategy')!r}, and algorithm={config.algorithm} would read "
                     f"{reads!r}: name another trainer too (--set trainer=NAME), or another "
@@ -237,7 +226,7 @@ async def prepare(
         return chosen
 
     # Two steps: a run that is refused must not leave an empty store behind.
-    with suppress(UnknownStoreError):
+    with suppress(errors.UnknownStoreError):
         async with open_store(url, create=False) as store:
             return await record(store)
     require_name("an experiment's name", name or DEFAULT_NAME)
@@ -263,7 +252,7 @@ def _settings(
     settings = run_config.recorded(config)
     # Everything is checked before it is recorded: all processes of the run will read it.
     if "/" in config.trainer and config.trainer != before.get("trainer"):
-        raise InvalidArgumentError(f"trainer={config.trainer}: must be a text without '/'")
+        raise errors.InvalidArgumentError(f"trainer={config.trainer}: must be a text without '/'")
     if not explores:
         device_here(config.device)
     schema = before.get("schema", settings["schema"])
@@ -304,8 +293,8 @@ async def explore(
     actor: str,
     acknowledgements: Path | None,
     max_batches: int | None,
-    take_over: bool = False,
     say: Say,
+    **options: Any,
 ) -> None:
     """Explore until the experiment is finished."""
     use_one_thread()
@@ -332,7 +321,7 @@ async def explore(
             actor=actor,
             acknowledgements=acknowledgements,
             max_batches=max_batches,
-            take_over=take_over,
+            **options,
         )
         if batches:
             return
@@ -358,7 +347,7 @@ async def annotate(
     async with open_store(url) as store:
         opened = await store.experiment(experiment)
         if (name or strategy) == opened.config.get("trainer", "trainer"):
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"{name or strategy!r} is the trainer's name: give the annotation set another, "
                 "with --name"
             )
@@ -410,7 +399,7 @@ def settings_of(
 
 
 def trainer_on(
-    stream: SyncTrainStream | ReplayStream,
+    stream: SyncTrainStream | replaying.ReplayStream,
     config: RunConfig,
     algorithm: Algorithm,
     settings: TrainerSettings,
@@ -532,7 +521,7 @@ def _conclude(experiment: str, config: RunConfig, steps: int, skipped: int, say:
         TrainingError: no step of the run has changed the weights.
     """
     if not steps:
-        raise TrainingError(
+        raise errors.TrainingError(
             f"no step was trained of {experiment}: nothing is ready for the trainer "
             f"{config.trainer!r}; `trinity-buffer stats` tells what waits and `trinity-buffer "
             "rejected` what was left out, and why. What a trainer rejected it never takes again: "
@@ -540,7 +529,7 @@ def _conclude(experiment: str, config: RunConfig, steps: int, skipped: int, say:
             "trainer=NAME)"
         )
     if steps == skipped:
-        raise NonFiniteError(
+        raise errors.NonFiniteError(
             f"{counted(skipped, 'step')} of {experiment} changed nothing: loss or gradient norm "
             "were not finite; look at the rows that `trinity-buffer events --kind StepsCommitted "
             "--json` names, and at the learning rate and coefficients"
@@ -652,7 +641,7 @@ def replay(
         say: prints a line.
     """
     if tolerance is not None and math.isnan(tolerance):
-        raise InvalidArgumentError("--tolerance nan: give a number, such as 1e-5")
+        raise errors.InvalidArgumentError("--tolerance nan: give a number, such as 1e-5")
     use_one_thread()
     first, last = _steps_of_replay(steps, from_checkpoint)
     config, end = anyio.run(_run_to_replay, url, experiment, overrides, last)
@@ -667,7 +656,7 @@ def replay(
         _score_as_then(trainer, report.step + 1, end)
 
     with tempfile.TemporaryDirectory() as scratch:
-        with open_replay_stream(
+        with replaying.open_replay_stream(
             url,
             experiment=experiment,
             consumer=config.trainer,
@@ -702,12 +691,12 @@ def replay(
 
 async def _run_to_replay(
     url: str, experiment: str, overrides: list[str], last: int | None
-) -> tuple[RunConfig, RecordedEnd]:
+) -> tuple[RunConfig, replaying.RecordedEnd]:
     """Return how a run is replayed on this device with ``overrides``, and how it had ended."""
     # Refused rather than ignored: the user would take equal weights for a result.
     for key in (renamed_key(override.partition("=")[0]) for override in overrides):
         if key in OF_STEPS:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"--set {key}: a replay takes its steps, their micro-batches and their advantages "
                 "from the log, so that this would change nothing: leave it out"
             )
@@ -715,18 +704,20 @@ async def _run_to_replay(
         opened = await store.experiment(experiment)
         run = asdict(await _config_of(store, opened, explores=False))
         config = at_its_device(run_config.resolved(run_config.overridden(run, overrides)))
-        end = await recorded_end(opened, config.trainer, last)
+        end = await replaying.recorded_end(opened, config.trainer, last)
     # No commits: the replay's checkpoints are thrown away.
     return replace(config, commit_every_steps=1 << 30, max_steps=None), end
 
 
-def _weight_difference(end: RecordedEnd, weights: Path) -> tuple[float, str] | tuple[None, None]:
+def _weight_difference(
+    end: replaying.RecordedEnd, weights: Path
+) -> tuple[float, str] | tuple[None, None]:
     """Return how far ``weights`` are from the recorded ones; None if those no longer exist."""
     if end.weights is None or end.digest is None or not end.weights.exists():
         return None, None
     try:
         require_digest(end.weights, end.digest)
-    except CheckpointError:  # other weights have taken their place
+    except errors.CheckpointError:  # other weights have taken their place
         return None, None
     return largest_difference(end.weights, weights)
 
@@ -736,9 +727,11 @@ def _steps_of_replay(steps: str | None, from_checkpoint: Path | None) -> tuple[i
     try:
         first, last = (int(text) if text else None for text in (begin, end))
     except ValueError as error:
-        raise InvalidArgumentError(f"--steps {steps}: write it as A:B, such as 10:20") from error
+        raise errors.InvalidArgumentError(
+            f"--steps {steps}: write it as A:B, such as 10:20"
+        ) from error
     if last is not None and last < (first or 1):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"--steps {steps}: it ends before it begins: write it as A:B, such as 10:20"
         )
     begin_at = 1 if from_checkpoint is None else read_step(from_checkpoint) + 1
@@ -750,10 +743,10 @@ def _steps_of_replay(steps: str | None, from_checkpoint: Path | None) -> tuple[i
             f"to begin at step {first} the weights after step {(first or 1) - 1} are needed: "
             "--from-checkpoint FOLDER"
         )
-    raise InvalidArgumentError(f"--steps {steps}: {wrong}")
+    raise errors.InvalidArgumentError(f"--steps {steps}: {wrong}")
 
 
-def _score_as_then(trainer: Trainer, step: int, end: RecordedEnd) -> None:
+def _score_as_then(trainer: Trainer, step: int, end: replaying.RecordedEnd) -> None:
     """Score a step as the run did: from all logits at once, before the log had heads."""
     for model in trainer.scoring:
         if isinstance(model, TransformerPolicy):

@@ -21,13 +21,7 @@ from trinity_buffer.demo.rollout import SolutionSampler, TaskSampler, evaluate, 
 from trinity_buffer.demo.tasks import GuessNumber, SortDigits, Task
 from trinity_buffer.errors import CheckpointError, InvalidArgumentError, TrinityBufferError
 from trinity_buffer.experience import Experience
-from trinity_buffer.explorer.explore import (
-    BatchReport,
-    ExploreOptions,
-    Sampler,
-    SamplingExplorer,
-    explore,
-)
+from trinity_buffer.explorer import explore as exploring
 from trinity_buffer.explorer.local_model import LocalModel, load_causal_lm, load_tokenizer
 from trinity_buffer.explorer.server import OpenAIModel
 from trinity_buffer.lazy import extra
@@ -154,7 +148,7 @@ class DemoBackend:
         if explores:  # to train, the first policy only needs its seed
             self._sampler()
 
-    def _sampler(self) -> Sampler:
+    def _sampler(self) -> exploring.Sampler:
         config = self.config
         data = needs_of(algorithm_of(config), config.groups_per_step).data
         if data == "rollouts":
@@ -166,12 +160,12 @@ class DemoBackend:
         experiment: Experiment,
         *,
         actor: str,
-        report: Callable[[BatchReport], None],
+        report: Callable[[exploring.BatchReport], None],
         **options: Any,
     ) -> None:
         """Make rollouts of fresh problems until the experiment is finished."""
         config = self.config
-        rules = ExploreOptions(
+        rules = exploring.ExploreOptions(
             groups_per_batch=config.groups_per_batch,
             rollouts_per_group=config.rollouts_per_group,
             report=report,
@@ -179,7 +173,7 @@ class DemoBackend:
         )
         # Recorded data take no time to make, so a batch of them is one write.
         per_write = 8 if algorithm_of(config).type.use_rollout else config.groups_per_batch
-        await SamplingExplorer(
+        await exploring.SamplingExplorer(
             experiment, self._sampler(), actor, rules, groups_per_write=per_write
         ).run()
 
@@ -227,7 +221,11 @@ class HFBackend:
             _ = self._model_path
 
     async def explore(
-        self, experiment: Experiment, *, report: Callable[[BatchReport], None], **options: Any
+        self,
+        experiment: Experiment,
+        *,
+        report: Callable[[exploring.BatchReport], None],
+        **options: Any,
     ) -> None:
         """Roll out the list of tasks to its end, or until the experiment is finished."""
         config = self.config
@@ -235,7 +233,7 @@ class HFBackend:
         torch.seed()  # explorers started together must not sample the same tokens
         with _failing(f"rollout {config.rollout!r}", OSError):
             async with self._model() as model:
-                await explore(
+                await exploring.explore(
                     experiment,
                     tasks=tasks,
                     rollout=rollout,

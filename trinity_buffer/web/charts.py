@@ -76,6 +76,11 @@ def histogram(values: Sequence[float], bins: int = 12) -> list[Shape]:
     ]
 
 
+def _block(x: float, y: float, width: float, height: float, step: int, **about: Any) -> Shape:
+    place = {"x": round(x, 2), "y": round(y, 1), "width": round(width * 0.9, 2)}
+    return place | {"height": round(height, 1), "step": step, "current": False} | about
+
+
 def step_bar(points: Sequence[tuple[int, float | None]], current: int | None = None) -> list[Shape]:
     """Return a block for each step, the higher its value the stronger and the taller."""
     known = [value for _, value in points if value is not None]
@@ -87,10 +92,8 @@ def step_bar(points: Sequence[tuple[int, float | None]], current: int | None = N
         height = round(BAR_HEIGHT * (0.25 + 0.75 * share), 1)
         label = f"step {step}" if value is None else f"step {step}: reward {value:.4g}"
         shade = 0 if value is None else 1 + round(share * (SHADES - 1))  # 0: nothing is known
-        place = {"x": round(at * width, 2), "y": round(BAR_HEIGHT - height, 1)}
-        size = {"width": round(width * 0.9, 2), "height": height}
-        about = {"step": step, "label": label, "shade": shade, "current": step == current}
-        blocks.append(place | size | about)
+        about = {"label": label, "shade": shade, "current": step == current}
+        blocks.append(_block(at * width, BAR_HEIGHT - height, width, height, step, **about))
     return blocks
 
 
@@ -107,8 +110,7 @@ def lanes(ages: Sequence[Staleness]) -> list[Shape]:
             f"greatest {row.greatest}"
         )
         shade = 1 + round((SHADES - 1) * max(row.mean, 0.0) / most) if most > 0 else 1
-        x, y = round((row.step - first) * width, 2), actors.index(row.actor) * LANE + 2
-        size = {"width": round(width * 0.9, 2), "height": LANE - 4}
-        about = {"step": row.step, "label": label, "shade": shade, "current": False}
-        blocks[row.actor].append({"x": x, "y": y} | size | about)
+        x, y = (row.step - first) * width, actors.index(row.actor) * LANE + 2
+        block = _block(x, y, width, LANE - 4, row.step, label=label, shade=shade)
+        blocks[row.actor].append(block)
     return [{"actor": actor, "blocks": blocks[actor]} for actor in actors]

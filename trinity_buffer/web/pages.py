@@ -88,16 +88,16 @@ async def step_page(asked: Asked) -> Page:
 
 def _chosen(asked: Asked, eaten: tuple[inspector.EatenRow, ...]) -> list[inspector.EatenRow]:
     """Return the rows of runs between the rewards asked for, in the order that is asked for."""
-    low, high = asked.real("low"), asked.real("high")
+    low, high, sort = asked.real("low"), asked.real("high"), asked.text("sort")
     rows = [
         row
         for row in eaten
         if (low is None or (row.run_reward is not None and row.run_reward >= low))
         and (high is None or (row.run_reward is not None and row.run_reward <= high))
     ]
-    if asked.text("sort") == "abs-advantage":
+    if sort == "abs-advantage":
         rows.sort(key=lambda row: -abs(row.advantage or 0.0))
-    elif asked.text("sort") == "loss-share":
+    elif sort == "loss-share":
         rows.sort(key=lambda row: -row.measured.get("loss_share", 0.0))
     return rows
 
