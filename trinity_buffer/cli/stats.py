@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -58,25 +57,26 @@ def _overview_text(view: Overview) -> output.Lines:
     if not view.experiments:
         yield "no experiments yet"
     if len(view.experiments) > MOST_IN_FULL:
-        _print_many(view.experiments)
+        yield from _a_line_each(view.experiments)
         return
     for experiment in view.experiments:
         yield ""
         yield from _experiment_text(experiment)
 
 
-def _print_many(experiments: Sequence[ExperimentOverview]) -> None:
-    """Print a line for each experiment, without rich: that takes a second for a thousand."""
+def _a_line_each(experiments: Sequence[ExperimentOverview]) -> output.Lines:
+    # No table of rich, which takes a second for a thousand rows.
     names = [one_line(one.name) for one in experiments]
     width = max(map(len, names))
-    lines = [f"\n{'experiment':<{width}}  state     experiences      steps  last event (UTC)"]
+    yield ""
+    yield f"{'experiment':<{width}}  state     experiences      steps  last event (UTC)"
     for name, one in zip(names, experiments, strict=True):
         state = "finished" if one.finished else "open"
         steps = max((trainer.committed for trainer in one.trainers), default=0)
         numbers = f"{one.experiences:>12} {steps:>10}  {output.time_of(one.last_at)}"
-        lines.append(f"{name:<{width}}  {state:<8} {numbers}")
-    lines.append(f"\n{len(names)} experiments; --experiment NAME shows one in full, --json each")
-    sys.stdout.write("\n".join(lines) + "\n")
+        yield f"{name:<{width}}  {state:<8} {numbers}"
+    yield ""
+    yield f"{len(names)} experiments; --experiment NAME shows one in full, --json each"
 
 
 def _experiment_text(one: ExperimentOverview) -> output.Lines:
