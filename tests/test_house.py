@@ -27,7 +27,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS = {
     f"{PACKAGE}/cli/run_backends.py": "the user's code failed: one sentence, with its line",
-    f"{PACKAGE}/algorithm/registry.py:importing": "one's own module failed: told as a sentence",
+    f"{PACKAGE}/algorithm/arguments.py:get": "one's own module failed: told as a sentence",
     f"{PACKAGE}/pipeline/train/stream.py:run": "handed to whoever reads the stream",
     f"{PACKAGE}/store/connection.py:execute": "raised again where the trip is waited for",
     f"{PACKAGE}/pipeline/background.py:task_group": "raised again, bare of the group",

@@ -26,7 +26,7 @@ from trinity_buffer.algorithm import (
     POLICY_LOSS_FN,
     SAMPLE_STRATEGY,
 )
-from trinity_buffer.algorithm.registry import Registry
+from trinity_buffer.algorithm.arguments import Registry
 from trinity_buffer.cli import roles, run
 from trinity_buffer.cli.main import COMMANDS
 from trinity_buffer.cli.run_config import overridden, recorded, resolved

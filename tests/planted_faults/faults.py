@@ -229,7 +229,7 @@ FAULTS = [
     ),
     Fault(
         "a subclass that changes something is scored as its base",
-        "algorithm/annotating.py",
+        "algorithm/group_scores.py",
         "not (inherited and enough)",
         "not enough",
         "tests/pipeline/test_reward_declarations.py::test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all",

@@ -16,6 +16,7 @@ from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_buffer.algorithm.advantage_fn import AdvantageFn, GroupAdvantage, GRPOAdvantageFn
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, AlgorithmType, Recipe
+from trinity_buffer.algorithm.arguments import Registry
 from trinity_buffer.algorithm.building import Algorithm, build, effective_args
 from trinity_buffer.algorithm.entropy_loss_fn import *  # noqa: F403 - all that it exports
 from trinity_buffer.algorithm.functional import (
@@ -38,7 +39,6 @@ from trinity_buffer.algorithm.importance_correction import (
 from trinity_buffer.algorithm.kl_fn import *  # noqa: F403 - all that it exports
 from trinity_buffer.algorithm.layout import BatchLayout, Totals
 from trinity_buffer.algorithm.policy_loss_fn import *  # noqa: F403 - all that it exports
-from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.sample_strategy import SampleStrategy
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm.registry import Registry
+from trinity_buffer.algorithm.arguments import Registry
 
 PARTS: tuple[str, ...] = (
     "add_strategy",

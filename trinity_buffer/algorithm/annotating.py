@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, takewhile
-from typing import Any, ClassVar, Literal
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,6 @@ from trinity_buffer.algorithm.group_scores import (
     DeviationOptions,
     Over,
     Rewards,
-    RewardScorer,
     Runs,
     ScoredGroups,
     as_rewards,
@@ -30,54 +28,6 @@ from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
 from trinity_buffer.user_code import kind_of
-
-Unit = Literal["group", "batch"]
-
-_CHANGE_NOTHING = frozenset({"reference_args", "_abc_impl"})
-
-
-class WholeUnits:
-    """What the consumer reads of a class that works on whole units of experiences.
-
-    Class attributes:
-        unit: what one call must see whole.
-        families: the column families that are read from the store; the fields of the others are
-            empty.
-        needs: fields without which an experience cannot be used.
-        over: what counts once in the statistics of a group: ``"runs"``, or each of their
-            ``"rows"``. Of an instance that takes it as an argument, that.
-    """
-
-    unit: ClassVar[Unit] = "group"
-    families: ClassVar[tuple[str, ...]] = ("light",)
-    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
-    over: Over = "rows"
-
-    @classmethod
-    def unit_for(cls, **arguments: Any) -> Unit:
-        """Return the unit that an instance with these constructor arguments needs."""
-        return cls.unit
-
-    @classmethod
-    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
-        """Return the column families that an instance with these constructor arguments reads."""
-        return cls.families
-
-    def from_rewards(self) -> RewardScorer | None:
-        """Return what decides whole groups by their rewards alone; None: only experiences do.
-
-        It is the method ``score_groups`` of a class that looks at nothing else. A subclass that
-        changes anything but the constructor may decide otherwise, and has to write its own.
-        """
-        score: Callable[..., ScoredGroups] | None = getattr(self, "score_groups", None)
-        heirs = takewhile(lambda cls: "score_groups" not in vars(cls), type(self).__mro__)
-        changed = {name for cls in heirs for name in vars(cls)} - _CHANGE_NOTHING
-        # Dunders are written by dataclasses and typing, not by authors.
-        inherited = all(name.startswith("__") and name.endswith("__") for name in changed)
-        enough = {"reward"} <= set(self.needs) <= {"reward", "action_mask"}
-        if score is None or not (inherited and enough):
-            return None
-        return partial(scored_rows, score, self.over)
 
 
 @dataclass(frozen=True, slots=True)

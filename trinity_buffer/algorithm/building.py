@@ -13,6 +13,7 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, Tra
 from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, PARTS, AlgorithmType, Recipe
 from trinity_buffer.algorithm.arguments import (
     REQUIRED,
+    Registry,
     declared_arguments,
     made,
     refuse_unknown,
@@ -26,7 +27,6 @@ from trinity_buffer.algorithm.importance_correction import (
 from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN, KLFn
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
-from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.algorithm.sample_strategy.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
 from trinity_buffer.errors import InvalidArgumentError
 

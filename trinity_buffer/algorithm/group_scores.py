@@ -21,7 +21,8 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from itertools import takewhile
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ Runs = NDArray[np.int64]
 Over = Literal["runs", "rows"]
 """What counts once in the statistics of a group: a run, or each of its rows."""
 SingleMember = Literal["raw", "zero"]
+Unit = Literal["group", "batch"]
 
 RELATIVE_FLOOR = 1e-7
 """Deviations below this share of the largest reward count as 0: seven rewards of 0.1 are equal.
@@ -254,7 +256,7 @@ class NormalizedScores(DeviationOptions):
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the normalized scores of groups ``[k, G]``."""
-        mean, std = self.moments(rewards, weights)
+        mean, std = moments(rewards, weights, ddof=self.ddof, std_floor=self.std_floor)
         scores = self.normalized(rewards, mean, std, weights)
         return ScoredGroups(scores=scores, metrics={"reward_mean": mean, "reward_std": std})
 
@@ -414,6 +416,53 @@ def _put(into: Any, at: Runs, values: Any, size: int, default: float | str) -> A
         into = np.full(size, default, object if isinstance(default, str) else type(default))
     into[at] = values
     return into
+
+
+_CHANGE_NOTHING = frozenset({"reference_args", "_abc_impl"})
+
+
+class WholeUnits:
+    """What the consumer reads of a class that works on whole units of experiences.
+
+    Class attributes:
+        unit: what one call must see whole.
+        families: the column families that are read from the store; the fields of the others are
+            empty.
+        needs: fields without which an experience cannot be used.
+        over: what counts once in the statistics of a group: ``"runs"``, or each of their
+            ``"rows"``. Of an instance that takes it as an argument, that.
+    """
+
+    unit: ClassVar[Unit] = "group"
+    families: ClassVar[tuple[str, ...]] = ("light",)
+    needs: ClassVar[tuple[str, ...]] = ("reward", "action_mask")
+    over: Over = "rows"
+
+    @classmethod
+    def unit_for(cls, **arguments: Any) -> Unit:
+        """Return the unit that an instance with these constructor arguments needs."""
+        return cls.unit
+
+    @classmethod
+    def families_for(cls, **arguments: Any) -> tuple[str, ...]:
+        """Return the column families that an instance with these constructor arguments reads."""
+        return cls.families
+
+    def from_rewards(self) -> RewardScorer | None:
+        """Return what decides whole groups by their rewards alone; None: only experiences do.
+
+        It is the method ``score_groups`` of a class that looks at nothing else. A subclass that
+        changes anything but the constructor may decide otherwise, and has to write its own.
+        """
+        score: Callable[..., ScoredGroups] | None = getattr(self, "score_groups", None)
+        heirs = takewhile(lambda cls: "score_groups" not in vars(cls), type(self).__mro__)
+        changed = {name for cls in heirs for name in vars(cls)} - _CHANGE_NOTHING
+        # Dunders are written by dataclasses and typing, not by authors.
+        inherited = all(name.startswith("__") and name.endswith("__") for name in changed)
+        enough = {"reward"} <= set(self.needs) <= {"reward", "action_mask"}
+        if score is None or not (inherited and enough):
+            return None
+        return partial(scored_rows, score, self.over)
 
 
 def inherits(cls: type, base: type, methods: Collection[str]) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import Configured, require
+from trinity_buffer.algorithm.arguments import Configured, Registry, require
 from trinity_buffer.algorithm.functional import (
     LOG_RATIO_LIMIT,
     Metrics,
@@ -33,7 +33,6 @@ from trinity_buffer.algorithm.functional import (
     spread,
 )
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
 

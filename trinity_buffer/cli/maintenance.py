@@ -213,8 +213,8 @@ def algorithms() -> output.Answer:
     Example: trinity-buffer algorithms --json
     """
     from trinity_buffer import algorithm  # noqa: PLC0415 - torch, which only this one needs
+    from trinity_buffer.algorithm.arguments import Registry  # noqa: PLC0415
     from trinity_buffer.algorithm.building import effective_args  # noqa: PLC0415
-    from trinity_buffer.algorithm.registry import Registry  # noqa: PLC0415
 
     def arguments(kind: Registry[Any], name: str) -> dict[str, Any]:
         if kind.kind != "algorithm_type":

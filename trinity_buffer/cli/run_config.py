@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from trinity_buffer import options
 from trinity_buffer.algorithm import Algorithm, build
-from trinity_buffer.algorithm.registry import is_path
+from trinity_buffer.algorithm.arguments import is_path
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.config import CONFIG, SECTIONS, RunConfig, refuse_unknown
 from trinity_buffer.pipeline.store import Store

@@ -16,16 +16,16 @@ import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating, group_scores
-from trinity_buffer.algorithm.annotating import Problem, WholeUnits
+from trinity_buffer.algorithm.annotating import Problem
 from trinity_buffer.algorithm.arguments import (
     Configured,
+    Registry,
     declared_arguments,
     one_of,
     refuse_unknown,
 )
 from trinity_buffer.algorithm.copies import left_out
-from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups
-from trinity_buffer.algorithm.registry import Registry
+from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups, WholeUnits
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter, invalid
 

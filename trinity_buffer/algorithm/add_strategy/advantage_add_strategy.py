@@ -16,10 +16,9 @@ from trinity_buffer.algorithm.advantage_fn import (
     RECGroupedAdvantage,
     REINFORCEGroupAdvantage,
 )
-from trinity_buffer.algorithm.annotating import Unit
 from trinity_buffer.algorithm.arguments import declared_arguments
 from trinity_buffer.algorithm.copies import left_out
-from trinity_buffer.algorithm.group_scores import RewardScorer, as_added, inherits
+from trinity_buffer.algorithm.group_scores import RewardScorer, Unit, as_added, inherits
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.writer import BufferWriter
 

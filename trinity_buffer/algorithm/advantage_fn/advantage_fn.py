@@ -18,9 +18,10 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.annotating import Problem, WholeUnits
+from trinity_buffer.algorithm.annotating import Problem
 from trinity_buffer.algorithm.arguments import (
     Configured,
+    Registry,
     declared_arguments,
     one_of,
     refuse_unknown,
@@ -31,12 +32,12 @@ from trinity_buffer.algorithm.group_scores import (
     Rewards,
     RewardScorer,
     ScoredGroups,
+    WholeUnits,
     as_rewards,
     inherits,
     means,
     scored_rows,
 )
-from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.experience import Experience, group_by
 
 __all__ = ["ADVANTAGE_FN", "AdvantageFn", "GroupAdvantage", "PipelineAdvantage", "TrainerAdvantage"]

@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating, group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
-from trinity_buffer.algorithm.annotating import Problem, StepsByRun, Unit
+from trinity_buffer.algorithm.annotating import Problem, StepsByRun
 from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.experience import Experience
 from trinity_buffer.metrics import gather_metrics
 

@@ -16,10 +16,9 @@ from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
     GroupAdvantage,
     GroupScoredAdvantage,
 )
-from trinity_buffer.algorithm.annotating import Unit
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_group
-from trinity_buffer.algorithm.group_scores import Rewards
+from trinity_buffer.algorithm.group_scores import Rewards, Unit
 from trinity_buffer.experience import Experience
 
 Group = list[Experience]

@@ -9,8 +9,9 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
-from trinity_buffer.algorithm.annotating import LastStepScores, Problem, Unit
+from trinity_buffer.algorithm.annotating import LastStepScores, Problem
 from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.experience import Experience
 
 

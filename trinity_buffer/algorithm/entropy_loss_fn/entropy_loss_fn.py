@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import Configured
+from trinity_buffer.algorithm.arguments import Configured, Registry
 from trinity_buffer.algorithm.functional import Metrics, aggregate_loss, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
 __all__ = [

@@ -17,10 +17,9 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.advantage_fn.rows import as_mapping
-from trinity_buffer.algorithm.arguments import Configured, require
+from trinity_buffer.algorithm.arguments import Configured, Registry, require
 from trinity_buffer.algorithm.functional import LOG_RATIO_LIMIT, Metrics
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 
 __all__ = [

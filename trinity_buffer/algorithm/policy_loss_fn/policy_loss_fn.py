@@ -14,10 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm import functional
-from trinity_buffer.algorithm.arguments import Configured, did_you_mean
+from trinity_buffer.algorithm.arguments import Configured, Registry, did_you_mean
 from trinity_buffer.algorithm.functional import Metrics, Tokens
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import UnknownNameError
 
 LossAndMetrics = tuple[Tensor, Metrics]

@@ -13,11 +13,11 @@ from typing_extensions import override
 from trinity_buffer.algorithm.annotating import reward_of
 from trinity_buffer.algorithm.arguments import (
     Configured,
+    Registry,
     declared_arguments,
     refuse_unknown,
     require,
 )
-from trinity_buffer.algorithm.registry import Registry
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.metrics import gather_metrics

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
-from trinity_buffer.algorithm.annotating import Unit
+from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.errors import CodecError, CodecVersionError
 from trinity_buffer.events import (
     BatchPlanned,
