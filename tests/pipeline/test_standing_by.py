@@ -304,7 +304,7 @@ async def test_a_run_that_ends_with_what_is_stored_ends_beside_one_that_has_noth
 async def test_who_lost_a_lease_to_another_waits_twice_as_long_for_it(store_url: str) -> None:
     ttl_s = 0.2
     async with opened(store_url, lease_ttl_s=ttl_s) as experiment:
-        lease = StrategyLease(experiment, NAME)
+        lease = StrategyLease(experiment.database, experiment.key, NAME, 0.2)
         assert await lease.ask()
         await held_by(experiment, owner())
         with pytest.raises(LeaseLostError, match=f"pid {OTHER} on host .* took over"):
@@ -361,7 +361,7 @@ async def test_who_loses_the_lease_and_who_takes_it_over_says_so(
 
 async def test_a_lease_is_renewed_until_another_has_taken_it(store_url: str) -> None:
     async with opened(store_url, lease_ttl_s=0.2) as experiment:
-        lease = StrategyLease(experiment, NAME)
+        lease = StrategyLease(experiment.database, experiment.key, NAME, 0.2)
         assert await lease.ask()
         first = await experiment.database.read(store_leases.holder, experiment.key, NAME)
 

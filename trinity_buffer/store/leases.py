@@ -41,12 +41,20 @@ def holder(tx: Transaction, experiment: int, name: str) -> tuple[str, int, int] 
 _HOLDER = Statement(
     "SELECT owner, token, expires_at FROM lease WHERE experiment = :of AND consumer = :by"
 )
-_RECORDED_TOKEN = Statement("SELECT token FROM consumer WHERE experiment = :of AND name = :by")
-_PUT = Statement(
+_PUT = (
     "INSERT INTO lease (experiment, consumer, owner, token, expires_at) "
-    "VALUES (:of, :by, :owner, :token, :expires) ON CONFLICT (experiment, consumer) DO UPDATE "
+    "VALUES (:of, :by, :owner, {}, :expires) ON CONFLICT (experiment, consumer) DO UPDATE "
     "SET owner = excluded.owner, token = excluded.token, expires_at = excluded.expires_at"
 )
+_ACQUIRE = Statement(
+    _PUT.format(
+        "1 + (SELECT coalesce(max(token), 0) FROM ("
+        "SELECT token FROM lease WHERE experiment = :of AND consumer = :by UNION ALL "
+        "SELECT token FROM consumer WHERE experiment = :of AND name = :by) AS known)"
+    )
+    + " RETURNING token"
+)
+_RENEW = Statement(_PUT.format(":token"))
 _RELEASE = Statement(
     "DELETE FROM lease WHERE experiment = :of AND consumer = :by AND owner = :owner"
 )
@@ -65,11 +73,8 @@ def acquire(
 ) -> int:
     """Take the lease, whoever has it, and return its fencing token."""
     tx.lock(experiment)
-    held = holder(tx, experiment, name)
-    recorded = int(_RECORDED_TOKEN.value(tx, of=experiment, by=name) or 0)
-    token = max(recorded, held[1] if held else 0) + 1
-    put(tx, experiment, name, owner=owner, token=token, expires_at_us=now_us + ttl_us)
-    return token
+    expires_us = now_us + ttl_us
+    return int(_ACQUIRE.value(tx, of=experiment, by=name, owner=owner, expires=expires_us))
 
 
 def put(
@@ -77,7 +82,7 @@ def put(
 ) -> None:
     """Note who holds the lease, whatever stood there before."""
     row = {"owner": owner, "token": token, "expires": expires_at_us}
-    _PUT.execute_later(tx, of=experiment, by=name, **row)
+    _RENEW.execute_later(tx, of=experiment, by=name, **row)
 
 
 class Standing(NamedTuple):

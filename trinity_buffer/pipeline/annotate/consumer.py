@@ -51,7 +51,7 @@ from trinity_buffer.pipeline.annotate.grouping import Grouping, ReadyUnit, UnitR
 from trinity_buffer.pipeline.background import running, settle_imports
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.diagnosis import counted
-from trinity_buffer.pipeline.coordination.lease import StrategyLease
+from trinity_buffer.pipeline.coordination.lease import TTL_S, StrategyLease
 from trinity_buffer.pipeline.coordination.waiting import (
     FAULTS,
     MAX_REJECTED_STEPS,
@@ -213,10 +213,12 @@ class StrategyConsumer:
             experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
             counts="groups",
         )
-        self._presence = Presence(experiment.database, experiment.key, "strategy", self.name)
+        database, key = experiment.database, experiment.key
+        self._presence = Presence(database, key, "strategy", self.name)
         # Several trainers share the set `recorded`, and may decide at once: the rows of `waiting`
         # let one of them win, and the others go on from what it left.
-        self._lease = StrategyLease(experiment, self.name, alone=not speaks)
+        ttl_s = float(experiment.config.get("lease_ttl_s", TTL_S))
+        self._lease = StrategyLease(database, key, self.name, ttl_s, alone=not speaks)
         self.has_read_all = False  # up to the head at the last read
         self._calls = 0  # how often the strategy was called, by any process of its name
         self._annotated = 0

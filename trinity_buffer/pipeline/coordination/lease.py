@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TypeAlias
 
@@ -36,7 +37,7 @@ from trinity_buffer.pipeline.coordination.waiting import (
     start_of,
     this_host,
 )
-from trinity_buffer.pipeline.handle import ExperimentHandle, now_us
+from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.leases import describe_owner
@@ -83,14 +84,22 @@ Held: TypeAlias = tuple[str, int, int] | None
 """(owner, token, expires_at) of a lease, as `leases.holder` returns it."""
 
 
+@dataclass(slots=True)
 class LeaseWatch:
-    """Judges, by the monotonic clock of who watches, whether the holder of a lease fell silent."""
+    """Judges, by the monotonic clock of who watches, whether the holder of a lease fell silent.
 
-    def __init__(self, ttl_s: float) -> None:
-        self._ttl_s = ttl_s
-        self._seen: Held = None
-        self._since = self._looked = time.monotonic()
-        self._renewed = False
+    Attributes:
+        ttl_s: how long a lease lives that is not renewed.
+        seen: the lease as it was at the last look.
+        since, looked: when it was first seen just so, and when it was looked at last.
+        renewed: whether it was seen to change.
+    """
+
+    ttl_s: float
+    seen: Held = None
+    since: float = field(default_factory=time.monotonic)
+    looked: float = field(default_factory=time.monotonic)
+    renewed: bool = False
 
     def is_silent(self, held: Held) -> bool:
         """Return whether the lease was ``held`` just so for at least its time to live.
@@ -98,54 +107,53 @@ class LeaseWatch:
         While nobody could look, as with a server that was away, its holder could not renew it.
         """
         now = time.monotonic()
-        if held != self._seen:
-            self._renewed = self._seen is not None
-            self._seen, self._since = held, now
-        elif now - self._looked > self._ttl_s / HEARTBEATS_PER_TTL + LOOKED_EVERY_S:
-            self._since = now
-        self._looked = now
-        return now - self._since >= self._ttl_s
+        if held != self.seen:
+            self.renewed = self.seen is not None
+            self.seen, self.since = held, now
+        elif now - self.looked > self.ttl_s / HEARTBEATS_PER_TTL + LOOKED_EVERY_S:
+            self.since = now
+        self.looked = now
+        return now - self.since >= self.ttl_s
 
     @property
     def renewed_s(self) -> float:
         """How many seconds ago it was renewed; by its holder's clock where we did not see it."""
-        silent_s = time.monotonic() - self._since
-        if self._renewed or self._seen is None:
+        silent_s = time.monotonic() - self.since
+        if self.renewed or self.seen is None:
             return silent_s
-        return max(silent_s, (now_us() - self._seen[2]) / 1e6 + self._ttl_s)
+        return max(silent_s, (now_us() - self.seen[2]) / 1e6 + self.ttl_s)
 
 
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Lease:
     """A claim on the name of a strategy or a trainer.
 
-    Args:
+    Attributes:
         database: of the store.
         experiment: key of the experiment.
         consumer: name of the strategy or trainer.
-        ttl_s: after how long without a heartbeat another process may take it.
+        ttl_s: after how long without a heartbeat another process may take it, by the monotonic
+            clock of whoever waits for it.
         owner: who holds it.
-
-    Attributes:
         token: fences those who held it before.
     """
 
-    def __init__(
-        self, database: Database, experiment: int, consumer: str, ttl_s: float, owner: str
-    ) -> None:
-        self._database = database
-        self._experiment = experiment
-        self._ttl_s = ttl_s
-        self._watch = LeaseWatch(ttl_s)
-        self.consumer = consumer
-        self.owner = owner
-        self.token = 0
+    database: Database
+    experiment: int
+    consumer: str
+    ttl_s: float = TTL_S
+    owner: str = field(default_factory=owner_name)
+    token: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._watch = LeaseWatch(self.ttl_s)
 
     async def holder(self) -> Held:
         """Return who holds it, by the store as it is now."""
-        return await self._database.read(leases.holder, self._experiment, self.consumer)
+        return await self.database.read(leases.holder, self.experiment, self.consumer)
 
     def is_free(self, held: Held) -> bool:
         """Return whether nobody who lives has it, as far as we have seen.
@@ -158,12 +166,12 @@ class Lease:
 
     def take(self, tx: Transaction, seen: Held) -> bool:
         """Take the lease if it is as it was ``seen``, or ours; return whether it was."""
-        tx.lock(self._experiment)
-        held = leases.holder(tx, self._experiment, self.consumer)
+        tx.lock(self.experiment)
+        held = leases.holder(tx, self.experiment, self.consumer)
         if held != seen and (held is None or held[0] != self.owner):
             return False
-        ttl_us = int(self._ttl_s * 1e6)
-        key, name = self._experiment, self.consumer
+        ttl_us = int(self.ttl_s * 1e6)
+        key, name = self.experiment, self.consumer
         self.token = leases.acquire(tx, key, name, owner=self.owner, now_us=now_us(), ttl_us=ttl_us)
         return True
 
@@ -174,8 +182,8 @@ class Lease:
         is nobody's would be taken from a trainer that lives.
         """
         self.standing(tx)
-        expires = now_us() + int(self._ttl_s * 1e6)  # as it is once the transaction has begun
-        key, name = self._experiment, self.consumer
+        expires = now_us() + int(self.ttl_s * 1e6)  # as it is once the transaction has begun
+        key, name = self.experiment, self.consumer
         leases.put(tx, key, name, owner=self.owner, token=self.token, expires_at_us=expires)
 
     def standing(self, tx: Transaction) -> leases.Standing:
@@ -187,53 +195,45 @@ class Lease:
             LeaseLostError: another took it.
         """
         # One that has expired still holds: only who took it since stands in the way.
-        return leases.require(tx, self._experiment, self.consumer, token=self.token)
+        return leases.require(tx, self.experiment, self.consumer, token=self.token)
 
     def give_back(self, tx: Transaction) -> None:
         """Let another process take it at once."""
-        leases.release(tx, self._experiment, self.consumer, owner=self.owner)
+        leases.release(tx, self.experiment, self.consumer, owner=self.owner)
         tx.announce()
 
 
+@dataclass(eq=False)
 class StrategyLease(Lease):
     """Taken by the first process of a strategy's name, renewed while it runs, then given back.
 
     It is of a process, not of a consumer: two consumers of one process never wait for each other,
     since one may be the other's caller.
 
-    Args:
-        experiment: whose log is read; its ``lease_ttl_s`` is after how long a holder that is not
-            heard of loses the lease, by the monotonic clock of whoever waits for it.
-        name: of the annotation set.
-        alone: decide without any lease, whoever else does.
-
     Attributes:
-        is_held: whether this process holds it, as far as it knows: `standing` knows.
+        alone: decide without any lease, whoever else does.
+        is_held: whether this process decides, as far as it knows: `standing` knows.
         held_by: who holds it in our place, when we asked last.
     """
 
-    def __init__(self, experiment: ExperimentHandle, name: str, *, alone: bool = False) -> None:
-        ttl_s = float(experiment.config.get("lease_ttl_s", TTL_S))
-        super().__init__(
-            experiment.database, experiment.key, name, ttl_s, owner_of_process(os.getpid())
-        )
-        self._alone = self.is_held = alone
-        self._patience_s = ttl_s
-        self._took = False
-        self.held_by: str | None = None
+    owner: str = field(default_factory=lambda: owner_of_process(os.getpid()))
+    alone: bool = False
+    is_held: bool = field(default=False, init=False)
+    held_by: str | None = field(default=None, init=False)
+    _took: bool = field(default=False, init=False)
 
     async def ask(self) -> bool:
         """Return whether this process decides; take the lease if nobody has it who lives."""
-        while not self.is_held:
+        while not (self.is_held or self.alone):
             held = await self.holder()
             if held is not None and held[0] == self.owner:
                 self.is_held, self.token = True, held[1]
             elif held is None or self.is_free(held):
                 self._took = True  # also if we are cancelled while it is being taken
-                self.is_held = await self._database.write(self.take, held)
+                self.is_held = await self.database.write(self.take, held)
                 if self.is_held and self.held_by is not None:
                     who = describe_owner(self.held_by if held is None else held[0])
-                    silent = f"was not heard of for {self._patience_s:g} s"
+                    silent = f"was not heard of for {self._watch.ttl_s:g} s"
                     gone = "is gone" if held is not None and is_dead(held[0]) else silent
                     why = "has ended" if held is None else gone
                     text = f"strategy {self.consumer!r} decides now: {who} {why}"
@@ -245,30 +245,29 @@ class StrategyLease(Lease):
                     # nothing else run meanwhile, would lose it in every process in turn, and decide
                     # nothing: so we wait twice as long as before.
                     self._took = False
-                    self._patience_s *= 2
-                    self._watch = LeaseWatch(self._patience_s)
+                    self._watch = LeaseWatch(2 * self._watch.ttl_s)
                 return False
-        self.held_by = None
+        self.is_held, self.held_by = True, None
         return True
 
     def doubt(self, why: StoreError) -> None:
         """Note that another has decided, which is ``why`` a commit failed: `ask` looks again."""
-        self.is_held = self._alone
+        self.is_held = False
         if isinstance(why, LeaseLostError):
             _logger.warning(
                 "%s, and computed again. We lost the lease because this process was paused, or "
                 "`add` blocked it, for longer than lease_ttl_s=%g: if `add` takes so long, raise "
                 "that",
                 one_line(f"{why}"),
-                self._ttl_s,
+                self.ttl_s,
             )
 
     @override
     def standing(self, tx: Transaction) -> leases.Standing:
-        if self._alone:
+        if self.alone:
             return leases.Standing(0, None)
         # By its owner: its token is in no event, so that who had it since may have left no trace.
-        return leases.require(tx, self._experiment, self.consumer, owner=self.owner)
+        return leases.require(tx, self.experiment, self.consumer, owner=self.owner)
 
     def holder_text(self) -> str:
         """Return who decides in our place."""
@@ -277,11 +276,11 @@ class StrategyLease(Lease):
 
     async def keep(self) -> None:
         """Renew it while it is held, until cancelled; who decides hears of the store's errors."""
-        while not self._alone:
-            await anyio.sleep(self._ttl_s / HEARTBEATS_PER_TTL)
+        while not self.alone:
+            await anyio.sleep(self.ttl_s / HEARTBEATS_PER_TTL)
             if self.is_held:
                 try:
-                    await self._database.write(self.renew)
+                    await self.database.write(self.renew)
                 except LeaseLostError:
                     self.is_held = False
                 except StoreError:
@@ -291,29 +290,24 @@ class StrategyLease(Lease):
         """Give it back, if it was taken."""
         if self._took:
             with anyio.CancelScope(shield=True):
-                await self._database.try_to_write(self.give_back)
+                await self.database.try_to_write(self.give_back)
 
 
+@dataclass(eq=False)
 class TrainerLease(Lease):
     """Of one stream of a trainer, taken before its first step.
 
     Attributes:
-        consumer: name of the trainer.
         presence: of the trainer, recorded again with the heartbeats.
         lost: why it is not held any more, once a newer token was seen.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        experiment: int,
-        consumer: str,
-        ttl_s: float,
-        owner: str | None = None,
-    ) -> None:
-        super().__init__(database, experiment, consumer, ttl_s, owner or owner_name())
-        self.presence = Presence(database, experiment, "trainer", consumer)
-        self.lost: LeaseLostError | None = None
+    lost: LeaseLostError | None = field(default=None, init=False)
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.presence = Presence(self.database, self.experiment, "trainer", self.consumer)
 
     async def acquire(self, *, wait: bool) -> None:
         """Take the lease; with ``wait``, as soon as its holder lets go, dies or falls silent.
@@ -328,21 +322,21 @@ class TrainerLease(Lease):
                 "s ago: stop that process, or choose another consumer name"
             )
 
-        wait_for_it = ReportedWait(self._database, self._experiment, tell)
+        wait_for_it = ReportedWait(self.database, self.experiment, tell)
         while True:
-            state = await self._database.changes.state()
+            state = await self.database.changes.state()
             held = await self.holder()
             who = "another process" if held is None else describe_owner(held[0])
             has_expired = held is not None and held[2] <= now_us()
             free = self.is_free(held) or (has_expired and not wait)
-            if free and await self._database.write(self.take, held):
+            if free and await self.database.write(self.take, held):
                 return
             if not wait:
                 raise LeaseHeldError(
                     f"trainer {self.consumer!r} is at work in {who}: wait for it, stop that "
                     "process, or choose another consumer name"
                 )
-            await wait_for_it.changed(state, timeout_s=min(1.0, self._ttl_s / 4))
+            await wait_for_it.changed(state, timeout_s=min(1.0, self.ttl_s / 4))
 
     def append(
         self,
@@ -361,8 +355,8 @@ class TrainerLease(Lease):
             LeaseLostError: a newer token exists.
             StoreError: another step is the last committed one.
         """
-        of = self._experiment if experiment is None else experiment
-        for key in sorted({of, self._experiment}):  # locks, always in one order
+        of = self.experiment if experiment is None else experiment
+        for key in sorted({of, self.experiment}):  # locks, always in one order
             tx.lock(key)
         last, end = self.standing(tx)
         if committed not in (None, last):  # by a call that was cancelled, and went on all the same
@@ -370,7 +364,7 @@ class TrainerLease(Lease):
                 f"trainer {self.consumer!r}: step {last} is the last committed one, where this "
                 f"commit follows step {committed}: open the stream again, it resumes from there"
             )
-        end = end if of == self._experiment else None
+        end = end if of == self.experiment else None
         ours = [(self.consumer, event) for event in events]
         return log.append(tx, of, ours, now_us=now_us(), last=end)
 
@@ -386,9 +380,9 @@ class TrainerLease(Lease):
         is over, can still be renewed, and whoever works with the store hears of it.
         """
         while self.lost is None:
-            await anyio.sleep(self._ttl_s / HEARTBEATS_PER_TTL)
+            await anyio.sleep(self.ttl_s / HEARTBEATS_PER_TTL)
             try:
-                await self._database.write(self.renew)
+                await self.database.write(self.renew)
             except LeaseLostError as error:
                 self.lost = error
             except (StoreUnavailableError, StoreBusyError) as error:
@@ -403,7 +397,7 @@ class TrainerLease(Lease):
         """Give the lease back; its holder is not there any more."""
         _OWNERS.discard(self.owner)  # also if it cannot be given back, it is free
         await self.presence.gone()
-        await self._database.try_to_write(self.give_back)
+        await self.database.try_to_write(self.give_back)
 
 
 @asynccontextmanager
