@@ -112,8 +112,11 @@ def renamed(
             if source is None:
                 warnings.warn(message, FutureWarning, stacklevel=stacklevel)
             else:
-                line = _line_of(written, source[1])
-                warnings.warn_explicit(message, FutureWarning, source[0], line, registry=_WARNED)
+                file, text = source
+                key = rf"^[^#\n]*\b{written}\b[\"']?[ \t]*[=:.\]]"
+                first = re.search(key, text, re.MULTILINE)  # line that has it as a key
+                line = 1 + text.count("\n", 0, 0 if first is None else first.start())
+                warnings.warn_explicit(message, FutureWarning, file, line, registry=_WARNED)
         result[name] = value
         if name in _WITH_RENAMED and isinstance(value, Mapping):
             result[name] = renamed(value, warn=warn, source=source, stacklevel=stacklevel + 1)
@@ -122,12 +125,6 @@ def renamed(
 
 _WARNED: dict[Any, Any] = {}
 """Of which lines of the user's files Python has warned; it warns of each once."""
-
-
-def _line_of(name: str, text: str) -> int:
-    """Return the number of the first line of a file that has ``name`` as a key."""
-    key = re.search(rf"^[^#\n]*\b{name}\b[\"']?[ \t]*[=:.\]]", text, re.MULTILINE)
-    return 1 + text.count("\n", 0, 0 if key is None else key.start())
 
 
 def renamed_key(key: str) -> str:

@@ -82,18 +82,13 @@ def require_correctable(correction: str, loss: Any) -> None:
     Raises:
         InvalidArgumentError: it reads no advantages, or its experts' rows no log-probabilities.
     """
-    if correction == "none":
+    kind, reads = type(loss).__name__, loss.select_keys
+    if correction == "none" or ("advantages" in reads and "expert_mask" not in reads):
         return
-    if "advantages" not in loss.select_keys:
-        raise InvalidArgumentError(
-            f"importance_correction={correction!r}: it weighs advantages, and "
-            f"{type(loss).__name__} reads none; leave it at 'none'"
-        )
-    if "expert_mask" in loss.select_keys:
-        raise InvalidArgumentError(
-            f"importance_correction={correction!r}: {type(loss).__name__} trains rows of experts "
-            "too, which have no log-probabilities to be compared; leave it at 'none'"
-        )
+    why = f"it weighs advantages, and {kind} reads none"
+    if "advantages" in reads:
+        why = f"{kind} trains rows of experts too, which have no log-probabilities to be compared"
+    raise InvalidArgumentError(f"importance_correction={correction!r}: {why}; leave it at 'none'")
 
 
 REGISTRY_OF: dict[str, Registry[Any]] = {
@@ -247,57 +242,30 @@ class Algorithm:
             own.register_hook(weigh)
         loss, of_policy = self.policy_loss(logprob=own, layout=layout, **tensors)
         metrics.update(of_policy)
-        for part in (
-            self._entropy(batch, entropy, layout),
-            self._divergence(logprob, batch, layout),
-        ):
-            if part is not None:
-                loss = loss + part[0]
-                metrics.update(part[1])
+        if self.choices["entropy_loss_fn"].name != "none" and entropy is not None:
+            mask = needed(batch, "action_mask", self.entropy_loss)
+            of_tokens = entropy, mask, batch.get("expert_mask")
+            bonus, parts = self.entropy_loss(*of_tokens, self.loss_agg_mode, layout=layout)
+            loss = loss - bonus
+            metrics.update(parts)
+        elif self.needs_entropy:
+            raise InvalidArgumentError(
+                f"algorithm {self.name!r} has entropy_coef={self.entropy_loss.entropy_coef} "
+                "and needs entropy=, which was not given"
+            )
+        kl = self.kl_loss
+        # With a coefficient of 0 the divergence is still reported where a reference is there.
+        if self.choices["kl_loss_fn"].name != "none" and (kl.kl_coef or "ref_logprob" in batch):
+            if kl.reads_old_logprob:
+                require_recorded(batch, kl, ("old_logprob",))
+                needed(batch, "old_logprob", kl)
+            of_tokens = needed(batch, "ref_logprob", kl), needed(batch, "action_mask", kl)
+            old, mode = batch.get("old_logprob"), self.loss_agg_mode
+            divergence, parts = kl.calculate_kl_loss(logprob, *of_tokens, mode, old, layout=layout)
+            loss = loss + divergence
+            metrics.update(parts)
         named = {f"actor/{name}": value for name, value in metrics.items()}
         return loss, {"final_loss": loss.detach(), **named}
-
-    def _entropy(
-        self, batch: Mapping[str, Any], entropy: Tensor | None, layout: BatchLayout | None
-    ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return minus the entropy bonus, and metrics; None if there is nothing to say."""
-        if self.choices["entropy_loss_fn"].name == "none":
-            return None
-        if entropy is None:
-            if self.needs_entropy:
-                raise InvalidArgumentError(
-                    f"algorithm {self.name!r} has entropy_coef={self.entropy_loss.entropy_coef} "
-                    "and needs entropy=, which was not given"
-                )
-            return None
-        bonus, metrics = self.entropy_loss(
-            entropy,
-            needed(batch, "action_mask", self.entropy_loss),
-            batch.get("expert_mask"),
-            self.loss_agg_mode,
-            layout=layout,
-        )
-        return -bonus, metrics
-
-    def _divergence(
-        self, logprob: Tensor, batch: Mapping[str, Any], layout: BatchLayout | None
-    ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return the divergence from the reference policy, and metrics; None if unused."""
-        # With a coefficient of 0 the divergence is still reported where a reference is there.
-        unused = self.kl_loss.kl_coef == 0 and "ref_logprob" not in batch
-        if self.choices["kl_loss_fn"].name == "none" or unused:
-            return None
-        if self.kl_loss.reads_old_logprob:
-            require_recorded(batch, self.kl_loss, ("old_logprob",))
-            needed(batch, "old_logprob", self.kl_loss)
-        return self.kl_loss.calculate_kl_loss(
-            logprob,
-            needed(batch, "ref_logprob", self.kl_loss),
-            needed(batch, "action_mask", self.kl_loss),
-            self.loss_agg_mode,
-            batch.get("old_logprob"),
-            layout=layout,
-        )
 
 
 def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
@@ -320,12 +288,15 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
     refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
     recipe = _recipe_of(kind)
-    # An explicit None means "without it", which is not the recipe's default.
-    user |= {part: _none_of(part) for part in PARTS if user.get(part, part) is None}
     choices = {}
     for part in PARTS:
         own = getattr(recipe, part)
         wanted = user.get(part, own)
+        # An explicit None means "without it", which is not the recipe's default.
+        if wanted is None and part in user and part not in ("add_strategy", "advantage_fn"):
+            wanted = "none"
+            if wanted not in REGISTRY_OF[part].names():
+                raise InvalidArgumentError(f"{part}=None: every algorithm has one, name it")
         if part != "add_strategy" and wanted is not None:
             # Arguments of the recipe are tuned for its own class, not for another choice.
             tuned = recipe.args.get(part, {}) if wanted == own else {}
@@ -359,15 +330,6 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
         rollouts_per_group=1 if rollouts is None else rollouts,
         choices=choices,
     )
-
-
-def _none_of(part: str) -> str | None:
-    """Return what stands for no such part; a part that there always is, is refused."""
-    if part in ("add_strategy", "advantage_fn"):
-        return None
-    if "none" not in REGISTRY_OF[part].names():
-        raise InvalidArgumentError(f"{part}=None: every algorithm has one, name it")
-    return "none"
 
 
 def effective_args(algorithm: str | type[AlgorithmType], **user: Any) -> dict[str, Any]:
