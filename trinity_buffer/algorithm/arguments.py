@@ -28,17 +28,12 @@ REQUIRED = inspect.Parameter.empty
 """Stands for the default of an argument that has none."""
 
 
-def declared_arguments(cls: type) -> dict[str, Any]:
-    """Return ``{name: default}`` of all that the constructor of ``cls`` takes.
+def declared_arguments(cls: type) -> dict[str, inspect.Parameter]:
+    """Return ``{name: parameter}`` of all that the constructor of ``cls`` takes.
 
-    `REQUIRED` stands where there is no default. A signature with ``**kwargs`` hands these on to
+    `REQUIRED` is the default of one that has none. A signature with ``**kwargs`` hands these on to
     its base class, whose arguments therefore count too; the most derived default wins.
     """
-    return {name: parameter.default for name, parameter in _parameters(cls).items()}
-
-
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """Return ``{name: parameter}`` of all that the constructor of ``cls`` takes."""
     accepted: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         # Only classes that write a constructor: an inherited one is met further up.
@@ -72,9 +67,9 @@ class Configured:
     def default_args(cls) -> dict[str, Any]:
         """Return the arguments for a configuration: the constructor's defaults, then `tuned`."""
         declared = {
-            name: default
-            for name, default in declared_arguments(cls).items()
-            if default is not REQUIRED and name not in cls.runtime_args
+            name: parameter.default
+            for name, parameter in declared_arguments(cls).items()
+            if parameter.default is not REQUIRED and name not in cls.runtime_args
         }
         args = declared | dict(cls.tuned)
         return {k: v for k, v in args.items() if v is not None} if cls.none_is_unset else args
@@ -125,7 +120,7 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
     """
     name = getattr(cls, "__name__", str(cls))
     # A text in place of a number would otherwise be met in the middle of the first step.
-    for argument, parameter in (_parameters(cls) if isinstance(cls, type) else {}).items():
+    for argument, parameter in (declared_arguments(cls) if isinstance(cls, type) else {}).items():
         annotation = parameter.annotation
         text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
         kinds = text.split(" | ")

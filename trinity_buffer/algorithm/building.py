@@ -8,17 +8,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from trinity_buffer.algorithm import arguments
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, PARTS, AlgorithmType, Recipe
-from trinity_buffer.algorithm.arguments import (
-    REQUIRED,
-    Registry,
-    declared_arguments,
-    made,
-    refuse_unknown,
-    require,
-)
 from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN, EntropyLossFn
 from trinity_buffer.algorithm.importance_correction import (
     IMPORTANCE_CORRECTION,
@@ -91,7 +84,7 @@ def require_correctable(correction: str, loss: Any) -> None:
     raise InvalidArgumentError(f"importance_correction={correction!r}: {why}; leave it at 'none'")
 
 
-REGISTRY_OF: dict[str, Registry[Any]] = {
+REGISTRY_OF: dict[str, arguments.Registry[Any]] = {
     "add_strategy": ADD_STRATEGY,
     "advantage_fn": ADVANTAGE_FN,
     "sample_strategy": SAMPLE_STRATEGY,
@@ -122,7 +115,7 @@ class Choice:
 
     def make(self, **run_time: Any) -> Any:
         """Return the object."""
-        return made(self.cls, **self.args, **run_time)
+        return arguments.made(self.cls, **self.args, **run_time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,9 +252,14 @@ class Algorithm:
             if kl.reads_old_logprob:
                 require_recorded(batch, kl, ("old_logprob",))
                 needed(batch, "old_logprob", kl)
-            of_tokens = needed(batch, "ref_logprob", kl), needed(batch, "action_mask", kl)
-            old, mode = batch.get("old_logprob"), self.loss_agg_mode
-            divergence, parts = kl.calculate_kl_loss(logprob, *of_tokens, mode, old, layout=layout)
+            divergence, parts = kl.calculate_kl_loss(
+                logprob,
+                needed(batch, "ref_logprob", kl),
+                needed(batch, "action_mask", kl),
+                self.loss_agg_mode,
+                batch.get("old_logprob"),
+                layout=layout,
+            )
             loss = loss + divergence
             metrics.update(parts)
         named = {f"actor/{name}": value for name, value in metrics.items()}
@@ -285,7 +283,7 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
         InvalidArgumentError: an argument that nothing takes, or one that is missing; a correction
             of the log-probabilities that an expert's rows do not have.
     """
-    refuse_unknown("build", user, ACCEPTED)
+    arguments.refuse_unknown("build", user, ACCEPTED)
     kind = ALGORITHM_TYPE.get(algorithm) if isinstance(algorithm, str) else algorithm
     recipe = _recipe_of(kind)
     choices = {}
@@ -303,12 +301,12 @@ def build(algorithm: str | type[AlgorithmType], **user: Any) -> Algorithm:
             choices[part] = _chosen(part, wanted, tuned, user.get(f"{part}_args"))
     mode = user.get("loss_agg_mode")
     policy = choices["policy_loss_fn"]
-    if mode is not None and "loss_agg_mode" in declared_arguments(policy.cls):
+    if mode is not None and "loss_agg_mode" in arguments.declared_arguments(policy.cls):
         policy.args.update({"loss_agg_mode": mode} | user.get("policy_loss_fn_args", {}))
     rollouts = user.get("rollouts_per_group", recipe.rollouts_per_group)
     is_count = isinstance(rollouts, int) and not isinstance(rollouts, bool) and rollouts >= 1
     rule = "be a whole number of at least 1"
-    require(rollouts is None or is_count, "rollouts_per_group", rollouts, rule)
+    arguments.require(rollouts is None or is_count, "rollouts_per_group", rollouts, rule)
     advantage = choices.get("advantage_fn")
     if advantage is not None and not advantage.cls.compute_in_trainer():
         raise InvalidArgumentError(
@@ -374,7 +372,7 @@ def _strategies(chosen: Recipe, user: Mapping[str, Any]) -> tuple[Choice, ...]:
     names = [_name_of("add_strategy", strategy) for strategy in listed]
     if len(set(names)) < len(names):
         raise InvalidArgumentError(f"add_strategy: {'+'.join(names)} names one of them twice")
-    refuse_unknown("add_strategy_args", args, names)
+    arguments.refuse_unknown("add_strategy_args", args, names)
     recipe = chosen.args.get("add_strategy", {})
     return tuple(
         _chosen(
@@ -398,11 +396,15 @@ def _chosen(
     defaults: Arguments = cls.default_args()
     # The order is the rule: what comes later wins.
     args = defaults | dict(recipe) | dict(own or {})
-    taken = declared_arguments(cls)
+    taken = arguments.declared_arguments(cls)
     accepted = (taken.keys() | defaults.keys()) - RUN_TIME
-    refuse_unknown(f"{part} {name!r}", {**recipe, **(own or {})}, accepted)
+    arguments.refuse_unknown(f"{part} {name!r}", {**recipe, **(own or {})}, accepted)
     # Found here, by name: the constructor would name the class and a position.
-    missing = [n for n in taken if taken[n] is REQUIRED and n not in args and n not in RUN_TIME]
+    missing = [
+        n
+        for n in taken
+        if taken[n].default is arguments.REQUIRED and n not in args and n not in RUN_TIME
+    ]
     if missing:
         raise InvalidArgumentError(
             f"{part} {name!r} needs {', '.join(missing)}: give {part}_args={{{missing[0]!r}: ...}}"

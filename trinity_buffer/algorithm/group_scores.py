@@ -387,8 +387,7 @@ def scored_rows(
             columns = np.flatnonzero(stands == columns)
             num_columns = np.bincount(group[columns], minlength=len(sizes))
     starts = np.cumsum(num_columns) - num_columns
-    n, scores, stays, reasons = len(rewards), None, None, None
-    metrics: dict[str, Rewards] = {}
+    of_rows, metrics = dict[str, Any](), dict[str, Rewards]()
     for number, of_runs in {*zip(num_columns.tolist(), num_runs.tolist(), strict=True)} - {(0, 0)}:
         which = np.flatnonzero((num_columns == number) & (num_runs == of_runs))
         at = columns[starts[which, np.newaxis] + np.arange(number)]
@@ -396,26 +395,16 @@ def scored_rows(
         if weights is not None and number > of_runs:
             ask = partial(score, weights=weights[at])
         scored = _asked(ask, values[at])
-        scores = _put(scores, at, scored.scores, n, 0.0)
-        stays = _put(stays, at, scored.kept, n, True)
-        reasons = _put(reasons, at, scored.reasons, n, "filtered")
+        for name, default in (("scores", 0.0), ("kept", True), ("reasons", "filtered")):
+            answer = getattr(scored, name)
+            if answer is not None:
+                kind = object if name == "reasons" else type(default)
+                of_rows.setdefault(name, np.full(len(rewards), default, kind))[at] = answer
         for name, numbers in scored.metrics.items():
-            metrics[name] = _put(metrics.get(name), which, numbers, len(sizes), np.nan)
-    if len(columns) < n:
-        scores, stays, reasons = (
-            None if each is None else each[stands] for each in (scores, stays, reasons)
-        )
-    return ScoredGroups(scores=scores, kept=stays, reasons=reasons, metrics=metrics)
-
-
-def _put(into: Any, at: Runs, values: Any, size: int, default: float | str) -> Any:
-    """Return ``into``, which is made of ``default`` where it is None, with ``values`` there."""
-    if values is None:
-        return into
-    if into is None:
-        into = np.full(size, default, object if isinstance(default, str) else type(default))
-    into[at] = values
-    return into
+            metrics.setdefault(name, np.full(len(sizes), np.nan))[which] = numbers
+    if len(columns) < len(rewards):
+        of_rows = {name: answer[stands] for name, answer in of_rows.items()}
+    return ScoredGroups(**of_rows, metrics=metrics)
 
 
 _CHANGE_NOTHING = frozenset({"reference_args", "_abc_impl"})

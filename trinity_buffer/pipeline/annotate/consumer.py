@@ -20,46 +20,21 @@ import anyio.to_thread
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer import errors
 from trinity_buffer.algorithm.add_strategy import ADD_STRATEGY, AddStrategy, compose
 from trinity_buffer.algorithm.arguments import made, refuse_unknown
-from trinity_buffer.errors import (
-    ArchivedSegmentError,
-    CodecError,
-    CodecVersionError,
-    ConflictingStrategyError,
-    CursorConflictError,
-    LeaseLostError,
-    UnknownNameError,
-)
 from trinity_buffer.events import ConsumerRegistered, ExperiencesRecorded
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import order_of
 from trinity_buffer.limits import by_size, sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
-from trinity_buffer.pipeline.annotate.deciding import (
-    Decision,
-    StrategyLike,
-    blame_strategy,
-    classes_of,
-    config_diff,
-    metrics_of,
-    table_of,
-    with_over,
-)
+from trinity_buffer.pipeline.annotate import deciding
 from trinity_buffer.pipeline.annotate.grouping import Grouping, ReadyUnit, UnitReader, num_members
 from trinity_buffer.pipeline.background import running, settle_imports
-from trinity_buffer.pipeline.coordination import diagnosis
+from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TTL_S, StrategyLease
-from trinity_buffer.pipeline.coordination.waiting import (
-    FAULTS,
-    MAX_REJECTED_STEPS,
-    Presence,
-    RejectionWatch,
-    ReportedWait,
-    one_line,
-)
 from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event, now_us
 from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache
@@ -187,7 +162,7 @@ class StrategyConsumer:
     def __init__(
         self,
         experiment: ExperimentHandle,
-        strategy: StrategyLike,
+        strategy: deciding.StrategyLike,
         args: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
@@ -198,7 +173,7 @@ class StrategyConsumer:
         self.experiment = experiment
         self._speaks = speaks
         self._staged = StagedWriter()
-        self._classes = classes_of(strategy)
+        self._classes = deciding.classes_of(strategy)
         self._args = dict(args or {})
         self._rewards = rewards
         self.name = name or "+".join(name for name, _ in self._classes)
@@ -207,14 +182,14 @@ class StrategyConsumer:
         self._cache = EventCache(experiment.key, experiment.name)
         grouping = Grouping(self._unit, self.rules)
         self._reader = UnitReader(experiment, self.name, grouping, self._cache, rewards)
-        self._watch = RejectionWatch(
+        self._watch = waiting.RejectionWatch(
             f"strategy {self.name!r}",
             experiment.config.get("groups_per_step"),
-            experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
+            experiment.config.get("max_rejected_steps", waiting.MAX_REJECTED_STEPS),
             counts="groups",
         )
         database, key = experiment.database, experiment.key
-        self._presence = Presence(database, key, "strategy", self.name)
+        self._presence = waiting.Presence(database, key, "strategy", self.name)
         # Several trainers share the set `recorded`, and may decide at once: the rows of `waiting`
         # let one of them win, and the others go on from what it left.
         ttl_s = float(experiment.config.get("lease_ttl_s", TTL_S))
@@ -231,7 +206,7 @@ class StrategyConsumer:
         Args:
             recorded: the configuration of the set, if it exists.
         """
-        args = with_over(self._args, self._classes, recorded)
+        args = deciding.with_over(self._args, self._classes, recorded)
         if len(self._classes) == 1:
             self.strategy: AddStrategy = made(self._classes[0][1], self._staged, **args)
         else:
@@ -274,20 +249,20 @@ class StrategyConsumer:
                     await self._decide_all(follow=follow)
             finally:
                 await self._lease.release()
-        waiting, groups = self._reader.grouping.num_waiting
+        rows, groups = self._reader.grouping.num_waiting
         rejected = self._reasons.total()
-        at_fault = any(reason.startswith(FAULTS) for reason in self._reasons)
+        at_fault = any(reason.startswith(waiting.FAULTS) for reason in self._reasons)
         if self._speaks and (at_fault or (rejected and not self._annotated)):
             counts = ", ".join(f"{reason} {number}" for reason, number in self._reasons.items())
             of = counted(rejected + self._annotated, "experience")
-            why = one_line(counts)
+            why = waiting.one_line(counts)
             _logger.warning("strategy %r rejected %d of %s: %s", self.name, rejected, of, why)
-        if self._speaks and (waiting or self._reader.unscored is not None):
-            left = f"{counted(waiting, 'experience')} of {counted(groups, 'group')} waiting"
-            left = left if waiting else "what it cannot read yet"
-            why = one_line(await self._lacking())
+        if self._speaks and (rows or self._reader.unscored is not None):
+            left = f"{counted(rows, 'experience')} of {counted(groups, 'group')} waiting"
+            left = left if rows else "what it cannot read yet"
+            why = waiting.one_line(await self._lacking())
             _logger.warning("strategy %r ended and left %s: %s", self.name, left, why)
-        return ConsumerReport(self._annotated, rejected, waiting, groups)
+        return ConsumerReport(self._annotated, rejected, rows, groups)
 
     async def _register(self) -> None:
         """Register the set, or continue the one that has this name and configuration."""
@@ -301,7 +276,7 @@ class StrategyConsumer:
                 writer_queries.registered, key, self.name, event, clock=now_us
             )
         if row.kind != "strategy":
-            raise ConflictingStrategyError(
+            raise errors.ConflictingStrategyError(
                 f"{self.name!r} is a {row.kind} of experiment {self.experiment.name!r}: give the "
                 "annotation set a name of its own with name="
             )
@@ -310,9 +285,9 @@ class StrategyConsumer:
         by_default = self.config["args"]
         self._configure(row.config)
         if self.config["args"] != by_default:
-            _logger.warning("%s", one_line(_COUNTS_ROWS.format(self.name)))
-        if differences := config_diff(self._classes, row.config, self.config):
-            raise ConflictingStrategyError(
+            _logger.warning("%s", waiting.one_line(_COUNTS_ROWS.format(self.name)))
+        if differences := deciding.config_diff(self._classes, row.config, self.config):
+            raise errors.ConflictingStrategyError(
                 f"the annotation set {self.name!r} of experiment {self.experiment.name!r} was made "
                 "with {}, this is {}: give the new one a name of its own with name= "
                 "(--name)".format(*differences)
@@ -322,7 +297,9 @@ class StrategyConsumer:
         """Decide units, or stand by while another process does, until the work is done."""
         database, changes = self.experiment.database, self.experiment.database.changes
         key = self.experiment.key if self._speaks else None  # inside a trainer, its own wait ends
-        wait = ReportedWait(database, key, self._waiting_for, self._presence, aloud=self._speaks)
+        wait = waiting.ReportedWait(
+            database, key, self._waiting_for, self._presence, aloud=self._speaks
+        )
         other: Standby | None = None
         while True:
             await self._presence.seen(at_once=follow)  # a trainer that follows waits for it
@@ -340,7 +317,7 @@ class StrategyConsumer:
             await anyio.sleep(REST_S)  # else each commit of the holder would wake this process
             await wait.changed(state, LOOKS_AFTER_S)
 
-    async def _decide_on(self, wait: ReportedWait, *, follow: bool) -> bool:
+    async def _decide_on(self, wait: waiting.ReportedWait, *, follow: bool) -> bool:
         """Continue from the last commit; return True at the end, False if the lease is lost."""
         database = self.experiment.database
         self._staged.groups.clear()
@@ -357,7 +334,7 @@ class StrategyConsumer:
             await self._reader.seal_overdue()
             try:
                 worked, is_finished = await self._advance(live=follow)
-            except (CursorConflictError, LeaseLostError) as error:
+            except (errors.CursorConflictError, errors.LeaseLostError) as error:
                 self._lease.doubt(error)
                 break
             if worked:
@@ -438,12 +415,12 @@ class StrategyConsumer:
             return True, False, left
         return False, s.read(writer_queries.is_finished, self.experiment.key), left
 
-    def _begin(self, units: Sequence[ReadyUnit]) -> tuple[Decision, list[ReadyUnit]]:
+    def _begin(self, units: Sequence[ReadyUnit]) -> tuple[deciding.Decision, list[ReadyUnit]]:
         """Return a decision on ``units``, and the groups of each that the strategy sees.
 
         The other groups are rejected.
         """
-        decision = Decision(self.name, seen=self._reader.seen)
+        decision = deciding.Decision(self.name, seen=self._reader.seen)
         if not all(map(num_members, units)):
             decision.after = self._reader.cursor
         groups = [*chain.from_iterable(units)]
@@ -463,9 +440,9 @@ class StrategyConsumer:
         addresses = [address for group in groups for address in group.members]
         try:
             recorded = self._cache.events(s, {address >> SLOT_BITS for address in addresses})
-        except CodecVersionError:
+        except errors.CodecVersionError:
             raise
-        except CodecError:
+        except errors.CodecError:
             return False
         events = {at: e for at, e in recorded.items() if isinstance(e, ExperiencesRecorded)}
         # Rewards are in the event, but rows without tensors have to be rejected one by one.
@@ -479,8 +456,8 @@ class StrategyConsumer:
         # Each group counts as one call of `add`, whichever way it is decided.
         self._calls += len(groups)
         if groups:
-            with blame_strategy(self.name, lambda: s.read(self._uid, addresses[0])):
-                table = table_of(groups, events, assigned)
+            with deciding.blame_strategy(self.name, lambda: s.read(self._uid, addresses[0])):
+                table = deciding.table_of(groups, events, assigned)
                 decision.score(groups, table, self._scorer, self.strategy.over)
         self._commit(s, decision, units)
         return True
@@ -521,16 +498,16 @@ class StrategyConsumer:
                 masks.update((e.address or 0, e.__dict__.get("action_mask")) for e in members)
                 # In the event loop, since `add` is a coroutine of the user's: where it blocks that
                 # for long, it can lose the lease, as `StrategyLease.doubt` explains.
-                with blame_strategy(self.name, partial(str, members[0].eid.uid)):
+                with deciding.blame_strategy(self.name, partial(str, members[0].eid.uid)):
                     decision.metrics.append(
-                        metrics_of(await self.strategy.add(members, self._calls))
+                        deciding.metrics_of(await self.strategy.add(members, self._calls))
                     )
                 self._calls += 1
         await anyio.to_thread.run_sync(decision.take, self._staged, masks, rows)
         await database.session(lambda s: self._commit(s, decision, units))
 
     async def _load(
-        self, rows: Sequence[ExperienceRow], decision: Decision
+        self, rows: Sequence[ExperienceRow], decision: deciding.Decision
     ) -> dict[int, Experience]:
         """Return address -> experience; those that are damaged or were deleted are rejected.
 
@@ -548,7 +525,7 @@ class StrategyConsumer:
         for row, experience in absent:
             _, uri = left.get(row.segment, (0, ""))
             if uri is not None:
-                raise ArchivedSegmentError(f"{row.eid}: {experience.archived}")
+                raise errors.ArchivedSegmentError(f"{row.eid}: {experience.archived}")
             bad[row.address] = "deleted"
         decision.reasons |= bad
         if self.rules.on_incomplete_group == "reject":
@@ -565,7 +542,7 @@ class StrategyConsumer:
                 experience.reward = assigned.get(address)
         return loaded
 
-    def _commit(self, s: Session, decision: Decision, units: Sequence[ReadyUnit]) -> None:
+    def _commit(self, s: Session, decision: deciding.Decision, units: Sequence[ReadyUnit]) -> None:
         """Commit the decision on ``units`` together with the cursor."""
         database, key = self.experiment.database, self.experiment.key
         events, segment_rows = decision.encode(database.segments, calls=self._calls)
@@ -606,19 +583,18 @@ class StrategyConsumer:
 
     def _reject_late(self, s: Session, late: Sequence[int]) -> None:
         """Reject rows that came after their groups were decided, and warn of them."""
-        decision = Decision(self.name, seen=self._reader.seen)
+        decision = deciding.Decision(self.name, seen=self._reader.seen)
         decision.reject(late, "late")
         self._commit(s, decision, [])
-        rows = s.read(self._rows, late[:ROWS_NAMED])
-        eids = [rows[address].eid for address in late[:ROWS_NAMED]]
-        more = len(late) - len(eids)
+        eids = [row.eid for row in s.read(self._rows, late[:ROWS_NAMED]).values()]
+        named = ", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids)
         _logger.warning(
             "strategy %r rejects %s as late: %s%s came after the group was decided; write all rows "
             "of a run in one call",
             self.name,
             counted(len(late), "experience"),
-            one_line(", ".join(f"{eid.uid} of run {eid.rid} (group {eid.tid})" for eid in eids)),
-            f" and {more} more" if more > 0 else "",
+            waiting.one_line(named),
+            f" and {len(late) - len(eids)} more" if len(late) > len(eids) else "",
         )
 
 
@@ -656,7 +632,7 @@ def recorder(experiment: ExperimentHandle) -> StrategyConsumer:
 
 async def run_strategy(
     experiment: ExperimentHandle,
-    strategy: StrategyLike,
+    strategy: deciding.StrategyLike,
     args: Mapping[str, Any] | None = None,
     *,
     name: str | None = None,
@@ -686,7 +662,7 @@ async def run_strategy(
     if rewards is not None:
         known = await experiment.database.read(writer_queries.scorings, experiment.key)
         if rewards not in known:
-            raise UnknownNameError(
+            raise errors.UnknownNameError(
                 f"experiment {experiment.name!r} has no scoring {rewards!r} "
                 f"(there: {', '.join(known) or 'none'})"
             )

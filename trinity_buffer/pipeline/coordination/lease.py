@@ -19,24 +19,10 @@ from typing import TypeAlias
 import anyio
 from typing_extensions import override
 
-from trinity_buffer.errors import (
-    LeaseHeldError,
-    LeaseLostError,
-    StoreBusyError,
-    StoreError,
-    StoreUnavailableError,
-)
+from trinity_buffer import errors
 from trinity_buffer.options import StepOptions
 from trinity_buffer.pipeline.background import running
-from trinity_buffer.pipeline.coordination.waiting import (
-    Presence,
-    ReportedWait,
-    is_this_host,
-    lives,
-    one_line,
-    start_of,
-    this_host,
-)
+from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, log
 from trinity_buffer.store.connection import Database
@@ -52,7 +38,8 @@ LOOKED_EVERY_S = 2.0
 
 def owner_name() -> str:
     """Return ``host:pid:start:random``, by which others on this machine see whether we live."""
-    name = f"{this_host()}:{os.getpid()}:{start_of(os.getpid())}:{uuid.uuid4().hex[:8]}"
+    pid, random = os.getpid(), uuid.uuid4().hex[:8]
+    name = f"{waiting.this_host()}:{pid}:{waiting.start_of(pid)}:{random}"
     _OWNERS.add(name)
     return name
 
@@ -73,11 +60,11 @@ def is_dead(owner: str) -> bool:
     A process that is only paused is not dead: its lease runs out by itself.
     """
     host, pid, start, _ = owner.rsplit(":", 3)
-    if not is_this_host(host) or not pid.isdigit():
+    if not waiting.is_this_host(host) or not pid.isdigit():
         return False
-    if int(pid) == os.getpid() and start == start_of(os.getpid()):
+    if int(pid) == os.getpid() and start == waiting.start_of(os.getpid()):
         return owner not in _OWNERS
-    return not lives(int(pid), start)
+    return not waiting.lives(int(pid), start)
 
 
 Held: TypeAlias = tuple[str, int, int] | None
@@ -237,7 +224,7 @@ class StrategyLease(Lease):
                     gone = "is gone" if held is not None and is_dead(held[0]) else silent
                     why = "has ended" if held is None else gone
                     text = f"strategy {self.consumer!r} decides now: {who} {why}"
-                    _logger.warning("%s", one_line(text))
+                    _logger.warning("%s", waiting.one_line(text))
             else:
                 self.held_by = held[0]
                 if self._took:
@@ -250,15 +237,15 @@ class StrategyLease(Lease):
         self.is_held, self.held_by = True, None
         return True
 
-    def doubt(self, why: StoreError) -> None:
+    def doubt(self, why: errors.StoreError) -> None:
         """Note that another has decided, which is ``why`` a commit failed: `ask` looks again."""
         self.is_held = False
-        if isinstance(why, LeaseLostError):
+        if isinstance(why, errors.LeaseLostError):
             _logger.warning(
                 "%s, and computed again. We lost the lease because this process was paused, or "
                 "`add` blocked it, for longer than lease_ttl_s=%g: if `add` takes so long, raise "
                 "that",
-                one_line(f"{why}"),
+                waiting.one_line(f"{why}"),
                 self.ttl_s,
             )
 
@@ -281,9 +268,9 @@ class StrategyLease(Lease):
             if self.is_held:
                 try:
                     await self.database.write(self.renew)
-                except LeaseLostError:
+                except errors.LeaseLostError:
                     self.is_held = False
-                except StoreError:
+                except errors.StoreError:
                     continue
 
     async def release(self) -> None:
@@ -302,12 +289,12 @@ class TrainerLease(Lease):
         lost: why it is not held any more, once a newer token was seen.
     """
 
-    lost: LeaseLostError | None = field(default=None, init=False)
+    lost: errors.LeaseLostError | None = field(default=None, init=False)
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.presence = Presence(self.database, self.experiment, "trainer", self.consumer)
+        self.presence = waiting.Presence(self.database, self.experiment, "trainer", self.consumer)
 
     async def acquire(self, *, wait: bool) -> None:
         """Take the lease; with ``wait``, as soon as its holder lets go, dies or falls silent.
@@ -322,7 +309,7 @@ class TrainerLease(Lease):
                 "s ago: stop that process, or choose another consumer name"
             )
 
-        wait_for_it = ReportedWait(self.database, self.experiment, tell)
+        wait_for_it = waiting.ReportedWait(self.database, self.experiment, tell)
         while True:
             state = await self.database.changes.state()
             held = await self.holder()
@@ -332,7 +319,7 @@ class TrainerLease(Lease):
             if free and await self.database.write(self.take, held):
                 return
             if not wait:
-                raise LeaseHeldError(
+                raise errors.LeaseHeldError(
                     f"trainer {self.consumer!r} is at work in {who}: wait for it, stop that "
                     "process, or choose another consumer name"
                 )
@@ -360,7 +347,7 @@ class TrainerLease(Lease):
             tx.lock(key)
         last, end = self.standing(tx)
         if committed not in (None, last):  # by a call that was cancelled, and went on all the same
-            raise StoreError(
+            raise errors.StoreError(
                 f"trainer {self.consumer!r}: step {last} is the last committed one, where this "
                 f"commit follows step {committed}: open the stream again, it resumes from there"
             )
@@ -383,9 +370,9 @@ class TrainerLease(Lease):
             await anyio.sleep(self.ttl_s / HEARTBEATS_PER_TTL)
             try:
                 await self.database.write(self.renew)
-            except LeaseLostError as error:
+            except errors.LeaseLostError as error:
                 self.lost = error
-            except (StoreUnavailableError, StoreBusyError) as error:
+            except (errors.StoreUnavailableError, errors.StoreBusyError) as error:
                 _logger.warning("trainer %r cannot renew its lease: %s", self.consumer, error)
 
     @override
