@@ -30,7 +30,7 @@ from trinity_buffer.experience import Experience
 from trinity_buffer.inspector import compare_sets, leases
 from trinity_buffer.inspector.source import now
 from trinity_buffer.pipeline.annotate.grouping import UnitReader
-from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.coordination.lease import StrategyLease
 from trinity_buffer.pipeline.coordination.waiting import is_paused, start_of
 from trinity_buffer.store import leases as store_leases
@@ -373,7 +373,7 @@ async def test_a_lease_is_renewed_until_another_has_taken_it(store_url: str) -> 
         async def is_lost() -> bool:
             return not lease.is_held
 
-        async with running(lease.keep):
+        async with task_group(lease.keep):
             await until(experiment, is_renewed)
             await held_by(experiment, owner())
             await until(experiment, is_lost)

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.arguments import one_of, require
 from trinity_buffer.errors import InvalidArgumentError
 
 Rewards = NDArray[np.float64]
@@ -192,8 +192,7 @@ def check_baseline(kind: str, tau: float) -> None:
         InvalidArgumentError: an unknown kind, or a temperature that is not positive.
     """
     one_of("opmd_baseline", kind, ("mean", "logavgexp"))
-    if not tau > 0:
-        raise InvalidArgumentError(f"tau must be positive, not {tau!r}")
+    require(tau > 0, "tau", tau, "be positive")
 
 
 def check_scale(epsilon: float, ddof: int, std_floor: float, single_member: str) -> None:
@@ -202,10 +201,8 @@ def check_scale(epsilon: float, ddof: int, std_floor: float, single_member: str)
     Raises:
         InvalidArgumentError: names the one that is not.
     """
-    if not epsilon >= 0:
-        raise InvalidArgumentError(f"epsilon must not be negative, it is {epsilon!r}")
-    if not std_floor >= 0:
-        raise InvalidArgumentError(f"std_floor must not be negative, it is {std_floor!r}")
+    require(epsilon >= 0, "epsilon", epsilon, "not be negative")
+    require(std_floor >= 0, "std_floor", std_floor, "not be negative")
     one_of("ddof", ddof, (0, 1))
     one_of("single_member", single_member, ("raw", "zero"))
 

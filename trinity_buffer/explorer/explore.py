@@ -53,7 +53,7 @@ from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.options import AtLeast0, Count, option_types
-from trinity_buffer.pipeline.background import running, task_group
+from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.config import BatchOptions, RolloutOptions
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.waiting import REPEATED_AFTER, one_line, wait_report_s
@@ -332,7 +332,7 @@ class _Explorer(ABC):
                 await self._weights.load_newest()
                 following.append(self._weights.follow)
             present = self._writer.stay_present
-            async with running(present, at_work, self._warn_of_slow_rollouts, *following):
+            async with task_group(present, at_work, self._warn_of_slow_rollouts, *following):
                 await self._explore()
         finally:
             if self._acknowledgements is not None:

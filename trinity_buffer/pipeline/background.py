@@ -26,36 +26,31 @@ def settle_imports() -> None:
 
 
 @asynccontextmanager
-async def task_group() -> AsyncIterator[TaskGroup]:
-    """Open a task group that raises its first error bare, not inside an exception group.
+async def task_group(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[TaskGroup]:
+    """Run ``tasks`` during the body; its end cancels them.
 
-    Callers catch errors by type. An error, of the body or of a task, cancels the others.
+    Without tasks, the end of the body waits for what it has started in the group. An error, of the
+    body or of a task, cancels the others. The first error is raised bare, not inside an exception
+    group: callers catch errors by type.
     """
     failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as group:
+            for task in tasks:
+                group.start_soon(task)
             try:
                 yield group
             except Exception as error:  # noqa: BLE001 - re-raised below, bare of the group
                 failure = error
+            if tasks or failure is not None:
                 group.cancel_scope.cancel()
     except BaseExceptionGroup as errors:  # KeyboardInterrupt included
-        failure = failure or _first_of(errors)
+        failure = failure or errors
+        # The other errors of a group are most often consequences of its first.
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
     if failure is not None:
         raise failure
-
-
-@asynccontextmanager
-async def running(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run ``tasks`` during the body; its end cancels them, and an error in one cancels the body.
-
-    Errors are raised as by `task_group`.
-    """
-    async with task_group() as group:
-        for task in tasks:
-            group.start_soon(task)
-        yield
-        group.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -77,14 +72,8 @@ async def made_ahead(
             except Exception as error:  # noqa: BLE001 - re-raised below
                 failure.append(error)
 
-    async with running(run):
+    async with task_group(run):
         with receive:
             yield receive
         if failure:
             raise failure[0]
-
-
-def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a group; the others are most often its consequences."""
-    first = errors.exceptions[0]
-    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -31,7 +31,7 @@ from trinity_buffer.limits import by_size, sizes
 from trinity_buffer.options import GroupingRules, option_types, renamed
 from trinity_buffer.pipeline.annotate import deciding
 from trinity_buffer.pipeline.annotate.grouping import Grouping, ReadyUnit, UnitReader, num_members
-from trinity_buffer.pipeline.background import running, settle_imports
+from trinity_buffer.pipeline.background import settle_imports, task_group
 from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.diagnosis import counted
 from trinity_buffer.pipeline.coordination.lease import TTL_S, StrategyLease
@@ -245,7 +245,7 @@ class StrategyConsumer:
             )
         async with self._presence.heartbeats():  # which end even if the lease is not given back
             try:
-                async with running(self._lease.keep):
+                async with task_group(self._lease.keep):
                     await self._decide_all(follow=follow)
             finally:
                 await self._lease.release()

@@ -414,10 +414,9 @@ def classes_of(strategies: StrategyLike) -> Classes:
     return classes
 
 
-def _args_of(args: Mapping[str, Any], classes: Classes, name: str) -> Mapping[str, Any]:
-    """Return the arguments of one strategy among those of its set."""
-    of_one: Mapping[str, Any] = args if len(classes) == 1 else args.get(name, {})
-    return of_one
+def _by_name(args: Mapping[str, Any], classes: Classes) -> Mapping[str, Any]:
+    """Return the arguments of each strategy of a set; those of an only one have no name around."""
+    return args if len(classes) > 1 else {classes[0][0]: args}
 
 
 def with_over(
@@ -433,19 +432,20 @@ def with_over(
         classes: of the set.
         recorded: the configuration of the set, if it exists.
     """
-    filled = {name: dict(_args_of(args, classes, name)) for name, _ in classes}
-    # A set of other strategies is refused, whatever it counts.
     before = None
+    # A set of other strategies is refused, whatever it counts.
     if recorded is not None and len(recorded["strategy"]) == len(classes):
-        before = recorded["args"]
+        before = _by_name(recorded["args"], classes)
+    filled = dict(_by_name(args, classes))
     for name, cls in classes:
+        filled[name] = dict(filled.get(name, {}))
         if cls.takes_over():
-            rows = before is not None and "over" not in _args_of(before, classes, name)
+            rows = before is not None and "over" not in before.get(name, {})
             filled[name].setdefault("over", "rows" if rows else "runs")
     if len(classes) == 1:
-        return filled[classes[0][0]]
+        return dict(filled[classes[0][0]])
     # Unknown names stay: `compose` refuses them.
-    return {name: of_one for name, of_one in {**args, **filled}.items() if of_one}
+    return {name: of_one for name, of_one in filled.items() if of_one}
 
 
 def config_diff(
@@ -486,6 +486,6 @@ def _flat(classes: Classes, config: Mapping[str, Any]) -> dict[str, Any]:
                 flat[f"{prefix}{key}"] = as_json(key, value)
             except InvalidArgumentError:  # no JSON value equals it
                 continue
-        args = _args_of(config["args"], classes, name)
+        args = _by_name(config["args"], classes).get(name, {})
         flat |= {f"{prefix}{key}": value for key, value in args.items()}
     return flat

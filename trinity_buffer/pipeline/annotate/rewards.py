@@ -47,10 +47,16 @@ async def assign_rewards(
     Raises:
         InvalidArgumentError: a reward that is not finite; nothing was recorded.
     """
-    cache = EventCache(experiment.key, experiment.name)
+    key, every, limit = experiment.key, writer_queries.Filter(), sizes.experiences_per_page
+
+    def load(tx: Transaction, after: int) -> tuple[list[ExperienceRow], int]:
+        rows = writer_queries.experiences(tx, key, every, after=after, limit=limit)
+        return rows, log.head(tx, key)
+
+    cache = EventCache(key, experiment.name)
     after, pages = -1, list[dict[int, float]]()
     while True:
-        rows, seen = await experiment.database.read(_page, experiment.key, after)
+        rows, seen = await experiment.database.read(load, after)
         if not rows:
             break
         # Pages by address: rows that are recorded meanwhile come last and are included.
@@ -81,16 +87,5 @@ async def assign_rewards(
         for page in [*filter(None, pages)] or pages[-1:]
     ]
     events = [(actor, new_event(fact)) for fact in facts]
-    await experiment.database.write(
-        lambda tx: log.append(tx, experiment.key, events, now_us=now_us())
-    )
+    await experiment.database.write(lambda tx: log.append(tx, key, events, now_us=now_us()))
     return sum(map(len, pages))
-
-
-def _page(tx: Transaction, experiment: int, after: int) -> tuple[list[ExperienceRow], int]:
-    """Return the next experiences and the head of the log; no experiences: all are scored."""
-    limit = sizes.experiences_per_page
-    rows = writer_queries.experiences(
-        tx, experiment, writer_queries.Filter(), after=after, limit=limit
-    )
-    return rows, log.head(tx, experiment)

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from trinity_buffer import errors
 from trinity_buffer.options import StepOptions
-from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, log
@@ -399,7 +399,7 @@ async def hold_lease(
     lease = TrainerLease(database, experiment, consumer, ttl_s)
     try:
         await lease.acquire(wait=wait)
-        async with running(lease.keep, lease.presence.keep):
+        async with task_group(lease.keep, lease.presence.keep):
             yield lease
     finally:
         with anyio.CancelScope(shield=True):

@@ -32,7 +32,7 @@ from trinity_buffer.errors import (
     TrainingError,
 )
 from trinity_buffer.identity import TURNS
-from trinity_buffer.pipeline.background import running
+from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.store import leases, log, writer_queries
 from trinity_buffer.store.connection import Database
@@ -179,7 +179,7 @@ class Presence:
     async def heartbeats(self) -> AsyncIterator[None]:
         """Record heartbeats inside the context, and remove the row at the end."""
         try:
-            async with running(self.keep):
+            async with task_group(self.keep):
                 yield
         finally:
             await self.gone()

@@ -22,7 +22,7 @@ from trinity_buffer.events import BatchLeased, PolicyPublished, StepsCommitted, 
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer, recorder
-from trinity_buffer.pipeline.background import running, settle_imports, task_group
+from trinity_buffer.pipeline.background import settle_imports, task_group
 from trinity_buffer.pipeline.coordination import diagnosis
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
 from trinity_buffer.pipeline.coordination.waiting import (
@@ -206,7 +206,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         """Run ``tasks`` in the context, and tell other processes while no step is waited for."""
         keep = self.presence.keep_at_work
         works = partial(keep, lambda: not self.queue.is_waited_for(), wait_report_s())
-        async with running(works, *tasks):
+        async with task_group(works, *tasks):
             yield
 
     # -- the trainer's side
@@ -671,7 +671,7 @@ async def open_async_train_stream(
         # Steps made ahead hold the memory of their tensors.
         stack.callback(stream.queue.discard)
         await stream.prepare()
-        await stack.enter_async_context(running(stream.run))
+        await stack.enter_async_context(task_group(stream.run))
         yield stream
 
 
