@@ -20,16 +20,9 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
+from trinity_buffer import events
 from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.errors import CodecError, CodecVersionError
-from trinity_buffer.events import (
-    BatchPlanned,
-    BatchSealed,
-    ExperiencesRecorded,
-    Fact,
-    RewardsAssigned,
-    kinds_of,
-)
 from trinity_buffer.identity import Key
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import GroupingRules
@@ -265,7 +258,7 @@ class Grouping:
         return undecided if whole or overdue else []
 
 
-Reads = ExperiencesRecorded | BatchPlanned | BatchSealed
+Reads = events.ExperiencesRecorded | events.BatchPlanned | events.BatchSealed
 
 SHORTEST_US = 10_000
 """Least time between two checks for overdue batches."""
@@ -364,8 +357,8 @@ class UnitReader:
                 limit=most,
             )
             if addresses:
-                events = s.read(log.read_at, key, sorted(set(map(position_of, addresses))))
-                self._take(s, events, set(addresses))
+                page = s.read(log.read_at, key, sorted(set(map(position_of, addresses))))
+                self._take(s, page, set(addresses))
 
         while addresses:
             await self.experiment.database.read_session(load_page)
@@ -400,7 +393,7 @@ class UnitReader:
             if head == self.seen:
                 return head, []
             page = log.read_after(
-                tx, key, self.seen, limit=limit, kinds=kinds_of(Reads), up_to=head
+                tx, key, self.seen, limit=limit, kinds=events.kinds_of(Reads), up_to=head
             )
             self.unscored = None if self.scoring is None else self._unscored_in(tx, page, head)
             if self.unscored is None:
@@ -419,15 +412,15 @@ class UnitReader:
 
     def _unscored_in(self, tx: Transaction, page: Sequence[StoredEvent], head: int) -> int | None:
         """Return the position of the first event of ``page`` with unscored rows, or None."""
-        recorded = kinds_of(ExperiencesRecorded)
+        recorded = events.kinds_of(events.ExperiencesRecorded)
         places = [event.position for event in page if event.kind in recorded]
-        kinds, limit = kinds_of(RewardsAssigned), sizes.tail_events
+        kinds, limit = events.kinds_of(events.RewardsAssigned), sizes.tail_events
         while places and places[-1] > self.scored and self.scorings_read < head:
             assigned = log.read_after(
                 tx, self.experiment.key, self.scorings_read, limit=limit, kinds=kinds, up_to=head
             )
             for stored in assigned:
-                fact = fact_at(self.experiment.name, stored, RewardsAssigned)
+                fact = fact_at(self.experiment.name, stored, events.RewardsAssigned)
                 if fact.scoring == self.scoring:
                     self.scored = stored.position if fact.seen is None else fact.seen
             self.scorings_read = head if len(assigned) < limit else assigned[-1].position
@@ -444,7 +437,7 @@ class UnitReader:
             waiting: the rows that count of events before the cursor; None: all, they lie behind it.
         """
         facts = {event.position: self._decoded(event) for event in page}
-        recorded = {at: f for at, f in facts.items() if isinstance(f, ExperiencesRecorded)}
+        recorded = {at: f for at, f in facts.items() if isinstance(f, events.ExperiencesRecorded)}
         # The rows of this page are likely decided next; the cache saves decoding them again.
         self.cache.keep(recorded)
         rows = dict[int, list[Row]]()
@@ -469,8 +462,8 @@ class UnitReader:
             rows = {at: [r for r in of_event if r[0] in waiting] for at, of_event in rows.items()}
         keys = {row[1:3] for of_event in rows.values() for row in of_event}
         groups = {(str(batch), str(task)) for batch, task in keys} - self.grouping.groups.keys()
-        batches = {str(fact.batch) for fact in facts.values() if isinstance(fact, BatchSealed)}
-        batches |= {batch for batch, _ in groups}
+        batches = {batch for batch, _ in groups}
+        batches |= {str(f.batch) for f in facts.values() if isinstance(f, events.BatchSealed)}
         # Plans and past decisions first: whether a row is late depends on them.
         if groups or not batches <= self.grouping.batches.keys():
             new = s.read(self._learn, groups, batches)
@@ -478,23 +471,23 @@ class UnitReader:
                 self.grouping.mark_empty_groups(new)
         for event in page:
             fact = facts[event.position]
-            if isinstance(fact, BatchPlanned):
+            if isinstance(fact, events.BatchPlanned):
                 size, tasks = fact.rollouts_per_group, tuple(fact.tasks)
                 row = BatchRow(fact.batch, event.actor, size, event.position, None, None, tasks)
                 self.grouping.apply_plan(row, sealed=False)
-            elif isinstance(fact, BatchSealed):
+            elif isinstance(fact, events.BatchSealed):
                 self.grouping.seal(str(fact.batch))
             else:
                 self.grouping.record(rows.get(event.position, ()), event.recorded_at)
 
-    def _decoded(self, event: StoredEvent) -> Fact | None:
+    def _decoded(self, event: StoredEvent) -> events.Fact | None:
         """Return what an event says; None if it recorded experiences and is damaged."""
         try:
             return decoded(self.experiment.name, event).fact
         except CodecVersionError:
             raise
         except CodecError as error:
-            if event.kind not in kinds_of(ExperiencesRecorded):
+            if event.kind not in events.kinds_of(events.ExperiencesRecorded):
                 raise
             # Its rows are in the projection: the strategy rejects them one by one.
             text = one_line(f"{error}")
