@@ -181,15 +181,15 @@ FAULTS = [
     Fault(
         "who takes over reads one page of what waits",
         "pipeline/annotate/grouping.py",
-        "        return addresses[-1]\n",
-        "        return None\n",
+        "        while addresses:\n",
+        "        for _ in range(1):\n",
         "tests/pipeline/test_sizes.py::test_who_takes_over_finds_all_that_waits",
     ),
     Fault(
         "who takes over passes over a waiting row at each end of a page",
         "pipeline/annotate/grouping.py",
-        "        return addresses[-1]\n",
-        "        return addresses[-1] + 1\n",
+        "after=addresses[-1],",
+        "after=addresses[-1] + 1,",
         "tests/pipeline/test_sizes.py::test_who_takes_over_finds_all_that_waits",
     ),
     Fault(
