@@ -15,21 +15,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.errors import (
-    ArchivedSegmentError,
-    DamagedSegmentError,
-    InvalidArgumentError,
-    InvalidExperienceError,
-)
+from trinity_buffer import errors
 from trinity_buffer.identity import EID, FAMILIES, Key, order_of
 
 ZERO_OR_ONE = "it must be 1 where a token is trained and 0 elsewhere"
 """What is said of a mask that holds something else."""
 
 
-def refused(eid: EID, field: str, what: str) -> InvalidExperienceError:
+def refused(eid: EID, field: str, what: str) -> errors.InvalidExperienceError:
     """Return the error that says what is wrong with a field."""
-    error = InvalidExperienceError(f"experience {eid.uid}: {field} {what}")
+    error = errors.InvalidExperienceError(f"experience {eid.uid}: {field} {what}")
     error.field = field
     return error
 
@@ -63,7 +58,7 @@ def tensor_of(eid: EID, name: str, value: Any, dtype: torch.dtype | None) -> Any
             _check_mask(eid, name, value)
         ids = _token_ids(eid, name, value) if dtype is torch.int32 else None
         return torch.tensor(value, dtype=dtype) if ids is None else ids
-    except InvalidExperienceError:
+    except errors.InvalidExperienceError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise refused(
@@ -241,7 +236,7 @@ class Experience:
         custom_fields: Sequence[CustomField] | None = None,
     ) -> None:
         if not (eid is None or isinstance(eid, EID | Mapping)):
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"Experience(eid={eid!r:.80}): it must be an EID, such as "
                 "EID(batch='b0', task='t', run=0), or a mapping of its fields"
             )
@@ -350,9 +345,9 @@ class Experience:
         if family is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.archived is not None:
-            raise ArchivedSegmentError(f"{name} of {self.eid}: {self.archived}")
+            raise errors.ArchivedSegmentError(f"{name} of {self.eid}: {self.archived}")
         if self.damaged is not None:
-            raise DamagedSegmentError(f"{name} of {self.eid}: {self.damaged}")
+            raise errors.DamagedSegmentError(f"{name} of {self.eid}: {self.damaged}")
         loaded = tuple(f for f, fields in FAMILIES.items() if fields[0] in self.__dict__)
         raise AttributeError(
             f"{name} of {self.__dict__.get('eid')} was not loaded: the reader declares "
@@ -422,7 +417,7 @@ def group_by(
     """
     attribute = {"task": "tid", "run": "rid", "step": "sid"}.get(id_type)
     if attribute is None:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"Unknown id_type: {id_type!r}; accepted are 'task', 'run' and 'step'"
         )
     groups: dict[str, list[Experience]] = {}
@@ -441,7 +436,7 @@ def split_dpo_experience(experience: Experience) -> tuple[Experience, Experience
         InvalidExperienceError: it is of another type.
     """
     if experience.chosen is None or experience.rejected is None:
-        raise InvalidExperienceError(
+        raise errors.InvalidExperienceError(
             f"experience {experience.eid.uid}: chosen or rejected is missing, it is not a pair"
         )
     return (

@@ -10,12 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    NonFiniteError,
-    TrainingError,
-    TrinityBufferError,
-)
+from trinity_buffer import errors
 
 OURS = Path(__file__).parent
 _INSTALLED = tuple(
@@ -38,11 +33,11 @@ def look_in(folder: str | Path | None = None) -> str:
     return path
 
 
-def failed(what: str, error: BaseException, parts: Iterable[object] = ()) -> TrainingError:
+def failed(what: str, error: BaseException, parts: Iterable[object] = ()) -> errors.TrainingError:
     """Return an error that names what failed, how, and the line of the user's file."""
     message = f"{what} failed: {describe_error(error)}"
     line = own_line(error, parts)
-    failure = TrainingError(message if line is None else f"{message} ({line})")
+    failure = errors.TrainingError(message if line is None else f"{message} ({line})")
     for note in getattr(error, "__notes__", ()):
         failure.add_note(note)
     return failure
@@ -90,17 +85,17 @@ def own_code(parts: Mapping[str, object] | None = None) -> Iterator[None]:
     places = ", ".join("{}, line {}".format(*_source_location(part)) for part in own.values())
     try:
         yield
-    except (InvalidArgumentError, NonFiniteError) as error:
+    except (errors.InvalidArgumentError, errors.NonFiniteError) as error:
         if own:
             error.add_note(f"{what} is your own ({places})")
         raise
-    except TrinityBufferError:
+    except errors.TrinityBufferError:
         raise
     except Exception as error:
         if own_line(error, own.values()) is not None:
             raise failed(what, error, own.values()) from error
         if own and (isinstance(error, _OF_WHAT_IT_GAVE) or type(error) is RuntimeError):
-            raise TrainingError(
+            raise errors.TrainingError(
                 f"{what} ({places}) returned something unusable: {describe_error(error)}"
             ) from error
         raise

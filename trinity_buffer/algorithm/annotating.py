@@ -12,18 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_buffer.algorithm.group_scores import (
-    DeviationOptions,
-    Over,
-    Rewards,
-    Runs,
-    ScoredGroups,
-    as_rewards,
-    likelihood_ranks,
-    numbered,
-    run_means,
-    scored_rows,
-)
+from trinity_buffer.algorithm import group_scores
 from trinity_buffer.errors import InvalidExperienceError
 from trinity_buffer.experience import Experience, group_by
 from trinity_buffer.metrics import gather_metrics
@@ -71,7 +60,7 @@ def annotate(experience: Experience, score: float) -> None:
     experience.returns = experience.advantages.clone()
 
 
-class LastStepScores(DeviationOptions):
+class LastStepScores(group_scores.DeviationOptions):
     """Scores each run by its last step, as GRPO does, for a class that gives them to all steps.
 
     Attributes:
@@ -89,7 +78,7 @@ class LastStepScores(DeviationOptions):
             exps: the last step of each run.
             std: what divides, in place of the deviation of their rewards.
         """
-        rewards = as_rewards([reward_of(e) for e in exps.values()])
+        rewards = group_scores.as_rewards([reward_of(e) for e in exps.values()])
         mean, own = self.moments(rewards)
         scores = self.normalized(rewards, mean, own if std is None else np.asarray(std))
         metrics = {"reward_mean": float(mean), "reward_std": float(own)}
@@ -103,19 +92,24 @@ class LastStepScores(DeviationOptions):
         return run_exps
 
 
-def runs_of(exps: Sequence[Experience], over: Over = "runs") -> Runs | None:
+def runs_of(
+    exps: Sequence[Experience], over: group_scores.Over = "runs"
+) -> group_scores.Runs | None:
     """Return the number of the run of each of a group's rows; None where each counts for one."""
-    return numbered([e.eid.rid for e in exps]) if over == "runs" else None
+    return group_scores.numbered([e.eid.rid for e in exps]) if over == "runs" else None
 
 
-def num_runs(exps: Sequence[Experience], over: Over) -> int:
+def num_runs(exps: Sequence[Experience], over: group_scores.Over) -> int:
     """Return how many runs a group has; where rows count, how many rows."""
     return len({e.eid.rid for e in exps}) if over == "runs" else len(exps)
 
 
 def rank_penalized(
-    exps: Sequence[Experience], rewards: Rewards, penalty: float, over: Over
-) -> Rewards:
+    exps: Sequence[Experience],
+    rewards: group_scores.Rewards,
+    penalty: float,
+    over: group_scores.Over,
+) -> group_scores.Rewards:
     """Return ``r (1 - penalty x rank)``: likely answers earn less (arXiv:2506.02355, section 4).
 
     The factor also shrinks negative rewards, so that for these likelihood is a bonus. The
@@ -123,14 +117,14 @@ def rank_penalized(
     """
     if num_runs(exps, over) == 1:
         return rewards
-    likelihoods = as_rewards([likelihood_of(e) for e in exps])
+    likelihoods = group_scores.as_rewards([likelihood_of(e) for e in exps])
     runs = runs_of(exps, over)
     # Ranked by run: the rows of one run must not compete with each other.
-    ranks = likelihood_ranks(run_means(likelihoods, runs))
+    ranks = group_scores.likelihood_ranks(group_scores.run_means(likelihoods, runs))
     return rewards * (1.0 - (ranks if runs is None else ranks[runs]) * penalty)
 
 
-def share_rewards(exps: Sequence[Experience], over: Over) -> None:
+def share_rewards(exps: Sequence[Experience], over: group_scores.Over) -> None:
     """Give rows without a reward that of the last row of their run, where runs are what counts."""
     if over == "rows" or all(e.reward is not None for e in exps):
         return
@@ -142,7 +136,10 @@ def share_rewards(exps: Sequence[Experience], over: Over) -> None:
 
 
 def annotate_group(
-    exps: Sequence[Experience], rewards: Rewards, score: Callable[..., ScoredGroups], over: Over
+    exps: Sequence[Experience],
+    rewards: group_scores.Rewards,
+    score: Callable[..., group_scores.ScoredGroups],
+    over: group_scores.Over,
 ) -> tuple[list[Experience], dict[str, float]]:
     """Annotate one group with what ``score`` makes of it; return who is kept, and its metrics.
 
@@ -152,7 +149,9 @@ def annotate_group(
         score: a ``score_groups``.
         over: what counts once.
     """
-    scored = scored_rows(score, over, rewards, np.array([len(exps)]), runs_of(exps, over))
+    scored = group_scores.scored_rows(
+        score, over, rewards, np.array([len(exps)]), runs_of(exps, over)
+    )
     if scored.scores is not None:
         for experience, value in zip(exps, scored.scores.tolist(), strict=True):
             annotate(experience, value)

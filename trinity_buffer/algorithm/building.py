@@ -8,15 +8,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from trinity_buffer.algorithm import arguments
+from trinity_buffer.algorithm import arguments, importance_correction
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.algorithm import ALGORITHM_TYPE, PARTS, AlgorithmType, Recipe
 from trinity_buffer.algorithm.entropy_loss_fn.entropy_loss_fn import ENTROPY_LOSS_FN, EntropyLossFn
-from trinity_buffer.algorithm.importance_correction import (
-    IMPORTANCE_CORRECTION,
-    ImportanceCorrection,
-)
 from trinity_buffer.algorithm.kl_fn.kl_fn import KL_FN, KLFn
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
@@ -92,7 +88,7 @@ REGISTRY_OF: dict[str, arguments.Registry[Any]] = {
     "kl_penalty_fn": KL_FN,
     "kl_loss_fn": KL_FN,
     "entropy_loss_fn": ENTROPY_LOSS_FN,
-    "importance_correction": IMPORTANCE_CORRECTION,
+    "importance_correction": importance_correction.IMPORTANCE_CORRECTION,
 }
 RUN_TIME = frozenset(
     {"writer", "reader", "expert_reader", "batch_size", "backend", "on_unknown", "rng"}
@@ -145,7 +141,7 @@ class Algorithm:
     kl_loss: KLFn
     kl_penalty: KLFn
     entropy_loss: EntropyLossFn
-    correction: ImportanceCorrection
+    correction: importance_correction.ImportanceCorrection
     loss_agg_mode: str
     rollouts_per_group: int
     choices: Mapping[str, Choice]

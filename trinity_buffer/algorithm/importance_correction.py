@@ -22,16 +22,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.arguments import Configured, Registry, require
-from trinity_buffer.algorithm.functional import (
-    LOG_RATIO_LIMIT,
-    Metrics,
-    keep,
-    log_ratio,
-    masked_mean,
-    row_sums,
-    spread,
-)
 from trinity_buffer.algorithm.layout import BatchLayout
 from trinity_buffer.errors import InvalidArgumentError
 
@@ -53,7 +45,7 @@ class ImportanceCorrection(Configured, ABC):
         action_mask: Tensor,
         *,
         layout: BatchLayout | None = None,
-    ) -> tuple[Tensor, Metrics]:
+    ) -> tuple[Tensor, functional.Metrics]:
         """Return a weight per token, 0 outside the mask and without a gradient, and what to log.
 
         Args:
@@ -74,19 +66,24 @@ class ImportanceCorrection(Configured, ABC):
             )
         # Weights are data. Through them the loss would learn to make its own weight small.
         with torch.no_grad():
-            old, rollout = keep(action_mask, old_logprob), keep(action_mask, rollout_logprob)
-            difference = log_ratio(old, rollout)
+            old, rollout = (
+                functional.keep(action_mask, old_logprob),
+                functional.keep(action_mask, rollout_logprob),
+            )
+            difference = functional.log_ratio(old, rollout)
             if self.by_sequence:
-                summed = row_sums((old - rollout) * (action_mask != 0), layout)
+                summed = functional.row_sums((old - rollout) * (action_mask != 0), layout)
                 # A product over thousands of tokens leaves the range of any float.
-                limited = summed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-                difference = spread(limited, difference, layout)
+                limited = summed.clamp(-functional.LOG_RATIO_LIMIT, functional.LOG_RATIO_LIMIT)
+                difference = functional.spread(limited, difference, layout)
             ratio = difference.exp()
-            weights = keep(action_mask, self.weigh(ratio))
+            weights = functional.keep(action_mask, self.weigh(ratio))
             metrics = {
-                "rollout_is/weight": masked_mean(weights, action_mask),
-                "rollout_is/changed_frac": masked_mean((weights != ratio).to(ratio), action_mask),
-                "rollout_is/kl": masked_mean(rollout - old, action_mask),
+                "rollout_is/weight": functional.masked_mean(weights, action_mask),
+                "rollout_is/changed_frac": functional.masked_mean(
+                    (weights != ratio).to(ratio), action_mask
+                ),
+                "rollout_is/kl": functional.masked_mean(rollout - old, action_mask),
             }
         return weights, metrics
 

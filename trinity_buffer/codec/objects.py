@@ -19,18 +19,9 @@ from typing import Any, TypeAlias
 import msgpack
 import msgspec
 
+from trinity_buffer import events
 from trinity_buffer.codec.blob import Buffer
 from trinity_buffer.errors import CodecError, CodecVersionError, InvalidArgumentError
-from trinity_buffer.events import (
-    KINDS,
-    UPCASTERS,
-    Fact,
-    Recorded,
-    UnknownEvent,
-    body_of,
-    kind_of,
-    version_of,
-)
 
 Place: TypeAlias = "tuple[Place | str, object] | str"
 
@@ -317,11 +308,11 @@ _OPEN = ("config", "changes", "environment", "metrics")
 
 
 @cache
-def _decoder(kind: type[Recorded]) -> msgspec.msgpack.Decoder[Recorded]:
+def _decoder(kind: type[events.Recorded]) -> msgspec.msgpack.Decoder[events.Recorded]:
     return msgspec.msgpack.Decoder(kind, ext_hook=partial(_extension, None, MAX_DEPTH))
 
 
-def encode_fact(fact: Recorded) -> bytes:
+def encode_fact(fact: events.Recorded) -> bytes:
     """Return the bytes of the body of ``fact``, its version included.
 
     Raises:
@@ -334,13 +325,13 @@ def encode_fact(fact: Recorded) -> bytes:
     except (TypeError, OverflowError, UnicodeEncodeError):
         blob = b""  # NumPy's numbers, ints beyond 64 bits, and texts with lone surrogates
     if not blob:
-        return encode_body(kind_of(fact), body_of(fact))
+        return encode_body(events.kind_of(fact), events.body_of(fact))
     # The head that msgspec writes has room for all fields; the bytes of events have the shortest.
     is_long = blob[0] == _LONG_MAP and (size := int.from_bytes(blob[1:3], "big")) < 16
     return bytes((_SHORT_MAP | size,)) + blob[3:] if is_long else blob
 
 
-def decode_fact(kind: str, blob: Buffer) -> Fact:
+def decode_fact(kind: str, blob: Buffer) -> events.Fact:
     """Return the fact of an event of any version; an unknown kind becomes an `UnknownEvent`.
 
     Raises:
@@ -348,9 +339,9 @@ def decode_fact(kind: str, blob: Buffer) -> Fact:
             another type.
         CodecVersionError: a newer version of this package wrote it.
     """
-    cls = KINDS.get(kind)
+    cls = events.KINDS.get(kind)
     if cls is None:
-        return UnknownEvent(kind=kind, body=decode_body(kind, blob))
+        return events.UnknownEvent(kind=kind, body=decode_body(kind, blob))
     if _VERSION_KEY in bytes(blob[:_LONGEST_HEAD]):
         try:
             return _decoder(cls).decode(blob)
@@ -370,7 +361,7 @@ def encode_body(kind: str, body: Mapping[str, Any]) -> bytes:
     """
     if _VERSION in body:
         raise InvalidArgumentError(f"a body of {kind} has the key 'v', which is its version")
-    return ObjectPacker().pack({_VERSION: version_of(kind), **body}, f"the body of {kind}")
+    return ObjectPacker().pack({_VERSION: events.version_of(kind), **body}, f"the body of {kind}")
 
 
 def decode_body(kind: str, blob: Buffer) -> dict[str, Any]:
@@ -384,7 +375,7 @@ def decode_body(kind: str, blob: Buffer) -> dict[str, Any]:
     version = body.pop(_VERSION, None) if isinstance(body, dict) else None
     if type(version) is not int or version < 1:
         raise CodecError(f"the body of an event {kind} is damaged: it is not a map with a version")
-    latest = version_of(kind)
+    latest = events.version_of(kind)
     if version > latest:
         raise CodecVersionError(
             f"an event {kind} has version {version}, this package reads up to {latest}: "
@@ -392,7 +383,7 @@ def decode_body(kind: str, blob: Buffer) -> dict[str, Any]:
         )
     try:
         for old in range(version, latest):
-            body = UPCASTERS[kind, old](body)
+            body = events.UPCASTERS[kind, old](body)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CodecError(
             f"an event {kind} of version {version} cannot be brought to version {latest}: {error!r}"

@@ -41,14 +41,7 @@ import anyio.to_thread
 from msgspec import Meta
 from typing_extensions import override
 
-from trinity_buffer.errors import (
-    BatchTakenError,
-    CheckpointError,
-    InvalidArgumentError,
-    InvalidExperienceError,
-    RefusedRequestError,
-    TrainingError,
-)
+from trinity_buffer import errors
 from trinity_buffer.events import PolicyPublished, kinds_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.identity import EID, Key
@@ -101,7 +94,7 @@ async def use_newest(
             return known
         try:
             await use(policy)
-        except CheckpointError:
+        except errors.CheckpointError:
             # The trainer keeps only its newest checkpoints: between the event and the file, a newer
             # one came. Gone, half there or another's file: all mean to ask again.
             newer = await experiment.newest_policy()
@@ -140,7 +133,7 @@ class Weights:
     async def _load(self, policy: PublishedPolicy) -> None:
         try:
             self.model = await anyio.to_thread.run_sync(self._loaded_with, policy)
-        except CheckpointError as error:
+        except errors.CheckpointError as error:
             error.add_note(
                 f"the trainer published it as policy version {policy.version}: its commit can "
                 "name another path of the same weights that this model loads (policy=PATH), or "
@@ -183,7 +176,9 @@ class Acknowledgements:
             torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
-            raise InvalidArgumentError(f"acknowledgements {path}: {error.strerror}") from error
+            raise errors.InvalidArgumentError(
+                f"acknowledgements {path}: {error.strerror}"
+            ) from error
         if torn:  # a kill may cut a write short; the next line must not grow out of what is left
             os.write(self._descriptor, b"\n")
 
@@ -237,7 +232,7 @@ class ExploreOptions(BatchOptions, RolloutOptions):
 
     retry_on: Annotated[
         tuple[type[Exception], ...], Meta(description="a tuple of Exception classes")
-    ] = (OSError, InvalidExperienceError)
+    ] = (OSError, errors.InvalidExperienceError)
     retry_delay_s: AtLeast0 = 1.0
     take_over: bool = False
     max_batches: Count | None = None
@@ -427,7 +422,9 @@ class _TaskListExplorer(_Explorer):
     def __post_init__(self) -> None:
         if not self.tasks or isinstance(self.tasks, str):
             what = f"{self.tasks!r:.60}, a text" if self.tasks else "empty"
-            raise InvalidArgumentError(f"tasks is {what}: give a list with at least one task")
+            raise errors.InvalidArgumentError(
+                f"tasks is {what}: give a list with at least one task"
+            )
         super().__post_init__()
         named = self.tasks if isinstance(self.tasks, Mapping) else enumerate(self.tasks)
         self._tasks: dict[Key, Any] = dict(named)
@@ -462,7 +459,7 @@ class _TaskListExplorer(_Explorer):
                     continue
                 try:
                     planned = await self._plan(batch, tasks, self._contents(tasks))
-                except BatchTakenError:
+                except errors.BatchTakenError:
                     taken.append(batch)
                     continue
                 if not planned:
@@ -509,8 +506,8 @@ class _TaskListExplorer(_Explorer):
         options, attempts = self.options, 1
         # The slot is held between attempts: a server in trouble gets fewer requests.
         while isinstance(made := await self._attempt(run), Exception):
-            status = made.status if isinstance(made, RefusedRequestError) else None
-            if attempts == options.attempts or isinstance(made, RefusedRequestError):
+            status = made.status if isinstance(made, errors.RefusedRequestError) else None
+            if attempts == options.attempts or isinstance(made, errors.RefusedRequestError):
                 if options.on_failure == "raise" or status in REFUSED_TO_ALL:
                     raise made
                 why = f"after {counted(attempts, 'attempt')}: {type(made).__name__}: {made}"
@@ -528,7 +525,9 @@ class _TaskListExplorer(_Explorer):
             return error
         try:
             await self._write(made)
-        except InvalidArgumentError as error:  # of what was made; others are not the rollout's
+        except (
+            errors.InvalidArgumentError
+        ) as error:  # of what was made; others are not the rollout's
             error.add_note(f"in the rollout {run.rid}")
             if not isinstance(error, self.options.retry_on):
                 raise
@@ -549,7 +548,7 @@ class _TaskListExplorer(_Explorer):
         except anyio.get_cancelled_exc_class() as error:
             if anyio.current_effective_deadline() == -math.inf:
                 raise  # all of `explore` is
-            raise TrainingError(
+            raise errors.TrainingError(
                 f"rollout {run.rid} was cancelled from within, by a task that it waited for: catch "
                 "that error in the rollout, and return [] to leave the run out"
             ) from error
@@ -559,7 +558,7 @@ class _TaskListExplorer(_Explorer):
                 f"more time, or more attempts (attempts={self.options.attempts})"
             )
         if not is_async:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"rollout {run.rid} returned {kind_of(returned)} without being awaited: write it "
                 "as an async function of a task and a model that returns a list of Experience"
             )
@@ -585,7 +584,7 @@ def _listed(run: EID, returned: Any) -> list[Experience]:
         if not others:
             return made
         wrong = f"{kind_of(returned)} that holds {kind_of(others[0])}"
-    raise InvalidArgumentError(
+    raise errors.InvalidArgumentError(
         f"rollout {run.rid} returned {wrong}: return a list of Experience, or [] to leave the run "
         "out"
     )

@@ -18,11 +18,7 @@ from typing import Any, Literal, NoReturn, Self
 
 import anyio.to_thread
 
-from trinity_buffer.errors import (
-    InferenceServerError,
-    InvalidArgumentError,
-    RefusedRequestError,
-)
+from trinity_buffer import errors
 from trinity_buffer.explorer.conversation import ChatFormat, Completion, as_texts
 from trinity_buffer.explorer.explore import use_newest
 from trinity_buffer.explorer.local_model import load_tokenizer
@@ -64,7 +60,9 @@ class Server:
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise InvalidArgumentError(f"{url!r} is no URL of a server: write http://HOST:PORT/v1")
+            raise errors.InvalidArgumentError(
+                f"{url!r} is no URL of a server: write http://HOST:PORT/v1"
+            )
         self.root = url.rstrip("/").removesuffix("/v1")
         self._httpx = extra("httpx2", "server")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -109,11 +107,11 @@ class Server:
         except (self._httpx.HTTPError, OSError) as error:
             raise self._unreachable(url, error) from error
 
-    def _unreachable(self, url: str, error: Exception) -> InferenceServerError:
-        if isinstance(error, InferenceServerError):
+    def _unreachable(self, url: str, error: Exception) -> errors.InferenceServerError:
+        if isinstance(error, errors.InferenceServerError):
             return error
         message = f"{url}: {type(error).__name__} {error}".rstrip()
-        return InferenceServerError(f"{message}; is the server up?")
+        return errors.InferenceServerError(f"{message}; is the server up?")
 
     async def passed(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any, dict[str, str]]:
         """Return status, answer and ``Retry-After`` of a POST, whatever the status is.
@@ -147,7 +145,7 @@ class Server:
         except (self._httpx.HTTPError, OSError, ValueError) as error:
             raise self._unreachable(url, error) from error
         if not is_done:
-            raise InferenceServerError(f"{url}: its stream ended before [DONE]: ask again")
+            raise errors.InferenceServerError(f"{url}: its stream ended before [DONE]: ask again")
 
     async def weight_version(self, dialect: Dialect = "vllm") -> str | None:
         """Return the name of the weights that the server holds now; None: it does not tell.
@@ -165,7 +163,7 @@ class Server:
         """Return a digest of the checksums that vLLM computes of its weights; None: it does not."""
         try:
             answer = await self.post("/weight_checker", {"action": "checksum"})
-        except InferenceServerError:
+        except errors.InferenceServerError:
             return None
         checksums = json.dumps(answer.get("checksums"), sort_keys=True)
         return hashlib.sha256(checksums.encode()).hexdigest()
@@ -200,7 +198,7 @@ class ServedWeights:
             return None
         try:
             version = await self._server.weight_version()
-        except RefusedRequestError:
+        except errors.RefusedRequestError:
             version = None
         if version is None:
             self._silent_until = time.monotonic() + ASK_AGAIN_S
@@ -232,12 +230,12 @@ class ServedWeights:
         return [replace(made, **marks) for made in completions]
 
 
-def _refusal(url: str, status: int, text: str) -> InferenceServerError:
+def _refusal(url: str, status: int, text: str) -> errors.InferenceServerError:
     """Return the error for a failed request; one refused with 4xx is not sent again."""
     message = f"{url}: {status} {text[:300]}"
     if not 400 <= status < 500 or status in WAIT_AND_ASK_AGAIN:
-        return InferenceServerError(message)
-    error = RefusedRequestError(message)
+        return errors.InferenceServerError(message)
+    error = errors.RefusedRequestError(message)
     error.status = status
     return error
 
@@ -252,7 +250,9 @@ def _json_of(response: Any) -> Any:
     try:
         return response.json()
     except ValueError as error:
-        raise InferenceServerError(f"{response.url}: its answer is no JSON ({error})") from error
+        raise errors.InferenceServerError(
+            f"{response.url}: its answer is no JSON ({error})"
+        ) from error
 
 
 ASKED_FOR_CHAT = {"logprobs": True, "return_token_ids": True}
@@ -365,7 +365,7 @@ def require_whole(
         ids, logprobs = len(completion.token_ids), completion.logprobs
         if not (completion.prompt_ids and ids and logprobs is not None and len(logprobs) == ids):
             listed = "no" if logprobs is None else len(logprobs)
-            raise InferenceServerError(
+            raise errors.InferenceServerError(
                 f"{url} answered with {len(completion.prompt_ids)} prompt ids, {ids} ids and "
                 f"{listed} log-probs: to train on it, all must be there, and text is never "
                 f"tokenised again. vLLM returns them from 0.10.2 on; {without_ids}"
@@ -376,7 +376,7 @@ def require_whole(
     if counted is None:
         _warn_of_no_usage(url)
     elif counted != sampled:
-        raise InferenceServerError(
+        raise errors.InferenceServerError(
             f"{url} sampled {counted!r:.40} tokens (completion_tokens) and answered with {sampled} "
             "token ids, which is not what the model said. A stream may lose tokens where the "
             f"server parses reasoning or tool calls: ask without stream. {remedy}"
@@ -416,7 +416,7 @@ def require_sampled(sampling: Mapping[str, Any], mode: str, remedy: str = LEAVE_
     bent = {k: v for k, v in changes(options).items() if k in NEUTRAL}
     if bent and mode != "processed_logprobs":
         listed = ", ".join(f"{key}={value!r:.80}" for key, value in bent.items())
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{listed}: a server with --logprobs-mode {mode} answers with log-probs before that, "
             "not with those of what is sampled. Leave it out, or start the server with "
             "--logprobs-mode processed_logprobs and say so here: "
@@ -434,8 +434,8 @@ def require_texts(messages: Sequence[Mapping[str, Any]], remedy: str = LEAVE_OUT
     """
     try:
         as_texts(messages)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{error}. Leave it out, or {remedy}") from error
+    except errors.InvalidArgumentError as error:
+        raise errors.InvalidArgumentError(f"{error}. Leave it out, or {remedy}") from error
 
 
 def changes(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,7 +446,7 @@ def changes(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse(option: str, allowed: tuple[Any, ...], remedy: str) -> NoReturn:
     instead = "".join(f" or say {value!r}" for value in allowed)
-    raise InvalidArgumentError(
+    raise errors.InvalidArgumentError(
         f"{option} may restrict what is sampled, or choose from it, which log-probs of no "
         f"--logprobs-mode show: leave it out{instead}, or {remedy}"
     )
@@ -491,7 +491,7 @@ class OpenAIModel:
         **sampling: Any,
     ) -> None:
         if dialect not in VERSION_AT:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"dialect={dialect!r:.40}: the server is asked as {' or '.join(VERSION_AT)}"
             )
         options = {k: sampling.pop(k) for k in ("api_key", "timeout_s") if k in sampling}
@@ -512,7 +512,7 @@ class OpenAIModel:
         if require_ids:
             require_sampled(self._sampling, logprobs_mode)
             if (choices := sampling.get("n") or 1) != 1:
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"n={choices!r:.40}: a call returns one answer; call it so often"
                 )
 
@@ -582,7 +582,7 @@ class OpenAIModel:
             served = await self.server.get("/v1/models") or {}
             names = [str(model["id"]) for model in served.get("data", [])]
             if len(names) != 1:
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"{self.server.root} serves {', '.join(names) or 'no model'}: say model=NAME"
                 )
             (self.name,) = names
@@ -594,7 +594,9 @@ class OpenAIModel:
         answer = await self.server.post(path, asked)
         choices = answer.get("choices") or []
         if not choices:
-            raise InferenceServerError(f"the server answered without a choice: {str(answer)[:300]}")
+            raise errors.InferenceServerError(
+                f"the server answered without a choice: {str(answer)[:300]}"
+            )
         made = completion_of(answer, choices[0])
         if self._require_ids:
             require_whole(answer, [made], self.server.root)
@@ -609,7 +611,7 @@ class OpenAIModel:
 
     def _require_tokenizer(self) -> Any:
         if self._tokenizer is None:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 "SGLang's /generate takes token ids: give OpenAIModel a tokenizer="
             )
         return self._tokenizer
@@ -660,8 +662,8 @@ async def push_weights(
             await (_into_sglang if dialect == "sglang" else _into_vllm)(
                 server, str(path), version, mode
             )
-        except InferenceServerError as error:
-            raise InferenceServerError(
+        except errors.InferenceServerError as error:
+            raise errors.InferenceServerError(
                 f"{error} (while it took policy {version}; if it was paused it stays so until "
                 "weights are pushed again)"
             ) from error
@@ -687,7 +689,7 @@ async def _into_sglang(server: Server, path: str, version: str, mode: PauseMode)
         await server.post("/pause_generation", {"mode": "retract" if mode == "keep" else "abort"})
     try:
         await _load_into_sglang(server, path, version)
-    except InferenceServerError:
+    except errors.InferenceServerError:
         if mode == "wait":
             await server.post("/pause_generation", {"mode": "abort"})
         raise
@@ -699,7 +701,9 @@ async def _load_into_sglang(server: Server, path: str, version: str) -> None:
         "/update_weights_from_disk", {"model_path": path, "weight_version": version}
     )
     if not answer.get("success"):
-        raise InferenceServerError(f"{server.root} did not load {path}: {answer.get('message')}")
+        raise errors.InferenceServerError(
+            f"{server.root} did not load {path}: {answer.get('message')}"
+        )
     await _require_version(server, version, "sglang")
 
 
@@ -707,7 +711,9 @@ async def _require_version(server: Server, version: str, dialect: Dialect) -> No
     """Refuse a server with weights of another version; SGLang may name none."""
     held = await server.weight_version(dialect)
     if held != version and not (held is None and dialect == "sglang"):
-        raise InferenceServerError(f"{server.root} holds weights {held!r} instead of {version!r}")
+        raise errors.InferenceServerError(
+            f"{server.root} holds weights {held!r} instead of {version!r}"
+        )
 
 
 async def sync_weights(
@@ -764,7 +770,7 @@ class _Pusher:
         for server in servers:
             try:
                 pushed = await push_weights(server, policy, dialect=self.dialect, mode=self.mode)
-            except InferenceServerError as error:
+            except errors.InferenceServerError as error:
                 if not self.waits or (await self._looked_at(server))[0]:
                     raise
                 if server not in self.away:
@@ -783,7 +789,7 @@ class _Pusher:
         """Return whether a server answers, as a refusal does, and what weights it names."""
         try:
             return True, await server.weight_version(self.dialect)
-        except RefusedRequestError:
+        except errors.RefusedRequestError:
             return True, None
-        except InferenceServerError:
+        except errors.InferenceServerError:
             return False, None

@@ -6,21 +6,11 @@ from dataclasses import dataclass
 from shlex import quote
 
 from trinity_buffer.identity import TURNS
+from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.diagnosis import Lack, Surroundings, counted, lacks_of
-from trinity_buffer.pipeline.coordination.waiting import (
-    describe_process,
-    is_at_work,
-    is_unheard,
-    own_wait_of,
-)
 from trinity_buffer.pipeline.handle import now_us
 from trinity_buffer.pipeline.store import Experiment, Store
-from trinity_buffer.pipeline.write.planning import (
-    PUBLISHING,
-    Admission,
-    is_unpublished,
-    unpublished,
-)
+from trinity_buffer.pipeline.write import planning
 from trinity_buffer.store import counters, counts, leases, log, trainer_queries, writer_queries
 from trinity_buffer.store.rows import ConsumerRow
 from trinity_buffer.store.sqlite import log_state
@@ -115,14 +105,14 @@ class _Look:
         self._tx, self._name, self._key = tx, entry.name, entry.key
         self._around = around = Surroundings.of(tx, self._key)
         self.here = [
-            Here(self._name, row.role, row.name, describe_process(row), row.waiting_for)
+            Here(self._name, row.role, row.name, waiting.describe_process(row), row.waiting_for)
             for row in around.here
         ]
         self.stuck: list[Stuck] = []
         config = writer_queries.config_of(tx, recorded or self._key)
         if config is None or config[1] or is_expert:
             return  # what is finished waits for nothing, and an expert's for a run
-        rules = Admission.of(config[0])
+        rules = planning.Admission.of(config[0])
         consumers = around.consumers.values()
         strategies = [row for row in consumers if row.kind == "strategy"]
         trainers = [row for row in consumers if row.kind == "trainer"]
@@ -223,7 +213,7 @@ class _Look:
             at = counts.first_row(tx, key, terms.annotation_set, start)
             self._add(f"{missing}: {rows} ready", again, at=at)
 
-    def _of_cycles(self, rules: Admission) -> None:
+    def _of_cycles(self, rules: planning.Admission) -> None:
         """Add explorers, trainer and strategy if each is there, and waits for the next."""
         around = self._around
         known, trainer = around.consumers.get(rules.trainer), around.who("trainer", rules.trainer)
@@ -233,7 +223,7 @@ class _Look:
             return
         strategy = around.who("strategy", str(known.config.get("strategy")))
         decides = strategy is not None and not strategy.waiting_for
-        if decides or any(map(is_at_work, leases.processes(self._tx, self._key))):
+        if decides or any(map(waiting.is_at_work, leases.processes(self._tx, self._key))):
             return
         circle = [explorers[0], trainer]
         steps, most = known.leased_step - known.committed_step, rules.most_uncommitted_steps
@@ -247,19 +237,23 @@ class _Look:
         elif strategy is not None:
             circle.append(strategy)
         names = [f"{row.role} {row.name!r}" for row in [*circle, circle[0]]]
-        what = f"{' waits for '.join(names)}: {'; '.join(map(own_wait_of, circle))}"
+        what = f"{' waits for '.join(names)}: {'; '.join(map(waiting.own_wait_of, circle))}"
         self._add(what, remedy, at=log.head(self._tx, self._key))
 
-    def _of_unpublished(self, rules: Admission) -> None:
+    def _of_unpublished(self, rules: planning.Admission) -> None:
         """Add the trainer that commits steps and publishes no weights, if rollouts show that."""
         tx, key = self._tx, self._key
         backlog = trainer_queries.backlog(tx, key, rules.trainer)
         version = writer_queries.newest_version(tx, key)
-        if is_unpublished(rules, backlog) and version is not None and version <= backlog.published:
+        if (
+            planning.is_unpublished(rules, backlog)
+            and version is not None
+            and version <= backlog.published
+        ):
             step = trainer_queries.step_at(tx, key, rules.trainer, backlog.published + 1)
             made = f"the newest rollout was made with version {version}"
             at = None if step is None else step.committed_at
-            self._add(f"{unpublished(rules, backlog)}; {made}", PUBLISHING, at=at)
+            self._add(f"{planning.unpublished(rules, backlog)}; {made}", planning.PUBLISHING, at=at)
 
     def _of_processes(self) -> None:
         """Add trainers that wait for a set that is not there, and what is paused or hangs."""
@@ -276,7 +270,7 @@ class _Look:
             if held is not None and row.role != "trainer":
                 own = held[0].startswith(f"{row.host}:{row.pid}:")
                 expired = expired and own and row.role == "strategy"
-            if is_unheard(row, lease_expired=expired):
+            if waiting.is_unheard(row, lease_expired=expired):
                 age = f"{(now - row.last_seen) / 1e6:.0f} s"
                 place = f"pid {row.pid} on host {leases.name_of(row.host)}"
                 self._add(

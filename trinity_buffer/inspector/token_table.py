@@ -15,12 +15,7 @@ import numpy.typing as npt
 
 from trinity_buffer.codec.segments import Segment
 from trinity_buffer.errors import UnknownNameError
-from trinity_buffer.inspector.experience import (
-    elements_of,
-    events_with_segments,
-    measured_in,
-    row_and_fates,
-)
+from trinity_buffer.inspector import experience
 from trinity_buffer.inspector.fates import Fate
 from trinity_buffer.inspector.source import Source
 from trinity_buffer.store import writer_queries
@@ -64,29 +59,40 @@ async def tokens(source: Source, uid: str, *, annotation_set: str | None = None)
         UnknownNameError: there is no such experience, or its tokens are not there any more.
         DamagedSegmentError: a checksum does not hold.
     """
-    row, fates = await row_and_fates(source, uid)
+    row, fates = await experience.row_and_fates(source, uid)
     position, slot = position_of(row.address), slot_of(row.address)
-    event = (await events_with_segments(source, {position: uid}, ["light", "tokens"]))[position]
+    event = (await experience.events_with_segments(source, {position: uid}, ["light", "tokens"]))[
+        position
+    ]
     segment = event.segment
-    ids = elements_of(segment, "tokens", slot)
+    ids = experience.elements_of(segment, "tokens", slot)
     if ids is None:
         raise UnknownNameError(f"{uid}: {event.archived or 'it has no tokens'}")
-    mask, recorded_mask = np.zeros(row.length, bool), elements_of(segment, "action_mask", slot)
+    mask, recorded_mask = (
+        np.zeros(row.length, bool),
+        experience.elements_of(segment, "action_mask", slot),
+    )
     mask[row.prompt_length :] = True if recorded_mask is None else recorded_mask.astype(bool)
     known = [f for f in fates if f.annotations and annotation_set in (None, f.annotation_set)]
     trained = (f for f in known if any(step.committed for step in f.steps))
     fate = next(chain(trained, known), None)
     columns = {
-        "logprob": _placed(elements_of(segment, "logprobs", slot), row, mask),
-        "teacher_logprob": _placed(elements_of(segment, "teacher_logprobs", slot), row, mask),
-        "reward": _placed(elements_of(segment, "token_level_reward", slot), row, mask),
+        "logprob": _placed(experience.elements_of(segment, "logprobs", slot), row, mask),
+        "teacher_logprob": _placed(
+            experience.elements_of(segment, "teacher_logprobs", slot), row, mask
+        ),
+        "reward": _placed(experience.elements_of(segment, "token_level_reward", slot), row, mask),
     }
     if fate is not None:
         note = fate.first or 0
-        noted = await events_with_segments(source, {position_of(note): uid}, ["annotation"])
+        noted = await experience.events_with_segments(
+            source, {position_of(note): uid}, ["annotation"]
+        )
         scores = noted[position_of(note)].segment
         for name in ("advantages", "returns"):
-            columns[name[:-1]] = _placed(elements_of(scores, name, slot_of(note)), row, mask)
+            columns[name[:-1]] = _placed(
+                experience.elements_of(scores, name, slot_of(note)), row, mask
+            )
         columns |= await _trained(source, fate)
         columns |= _compared(columns, mask)
     columns["policy_version"] = _versions(segment, slot, row)
@@ -99,7 +105,7 @@ async def _trained(source: Source, fate: Fate) -> dict[str, Numbers | None]:
     """Return what the last step of an annotation recorded of each token, if it did."""
     address, held = next(iter(fate.annotations.items()))
     own = [step for step in held if step.committed and not step.experiment]
-    measures = await measured_in(source, own[-1], tokens=True) if own else None
+    measures = await experience.measured_in(source, own[-1], tokens=True) if own else None
     columns = {} if measures is None else measures.of_tokens(address)
     return {"trained_logprob" if n == "logprob" else n: values for n, values in columns.items()}
 

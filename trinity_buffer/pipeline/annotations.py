@@ -16,13 +16,7 @@ from trinity_buffer.codec.blob import Buffer, writable
 from trinity_buffer.codec.segments import ANNOTATED, Column, decode_segment, encode_segment
 from trinity_buffer.errors import CodecError
 from trinity_buffer.experience import Experience
-from trinity_buffer.pipeline.encoding import (
-    DTYPE_NAMES,
-    bytes_of,
-    columns_of,
-    flat_tensor,
-    tensors_of,
-)
+from trinity_buffer.pipeline import encoding
 
 _SCALED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,7 +35,9 @@ def encode_annotations(experiences: Sequence[Experience]) -> bytes:
     # As bytes: 0.0 == -0.0, and NaN != NaN.
     advantages, returns = (
         [(c.dtype, c.shapes.tolist(), _rows(c).tolist(), c.data.tobytes()) for c in columns]
-        for columns in (columns_of(field, tensors[field]) for field in ("advantages", "returns"))
+        for columns in (
+            encoding.columns_of(field, tensors[field]) for field in ("advantages", "returns")
+        )
     )
     if advantages and advantages == returns:
         del tensors["returns"]
@@ -67,14 +63,14 @@ def _columns(
         if scaled:
             column = Column(
                 field,
-                DTYPE_NAMES[scalars.dtype],
+                encoding.DTYPE_NAMES[scalars.dtype],
                 np.zeros((len(scaled), 0), np.int64),
-                bytes_of([scalars]),
+                encoding.bytes_of([scalars]),
                 None if len(scaled) == len(tensors) else np.array(scaled, np.int64),
                 "scaled_mask",
             )
             columns.append(column)
-    return columns + columns_of(field, rest)
+    return columns + encoding.columns_of(field, rest)
 
 
 def _scalars(
@@ -145,9 +141,9 @@ def decode_annotations(
             indices = [index_of[wanted[place]] for place in places]
             if column.encoding == "scaled_mask":
                 of_places = [masks[place] for place in places]
-                tensors = _full(flat_tensor(column)[indices], of_places, field)
+                tensors = _full(encoding.flat_tensor(column)[indices], of_places, field)
             else:  # two fields that share a column get memory of their own
-                tensors, shared = tensors_of(column, indices), field in segment.aliases
+                tensors, shared = encoding.tensors_of(column, indices), field in segment.aliases
                 tensors = [tensor.clone() for tensor in tensors] if shared else tensors
             for place, tensor in zip(places, tensors, strict=True):
                 computed[place][field] = tensor

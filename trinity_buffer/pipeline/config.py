@@ -13,34 +13,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from typing_extensions import override
 
+from trinity_buffer import options
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.identity import closest, problem_of_name
-from trinity_buffer.options import (
-    Above0,
-    AdmissionOptions,
-    AtLeast0,
-    Beta,
-    Count,
-    Device,
-    GroupingRules,
-    Natural,
-    Number,
-    Options,
-    Rate,
-    Runs,
-    Seconds,
-    Share,
-    StepOptions,
-    excerpt,
-    option_types,
-    problems_of,
-    section_of,
-)
 from trinity_buffer.pipeline.coordination.waiting import MAX_REJECTED_STEPS, STALLED_AFTER_S
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig(Options):
+class TaskConfig(options.Options):
     """What the policy learns in the demo."""
 
     name: Literal["sort", "guess"] = "sort"
@@ -54,7 +34,7 @@ class TaskConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Options):
+class ModelConfig(options.Options):
     """The policy of the demo: a small transformer, random at first."""
 
     width: Annotated[int, Meta(ge=8, le=4096, description="an integer from 8 to 4096")] = 64
@@ -74,28 +54,28 @@ class ModelConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions(Options):
+class OptimizerOptions(options.Options):
     """AdamW, and the schedule of its rate."""
 
     learning_rate: Annotated[float, Meta(ge=0, le=1e20, description="a number from 0 to 1e+20")] = (
         1e-3
     )
     """the highest learning rate"""
-    warmup_steps: Natural = 0
+    warmup_steps: options.Natural = 0
     """linear warm-up from 0 over this many steps"""
-    decay_steps: Count | None = None
+    decay_steps: options.Count | None = None
     """linear decay over this many steps, counted from step 1; null: none"""
-    min_lr_ratio: Share = 0.1
+    min_lr_ratio: options.Share = 0.1
     """the rate never decays below this fraction of the highest"""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    betas: tuple[options.Beta, options.Beta] = (0.9, 0.999)
     """AdamW's betas"""
     weight_decay: Annotated[float, Meta(ge=0, le=1e6, description="a number from 0 to 1e+06")] = 0.0
     """AdamW's decoupled weight decay"""
-    max_gradient_norm: Above0 = 1.0
+    max_gradient_norm: options.Above0 = 1.0
     """gradients are clipped to this norm"""
-    critic_learning_rate: Rate = 1e-3
+    critic_learning_rate: options.Rate = 1e-3
     """of the critic, if the algorithm has one"""
-    value_clip_range: Above0 | None = None
+    value_clip_range: options.Above0 | None = None
     """clip range of the critic's loss; null: none"""
 
 
@@ -103,13 +83,13 @@ class OptimizerOptions(Options):
 class OptimizerConfig(OptimizerOptions):
     """The optimizer, and the bonus for entropy."""
 
-    learning_rate: Rate = OptimizerOptions.learning_rate
-    entropy_coef: AtLeast0 | None = None
+    learning_rate: options.Rate = OptimizerOptions.learning_rate
+    entropy_coef: options.AtLeast0 | None = None
     """coefficient of the entropy bonus; null: the algorithm's"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig(Options):
+class LossConfig(options.Options):
     """The policy loss, by its registered name, with constructor arguments."""
 
     name: str | None = None
@@ -119,28 +99,28 @@ class LossConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig(Options):
+class EvaluationConfig(options.Options):
     """Greedy answers to fresh problems, by the trainer between steps."""
 
-    every_steps: Count = 10
+    every_steps: options.Count = 10
     """interval between evaluations"""
-    num_eval_samples: Count = 256
+    num_eval_samples: options.Count = 256
     """per evaluation, unless you give `evaluate`"""
-    target_accuracy: Number | None = None
+    target_accuracy: options.Number | None = None
     """accuracy at which the trainer ends (with --follow, the run)"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutOptions(Options):
+class RolloutOptions(options.Options):
     """How explorers go through the tasks of the user's own rollouts."""
 
-    epochs: Count = 1
+    epochs: options.Count = 1
     """passes over the whole list of tasks"""
-    concurrency: Count = 32
+    concurrency: options.Count = 32
     """concurrent rollouts of one explorer; a kill of the process loses at most this many"""
-    timeout_s: Above0 | None = None
+    timeout_s: options.Above0 | None = None
     """time limit of one attempt at a rollout, after which it is a TimeoutError; null: none"""
-    attempts: Count = 3
+    attempts: options.Count = 3
     """tries of a rollout that loses its connection, exceeds `timeout_s`, or returns what the
     store refuses"""
     on_failure: Literal["raise", "leave_out"] = "raise"
@@ -152,25 +132,25 @@ class RolloutOptions(Options):
 class ExplorerConfig(RolloutOptions):
     """How explorers go through the tasks, and what a completion may be."""
 
-    max_tokens: Count = 256
+    max_tokens: options.Count = 256
     """default limit of a completion"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(Options):
+class BatchOptions(options.Options):
     """What an explorer plans at once."""
 
-    groups_per_batch: Count = 8
+    groups_per_batch: options.Count = 8
     """groups that an explorer plans, and later seals, at once"""
-    rollouts_per_group: Runs = 8
+    rollouts_per_group: options.Runs = 8
     """runs of each task; `sft`, `cpt` and `dpo` default to 1"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(Options):
+class TrainingOptions(options.Options):
     """What a trainer does beside its gradient steps, and when it ends."""
 
-    commit_every_steps: Count = 1
+    commit_every_steps: options.Count = 1
     """interval of commits (checkpoints)"""
     async_checkpoints: bool | None = None
     """write checkpoints in a thread, from a copy in CPU memory; the commit follows when all is on
@@ -183,16 +163,22 @@ class TrainingOptions(Options):
     deterministic: bool = True
     """ask torch for deterministic algorithms, so that a replay gives the same bits; an operation
     that has no deterministic form is an error"""
-    max_steps: Count | None = None
+    max_steps: options.Count | None = None
     """the trainer ends after this step (with --follow, the run); null: no bound"""
-    max_skipped_steps: Count | None = 3
+    max_skipped_steps: options.Count | None = 3
     """skipped in a row, as not finite, before the trainer ends; null: never"""
     recompute_old_logprob: bool = False
     """compute it in the trainer before each step; false: as recorded"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(TrainingOptions, StepOptions, AdmissionOptions, GroupingRules, BatchOptions):
+class RunConfig(
+    TrainingOptions,
+    options.StepOptions,
+    options.AdmissionOptions,
+    options.GroupingRules,
+    BatchOptions,
+):
     """All settings that the processes of a run share."""
 
     task: TaskConfig = TaskConfig()
@@ -235,31 +221,35 @@ class RunConfig(TrainingOptions, StepOptions, AdmissionOptions, GroupingRules, B
     """to distil from: a policy file of the demo, or a folder of your own model"""
     expert_experiment: str | None = None
     """experiment of this store that holds an expert's rows"""
-    rollouts_per_group: Runs = 8
-    groups_per_step: Count = 16
-    max_staleness: Natural | None = 2
-    device: Device = "cpu"
+    rollouts_per_group: options.Runs = 8
+    groups_per_step: options.Count = 16
+    max_staleness: options.Natural | None = 2
+    device: options.Device = "cpu"
     """where the trainer computes: `cpu`, `cuda`, `cuda:1`; of several ranks on a machine, `cuda`
     is a GPU for each"""
-    max_rejected_steps: Count = MAX_REJECTED_STEPS
+    max_rejected_steps: options.Count = MAX_REJECTED_STEPS
     """rejected in a row as invalid or damaged before the process ends"""
-    stalled_after_s: Seconds | None = STALLED_AFTER_S
+    stalled_after_s: options.Seconds | None = STALLED_AFTER_S
     """all end, with exit code 3, once nothing has moved for this long; null: never"""
-    max_tokens: Count | None = None
+    max_tokens: options.Count | None = None
     """longer experiences are rejected; null: none"""
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
         if (problem := problem_of_name(self.trainer)) is not None:
-            raise InvalidArgumentError(f"trainer={excerpt(self.trainer)}: the name {problem}")
+            raise InvalidArgumentError(
+                f"trainer={options.excerpt(self.trainer)}: the name {problem}"
+            )
 
 
-CONFIG = option_types(RunConfig)
+CONFIG = options.option_types(RunConfig)
 """Key of a run's configuration -> the type of its value."""
 
-SECTIONS: dict[str, type[Options]] = {
-    name: section for name, kind in CONFIG.items() if (section := section_of(kind)) is not None
+SECTIONS: dict[str, type[options.Options]] = {
+    name: section
+    for name, kind in CONFIG.items()
+    if (section := options.section_of(kind)) is not None
 }
 """Key that holds, or may hold, a table -> the options in it."""
 
@@ -281,7 +271,7 @@ def require_values(experiment: str, config: Mapping[str, Any]) -> None:
         InvalidArgumentError: names the key, its value and the accepted values.
     """
     values = {key: config[key] for key in _READ if config.get(key) is not None}
-    if problems := problems_of(RunConfig, values):
+    if problems := options.problems_of(RunConfig, values):
         raise InvalidArgumentError(f"experiment {experiment!r}: {'; '.join(problems)}")
 
 
@@ -305,13 +295,13 @@ def refuse_unknown(
         if key not in CONFIG:
             unknown.setdefault(_meant(key, "", [*CONFIG, *beside]), []).append(repr(str(key)))
         elif section is not None and isinstance(value, Mapping):
-            names = option_types(section)
+            names = options.option_types(section)
             for name in (name for name in value if name not in names):
                 meant = _meant(name, f"{key}.", names)
                 unknown.setdefault(meant, []).append(repr(f"{key}.{name}"))
         elif section is CONFIG[key]:
-            listed = ", ".join(sorted(option_types(section)))
-            problems.append(f"{key}={excerpt(value)}: must be a table of {listed}")
+            listed = ", ".join(sorted(options.option_types(section)))
+            problems.append(f"{key}={options.excerpt(value)}: must be a table of {listed}")
     if unknown:
         keys = " Nor ".join(f"{', '.join(of)}; {meant}" for meant, of in unknown.items())
         problems.insert(0, f"there is no key {keys}{remedy}")
@@ -326,7 +316,7 @@ def _meant(key: object, prefix: str, known: Collection[str]) -> str:
     """
     paths = [
         *CONFIG,
-        *(f"{name}.{key}" for name in SECTIONS for key in option_types(SECTIONS[name])),
+        *(f"{name}.{key}" for name in SECTIONS for key in options.option_types(SECTIONS[name])),
     ]
     meant = [path for path in paths if path.rpartition(".")[2] == key]
     if (close := closest(str(key), known)) is not None:

@@ -8,14 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
+from trinity_buffer import errors
 from trinity_buffer.codec.blob import keep_what_is_freed
-from trinity_buffer.errors import (
-    ArchivedSegmentError,
-    ConflictError,
-    InvalidArgumentError,
-    UnknownExperimentError,
-    UnknownNameError,
-)
 from trinity_buffer.events import (
     BatchLeased,
     ConfigurationChanged,
@@ -28,16 +22,9 @@ from trinity_buffer.events import (
 from trinity_buffer.identity import SCHEMAS, problem_of_name, problem_of_text, require_name
 from trinity_buffer.limits import sizes
 from trinity_buffer.options import renamed
+from trinity_buffer.pipeline import handle
 from trinity_buffer.pipeline.background import settle_imports
 from trinity_buffer.pipeline.coordination.waiting import ReportedWait
-from trinity_buffer.pipeline.handle import (
-    Event,
-    ExperimentHandle,
-    as_json,
-    decoded,
-    new_event,
-    now_us,
-)
 from trinity_buffer.pipeline.manifest import leased_steps
 from trinity_buffer.pipeline.train.checkpoint import found_again
 from trinity_buffer.store import log, trainer_queries, writer_queries
@@ -77,7 +64,7 @@ class PublishedPolicy:
     position: int
 
 
-class Experiment(ExperimentHandle):
+class Experiment(handle.ExperimentHandle):
     """One named training run. Made by `Store.experiment`."""
 
     def __init__(self, store: Store, key: int, name: str, config: Mapping[str, Any]) -> None:
@@ -112,7 +99,7 @@ class Experiment(ExperimentHandle):
 
     async def events(
         self, after: int = 0, *, follow: bool = False, kinds: Sequence[str] | None = None
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncIterator[handle.Event]:
         """Yield the events after position ``after``, in order, each exactly once.
 
         Args:
@@ -126,7 +113,7 @@ class Experiment(ExperimentHandle):
                 state = await self.database.changes.state()
             head, page, finished = await self.database.read(self._page, after, limit, kinds)
             for stored in page:
-                yield decoded(self.name, stored)
+                yield handle.decoded(self.name, stored)
             if len(page) == limit:
                 after = page[-1].position
                 continue
@@ -148,7 +135,7 @@ class Experiment(ExperimentHandle):
         return str(self.config.get("trainer", "trainer"))
 
     def _append(self, tx: Transaction, event: NewEvent, actor: str) -> None:
-        log.append(tx, self.key, [(actor, event)], now_us=now_us())
+        log.append(tx, self.key, [(actor, event)], now_us=handle.now_us())
 
     async def until_finished(self) -> None:
         """Wait until the experiment is finished.
@@ -174,10 +161,10 @@ class Experiment(ExperimentHandle):
             InvalidArgumentError: the reason is no text.
         """
         if not isinstance(reason, str):
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"experiment {self.name!r}: reason={reason!r:.40}, it must be a text"
             )
-        event = new_event(ExperimentFinished(reason=reason))
+        event = handle.new_event(ExperimentFinished(reason=reason))
         await self.database.write(self._append, event, actor)
 
     async def read(  # noqa: PLR0913 - all by keyword, each a filter
@@ -257,15 +244,15 @@ class Experiment(ExperimentHandle):
     ) -> writer_queries.State:
         """Return the state to read, checked against the registered sets."""
         if state not in (None, *(states := get_args(writer_queries.State))):
-            raise InvalidArgumentError(f"state={state!r}: accepted are {', '.join(states)}")
+            raise errors.InvalidArgumentError(f"state={state!r}: accepted are {', '.join(states)}")
         if name is None:
-            raise InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
+            raise errors.InvalidArgumentError(f"state={state!r} of which set? say annotation_set=")
         consumers = await self.database.read(writer_queries.consumers, self.key)
         # Trainers are consumers too, but have no annotations.
         names = [consumer.name for consumer in consumers.values() if consumer.kind == "strategy"]
         if name not in names:
             known = ", ".join(names) or "none"
-            raise UnknownNameError(f"no annotation set {name!r} (there: {known})")
+            raise errors.UnknownNameError(f"no annotation set {name!r} (there: {known})")
         return state or "annotated"
 
     async def _rows_of_step(self, trainer: str, step: int) -> tuple[int, ...]:
@@ -279,7 +266,7 @@ class Experiment(ExperimentHandle):
 
         leased = await self.database.read(load)
         if leased is None:
-            raise UnknownNameError(f"trainer {trainer!r} was never handed step {step}")
+            raise errors.UnknownNameError(f"trainer {trainer!r} was never handed step {step}")
         sources = leased.source or [0] * len(leased.experiences)
         pairs = zip(leased.experiences, sources, strict=True)
         return tuple(sorted({address for address, source in pairs if source == 0}))
@@ -301,7 +288,7 @@ class Experiment(ExperimentHandle):
             ConflictError: a newer version is published.
         """
         _check_policy(version, uri, digest)
-        event = new_event(PolicyPublished(number=version, uri=uri, digest=digest))
+        event = handle.new_event(PolicyPublished(number=version, uri=uri, digest=digest))
 
         def publish(tx: Transaction) -> None:
             tx.lock(self.key)
@@ -311,7 +298,7 @@ class Experiment(ExperimentHandle):
             if version < newest_version and not log.read_after(
                 tx, self.key, after, limit=1, kinds=rewinds
             ):
-                raise ConflictError(
+                raise errors.ConflictError(
                     f"experiment {self.name!r}: policy {newest_version} is published (position "
                     f"{after}), so {version} is not news; to go back, rewind the trainer with "
                     "resume_from="
@@ -322,7 +309,7 @@ class Experiment(ExperimentHandle):
 
     async def columns(self) -> frozenset[str] | None:
         """Return the fields of the first readable experience; None if none can be read."""
-        with suppress(ArchivedSegmentError):
+        with suppress(errors.ArchivedSegmentError):
             async for experience in self.read():
                 if experience.damaged is not None:
                     continue
@@ -364,13 +351,15 @@ class Experiment(ExperimentHandle):
 
 def _check_policy(version: object, uri: object, digest: object) -> None:
     if type(version) is not int or not 0 <= version < 1 << 63:
-        raise InvalidArgumentError(f"policy version {version!r:.40}: it must be an int, 0 or more")
+        raise errors.InvalidArgumentError(
+            f"policy version {version!r:.40}: it must be an int, 0 or more"
+        )
     if not isinstance(uri, str) or not 0 < len(uri) <= MAX_URI or not uri.isprintable():
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"policy {version}: uri={uri!r:.80}: give a path or the address of a server"
         )
     if (problem := problem_of_name(digest)) is not None:
-        raise InvalidArgumentError(f"policy {version}: digest {problem}")
+        raise errors.InvalidArgumentError(f"policy {version}: digest {problem}")
 
 
 class Store:
@@ -431,19 +420,19 @@ class Store:
         if config is None or self.database.read_only:
             known = ", ".join(names) or "none"
             remedy = "" if self.database.read_only else "; pass config={} to create it"
-            raise UnknownExperimentError(
+            raise errors.UnknownExperimentError(
                 f"{self.url} holds no experiment {name!r} (there: {known}){remedy}"
             )
-        wanted = as_json(f"the config of experiment {name!r}", renamed(config))
+        wanted = handle.as_json(f"the config of experiment {name!r}", renamed(config))
         if schema is not None:
             wanted = {"schema": schema, **wanted}
         fresh = {"schema": "experience", **wanted}
         if fresh["schema"] not in SCHEMAS:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"experiment {name!r}: schema={fresh['schema']!r}, accepted are "
                 f"{', '.join(SCHEMAS)}"
             )
-        created = new_event(ExperimentCreated(config=fresh))
+        created = handle.new_event(ExperimentCreated(config=fresh))
         change = partial(_create_or_change, name=name, wanted=wanted, fresh=fresh, created=created)
         its_key, current = await self.database.write(change, actor=actor)
         return Experiment(self, its_key, name, current)
@@ -487,19 +476,19 @@ def _create_or_change(
     refuse_unknown(new, f"experiment {name!r}: ", known, remedy)
     if stored is None:
         require_values(name, wanted)
-        log.append(tx, key, [(actor, created)], now_us=now_us())
+        log.append(tx, key, [(actor, created)], now_us=handle.now_us())
         return key, fresh
     require_values(name, new)
     if "schema" in changes:  # it describes what is stored
         then, now = changes["schema"]
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"experiment {name!r} has schema={then!r}, which cannot become {now!r}; create another "
             "experiment"
         )
     after = {**before, **wanted}
     if changes:
-        event = new_event(ConfigurationChanged(changes=changes, config=after))
-        log.append(tx, key, [(actor, event)], now_us=now_us())
+        event = handle.new_event(ConfigurationChanged(changes=changes, config=after))
+        log.append(tx, key, [(actor, event)], now_us=handle.now_us())
     return key, after
 
 

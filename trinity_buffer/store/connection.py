@@ -23,28 +23,14 @@ from sqlalchemy import Table
 from sqlalchemy.engine import URL, Engine
 from typing_extensions import override
 
+from trinity_buffer import errors
 from trinity_buffer.codec.blob import Buffer, mapped
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    ReadOnlyStoreError,
-    StoreError,
-    UnknownStoreError,
-)
 from trinity_buffer.limits import sizes
 from trinity_buffer.store import schema, sqlite, transaction
 from trinity_buffer.store.notify import PostgresChanges, SQLiteChanges
 from trinity_buffer.store.postgres import Outage, PostgresConnection, Server
 from trinity_buffer.store.segments import SegmentStore
 from trinity_buffer.store.sqlite import Checkpointer, StoreFiles, WriterQueue, dbapi2
-from trinity_buffer.store.transaction import (
-    Changes,
-    Owner,
-    ReadSession,
-    Session,
-    Transaction,
-    Values,
-    foreign_errors,
-)
 from trinity_buffer.store.url import (
     WRITE_FIRST,
     StoreURL,
@@ -63,7 +49,7 @@ TRANSACTIONS = 4
 """Transactions at the same time. One of them may write: SQLite allows no second one."""
 
 
-class SQLiteTransaction(Transaction):
+class SQLiteTransaction(transaction.Transaction):
     """A connection in autocommit, whose transactions `run` begins and ends, one after another.
 
     Args:
@@ -77,7 +63,7 @@ class SQLiteTransaction(Transaction):
         self,
         driver: Any,
         files: StoreFiles,
-        check: Callable[[Transaction], None] | None = None,
+        check: Callable[[transaction.Transaction], None] | None = None,
         queue: WriterQueue | None = None,
     ) -> None:
         super().__init__(_engine(), driver)
@@ -86,7 +72,7 @@ class SQLiteTransaction(Transaction):
         self._queue = queue
 
     @override
-    def fetch_all(self, sql: str, values: Values) -> list[tuple[Any, ...]]:
+    def fetch_all(self, sql: str, values: transaction.Values) -> list[tuple[Any, ...]]:
         """Execute SQL of the driver's own style, and return all rows."""
         rows: list[tuple[Any, ...]] = self.driver.execute(sql, values).fetchall()
         return rows
@@ -323,8 +309,8 @@ class Database:
         self._checkpointer = Checkpointer(self.path) if writes_file else None
         self._queue = WriterQueue(self.path) if writes_file else None
         self.connections: ConnectionPool | Server
-        self._changes: Changes
-        self.owner: Owner
+        self._changes: transaction.Changes
+        self.owner: transaction.Owner
         self._any_revision = False
         self._still = False
         self._schema = -1
@@ -335,7 +321,7 @@ class Database:
         return self.path.parent if self.dialect == "sqlite" else None
 
     @property
-    def changes(self) -> Changes:
+    def changes(self) -> transaction.Changes:
         """News of commits.
 
         Raises:
@@ -351,12 +337,16 @@ class Database:
             ReadOnlyStoreError: it is.
         """
         if self.read_only:
-            raise ReadOnlyStoreError(
+            raise errors.ReadOnlyStoreError(
                 f"{self.name} is open read-only; open it without read_only to write"
             )
 
     async def read(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+        self,
+        f: Callable[Concatenate[transaction.Transaction, P], T],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """Return ``f(tx, ...)`` of a transaction that sees one state and changes nothing.
 
@@ -366,7 +356,11 @@ class Database:
         return await self.session(lambda s: s.read(f, *args, **kwargs), writes=False)
 
     async def write(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+        self,
+        f: Callable[Concatenate[transaction.Transaction, P], T],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """Return ``f(tx, ...)`` of the one writing transaction, which has committed.
 
@@ -378,22 +372,26 @@ class Database:
         return await self.session(lambda s: s.write(f, *args, **kwargs))
 
     async def try_to_write(
-        self, f: Callable[Concatenate[Transaction, P], T], /, *args: P.args, **kwargs: P.kwargs
+        self,
+        f: Callable[Concatenate[transaction.Transaction, P], T],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> None:
         """Write as `write` does, once; where the store cannot be reached, do without.
 
         For the last write of a process that ends: it does not wait for a server that is away.
         """
         self.owner.require()
-        with suppress(StoreError):
+        with suppress(errors.StoreError):
             await self.session(lambda s: s.write(f, *args, **kwargs), once=True)
 
-    async def read_session(self, work: Callable[[ReadSession], T]) -> T:
+    async def read_session(self, work: Callable[[transaction.ReadSession], T]) -> T:
         """Return ``work(session)`` of a `session` that does not write, and blocks no writer."""
         return await self.session(work, writes=False)
 
     async def session(
-        self, work: Callable[[Session], T], *, writes: bool = True, once: bool = False
+        self, work: Callable[[transaction.Session], T], *, writes: bool = True, once: bool = False
     ) -> T:
         """Return ``work(session)``: short transactions, and what is computed between them.
 
@@ -409,7 +407,7 @@ class Database:
         self.owner.require()
         if writes and self.read_only:
             self.require_writable()
-        session = Session(self.name, self.segments.get)
+        session = transaction.Session(self.name, self.segments.get)
 
         def trip(connection: SQLiteTransaction | PostgresConnection) -> T:
             session.run = partial(connection.run, once=once)
@@ -443,7 +441,7 @@ class Database:
         self.owner.require()
         return await anyio.to_thread.run_sync(partial(f, *args, **kwargs), limiter=self._computing)
 
-    def _require_schema(self, tx: Transaction) -> None:
+    def _require_schema(self, tx: transaction.Transaction) -> None:
         """Raise unless the schema is the one of this version: another process may migrate it."""
         if self._any_revision:
             return
@@ -461,7 +459,7 @@ class Database:
             create: False where a store that is not there is an error.
             any_revision: take the schema as it is and create nothing; for migrations.
         """
-        self.owner = Owner(self.name)
+        self.owner = transaction.Owner(self.name)
         self._any_revision = any_revision
         if self.dialect == "sqlite":
             prepare = not self.read_only and not any_revision
@@ -472,7 +470,9 @@ class Database:
         if not any_revision and not await self.read(schema.inspect, self.name):
             if self.read_only or not create:
                 remedy = "" if self.read_only else WRITE_FIRST
-                raise UnknownStoreError(f"{self.name} is empty: there is no store to read{remedy}")
+                raise errors.UnknownStoreError(
+                    f"{self.name} is empty: there is no store to read{remedy}"
+                )
             await self.write(schema.create, self.name)
         if not any_revision:  # to open or migrate fails at once where the server is away
             self._outage.reconnect_s = reconnect_s_of(self.url)
@@ -483,14 +483,14 @@ class Database:
         if not sqlite.check_path(self.path, read_only=self.read_only) and not create:
             raise nothing_at(self.path, read_only=False)
         self._still = self.read_only and sqlite.is_still(self.path)
-        with foreign_errors(self.name):
+        with transaction.foreign_errors(self.name):
             if prepare:
                 await anyio.to_thread.run_sync(sqlite.prepare_file, self.path)
             here = stack.enter_context(sqlite.open_here(self.path))
         files = StoreFiles(self.path, with_log=not self.read_only or self._still)
         self.connections = ConnectionPool(partial(self._connect, files))
         stack.push_async_callback(self._close)
-        with foreign_errors(self.name):
+        with transaction.foreign_errors(self.name):
             self._changes = SQLiteChanges(self.path, self.owner, files, still=self._still)
         stack.push_async_callback(self._changes.close)
         # Only when a row is read does SQLite open the log.
@@ -508,7 +508,7 @@ class Database:
         stack.push_async_callback(self._close)
         self._changes = PostgresChanges(address, self.name, self.owner, self._outage)
         stack.push_async_callback(self._changes.close)
-        with foreign_errors(self.name):
+        with transaction.foreign_errors(self.name):
             self.version = await server.require_suitable()
 
     async def _close(self) -> None:
@@ -526,7 +526,7 @@ class Database:
         """Open one connection to a SQLite file."""
         files.check()  # what is there now may be another database
         name = sqlite.uri_of(self.path, writes=not self.read_only, still=self._still)
-        with foreign_errors(self.name):
+        with transaction.foreign_errors(self.name):
             driver = dbapi2.connect(name, uri=True, isolation_level=None, cached_statements=256)
             for statement in sqlite.pragmas(durability=self.durability, read_only=self.read_only):
                 driver.execute(statement)
@@ -565,7 +565,9 @@ async def open_database(
         UnsafeStoreError: a network file system, or a SQLite library that may lose commits.
     """
     if durability not in ("normal", "full"):
-        raise InvalidArgumentError(f"durability={durability!r}: accepted are 'normal' and 'full'")
+        raise errors.InvalidArgumentError(
+            f"durability={durability!r}: accepted are 'normal' and 'full'"
+        )
     async with AsyncExitStack() as stack:
         database = Database(parse_url(url), read_only=read_only, durability=durability)
         yield await database.open(stack, create=create)

@@ -16,13 +16,8 @@ from typing import Any, NamedTuple
 from trinity_buffer.errors import StoreError
 from trinity_buffer.events import Fact, PlacedFact, kind_of
 from trinity_buffer.identity import require_name
-from trinity_buffer.store import fold
+from trinity_buffer.store import fold, transaction
 from trinity_buffer.store.tables import FREQUENT, NOT_FREQUENT, event
-from trinity_buffer.store.transaction import (
-    Statement,
-    Transaction,
-    one_statement,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ class StoredEvent:
 
 
 def append(
-    tx: Transaction,
+    tx: transaction.Transaction,
     experiment_id: int,
     events: Sequence[tuple[str, NewEvent]],
     *,
@@ -100,20 +95,22 @@ def append(
     return places
 
 
-def end(tx: Transaction, experiment_id: int) -> Place:
+def end(tx: transaction.Transaction, experiment_id: int) -> Place:
     """Return where the log ends; before its first event, the origin of its chain."""
     last = end_if_open(tx, experiment_id, ())
     assert last is not None  # of no batch none is sealed
     return last
 
 
-def holds(tx: Transaction, experiment_id: int, position: int, head: bytes) -> bool:
+def holds(tx: transaction.Transaction, experiment_id: int, position: int, head: bytes) -> bool:
     """Return whether the log has the event of this head at this position."""
     stored = read_at(tx, experiment_id, [position])
     return bool(stored) and stored[0].head == head
 
 
-def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> Place | None:
+def end_if_open(
+    tx: transaction.Transaction, experiment_id: int, batches: Iterable[str]
+) -> Place | None:
     """Return `end`, or None if one of ``batches`` is sealed, in one statement."""
     rows = _END.fetch_all(tx, of=experiment_id, batches=batches)
     if not rows:
@@ -123,7 +120,9 @@ def end_if_open(tx: Transaction, experiment_id: int, batches: Iterable[str]) -> 
     return None if is_sealed else last
 
 
-def place(tx: Transaction, experiment_id: int, position: int, known: bytes | None) -> Place:
+def place(
+    tx: transaction.Transaction, experiment_id: int, position: int, known: bytes | None
+) -> Place:
     """Return the place of an event, as its row has it, and note that it was read.
 
     Raises:
@@ -138,14 +137,14 @@ def place(tx: Transaction, experiment_id: int, position: int, known: bytes | Non
     return Place(position, known)
 
 
-_END = Statement(
+_END = transaction.Statement(
     "SELECT position, head, EXISTS (SELECT 1 FROM batch "
     "WHERE experiment = :of AND batch IN TEXTS(:batches) AND sealed_at IS NOT NULL) "
     "FROM event WHERE experiment = :of ORDER BY position DESC LIMIT 1"
 )
 
 
-def head(tx: Transaction, experiment_id: int) -> int:
+def head(tx: transaction.Transaction, experiment_id: int) -> int:
     """Return the last position of the experiment, 0 if it has none."""
     rows = _END.fetch_all(tx, of=experiment_id, batches=())
     for position, known, _ in rows:
@@ -175,7 +174,7 @@ def _stored(row: Sequence[Any]) -> StoredEvent:
 
 
 def read_after(
-    tx: Transaction,
+    tx: transaction.Transaction,
     experiment_id: int,
     after: int,
     *,
@@ -191,7 +190,9 @@ def read_after(
     return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
-def _seen(tx: Transaction, experiment_id: int, events: list[StoredEvent]) -> list[StoredEvent]:
+def _seen(
+    tx: transaction.Transaction, experiment_id: int, events: list[StoredEvent]
+) -> list[StoredEvent]:
     """Return events in order; note the last one as seen."""
     if events:
         tx.saw(experiment_id, events[-1].position, events[-1].head)
@@ -202,7 +203,7 @@ _STORED = "SELECT position, kind, actor, recorded_at, body, head FROM event WHER
 
 
 @cache
-def _after(kinds: int | None, is_rare: bool, bounded: bool) -> Statement:  # noqa: FBT001 - looked up by it
+def _after(kinds: int | None, is_rare: bool, bounded: bool) -> transaction.Statement:  # noqa: FBT001 - looked up by it
     """Return the statement; rare kinds are looked up one by one, however long the log is.
 
     Args:
@@ -213,7 +214,7 @@ def _after(kinds: int | None, is_rare: bool, bounded: bool) -> Statement:  # noq
     if not is_rare:
         wanted = f" AND kind IN ({', '.join(named)})" if named else " AND false"
         wanted = "" if kinds is None else wanted
-        return Statement(f"{_STORED} AND {span}{wanted} ORDER BY position LIMIT :most")
+        return transaction.Statement(f"{_STORED} AND {span}{wanted} ORDER BY position LIMIT :most")
     each = (
         f"SELECT position FROM (SELECT position FROM event WHERE experiment = :of AND {span} "
         f"AND {NOT_FREQUENT} AND kind = {kind} ORDER BY position LIMIT :most) AS of{kind[1:]}"
@@ -223,7 +224,7 @@ def _after(kinds: int | None, is_rare: bool, bounded: bool) -> Statement:  # noq
         f"SELECT position FROM ({' UNION ALL '.join(each)}) AS rare ORDER BY position LIMIT :most"
     )
     # Of a subquery PostgreSQL may make a join with every event; of an array it looks up each.
-    return Statement(
+    return transaction.Statement(
         f"{_STORED} AND position IN ({first}) ORDER BY position",
         f"{_STORED} AND position = ANY(ARRAY({first})) ORDER BY position",
     )
@@ -233,46 +234,50 @@ FEW_KINDS = 6
 """Up to so many kinds of rare events are looked up one by one."""
 
 
-@one_statement
-def read_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> list[StoredEvent]:
+@transaction.one_statement
+def read_at(
+    tx: transaction.Transaction, experiment_id: int, positions: Sequence[int]
+) -> list[StoredEvent]:
     """Return the events at ``positions``, in order of position."""
     rows = _AT.fetch_all(tx, of=experiment_id, positions=positions)
     return _seen(tx, experiment_id, list(map(_stored, rows)))
 
 
-_AT = Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")
+_AT = transaction.Statement(f"{_STORED} AND position IN INTS(:positions) ORDER BY position")
 
 
-def recorded_at(tx: Transaction, experiment_id: int, positions: Sequence[int]) -> dict[int, int]:
+def recorded_at(
+    tx: transaction.Transaction, experiment_id: int, positions: Sequence[int]
+) -> dict[int, int]:
     """Return position -> when its event was recorded, in microseconds since 1970."""
     rows = _RECORDED_AT.fetch_all(tx, of=experiment_id, positions=positions)
     return {int(position): int(at) for position, at in rows}
 
 
-_RECORDED_AT = Statement(
+_RECORDED_AT = transaction.Statement(
     "SELECT position, recorded_at FROM event "
     "WHERE experiment = :of AND position IN INTS(:positions)"
 )
 
 
-def find_experiment(tx: Transaction, name: str) -> int | None:
+def find_experiment(tx: transaction.Transaction, name: str) -> int | None:
     """Return the id of the experiment, or None."""
     key = _FIND.value(tx, name=name)
     return None if key is None else int(key)
 
 
-def experiment_name(tx: Transaction, experiment_id: int) -> str:
+def experiment_name(tx: transaction.Transaction, experiment_id: int) -> str:
     """Return the name of the experiment with this id."""
     return str(_NAME.value(tx, of=experiment_id))
 
 
-def create_experiment(tx: Transaction, name: str) -> int:
+def create_experiment(tx: transaction.Transaction, name: str) -> int:
     """Return the id of the experiment, new or not."""
     _CREATE.execute_later(tx, name=name)
     return int(_FIND.value(tx, name=name))
 
 
-def experiment_names(tx: Transaction) -> dict[str, int]:
+def experiment_names(tx: transaction.Transaction) -> dict[str, int]:
     """Return all experiments of the store: name to id, in order of creation.
 
     Raises:
@@ -283,7 +288,7 @@ def experiment_names(tx: Transaction) -> dict[str, int]:
     return {name: int(key) for name, key in _NAMES.fetch_all(tx)}
 
 
-def damaged_names(tx: Transaction) -> list[str]:
+def damaged_names(tx: transaction.Transaction) -> list[str]:
     """Return which experiments' names are no texts: SQLite keeps a type beside each value."""
     return [
         f"table experiment is damaged: the name of experiment {key} is {name!r:.80}, which is no "
@@ -293,10 +298,12 @@ def damaged_names(tx: Transaction) -> list[str]:
     ]
 
 
-_FIND = Statement("SELECT id FROM experiment WHERE name = :name")
-_NAME = Statement("SELECT name FROM experiment WHERE id = :of")
-_CREATE = Statement("INSERT INTO experiment (name) VALUES (:name) ON CONFLICT DO NOTHING")
-_NAMES = Statement("SELECT name, id FROM experiment ORDER BY id")
+_FIND = transaction.Statement("SELECT id FROM experiment WHERE name = :name")
+_NAME = transaction.Statement("SELECT name FROM experiment WHERE id = :of")
+_CREATE = transaction.Statement(
+    "INSERT INTO experiment (name) VALUES (:name) ON CONFLICT DO NOTHING"
+)
+_NAMES = transaction.Statement("SELECT name, id FROM experiment ORDER BY id")
 
 
 _ORIGIN = b"trinity-buffer log\0"

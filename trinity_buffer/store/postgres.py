@@ -30,25 +30,11 @@ from sqlalchemy.engine import URL, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from typing_extensions import override
 
-from trinity_buffer.errors import (
-    SchemaTooNewError,
-    StoreError,
-    StoreReplacedError,
-    StoreUnavailableError,
-    UnsafeStoreError,
-)
+from trinity_buffer import errors
 from trinity_buffer.lazy import extra
 from trinity_buffer.limits import sizes
-from trinity_buffer.store import log, sqlite
+from trinity_buffer.store import log, sqlite, transaction
 from trinity_buffer.store.tables import SCHEMA_REVISION
-from trinity_buffer.store.transaction import (
-    OF_ONE_STATEMENT,
-    POOLED,
-    Transaction,
-    Values,
-    engine_without_connections,
-    foreign_errors,
-)
 
 if TYPE_CHECKING:
     import psycopg
@@ -130,7 +116,7 @@ def connect(url: URL) -> psycopg.Connection[Any]:
         raise ConnectionError("it does not answer") from error
     except library.OperationalError as error:
         if _NEVER.search(str(error)):
-            raise StoreError(f"the server refuses the connection: {_line(error)}") from error
+            raise errors.StoreError(f"the server refuses the connection: {_line(error)}") from error
         raise ConnectionError(_line(error)) from error
     # One type for all: by the size of a number psycopg would prepare a statement anew.
     driver.adapters.register_dumper(int, types.numeric.Int8BinaryDumper)
@@ -213,7 +199,7 @@ class Outage:
         while True:
             try:
                 done = attempt()
-            except StoreUnavailableError as error:
+            except errors.StoreUnavailableError as error:
                 now = time.monotonic()
                 self._since, began = self._since or now, began or now
                 left_s = self.reconnect_s - (now - min(self._since, began))
@@ -231,7 +217,7 @@ class Outage:
                 self._since, self._tries, self._silent_until = None, 0, 0.0
                 return done
 
-    def _wait(self, pause_s: float, error: StoreUnavailableError) -> None:
+    def _wait(self, pause_s: float, error: errors.StoreUnavailableError) -> None:
         """Wait; who is cancelled meanwhile, or closes the store, waits no longer."""
         until = time.monotonic() + pause_s
         while (left_s := until - time.monotonic()) > 0:
@@ -240,7 +226,7 @@ class Outage:
                 raise error
 
 
-class PostgresTransaction(Transaction):
+class PostgresTransaction(transaction.Transaction):
     """A connection in autocommit, whose transactions `run` begins and ends, one after another.
 
     Attributes:
@@ -255,12 +241,12 @@ class PostgresTransaction(Transaction):
         super().__init__(engine, driver)
         self.asked_at: float | None = None
         self.in_doubt = False
-        self._later: list[tuple[str, Values]] = []
+        self._later: list[tuple[str, transaction.Values]] = []
         self._locked: set[int] = set()
         self._statements_left: int | None = None
         self._announces = False
 
-    def run(self, f: Callable[[Transaction], T], begin: str) -> T:
+    def run(self, f: Callable[[transaction.Transaction], T], begin: str) -> T:
         """Return ``f(tx)``, in a transaction of its own.
 
         Args:
@@ -295,7 +281,7 @@ class PostgresTransaction(Transaction):
         return super().connection
 
     @override
-    def fetch_all(self, sql: str, values: Values) -> list[tuple[Any, ...]]:
+    def fetch_all(self, sql: str, values: transaction.Values) -> list[tuple[Any, ...]]:
         """Execute SQL of the driver's own style, and return all rows."""
         self._count_statement()
         self._later.append((sql, values))
@@ -303,7 +289,7 @@ class PostgresTransaction(Transaction):
         return cursor.fetchall() if cursor.description else []
 
     @override
-    def execute_later(self, sql: str, values: Values) -> None:
+    def execute_later(self, sql: str, values: transaction.Values) -> None:
         """Queue a statement, to be sent together with others."""
         self._later.append((sql, values))
 
@@ -363,7 +349,7 @@ class PostgresTransaction(Transaction):
         finally:
             if newer.rowcount > 0:
                 revision = newer.fetchall()[0][0]
-                raise SchemaTooNewError(
+                raise errors.SchemaTooNewError(
                     f"the store was migrated to schema {revision} while it was open here (this is "
                     f"{SCHEMA_REVISION}): upgrade with `pip install --upgrade trinity-buffer`"
                 )
@@ -388,7 +374,9 @@ class PostgresTransaction(Transaction):
         ended = self._send()
         self.in_doubt = False
         if ended.statusmessage != "COMMIT":
-            raise StoreError("the transaction had failed before its commit; nothing was written")
+            raise errors.StoreError(
+                "the transaction had failed before its commit; nothing was written"
+            )
 
     def _roll_back(self, why: BaseException) -> None:
         """End the transaction; a connection on which that fails is not used again."""
@@ -456,13 +444,13 @@ class PostgresConnection:
         Args:
             once: do not try again.
         """
-        begin = _WRITING if writes else "" if f in OF_ONE_STATEMENT else _READING
+        begin = _WRITING if writes else "" if f in transaction.OF_ONE_STATEMENT else _READING
         if self._server.is_dedicated:
             begin = _APART
         doubted: dict[int, tuple[int, bytes]] = {}
         results: list[T] = []
 
-        def work(tx: Transaction) -> T:
+        def work(tx: transaction.Transaction) -> T:
             # The lock waits for the end of the transaction in doubt, which the server may not know
             # of.
             for experiment in sorted(doubted):
@@ -473,7 +461,7 @@ class PostgresConnection:
             return results[0]
 
         def attempt() -> T:
-            with foreign_errors(self._server.name):
+            with transaction.foreign_errors(self._server.name):
                 tx = self._connected()
                 try:
                     with driver_errors(tx.driver):
@@ -541,7 +529,7 @@ class Server:
         self._trips = 0
         self._is_closed = False
         self._watching: asyncio.TimerHandle | None = None
-        self._engine = engine_without_connections(
+        self._engine = transaction.engine_without_connections(
             "postgresql+psycopg://", paramstyle="numeric_dollar", use_native_hstore=False
         )
 
@@ -582,7 +570,7 @@ class Server:
             later = asyncio.get_running_loop().call_later
             self._watching = later(timeout_s / 8, self._watch, timeout_s)
 
-    def note_ends(self, tx: Transaction) -> None:
+    def note_ends(self, tx: transaction.Transaction) -> None:
         """Note the last events that a transaction saw, or appended."""
         for experiment, place in (*tx.seen.items(), *tx.appended.items()):
             if self._ends.get(experiment, (0, b""))[0] < place[0]:
@@ -616,7 +604,7 @@ class Server:
                 driver.execute(_WRITING)
             version, encoding, lock_ms = first.execute(_ABOUT).fetchall()[0]
             if encoding != "UTF8":
-                raise UnsafeStoreError(
+                raise errors.UnsafeStoreError(
                     f"{self.name} stores texts as {encoding}, which cannot represent most of them: "
                     "make a database with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
                 )
@@ -632,7 +620,7 @@ class Server:
                 pooled = pooled or other.execute(_GET_MARK).fetchall() == [(mark,)]
             # Not asked where it is known: of one server connection, the other has it.
             if pooled or first.execute(_GET_MARK).fetchall() != [(mark,)]:
-                raise UnsafeStoreError(f"{self.name} {POOLED}")
+                raise errors.UnsafeStoreError(f"{self.name} {transaction.POOLED}")
             for driver in (first, other):
                 driver.rollback()  # here, where errors are translated, not as it is closed
         return version, float(lock_ms) / 1000
@@ -673,7 +661,7 @@ class Server:
             raise
         driver.close()
         name, position, end = lost[0]
-        raise StoreReplacedError(
+        raise errors.StoreReplacedError(
             f"{self.name}: the log of experiment {name!r} has lost its event at position "
             f"{position}, which was acknowledged to this process; it ends at {end} now. The "
             "server was replaced by one that lacks it (a failover, or an older backup): end "
@@ -717,7 +705,7 @@ def application_name() -> str:
     return f"trinity-buffer {os.getpid()}@{socket.gethostname()}"[:63]
 
 
-def others(tx: Transaction) -> list[str]:
+def others(tx: transaction.Transaction) -> list[str]:
     """Return the other processes that have this database open, old versions without name too."""
     rows = tx.fetch_all(_OTHERS, ())
     names = {str(row[0]) or "a process of an older version" for row in rows}

@@ -30,13 +30,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import quote
 
-from trinity_buffer.errors import (
-    ReadOnlyStoreError,
-    StoreReplacedError,
-    StoreUseError,
-    UnknownStoreError,
-    UnsafeStoreError,
-)
+from trinity_buffer import errors
 from trinity_buffer.limits import sizes
 from trinity_buffer.store.url import nothing_at
 
@@ -83,7 +77,7 @@ def require_safe_library(library: ModuleType = dbapi2) -> str:
         version[:2] == low[:2] and version >= low for low in _FIXED_IN
     )
     if version >= _FIRST_AFFECTED and not fixed:
-        raise UnsafeStoreError(
+        raise errors.UnsafeStoreError(
             f"SQLite {library.sqlite_version} can lose committed transactions when a checkpoint "
             "races a commit (the WAL-reset bug, sqlite.org/wal.html): install pysqlite3 >= 0.6.1, "
             "which carries a fixed one; where it has no wheel, run a Python whose own SQLite is "
@@ -137,23 +131,25 @@ def check_path(path: Path, *, read_only: bool, mounts: Path = Path("/proc/self/m
         try:
             path.stat()
         except PermissionError as error:
-            raise UnknownStoreError(f"{path} cannot be reached: {error.strerror}") from error
+            raise errors.UnknownStoreError(f"{path} cannot be reached: {error.strerror}") from error
     if not folder.is_dir():
         if read_only:  # a folder that is made would not help a reader
             raise nothing_at(path)
-        raise UnknownStoreError(f"{folder}: no such directory; create it first (mkdir -p {folder})")
+        raise errors.UnknownStoreError(
+            f"{folder}: no such directory; create it first (mkdir -p {folder})"
+        )
     if path.is_dir():
-        raise UnknownStoreError(
+        raise errors.UnknownStoreError(
             f"{path} is a directory; name a file in it, such as {path / 'run.db'}"
         )
     exists = path.exists()
     if read_only and not exists:
         raise nothing_at(path)
     for danger in _dangers(path, mounts):
-        raise UnsafeStoreError(danger)
+        raise errors.UnsafeStoreError(danger)
     _require_not_inherited(path)
     if not read_only and not os.access(path if exists else folder, os.W_OK):
-        raise ReadOnlyStoreError(
+        raise errors.ReadOnlyStoreError(
             f"{path if exists else folder} cannot be written; open it with read_only=True or fix "
             "its permissions"
         )
@@ -239,13 +235,13 @@ class StoreFiles:
             return
         for path, known, identity in zip(self._paths, self._known, there, strict=True):
             if known is None and identity is not None:
-                raise StoreReplacedError(
+                raise errors.StoreReplacedError(
                     f"another process writes to the store ({path} appeared), which was opened as a "
                     "file that does not change: open it again"
                 )
             if identity != known:
                 what = "removed" if identity is None else "replaced by another file"
-                raise StoreReplacedError(
+                raise errors.StoreReplacedError(
                     f"{path} was {what} while this process had it open: what it writes now is lost "
                     "when it ends. Nothing of this call is acknowledged; end every process that "
                     "uses the store, put the file back, and write again"
@@ -278,7 +274,7 @@ class OpenFile:
         try:
             self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise UnknownStoreError(f"{path} cannot be opened: {error.strerror}") from error
+            raise errors.UnknownStoreError(f"{path} cannot be opened: {error.strerror}") from error
         status = os.fstat(self.file)
         self.inode = (status.st_dev, status.st_ino)
 
@@ -337,7 +333,7 @@ def _require_not_inherited(path: Path) -> None:
     there = _look_at(path)
     parent = None if there is None else _inherited.get((there.st_dev, there.st_ino))
     if parent is not None:
-        raise StoreUseError(
+        raise errors.StoreUseError(
             f"{path} was open in process {parent} when that was forked into {os.getpid()}, whose "
             "commits could be lost: start the child with spawn or forkserver, or fork it before "
             "the store is opened"
@@ -374,7 +370,7 @@ def is_still(path: Path) -> bool:
         return True
     if log.with_name(f"{whole.name}-shm").exists():
         return False
-    raise ReadOnlyStoreError(
+    raise errors.ReadOnlyStoreError(
         f"{path}: its log {log.name} holds commits that cannot be read in {whole.parent}, which "
         f"cannot be written: copy {whole.name} and {log.name} to a folder of your own"
     )

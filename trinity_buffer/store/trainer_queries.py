@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from trinity_buffer.store import writer_queries
 from trinity_buffer.store.fold import LAST_ORDINAL
 from trinity_buffer.store.rows import (
     CONSUMER_COLUMNS,
@@ -18,12 +19,6 @@ from trinity_buffer.store.rows import (
 )
 from trinity_buffer.store.tables import NOT_FREQUENT
 from trinity_buffer.store.transaction import Statement, Transaction
-from trinity_buffer.store.writer_queries import (
-    OF_NO_OTHER_TRAINER,
-    consumer_row,
-    consumers,
-    newest_policy,
-)
 
 
 class Reader(NamedTuple):
@@ -165,7 +160,7 @@ def steps_at_start(tx: Transaction, experiment: int, name: str) -> list[StepRow]
 
     All steps where no commit recorded the chain of its manifests, as in old versions.
     """
-    live = consumer_row(tx, experiment, name)
+    live = writer_queries.consumer_row(tx, experiment, name)
     return steps_from_link(tx, experiment, name, 0 if live is None else live.committed_step)
 
 
@@ -224,19 +219,23 @@ class Backlog:
 def backlog(tx: Transaction, experiment: int, trainer: str) -> Backlog:
     """Return the backlog in front of ``trainer``, at a cost that does not grow with the run."""
     planned = int(LAST_ORDINAL.value(tx, of=experiment))
-    row = consumer_row(tx, experiment, trainer)
+    row = writer_queries.consumer_row(tx, experiment, trainer)
     delivered = committed = 0
     if row is None:  # what every set leaves out, none will hand to a trainer to come
-        sets = [each for each in consumers(tx, experiment).values() if each.kind == "strategy"]
+        sets = [
+            each
+            for each in writer_queries.consumers(tx, experiment).values()
+            if each.kind == "strategy"
+        ]
         rejected = min((each.rejected_groups for each in sets), default=0)
     else:
-        strategy = consumer_row(tx, experiment, str(row.config.get("strategy", "")))
+        strategy = writer_queries.consumer_row(tx, experiment, str(row.config.get("strategy", "")))
         rejected = row.rejected_groups + (strategy.rejected_groups if strategy else 0)
         leased, done = row.leased_step, row.committed_step
         so_far = SO_FAR.fetch_all(tx, of=experiment, by=trainer, leased=leased, committed=done)
         totals = {int(number): int(groups) for number, groups, _ in so_far}
         delivered, committed = totals.get(leased, 0), totals.get(done, 0)
-    newest = newest_policy(tx, experiment, trainer)
+    newest = writer_queries.newest_policy(tx, experiment, trainer)
     return Backlog(
         planned - rejected - delivered,
         planned - rejected - committed,
@@ -260,7 +259,7 @@ def rejects_all(
         faults: beginnings of the reasons that count.
         rows: at least so many were rejected for them since the last row that was not.
     """
-    row = consumer_row(tx, experiment, trainer)
+    row = writer_queries.consumer_row(tx, experiment, trainer)
     if row is None:
         return False
     strategy = str(row.config.get("strategy", ""))
@@ -318,6 +317,6 @@ def weights_after(
 
 _PUBLISHED = Statement(
     "SELECT digest, uri FROM policy "
-    f"WHERE experiment = :of AND version = :version AND {OF_NO_OTHER_TRAINER} "
+    f"WHERE experiment = :of AND version = :version AND {writer_queries.OF_NO_OTHER_TRAINER} "
     "ORDER BY position < :committed, abs(position - :committed) LIMIT 1"
 )

@@ -27,17 +27,8 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.pool import NullPool
 
+from trinity_buffer import errors
 from trinity_buffer.codec.blob import Buffer
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    ReadOnlyStoreError,
-    StoreBusyError,
-    StoreError,
-    StoreUnavailableError,
-    StoreUseError,
-    UnknownStoreError,
-    UnsafeStoreError,
-)
 from trinity_buffer.store import sqlite
 from trinity_buffer.store.sqlite import dbapi2
 
@@ -71,7 +62,7 @@ def engine_without_connections(url: str, **options: Any) -> Engine:
     )
 
 
-class TakenKeyError(StoreError):
+class TakenKeyError(errors.StoreError):
     """A unique key is taken already, or a check of the database fails."""
 
 
@@ -87,23 +78,23 @@ def foreign_errors(name: str) -> Iterator[None]:
     """Turn the database's errors into ours, the most specific first."""
     try:
         yield
-    except StoreError:
+    except errors.StoreError:
         raise
     except (DBAPIError, dbapi2.Error) as error:
         raise _translate(error, name) from error
     except OSError as error:
-        raise StoreUnavailableError(
+        raise errors.StoreUnavailableError(
             f"{name}: cannot reach the database: {str(error) or 'it does not answer'}"
         ) from error
     except OverflowError as error:
-        raise InvalidArgumentError(f"{name}: {_TOO_LARGE} ({error})") from error
+        raise errors.InvalidArgumentError(f"{name}: {_TOO_LARGE} ({error})") from error
     except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{name}: {error.object!r:.80} is not valid UTF-8, and nothing in the store has that "
             f"name ({error.reason})"
         ) from error
     except UnicodeDecodeError as error:  # SQLite's message quotes a damaged schema
-        raise StoreError(
+        raise errors.StoreError(
             f"{name} is damaged, its schema is not valid text ({error}): put a copy back"
         ) from error
 
@@ -114,39 +105,39 @@ def _translate(error: Exception, name: str) -> Exception:
         return TakenKeyError(f"{name}: {cause}")
     lowered = cause.lower()
     if lowered.endswith("integer out of range"):
-        return InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")
+        return errors.InvalidArgumentError(f"{name}: {_TOO_LARGE} ({cause})")
     for words, kind, what in _MEANINGS:
         if any(word in lowered for word in words):
             return kind(what.format(name=name, cause=cause, busy_s=sqlite.BUSY_TIMEOUT_MS // 1000))
-    return StoreError(f"{name}: {cause}")
+    return errors.StoreError(f"{name}: {cause}")
 
 
 _TOO_LARGE = "a number is larger than a store can hold"
-_MEANINGS: tuple[tuple[tuple[str, ...], type[StoreError], str], ...] = (
+_MEANINGS: tuple[tuple[tuple[str, ...], type[errors.StoreError], str], ...] = (
     (
         ("database is locked", "database is busy", "due to lock timeout"),
-        StoreBusyError,
+        errors.StoreBusyError,
         "{name}: another process held the database for over {busy_s} s; "
         "`trinity-buffer stats` shows what is at work",
     ),
     (
         ("readonly database", "read-only transaction"),
-        ReadOnlyStoreError,
+        errors.ReadOnlyStoreError,
         "{name} cannot be written: {cause}",
     ),
     (
         ("not a database", "file is encrypted"),
-        UnknownStoreError,
+        errors.UnknownStoreError,
         "{name} is not a Trinity Buffer store, nor a SQLite database",
     ),
     (
         ("prepared statement", "statement pooling mode"),
-        UnsafeStoreError,
+        errors.UnsafeStoreError,
         "{name} " + POOLED + " ({cause})",
     ),
     (
         ("no space left", "disk is full", "disk full"),
-        StoreError,
+        errors.StoreError,
         "{name}: the disk is full; nothing of this transaction was written",
     ),
 )
@@ -187,7 +178,7 @@ class Owner:
             StoreUseError: this is a forked child.
         """
         if self.forked:
-            raise StoreUseError(
+            raise errors.StoreUseError(
                 f"{self._name} was opened by process {self._pid} and forked into {os.getpid()}: "
                 "start the child with spawn or forkserver, or fork it before the store is opened"
             )
@@ -200,7 +191,7 @@ class Owner:
         """
         self.require_same_process()
         if self._closed:
-            raise StoreUseError(f"{self._name} is closed: use it inside its `with` block")
+            raise errors.StoreUseError(f"{self._name} is closed: use it inside its `with` block")
 
     def require(self) -> None:
         """Raise unless the caller may use the database.
@@ -211,7 +202,7 @@ class Owner:
         if self._closed or os.getpid() != self._pid:
             self.require_open()
         if self._running_loop() is not self._loop:
-            raise StoreUseError(
+            raise errors.StoreUseError(
                 f"{self._name} was opened in another event loop: open it in each loop that uses it"
             )
 
@@ -219,7 +210,7 @@ class Owner:
         try:
             return asyncio.get_running_loop()
         except RuntimeError as error:
-            raise StoreUseError(
+            raise errors.StoreUseError(
                 f"{self._name} needs an event loop of asyncio, and none runs here (trio is not "
                 "supported): use asyncio.run, or anyio.run with the backend asyncio"
             ) from error

@@ -32,26 +32,8 @@ from torch import Tensor
 from trinity_buffer.errors import CheckpointError, NonFiniteError
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.pipeline.manifest import ManifestChain
-from trinity_buffer.pipeline.train.checkpoint import (
-    may_remove,
-    read_head,
-    read_manifest_chain,
-    side_by_side,
-    write_manifest_chain,
-    written,
-)
-from trinity_buffer.trainer.parallel import (
-    HostCopies,
-    Processes,
-    TorchProcesses,
-    files_of,
-    is_sharded,
-    opened,
-    owners_of,
-    part_like,
-    whole_tensors,
-    write_share,
-)
+from trinity_buffer.pipeline.train import checkpoint
+from trinity_buffer.trainer import parallel
 from trinity_buffer.trainer.policy import AnyPolicy, Critic, Policy, Trainable, all_finite
 
 if TYPE_CHECKING:
@@ -126,7 +108,7 @@ class OptimizerState(NamedTuple):
             number, _, name = key.partition(".")
             index = int(number)
             if isinstance(value, Tensor) and value.shape == weights[index].shape:
-                value = part_like(value, weights[index])
+                value = parallel.part_like(value, weights[index])
             state.setdefault(index, {})[name] = value
         groups, own = self.groups, optimizer.state_dict()["param_groups"]
         if takes_groups:
@@ -307,8 +289,8 @@ def load_checkpoint(
     with ExitStack() as stack:
         try:
             state = json.loads((folder / STATE_FILE).read_text())
-            tensors = stack.enter_context(opened(folder, OPTIMIZER))
-            manifests = read_manifest_chain(folder).after()
+            tensors = stack.enter_context(parallel.opened(folder, OPTIMIZER))
+            manifests = checkpoint.read_manifest_chain(folder).after()
             trains_critic = "critic_optimizer" in state
             of_critic = load_file(folder / CRITIC_OPTIMIZER_FILE) if trains_critic else {}
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -331,7 +313,7 @@ def load_checkpoint(
         manifests=manifests,
         critic=critic,
         coefficients=state.get("coefficients", {}),
-        log_head=read_head(folder).hex(),
+        log_head=checkpoint.read_head(folder).hex(),
     )
 
 
@@ -368,7 +350,7 @@ def remove_old(root: Path, *, keep: int, committed: Path) -> None:
     for folder, (step, number) in places.items():
         gone = newest and (step < newest[0] or (step == last[0] and number < last[1]))
         # What an explorer is loading goes after a later commit.
-        if gone and all(may_remove(path) for path in folder.glob("*")):
+        if gone and all(checkpoint.may_remove(path) for path in folder.glob("*")):
             # A process that was fenced may be writing into it still: what is left goes next time.
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -384,14 +366,14 @@ def save_checkpoint(root: Path, state: TrainerState[Any]) -> Path:
             optimizer keeps what is neither a tensor nor a number. No folder is left.
         NonFiniteError: a weight or a number of an optimizer is NaN or infinite; no folder is left.
     """
-    with closing(HostCopies(copied=False)) as copies:
-        pending = begin(root, state, Processes(), copies)
+    with closing(parallel.HostCopies(copied=False)) as copies:
+        pending = begin(root, state, parallel.Processes(), copies)
         pending.finish()
     return pending.folder
 
 
 def begin(
-    root: Path, state: TrainerState[Any], processes: Processes, copies: HostCopies
+    root: Path, state: TrainerState[Any], processes: parallel.Processes, copies: parallel.HostCopies
 ) -> PendingCheckpoint:
     """Take what a checkpoint of ``state`` keeps; every rank that writes calls it.
 
@@ -415,7 +397,7 @@ def begin(
     copied: Callable[[Any], Any] = deepcopy if copies.copied else lambda model: model
     random = {_random_of(of): drawn for of, drawn in enumerate(state.random or [random_state()])}
     tensors: Mapping[str, Tensor] = {**optimizers[0].tensors, **random}
-    shared = [(folder, OPTIMIZER, tensors, files_of(tensors, ranks))]
+    shared = [(folder, OPTIMIZER, tensors, parallel.files_of(tensors, ranks))]
     numbers: dict[str, Any] = {
         "step": state.step,
         "optimizer": optimizers[0].groups,
@@ -431,21 +413,21 @@ def begin(
     if hasattr(policy, "held"):
         held = policy.held()
         # Of an adapter, peft and inference servers read one file.
-        files = 1 if policy.is_adapted else files_of(held, ranks)
+        files = 1 if policy.is_adapted else parallel.files_of(held, ranks)
         shared.insert(0, (of_policy, policy.stem, held, files))
         saves.append(partial(policy.save_config, of_policy))
     else:
         saves.append(partial(copied(policy).save, of_policy))
     saves.append(partial((folder / STATE_FILE).write_text, json.dumps(numbers)))
-    saves.append(partial(write_manifest_chain, folder, state.manifests, state.log_head))
+    saves.append(partial(checkpoint.write_manifest_chain, folder, state.manifests, state.log_head))
     copies.begin()
     shares: list[Callable[[], list[Path]]] = []
     for place, stem, tensors, files in shared:
-        owners = owners_of(tensors, files)
+        owners = parallel.owners_of(tensors, files)
         mine = [name for name, file in owners.items() if file % ranks == rank]
-        whole = whole_tensors(tensors, mine, copies)  # every rank gathers
+        whole = parallel.whole_tensors(tensors, mine, copies)  # every rank gathers
         shares += [
-            partial(write_share, place, stem, whole, owners, file, files)
+            partial(parallel.write_share, place, stem, whole, owners, file, files)
             for file in range(rank, files, ranks)
         ]
         if place == of_policy:
@@ -512,7 +494,7 @@ class PendingCheckpoint:
     """
 
     folder: Path
-    processes: Processes
+    processes: parallel.Processes
     shares: Sequence[Callable[[], list[Path]]]
     saves: Sequence[Callable[[], object]]
     wait: Callable[[], None]
@@ -536,7 +518,7 @@ class PendingCheckpoint:
         """Write what this rank has to write; return its files of tensors and their digests."""
         self.wait()
         with writing(self.folder):
-            shares = side_by_side(_digested, self.shares)
+            shares = checkpoint.side_by_side(_digested, self.shares)
             for save in self.saves:
                 save()
         return {str(file): digest for pairs in shares for file, digest in pairs}
@@ -545,10 +527,10 @@ class PendingCheckpoint:
 def _digested(write: Callable[[], list[Path]]) -> list[tuple[Path, str]]:
     """Write a share; return its files, which are on the disk then, and their digests."""
     files = write()
-    return [*zip(files, written(files), strict=True)]
+    return [*zip(files, checkpoint.written(files), strict=True)]
 
 
-def on_each(processes: Processes, work: Callable[[], T]) -> list[T]:
+def on_each(processes: parallel.Processes, work: Callable[[], T]) -> list[T]:
     """Return what ``work`` returned on each rank; every rank calls it, and fails where one does.
 
     Raises:
@@ -583,7 +565,7 @@ class Commits:
     def __init__(
         self,
         stream: StepStream,
-        processes: Processes,
+        processes: parallel.Processes,
         policy: Policy,
         root: Path,
         *,
@@ -592,14 +574,14 @@ class Commits:
     ) -> None:
         self._stream, self._processes, self._file_name = stream, processes, policy.file_name
         self._root, self._keep, self._beside = root, keep, beside
-        self._copies = HostCopies(copied=beside)
+        self._copies = parallel.HostCopies(copied=beside)
         self._last: Future[None] | None = None
-        self._shared = any(map(is_sharded, policy.parameters()))
-        self._writers = Processes()
+        self._shared = any(map(parallel.is_sharded, policy.parameters()))
+        self._writers = parallel.Processes()
         if self._shared:
             # A group of their own, in the processors' memory: what a thread asks in there goes past
             # what the training asks in the default group.
-            self._writers = TorchProcesses(torch.distributed.new_group(backend="gloo"))
+            self._writers = parallel.TorchProcesses(torch.distributed.new_group(backend="gloo"))
 
     def commit(self, step: TrainStep, state: TrainerState[Any], **beside: Any) -> bool:
         """Commit a step, whose weights ``state`` has; return whether that is done.

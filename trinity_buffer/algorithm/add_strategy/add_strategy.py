@@ -15,15 +15,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from trinity_buffer.algorithm import annotating, group_scores
+from trinity_buffer.algorithm import annotating, arguments, group_scores
 from trinity_buffer.algorithm.annotating import Problem
-from trinity_buffer.algorithm.arguments import (
-    Configured,
-    Registry,
-    declared_arguments,
-    one_of,
-    refuse_unknown,
-)
 from trinity_buffer.algorithm.copies import left_out
 from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups, WholeUnits
 from trinity_buffer.experience import Experience, group_by
@@ -43,7 +36,7 @@ __all__ = [
 OnUnknown = Literal["error", "ignore"]
 
 
-class AddStrategy(WholeUnits, Configured, ABC):
+class AddStrategy(WholeUnits, arguments.Configured, ABC):
     """Takes experiences from an explorer, gives them to a writer: annotated, filtered, or both.
 
     Class attributes, which the consumer reads beside those of `WholeUnits`:
@@ -73,10 +66,10 @@ class AddStrategy(WholeUnits, Configured, ABC):
     def __init__(
         self, writer: BufferWriter, *, on_unknown: OnUnknown = "error", **kwargs: Any
     ) -> None:
-        one_of("on_unknown", on_unknown, ("error", "ignore"))
+        arguments.one_of("on_unknown", on_unknown, ("error", "ignore"))
         if on_unknown == "error":
-            accepted = set(declared_arguments(type(self))) - {"writer"}
-            refuse_unknown(type(self).__name__, kwargs, accepted)
+            accepted = set(arguments.declared_arguments(type(self))) - {"writer"}
+            arguments.refuse_unknown(type(self).__name__, kwargs, accepted)
         self.writer = writer
 
     @abstractmethod
@@ -89,7 +82,7 @@ class AddStrategy(WholeUnits, Configured, ABC):
     @classmethod
     def takes_over(cls) -> bool:
         """Return whether the constructor can be told what counts once (``over``)."""
-        return "over" in declared_arguments(cls)
+        return "over" in arguments.declared_arguments(cls)
 
     def reject(self, experiences: Sequence[Experience], reason: str) -> bool:
         """Tell the writer why ``experiences`` are left out; False if it is one that only takes.
@@ -140,7 +133,7 @@ class AddStrategy(WholeUnits, Configured, ABC):
             raise problem.error(type(self).__name__)
 
 
-ADD_STRATEGY: Registry[type[AddStrategy]] = Registry("add_strategy")
+ADD_STRATEGY: arguments.Registry[type[AddStrategy]] = arguments.Registry("add_strategy")
 
 
 class GroupAdvantageStrategy(AddStrategy):

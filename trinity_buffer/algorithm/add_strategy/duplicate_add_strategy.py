@@ -8,10 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from trinity_buffer.algorithm.add_strategy.add_strategy import (
-    ADD_STRATEGY,
-    RewardVarianceAddStrategy,
-)
+from trinity_buffer.algorithm.add_strategy import add_strategy
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_experience, copy_group
 from trinity_buffer.errors import InvalidArgumentError
@@ -21,8 +18,8 @@ from trinity_buffer.writer import BufferWriter
 Group = list[Experience]
 
 
-@ADD_STRATEGY.register_module("duplicate_informative")
-class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
+@add_strategy.ADD_STRATEGY.register_module("duplicate_informative")
+class DuplicateInformativeAddStrategy(add_strategy.RewardVarianceAddStrategy):
     """Replaces uninformative groups by copies of informative ones (POLARIS, https://hkunlp.github.io/blog/2025/Polaris).
 
     Copies are whole groups, as evenly many of each as possible; each is a group of its own, under a
@@ -47,7 +44,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
 
     unit: ClassVar[Literal["group", "batch"]] = "batch"
     reference_args: ClassVar[Mapping[str, Any]] = {
-        **RewardVarianceAddStrategy.reference_args,
+        **add_strategy.RewardVarianceAddStrategy.reference_args,
         "copy_ids": "offset",
         "seed": None,
     }

@@ -13,11 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
-from trinity_buffer.algorithm.add_strategy.add_strategy import (
-    ADD_STRATEGY,
-    AddStrategy,
-    RewardFilter,
-)
+from trinity_buffer.algorithm.add_strategy import add_strategy
 from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_rewards
 from trinity_buffer.algorithm.group_scores import CountsOver, Rewards, ScoredGroups
 from trinity_buffer.errors import InvalidArgumentError
@@ -27,8 +23,8 @@ from trinity_buffer.writer import BufferWriter
 Metrics = dict[str, Any]
 
 
-@ADD_STRATEGY.register_module("outcome_gate")
-class OutcomeGateAddStrategy(CountsOver, AddStrategy):
+@add_strategy.ADD_STRATEGY.register_module("outcome_gate")
+class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
     """Keeps the groups in which enough runs succeed, judged by a named metric, not the reward.
 
     A shaped reward differs between runs that all fail; a gate on its variance would keep such
@@ -105,7 +101,7 @@ class OutcomeGateAddStrategy(CountsOver, AddStrategy):
         return "all_correct" if len(of_runs) - correct < self.min_wrong else None
 
 
-@ADD_STRATEGY.register_module("dapo_dynamic_sampling")
+@add_strategy.ADD_STRATEGY.register_module("dapo_dynamic_sampling")
 class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
     """Keeps the groups in which some runs succeed and some fail (DAPO, arXiv:2503.14476).
 
@@ -119,8 +115,8 @@ class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
         super().__init__(writer, *args, min_wrong=min_wrong, **kwargs)
 
 
-@ADD_STRATEGY.register_module("best_of_group")
-class BestOfGroupAddStrategy(RewardFilter):
+@add_strategy.ADD_STRATEGY.register_module("best_of_group")
+class BestOfGroupAddStrategy(add_strategy.RewardFilter):
     """Keeps the runs with the largest reward of each group (RAFT, arXiv:2304.06767).
 
     Args:
@@ -156,8 +152,8 @@ class BestOfGroupAddStrategy(RewardFilter):
         )
 
 
-@ADD_STRATEGY.register_module("overlong_penalty")
-class OverlongPenaltyAddStrategy(AddStrategy):
+@add_strategy.ADD_STRATEGY.register_module("overlong_penalty")
+class OverlongPenaltyAddStrategy(add_strategy.AddStrategy):
     """Lowers the reward of answers near the length limit (DAPO, arXiv:2503.14476).
 
     0 up to ``max_length - cache_length`` action tokens, falling linearly to ``-penalty`` at

@@ -7,20 +7,15 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
+from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
-from trinity_buffer.algorithm.annotating import (
-    LastStepScores,
-    gather_groups,
-    run_problems,
-    runs_by_task,
-)
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.experience import Experience
 from trinity_buffer.writer import BufferWriter
 
 
 @ADD_STRATEGY.register_module("step_wise_grpo")
-class StepWiseGRPOStrategy(LastStepScores, AddStrategy):
+class StepWiseGRPOStrategy(annotating.LastStepScores, AddStrategy):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
     Inspired by rLLM (https://github.com/rllm-org/rllm). One write per run.
@@ -61,7 +56,9 @@ class StepWiseGRPOStrategy(LastStepScores, AddStrategy):
     @override
     async def add(self, exps: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
         """Score all tasks, then write run by run, in order of first appearance."""
-        tasks = runs_by_task(self.sound(exps, run_problems(exps, self._last))).values()
+        tasks = annotating.runs_by_task(
+            self.sound(exps, annotating.run_problems(exps, self._last))
+        ).values()
         metrics = []
         for runs in tasks:
             scores, of_task = self.calculate_group_advantage(
@@ -73,7 +70,7 @@ class StepWiseGRPOStrategy(LastStepScores, AddStrategy):
             for steps in runs.values():
                 await self.writer.write_async(steps)
         count = sum(len(steps) for runs in tasks for steps in runs.values())
-        return count, gather_groups(metrics)
+        return count, annotating.gather_groups(metrics)
 
     def _last(self, steps: list[Experience]) -> Experience:
         """Return the step that carries the reward of its run."""

@@ -16,16 +16,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm import annotating
+from trinity_buffer.algorithm import annotating, arguments
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.annotating import Problem
-from trinity_buffer.algorithm.arguments import (
-    Configured,
-    Registry,
-    declared_arguments,
-    one_of,
-    refuse_unknown,
-)
 from trinity_buffer.algorithm.group_scores import (
     CountsOver,
     Over,
@@ -43,7 +36,7 @@ from trinity_buffer.experience import Experience, group_by
 __all__ = ["ADVANTAGE_FN", "AdvantageFn", "GroupAdvantage", "PipelineAdvantage", "TrainerAdvantage"]
 
 
-class AdvantageFn(Configured, ABC):
+class AdvantageFn(arguments.Configured, ABC):
     """Computes advantages and returns.
 
     Class attributes:
@@ -64,9 +57,11 @@ class AdvantageFn(Configured, ABC):
     runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
 
     def __init__(self, *, on_unknown: Literal["error", "ignore"] = "error", **kwargs: Any) -> None:
-        one_of("on_unknown", on_unknown, ("error", "ignore"))
+        arguments.one_of("on_unknown", on_unknown, ("error", "ignore"))
         if on_unknown == "error":
-            refuse_unknown(type(self).__name__, kwargs, declared_arguments(type(self)))
+            arguments.refuse_unknown(
+                type(self).__name__, kwargs, arguments.declared_arguments(type(self))
+            )
 
     @abstractmethod
     def __call__(self, exps: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -78,7 +73,7 @@ class AdvantageFn(Configured, ABC):
         """Return whether this needs the tensors of the trainer."""
 
 
-ADVANTAGE_FN: Registry[type[AdvantageFn]] = Registry("advantage_fn")
+ADVANTAGE_FN: arguments.Registry[type[AdvantageFn]] = arguments.Registry("advantage_fn")
 
 
 class PipelineAdvantage(WholeUnits, AdvantageFn):

@@ -6,17 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
-    ADVANTAGE_FN,
-    AdvantageFn,
-    GroupScoredAdvantage,
-    RewardAdvantage,
-    less_baseline,
-)
+from trinity_buffer.algorithm.advantage_fn import advantage_fn
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means, size_of
 
 
-class _ShiftedMean(AdvantageFn):
+class _ShiftedMean(advantage_fn.AdvantageFn):
     """The distance from the mean of a group plus a constant.
 
     Args:
@@ -32,16 +26,16 @@ class _ShiftedMean(AdvantageFn):
         mean = means(rewards, weights)
         alone = size_of(rewards, weights) == 1
         shifted = np.zeros_like(mean) if alone else mean + self.baseline_shift
-        return less_baseline(rewards, shifted, weights)
+        return advantage_fn.less_baseline(rewards, shifted, weights)
 
 
-@ADVANTAGE_FN.register_module("asymre")
-class ASYMREGroupAdvantage(_ShiftedMean, RewardAdvantage):
+@advantage_fn.ADVANTAGE_FN.register_module("asymre")
+class ASYMREGroupAdvantage(_ShiftedMean, advantage_fn.RewardAdvantage):
     """``reward - (mean + baseline_shift)`` on every action token of a group."""
 
     reference_args = {"over": "rows"}
 
 
-@ADVANTAGE_FN.register_module("asymre_verl")
-class ASYMREAdvantageFn(_ShiftedMean, GroupScoredAdvantage):
+@advantage_fn.ADVANTAGE_FN.register_module("asymre_verl")
+class ASYMREAdvantageFn(_ShiftedMean, advantage_fn.GroupScoredAdvantage):
     """``reward - (mean + baseline_shift)`` of the rows' summed token-level rewards."""

@@ -6,14 +6,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from trinity_buffer.algorithm.advantage_fn import token_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.advantage_fn.token_scores import (
-    NEGLIGIBLE_STD,
-    clipped_fractions,
-    entropy_change,
-)
 
 
 @ADVANTAGE_FN.register_module("clipb")
@@ -40,13 +36,13 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
     def compute(self, rows: Rows) -> Result:
         """Return the advantages, and the mask without what is dropped."""
         advantages = super().compute(rows).advantages
-        change = entropy_change(rows["rollout_logprob"], rows["entropy"])
+        change = token_scores.entropy_change(rows["rollout_logprob"], rows["entropy"])
         # Over all ranks: which tokens go must not depend on how rows are dealt.
         _, mean, variance = rows.moments(change)
         std = variance.sqrt()
         far = (change.to(mean.dtype) - mean) < -self.mu * std
         # Good answers are never held: only what lowers a probability may be dropped.
-        dropped = rows.mask & (advantages < 0) & far & (std >= NEGLIGIBLE_STD)
-        metrics = clipped_fractions(dropped, advantages, rows)
+        dropped = rows.mask & (advantages < 0) & far & (std >= token_scores.NEGLIGIBLE_STD)
+        metrics = token_scores.clipped_fractions(dropped, advantages, rows)
         metrics |= {"ES": mean, "varS": variance}
         return Result(advantages, advantages.clone(), metrics, rows.mask & ~dropped)

@@ -8,14 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from trinity_buffer.algorithm.advantage_fn import token_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
-from trinity_buffer.algorithm.advantage_fn.token_scores import (
-    NEGLIGIBLE_STD,
-    clipped_fractions,
-    entropy_change,
-)
 
 
 @ADVANTAGE_FN.register_module("clipv")
@@ -49,17 +45,21 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
     def compute(self, rows: Rows) -> Result:
         """Return the advantages, and the mask without what is dropped."""
         advantages = super().compute(rows).advantages
-        excess = rows["necs"] - entropy_change(rows["old_logprob"], rows["entropy"])
+        excess = rows["necs"] - token_scores.entropy_change(rows["old_logprob"], rows["entropy"])
         count, _, variance = rows.moments(excess)
         std = variance.sqrt()
-        far = rows.mask & (excess.to(std.dtype) > self.mu * std) & (std >= NEGLIGIBLE_STD)
+        far = (
+            rows.mask
+            & (excess.to(std.dtype) > self.mu * std)
+            & (std >= token_scores.NEGLIGIBLE_STD)
+        )
         dropped = far & (advantages <= 0)
         limit = max(int(self.max_frac * float(count)), 1)
         if float(rows.total(dropped.sum().to(torch.float64))) > self.max_frac * float(count):
             # Tokens without an advantage do not count against the limit: dropping them changes
             # nothing.
             dropped = (far & (advantages == 0)) | _largest(excess, far & (advantages < 0), limit)
-        metrics = clipped_fractions(dropped, advantages, rows)
+        metrics = token_scores.clipped_fractions(dropped, advantages, rows)
         return Result(advantages, advantages.clone(), metrics | {"stdD": std}, rows.mask & ~dropped)
 
 

@@ -11,11 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating, group_scores
-from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
-    ADVANTAGE_FN,
-    GroupAdvantage,
-    GroupScoredAdvantage,
-)
+from trinity_buffer.algorithm.advantage_fn import advantage_fn
 from trinity_buffer.algorithm.arguments import one_of
 from trinity_buffer.algorithm.copies import copy_group
 from trinity_buffer.algorithm.group_scores import Rewards, Unit
@@ -24,8 +20,8 @@ from trinity_buffer.experience import Experience
 Group = list[Experience]
 
 
-@ADVANTAGE_FN.register_module("grpo")
-class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
+@advantage_fn.ADVANTAGE_FN.register_module("grpo")
+class GRPOGroupedAdvantage(group_scores.DeviationOptions, advantage_fn.GroupAdvantage):
     """``(reward - mean) / (std + epsilon)`` on every action token of a group.
 
     Args:
@@ -153,8 +149,8 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, GroupAdvantage):
         return [copy_group(draw(list(sources)), taken) for _ in range(lacking)]
 
 
-@ADVANTAGE_FN.register_module("grpo_verl")
-class GRPOAdvantageFn(group_scores.NormalizedScores, GroupScoredAdvantage):
+@advantage_fn.ADVANTAGE_FN.register_module("grpo_verl")
+class GRPOAdvantageFn(group_scores.NormalizedScores, advantage_fn.GroupScoredAdvantage):
     """Group-relative advantages of the rows' summed token-level rewards.
 
     Args:

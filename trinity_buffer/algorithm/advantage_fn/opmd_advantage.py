@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_buffer.algorithm.advantage_fn.advantage_fn import (
-    ADVANTAGE_FN,
-    AdvantageFn,
-    GroupScoredAdvantage,
-    RewardAdvantage,
-    less_baseline,
-)
+from trinity_buffer.algorithm.advantage_fn import advantage_fn
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, baseline, check_baseline
 
 
-class _LessBaseline(AdvantageFn):
+class _LessBaseline(advantage_fn.AdvantageFn):
     """The distance from a baseline of the group.
 
     Args:
@@ -31,11 +25,11 @@ class _LessBaseline(AdvantageFn):
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the baseline."""
         compared = baseline(rewards, self.opmd_baseline, self.tau, weights)
-        return less_baseline(rewards, compared, weights)
+        return advantage_fn.less_baseline(rewards, compared, weights)
 
 
-@ADVANTAGE_FN.register_module("opmd")
-class OPMDGroupAdvantage(_LessBaseline, RewardAdvantage):
+@advantage_fn.ADVANTAGE_FN.register_module("opmd")
+class OPMDGroupAdvantage(_LessBaseline, advantage_fn.RewardAdvantage):
     """``reward - baseline`` on every action token of a group."""
 
     reference_args = {"over": "rows"}
@@ -45,8 +39,8 @@ class OPMDGroupAdvantage(_LessBaseline, RewardAdvantage):
         check_baseline(opmd_baseline, tau)
 
 
-@ADVANTAGE_FN.register_module("opmd_verl")
-class OPMDAdvantageFn(_LessBaseline, GroupScoredAdvantage):
+@advantage_fn.ADVANTAGE_FN.register_module("opmd_verl")
+class OPMDAdvantageFn(_LessBaseline, advantage_fn.GroupScoredAdvantage):
     """``reward - baseline`` of the rows' summed token-level rewards.
 
     Args:

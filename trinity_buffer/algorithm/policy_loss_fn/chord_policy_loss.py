@@ -12,18 +12,13 @@ from typing_extensions import override
 from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import bounded_exp
 from trinity_buffer.algorithm.layout import BatchLayout
+from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
 from trinity_buffer.algorithm.policy_loss_fn.mix_policy_loss import TwoKindsLossFn
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    LikelihoodLossFn,
-    LossAndMetrics,
-    detached,
-)
 from trinity_buffer.errors import InvalidArgumentError
 
 
-@POLICY_LOSS_FN.register_module("sft_is")
-class SFTISLossFn(LikelihoodLossFn):
+@policy_loss_fn.POLICY_LOSS_FN.register_module("sft_is")
+class SFTISLossFn(policy_loss_fn.LikelihoodLossFn):
     """``-sg(p) logprob``: SFT weighted by the policy's own probability of the token.
 
     Args:
@@ -39,9 +34,9 @@ class SFTISLossFn(LikelihoodLossFn):
         return -bounded_exp(logprob.detach()) * logprob
 
 
-@POLICY_LOSS_FN.register_module("sft_phi")
+@policy_loss_fn.POLICY_LOSS_FN.register_module("sft_phi")
 @dataclass(eq=False)
-class SFTPhiLossFn(LikelihoodLossFn):
+class SFTPhiLossFn(policy_loss_fn.LikelihoodLossFn):
     """``-sg(p (1 - p)) logprob``: SFT that learns most where the policy is undecided.
 
     Args:
@@ -71,7 +66,7 @@ class SFTPhiLossFn(LikelihoodLossFn):
         return -probability * (1.0 - probability) * logprob
 
 
-@POLICY_LOSS_FN.register_module("mix_chord")
+@policy_loss_fn.POLICY_LOSS_FN.register_module("mix_chord")
 @dataclass(eq=False)
 class MIXCHORDPolicyLossFn(TwoKindsLossFn):
     """``(1 - mu(step)) PPO(usual rows) + mu(step) SFT-phi(expert rows)``.
@@ -124,7 +119,7 @@ class MIXCHORDPolicyLossFn(TwoKindsLossFn):
         step: Tensor,
         *,
         layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
+    ) -> policy_loss_fn.LossAndMetrics:
         """Return the loss; as `MIXPolicyLossFn`, with the gradient ``step`` of each row ``[N]``.
 
         Raises:
@@ -136,7 +131,7 @@ class MIXCHORDPolicyLossFn(TwoKindsLossFn):
         )
         # The shares are float64; the loss keeps the dtype of its parts.
         loss = (1.0 - mu).to(usual) * usual + mu.to(expert) * expert
-        return loss, detached({**metrics, "loss": loss, "mu": mu})
+        return loss, policy_loss_fn.detached({**metrics, "loss": loss, "mu": mu})
 
 
 def _one_step(step: Tensor) -> Tensor:

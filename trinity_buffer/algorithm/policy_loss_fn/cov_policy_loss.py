@@ -10,11 +10,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.functional import Metrics, Tokens
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    ClippedLossFn,
-    TokenLossFn,
-)
+from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
 
 
 def covariances(logprob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -35,9 +31,9 @@ def chosen_tokens(scores: Tensor, eligible: Tensor, share: float, mask: Tensor) 
     return (rank < wanted).reshape(scores.shape) & eligible
 
 
-@POLICY_LOSS_FN.register_module("clip_cov")
+@policy_loss_fn.POLICY_LOSS_FN.register_module("clip_cov")
 @dataclass(eq=False)
-class ClipCovLossFn(ClippedLossFn):
+class ClipCovLossFn(policy_loss_fn.ClippedLossFn):
     """PPO in which a few random tokens of high covariance do not learn.
 
     Which tokens, is chosen in each micro-batch, from its own mean and its own random numbers: how a
@@ -81,9 +77,9 @@ class ClipCovLossFn(ClippedLossFn):
         }
 
 
-@POLICY_LOSS_FN.register_module("kl_cov")
+@policy_loss_fn.POLICY_LOSS_FN.register_module("kl_cov")
 @dataclass(eq=False)
-class KLCovLossFn(TokenLossFn):
+class KLCovLossFn(policy_loss_fn.TokenLossFn):
     """``-A r``, plus ``coef |logprob - old_logprob|`` for the tokens of highest covariance.
 
     Which tokens, is chosen in each micro-batch: how a step is cut therefore matters.

@@ -10,18 +10,13 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm.functional import aggregate_rows, keep, row_sums
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    LossAndMetrics,
-    PolicyLossFn,
-    detached,
-)
+from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
 from trinity_buffer.errors import InvalidArgumentError
 
 
-@POLICY_LOSS_FN.register_module("dpo")
+@policy_loss_fn.POLICY_LOSS_FN.register_module("dpo")
 @dataclass(eq=False)
-class DPOLossFn(PolicyLossFn):
+class DPOLossFn(policy_loss_fn.PolicyLossFn):
     """``-log sigmoid(beta ((chosen - ref) - (rejected - ref)))``, the mean over pairs.
 
     Rows 0, 2, ... are chosen, rows 1, 3, ... the rejected ones of the same pairs; a pair lies in
@@ -51,7 +46,7 @@ class DPOLossFn(PolicyLossFn):
         action_mask: Tensor,
         *,
         layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
+    ) -> policy_loss_fn.LossAndMetrics:
         """Return the loss; inputs ``[2 x pairs, T]``, or ``[T]`` packed."""
         ratios = keep(action_mask, logprob) - keep(action_mask, ref_logprob)
         # Summed, not averaged: the likelihood of an answer is the product over its tokens.
@@ -69,7 +64,7 @@ class DPOLossFn(PolicyLossFn):
             "accuracy_mean": (chosen > rejected).to(margin).mean(),
             "dpo_loss": loss,
         }
-        return loss, detached(metrics)
+        return loss, policy_loss_fn.detached(metrics)
 
     def _pairs(self, rewards: Tensor, layout: BatchLayout | None) -> tuple[Tensor, Tensor]:
         """Return the rewards of the chosen and of the rejected rows, one per pair."""

@@ -8,25 +8,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trinity_buffer.algorithm.functional import (
-    aggregate_rows,
-    bounded_exp,
-    keep,
-    masked_mean,
-    row_means,
-)
+from trinity_buffer.algorithm import functional
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    LossAndMetrics,
-    PolicyLossFn,
-    detached,
-)
+from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
 
 
-@POLICY_LOSS_FN.register_module("gmpo")
+@policy_loss_fn.POLICY_LOSS_FN.register_module("gmpo")
 @dataclass(eq=False)
-class GMPOLossFn(PolicyLossFn):
+class GMPOLossFn(policy_loss_fn.PolicyLossFn):
     """``-A exp(mean_t d_t)`` per sequence, with ``d_t`` the log-ratio, clipped where A pushes it.
 
     An outlier among a thousand tokens moves a geometric mean little. The loss is one number per
@@ -52,10 +41,12 @@ class GMPOLossFn(PolicyLossFn):
         advantages: Tensor,
         *,
         layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
+    ) -> policy_loss_fn.LossAndMetrics:
         """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
-        advantages = keep(action_mask, advantages)
-        difference = keep(action_mask, logprob) - keep(action_mask, old_logprob)
+        advantages = functional.keep(action_mask, advantages)
+        difference = functional.keep(action_mask, logprob) - functional.keep(
+            action_mask, old_logprob
+        )
         upper, lower = (
             difference.clamp(max=self.clip_range_high),
             difference.clamp(min=-self.clip_range_low),
@@ -64,12 +55,14 @@ class GMPOLossFn(PolicyLossFn):
         # bound.
         clipped = torch.where(advantages > 0, upper, lower)
         # The mean of log-ratios is the logarithm of the geometric mean.
-        ratio = bounded_exp(row_means(clipped, action_mask, layout))
-        loss = aggregate_rows(-row_means(advantages, action_mask, layout) * ratio, layout)
+        ratio = functional.bounded_exp(functional.row_means(clipped, action_mask, layout))
+        loss = functional.aggregate_rows(
+            -functional.row_means(advantages, action_mask, layout) * ratio, layout
+        )
         metrics = {
-            "pg_clipfrac": masked_mean((clipped != difference).to(ratio), action_mask),
-            "ppo_kl": masked_mean(-difference, action_mask),
+            "pg_clipfrac": functional.masked_mean((clipped != difference).to(ratio), action_mask),
+            "ppo_kl": functional.masked_mean(-difference, action_mask),
             "ratio/mean": ratio.mean(),
             "pg_loss": loss,
         }
-        return loss, detached(metrics)
+        return loss, policy_loss_fn.detached(metrics)

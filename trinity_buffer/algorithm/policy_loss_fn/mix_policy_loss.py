@@ -10,20 +10,14 @@ from typing_extensions import override
 from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import Metrics, aggregation_mode, mask_of_rows
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    LikelihoodLossFn,
-    LossAndMetrics,
-    PolicyLossFn,
-    detached,
-)
+from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
 from trinity_buffer.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 from trinity_buffer.algorithm.policy_loss_fn.sft_loss import SFTLossFn
 from trinity_buffer.errors import InvalidArgumentError
 
 
 @dataclass(eq=False)
-class TwoKindsLossFn(PolicyLossFn):
+class TwoKindsLossFn(policy_loss_fn.PolicyLossFn):
     """PPO of the usual rows and a supervised loss of the expert's, each by its own denominators.
 
     With a layout each part is divided by the step's counts of its own kind. Without one it is
@@ -77,7 +71,7 @@ class TwoKindsLossFn(PolicyLossFn):
             loss_agg_mode=aggregation_mode(self.grpo_loss_agg_mode, self.loss_agg_mode),
         )
         mode = aggregation_mode(self.sft_loss_agg_mode, self.loss_agg_mode)
-        self.expert: LikelihoodLossFn = SFTLossFn("trinity", mode)
+        self.expert: policy_loss_fn.LikelihoodLossFn = SFTLossFn("trinity", mode)
         for name in ("train_batch_size_usual", "train_batch_size_expert"):
             batch = getattr(self, name)
             if self.ngpus_trainer < 1 or batch < self.ngpus_trainer:
@@ -121,8 +115,8 @@ class TwoKindsLossFn(PolicyLossFn):
         return usual, expert, metrics
 
     def _scaled(
-        self, loss_fn: PolicyLossFn, tensors: list[Tensor], all_rows: int
-    ) -> LossAndMetrics:
+        self, loss_fn: policy_loss_fn.PolicyLossFn, tensors: list[Tensor], all_rows: int
+    ) -> policy_loss_fn.LossAndMetrics:
         """Return the loss of some rows of a padded batch, scaled as the reference does."""
         loss, metrics = loss_fn(*tensors)
         is_expert = loss_fn is self.expert
@@ -137,7 +131,7 @@ class TwoKindsLossFn(PolicyLossFn):
         return loss * scale, {name: metric * scale for name, metric in metrics.items()}
 
 
-@POLICY_LOSS_FN.register_module("mix")
+@policy_loss_fn.POLICY_LOSS_FN.register_module("mix")
 @dataclass(eq=False)
 class MIXPolicyLossFn(TwoKindsLossFn):
     """``(1 - mu) PPO(usual rows) + mu SFT(expert rows)``.
@@ -160,10 +154,10 @@ class MIXPolicyLossFn(TwoKindsLossFn):
         expert_mask: Tensor,
         *,
         layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
+    ) -> policy_loss_fn.LossAndMetrics:
         """Return the loss; inputs ``[B, T]`` or packed ``[T]``, ``expert_mask`` by row or token."""
         usual, expert, metrics = self.parts(
             logprob, old_logprob, action_mask, advantages, expert_mask, layout
         )
         loss = (1.0 - self.mu) * usual + self.mu * expert
-        return loss, detached({**metrics, "loss": loss})
+        return loss, policy_loss_fn.detached({**metrics, "loss": loss})

@@ -10,16 +10,12 @@ from typing_extensions import override
 from trinity_buffer.algorithm.arguments import require
 from trinity_buffer.algorithm.functional import keep
 from trinity_buffer.algorithm.layout import BatchLayout
-from trinity_buffer.algorithm.policy_loss_fn.policy_loss_fn import (
-    POLICY_LOSS_FN,
-    AggregatedLossFn,
-    LossAndMetrics,
-)
+from trinity_buffer.algorithm.policy_loss_fn import policy_loss_fn
 
 
-@POLICY_LOSS_FN.register_module("opmd")
+@policy_loss_fn.POLICY_LOSS_FN.register_module("opmd")
 @dataclass(eq=False)
-class OPMDPolicyLossFn(AggregatedLossFn):
+class OPMDPolicyLossFn(policy_loss_fn.AggregatedLossFn):
     """``-A logprob / (1 + tau)``.
 
     Args:
@@ -45,7 +41,7 @@ class OPMDPolicyLossFn(AggregatedLossFn):
         advantages: Tensor,
         *,
         layout: BatchLayout | None = None,
-    ) -> LossAndMetrics:
+    ) -> policy_loss_fn.LossAndMetrics:
         """Return the loss; inputs ``[B, T]``, or ``[T]`` packed."""
         losses = -keep(action_mask, advantages) * keep(action_mask, logprob) / (1.0 + self.tau)
         return self.aggregated(losses, action_mask, layout)

@@ -10,15 +10,7 @@ import torch
 from typing_extensions import override
 
 from trinity_buffer.algorithm.arguments import require
-from trinity_buffer.algorithm.sample_strategy.sample_strategy import (
-    SAMPLE_STRATEGY,
-    Sampled,
-    SamplePlan,
-    SampleReader,
-    SampleStrategy,
-    representative_samples,
-    version_metrics,
-)
+from trinity_buffer.algorithm.sample_strategy import sample_strategy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import CustomField, Experience
 
@@ -29,8 +21,8 @@ CUSTOM_FIELDS = (
 """Columns that MIX and CHORD need."""
 
 
-@SAMPLE_STRATEGY.register_module("mix")
-class MixSampleStrategy(SampleStrategy):
+@sample_strategy.SAMPLE_STRATEGY.register_module("mix")
+class MixSampleStrategy(sample_strategy.SampleStrategy):
     """Takes ``ceil(expert_data_ratio x size)`` units of an expert, the rest of the policy's own.
 
     The policy's own come first. An expert's experience gets reward 0, and log-probabilities,
@@ -47,10 +39,10 @@ class MixSampleStrategy(SampleStrategy):
 
     def __init__(
         self,
-        reader: SampleReader | None = None,
+        reader: sample_strategy.SampleReader | None = None,
         *,
         batch_size: int = 1,
-        expert_reader: SampleReader | None = None,
+        expert_reader: sample_strategy.SampleReader | None = None,
         expert_data_ratio: float = 0.5,
         sft_dataset_name: str = "sft_dataset",
         **kwargs: Any,
@@ -63,14 +55,14 @@ class MixSampleStrategy(SampleStrategy):
         self.sft_dataset_name = sft_dataset_name
 
     @override
-    def plan(self, step: int, size: int) -> SamplePlan:
+    def plan(self, step: int, size: int) -> sample_strategy.SamplePlan:
         """Return how ``size`` units are divided."""
         # Rounded up: a small step still has an expert's row.
         expert = math.ceil(self.expert_data_ratio * size)
-        return SamplePlan(size - expert, expert)
+        return sample_strategy.SamplePlan(size - expert, expert)
 
     @override
-    async def sample(self, step: int) -> Sampled:
+    async def sample(self, step: int) -> sample_strategy.Sampled:
         """Return the policy's own experiences, then the expert's."""
         plan = self.plan(step, self.batch_size)
         usual = await self._taken(self.reader, plan.usual)
@@ -85,7 +77,11 @@ class MixSampleStrategy(SampleStrategy):
             for experience in rows:
                 experience.info.update(is_expert=is_expert, step=step)
                 experience.custom_fields = list(CUSTOM_FIELDS)
-        return [*usual, *expert], version_metrics(usual), representative_samples(usual)
+        return (
+            [*usual, *expert],
+            sample_strategy.version_metrics(usual),
+            sample_strategy.representative_samples(usual),
+        )
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -102,10 +98,12 @@ class MixSampleStrategy(SampleStrategy):
             if reader is not None:
                 reader.load_state_dict(state[name])
 
-    def _readers(self) -> dict[str, SampleReader | None]:
+    def _readers(self) -> dict[str, sample_strategy.SampleReader | None]:
         return {"usual": self.reader, "expert": self.expert_reader}
 
-    async def _taken(self, reader: SampleReader | None, size: int) -> list[Experience]:
+    async def _taken(
+        self, reader: sample_strategy.SampleReader | None, size: int
+    ) -> list[Experience]:
         if size == 0:
             return []
         if reader is None:

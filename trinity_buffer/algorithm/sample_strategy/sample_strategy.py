@@ -10,14 +10,8 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
+from trinity_buffer.algorithm import arguments
 from trinity_buffer.algorithm.annotating import reward_of
-from trinity_buffer.algorithm.arguments import (
-    Configured,
-    Registry,
-    declared_arguments,
-    refuse_unknown,
-    require,
-)
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
 from trinity_buffer.metrics import gather_metrics
@@ -64,7 +58,7 @@ class SampleReader(Protocol):
         """Go on from ``state``."""
 
 
-class SampleStrategy(Configured, ABC):
+class SampleStrategy(arguments.Configured, ABC):
     """Plans what a step takes (`plan`), and takes it (`sample`).
 
     Args:
@@ -81,7 +75,9 @@ class SampleStrategy(Configured, ABC):
     def __init__(
         self, reader: SampleReader | None = None, *, batch_size: int = 1, **kwargs: Any
     ) -> None:
-        refuse_unknown(type(self).__name__, kwargs, declared_arguments(type(self)))
+        arguments.refuse_unknown(
+            type(self).__name__, kwargs, arguments.declared_arguments(type(self))
+        )
         self.reader = reader
         self.batch_size = batch_size
 
@@ -102,7 +98,7 @@ class SampleStrategy(Configured, ABC):
         _required(self.reader).load_state_dict(state)
 
 
-SAMPLE_STRATEGY: Registry[type[SampleStrategy]] = Registry("sample_strategy")
+SAMPLE_STRATEGY: arguments.Registry[type[SampleStrategy]] = arguments.Registry("sample_strategy")
 
 
 @SAMPLE_STRATEGY.register_module("default")
@@ -148,7 +144,9 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
     ) -> None:
         super().__init__(reader, batch_size=batch_size, **kwargs)
         self.max_staleness = float(max_staleness)
-        require(self.max_staleness >= 0, "max_staleness", max_staleness, "not be negative")
+        arguments.require(
+            self.max_staleness >= 0, "max_staleness", max_staleness, "not be negative"
+        )
 
     @override
     def plan(self, step: int, size: int) -> SamplePlan:

@@ -32,11 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from typing_extensions import override
 
-from trinity_buffer.errors import (
-    ConflictingExperienceError,
-    InvalidArgumentError,
-    InvalidExperienceError,
-)
+from trinity_buffer import errors
 from trinity_buffer.experience import CustomField, Experience
 from trinity_buffer.identity import EID, Key
 from trinity_buffer.integrations.imports.rows import Row, Rows, Texts, name_of, only_texts, tools_of
@@ -78,7 +74,7 @@ def plain(data: bytes) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except _UNREADABLE as error:
-        raise InvalidExperienceError(f"a pickle that cannot be read: {error}") from None
+        raise errors.InvalidExperienceError(f"a pickle that cannot be read: {error}") from None
 
 
 def read_trinity(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
@@ -111,19 +107,21 @@ def counted_eid(eid: Any, seen: dict[tuple[Any, ...], int]) -> EID:
 
 def _from_sql(path: Path, rows: Rows) -> Iterator[Experience]:
     if path.is_dir():
-        raise InvalidArgumentError(f"{path} is a folder: name the file of the buffer in it")
+        raise errors.InvalidArgumentError(f"{path} is a folder: name the file of the buffer in it")
     connection = dbapi2.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
         names = connection.execute("select name from sqlite_master where type = 'table'")
         tables = {name for (name,) in names}
         held = sorted(name for name in tables if f"{name}_blob" in tables)
         if not held:
-            raise InvalidArgumentError(f"{path}: no table of experiences of Trinity-RFT is there")
+            raise errors.InvalidArgumentError(
+                f"{path}: no table of experiences of Trinity-RFT is there"
+            )
         for table in held:
             found = _from_table(connection, path, table.replace('"', '""'))
             yield from rows.read(found, _of_table)
     except (dbapi2.DatabaseError, UnicodeDecodeError) as error:  # the latter of a damaged schema
-        raise InvalidArgumentError(f"{path}: {error}") from error
+        raise errors.InvalidArgumentError(f"{path}: {error}") from error
     finally:
         connection.close()
 
@@ -143,15 +141,15 @@ def _from_table(connection: Any, path: Path, table: str) -> Iterator[Row]:
 def _of_table(row: Row) -> Iterator[Experience]:
     blob = bytes(row.held["experience_bytes"])
     if not blob.startswith(MAGIC):
-        raise InvalidExperienceError(
+        raise errors.InvalidExperienceError(
             "a pickle of a class, as Trinity-RFT wrote before 0.6; write it anew with 0.6"
         )
     start = len(MAGIC) + HEADER.size
     if len(blob) < start:
-        raise InvalidExperienceError("its blob ends within its header")
+        raise errors.InvalidExperienceError("its blob ends within its header")
     version, size, _ = HEADER.unpack_from(blob, len(MAGIC))
     if version != 1:
-        raise InvalidExperienceError(f"version {version} of Trinity-RFT's format is unknown")
+        raise errors.InvalidExperienceError(f"version {version} of Trinity-RFT's format is unknown")
     items = plain(blob[start : start + size])["items"]
     try:
         tensors = load(blob[start + size :])
@@ -161,7 +159,7 @@ def _of_table(row: Row) -> Iterator[Experience]:
         prefix = f"{index}:"
         own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         if "chosen" in own:
-            raise InvalidExperienceError(f"a preference pair; {AS_PREFERENCES}")
+            raise errors.InvalidExperienceError(f"a preference pair; {AS_PREFERENCES}")
         yield _of_item(item, own, row.held.get("reward", item["reward"]))
 
 
@@ -193,12 +191,12 @@ def _address(fields: dict[str, Any]) -> EID:
 def _of_texts(texts: Texts, row: Row) -> Iterator[Experience]:
     held = row.held
     if not isinstance(held.get("eid"), dict):
-        raise InvalidExperienceError("an experience of Trinity-RFT has an eid")
+        raise errors.InvalidExperienceError("an experience of Trinity-RFT has an eid")
     if held.get("messages"):
         *prompt, last = held["messages"]
         answer: Any = [last]
     elif held.get("prompt_text") is None or held.get("response_text") is None:
-        raise InvalidExperienceError(
+        raise errors.InvalidExperienceError(
             f"neither messages nor prompt_text and response_text; {AS_PREFERENCES}"
         )
     else:
@@ -227,10 +225,12 @@ def read_prime_rl(path: Path, texts: Texts, rows: Rows) -> Iterator[Experience]:
 def _lines(stream: Path, rows: Rows) -> Iterator[Row]:
     """Return the records of a stream: one file, or a folder of numbered chunks."""
     if any(stream.glob("*.zst")):
-        raise InvalidArgumentError(f"{stream}: unpack its chunks first, with zstd -d --rm *.zst")
+        raise errors.InvalidArgumentError(
+            f"{stream}: unpack its chunks first, with zstd -d --rm *.zst"
+        )
     single = stream.with_suffix(".jsonl")
     if not (single.is_file() or stream.exists()):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{stream.parent}: no folder of prime-rl's file monitor: neither {stream.name} nor "
             f"{single.name} is in it, nor in monitors/file/traces below it"
         )
@@ -255,7 +255,7 @@ def _episode(
         return
     group = (episode.get("group") or {}).get("id") or episode.get("id")
     if group is None:
-        raise InvalidExperienceError("an episode of prime-rl has an id")
+        raise errors.InvalidExperienceError("an episode of prime-rl has an id")
     place = (f"step-{work.get('step', 0)}", str(group))
     runs[place] = runs.get(place, -1) + 1
     policy = work.get("policy") or {}
@@ -328,7 +328,7 @@ def _demonstration(batch: str, texts: Texts, row: Row) -> Iterator[Experience]:
     elif {"prompt", "completion"} <= held.keys():
         turn = texts.turn(held["prompt"], held["completion"], held)
     else:
-        raise InvalidExperienceError(
+        raise errors.InvalidExperienceError(
             f"a demonstration has messages, or prompt and completion, not {sorted(held)}"
         )
     yield Experience(eid=EID(batch, row.number, 0), messages=messages or None, **turn)
@@ -342,13 +342,13 @@ def read_preferences(path: Path, texts: Texts, rows: Rows) -> Iterator[Experienc
 def _pair(batch: str, texts: Texts, row: Row) -> Iterator[Experience]:
     held = row.held
     if not {"chosen", "rejected"} <= held.keys():
-        raise InvalidExperienceError(f"a pair has chosen and rejected, not {sorted(held)}")
+        raise errors.InvalidExperienceError(f"a pair has chosen and rejected, not {sorted(held)}")
     prompt, *answers = held.get("prompt"), held["chosen"], held["rejected"]
     if prompt is None:
         pairs = zip(*answers, strict=False)
         prompt = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         if not prompt or isinstance(answers[0], str):
-            raise InvalidExperienceError(
+            raise errors.InvalidExperienceError(
                 "there is no prompt, and no messages that both answers begin with"
             )
         answers = [answer[len(prompt) :] for answer in answers]
@@ -383,7 +383,7 @@ def _rollout(
     """Yield a rollout; ``seen``: per step and group its task and runs so far."""
     held = row.held
     if missing := [name for name in NEEDED if name not in held]:
-        raise InvalidExperienceError(
+        raise errors.InvalidExperienceError(
             f"this row lacks {', '.join(missing)}, which a row of verl's dumps has"
         )
     step, uid = int(held["step"]), held.get("uid")
@@ -476,12 +476,12 @@ def require_readable(
         InvalidArgumentError: nothing is there, or what is there is not of the format ``name``.
     """
     if not path.exists():
-        raise InvalidArgumentError(f"{path}: there is no such file or folder")
+        raise errors.InvalidArgumentError(f"{path}: there is no such file or folder")
     chosen = FORMATS[name]
     rows = Rows(chosen.schema, skip_bad=skip_bad_lines)
     if not list(islice(chosen.read(path, Texts(tokenizer), rows), PER_WRITE)):
         left_out = f"; left out, first of all: {rows.left_out[0]}" if rows.left_out else ""
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{path}: there is nothing to import; {name} means {chosen.holds}{left_out}"
         )
 
@@ -529,10 +529,10 @@ async def import_file(
             done.duplicates += receipt.duplicates
             done.late += receipt.rejected
             batches.update(dict.fromkeys(experience.eid.batch for experience, _ in page))
-    except InvalidArgumentError as error:
+    except errors.InvalidArgumentError as error:
         if not batches:
             raise
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{error}; the {done.written + done.duplicates} experiences before it are stored and "
             "not sealed yet: mend it and import the same again, which skips them"
         ) from error
@@ -546,6 +546,6 @@ async def import_file(
 async def _stored(writer: BufferWriter, page: Sequence[tuple[Experience, str]]) -> WriteReceipt:
     try:
         return await writer.write([experience for experience, _ in page])
-    except ConflictingExperienceError as error:
+    except errors.ConflictingExperienceError as error:
         places = [where for experience, where in page if experience.eid.uid == error.uid]
-        raise ConflictingExperienceError(f"{' and '.join(places)}: {error}") from error
+        raise errors.ConflictingExperienceError(f"{' and '.join(places)}: {error}") from error

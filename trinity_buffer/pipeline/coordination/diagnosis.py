@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from trinity_buffer.pipeline.coordination.waiting import (
-    AT_WORK,
-    describe_process,
-    is_here,
-    own_wait_of,
-    was_silent,
-)
+from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.store import counters, counts, leases, writer_queries
 from trinity_buffer.store.leases import PresenceRow
 from trinity_buffer.store.rows import BatchRow, ConsumerRow
@@ -74,7 +68,7 @@ class Surroundings:
         """Return the surroundings of an experiment."""
         rows = leases.processes(tx, experiment)
         # `AT_WORK` rows repeat a process under a second role.
-        here = [row for row in rows if row.role != AT_WORK and is_here(row)]
+        here = [row for row in rows if row.role != waiting.AT_WORK and waiting.is_here(row)]
         return cls(here, writer_queries.consumers(tx, experiment))
 
     def who(self, role: str, name: str | None = None) -> PresenceRow | None:
@@ -104,7 +98,7 @@ def of_trainer(tx: Transaction, experiment: int, annotation_set: str) -> str:
         return f"{nobody}; {_describe(around, lacks)}" if lacks else nobody
     if number and at_work is not None and not lacks:
         still = f"{counted(number, 'experience')} to decide"
-        return f"strategy {annotation_set!r} ({describe_process(at_work)}) has {still}"
+        return f"strategy {annotation_set!r} ({waiting.describe_process(at_work)}) has {still}"
     return of_strategy(tx, experiment, annotation_set)
 
 
@@ -128,10 +122,10 @@ def of_strategy(tx: Transaction, experiment: int, name: str, *, whole_batches: b
             f"set {name!r} has all that is recorded, and no process explores (if none will, "
             "`await experiment.finish(reason)` ends the run)"
         )
-    waits = f", which waits: {own_wait_of(explorer)}" if explorer.waiting_for else ""
+    waits = f", which waits: {waiting.own_wait_of(explorer)}" if explorer.waiting_for else ""
     return (
         f"set {name!r} has all that is recorded; explorer {explorer.name!r} is there "
-        f"({describe_process(explorer)}){waits}"
+        f"({waiting.describe_process(explorer)}){waits}"
     )
 
 
@@ -145,7 +139,7 @@ def _describe(around: Surroundings, lacks: Sequence[Lack]) -> str:
     actor = next((lack.actor for lack in lacks if lack.actor), None)
     explorer = around.who("explorer", actor)
     if explorer is not None:
-        return f"{text}; explorer {explorer.name!r} is there ({describe_process(explorer)})"
+        return f"{text}; explorer {explorer.name!r} is there ({waiting.describe_process(explorer)})"
     return f"{text}; no process explores" + ("" if actor is None else f" as {actor!r}")
 
 
@@ -163,7 +157,7 @@ def is_being_decided(tx: Transaction, experiment: int, annotation_set: str) -> b
     """
     around = Surroundings.of(tx, experiment)
     at_work = around.who("strategy", annotation_set)
-    if at_work is None or was_silent(at_work):
+    if at_work is None or waiting.was_silent(at_work):
         return False
     return _is_undecided(tx, experiment, around.consumers.get(annotation_set))
 
@@ -198,10 +192,10 @@ def of_admission(tx: Transaction, experiment: int, trainer: str) -> str:
     at_work, known = around.who("trainer", trainer), around.consumers.get(trainer)
     if at_work is None:
         return f"no process trains as {trainer!r}"
-    there = f"trainer {trainer!r} is there ({describe_process(at_work)})"
+    there = f"trainer {trainer!r} is there ({waiting.describe_process(at_work)})"
     if at_work.waiting_for is None or known is None:
         return there
-    return f"{there}, which waits: {own_wait_of(at_work)}"
+    return f"{there}, which waits: {waiting.own_wait_of(at_work)}"
 
 
 def abandoned_groups(tx: Transaction, experiment: int) -> int:

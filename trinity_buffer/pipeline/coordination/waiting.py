@@ -24,13 +24,7 @@ from typing import Literal
 
 import anyio
 
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    RunStalledError,
-    StoreBusyError,
-    StoreError,
-    TrainingError,
-)
+from trinity_buffer import errors
 from trinity_buffer.identity import TURNS
 from trinity_buffer.pipeline.background import task_group
 from trinity_buffer.pipeline.handle import now_us
@@ -150,7 +144,7 @@ class Presence:
         """
         row = self._news(at_once=at_once)
         if row is not None:
-            with suppress(StoreBusyError):
+            with suppress(errors.StoreBusyError):
                 await self._database.write(leases.record_presence, self._experiment, row)
 
     def first(self) -> PresenceRow:
@@ -172,7 +166,7 @@ class Presence:
         """
         while True:
             await anyio.sleep(min(self.due_s, SEEN_EVERY_S))
-            with suppress(StoreError):
+            with suppress(errors.StoreError):
                 await self.seen()
 
     @asynccontextmanager
@@ -204,7 +198,7 @@ class Presence:
         try:
             while True:
                 await anyio.sleep(min(every_s, SEEN_EVERY_S))
-                with suppress(StoreError):  # the code that uses the store reports its errors
+                with suppress(errors.StoreError):  # the code that uses the store reports its errors
                     if is_under_way():
                         await presence.seen(at_once=True)
                     else:
@@ -348,7 +342,9 @@ def wait_report_s() -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise InvalidArgumentError(f"{WAIT_REPORT}={setting!r}: it must be a positive number")
+        raise errors.InvalidArgumentError(
+            f"{WAIT_REPORT}={setting!r}: it must be a positive number"
+        )
     return seconds
 
 
@@ -463,7 +459,7 @@ class ReportedWait:
         if at_work or mark != self._mark:
             self._mark, self._moved_at = mark, now
         if now - self._moved_at >= after_s:
-            raise RunStalledError(
+            raise errors.RunStalledError(
                 f"nothing has moved for {after_s:g} s (stalled_after_s): no event came, and "
                 f"no rollout is under way; {one_line(await self._tell())}. `trinity-buffer doctor` "
                 "says what would help"
@@ -565,7 +561,7 @@ class RejectionWatch:
             f"{self._first}` tells what the row holds"
         )
         if faulty and self._groups.get(True, 0) // per_step >= self._most:
-            raise TrainingError(f"{message}; fix these rows, and start it again")
+            raise errors.TrainingError(f"{message}; fix these rows, and start it again")
         if not self._warned:
             self._warned = True
             _logger.warning("%s", one_line(message))

@@ -18,17 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from trinity_buffer import identity
+from trinity_buffer import errors, identity
 from trinity_buffer.codec.segments import Column, decode_segment
-from trinity_buffer.errors import (
-    ArchivedSegmentError,
-    CodecError,
-    CodecVersionError,
-    DamagedSegmentError,
-    InvalidArgumentError,
-    TrinityBufferError,
-    UnknownExperimentError,
-)
 from trinity_buffer.events import BatchLeased, ExperiencesRecorded, WithSegment
 from trinity_buffer.experience import Experience
 from trinity_buffer.limits import sizes
@@ -36,14 +27,7 @@ from trinity_buffer.pipeline.annotations import decode_annotations
 from trinity_buffer.pipeline.coordination.waiting import one_line
 from trinity_buffer.pipeline.encoding import decode_experiences, flat_tensor, tensors_of
 from trinity_buffer.pipeline.handle import ExperimentHandle
-from trinity_buffer.pipeline.load.reading import (
-    EventCache,
-    StoredSegments,
-    blobs_of,
-    contiguous_ranges,
-    read_segments,
-    unreadable_among,
-)
+from trinity_buffer.pipeline.load import reading
 from trinity_buffer.store import log, writer_queries
 from trinity_buffer.store.connection import Database
 from trinity_buffer.store.rows import ExperienceRow, position_of, slot_of, written_as
@@ -53,7 +37,10 @@ _logger = logging.getLogger(__name__)
 
 
 async def load_experiences(
-    database: Database, cache: EventCache, rows: Sequence[ExperienceRow], families: Sequence[str]
+    database: Database,
+    cache: reading.EventCache,
+    rows: Sequence[ExperienceRow],
+    families: Sequence[str],
 ) -> list[Experience]:
     """Return the experiences of ``rows``, in their order, with the columns of ``families``.
 
@@ -66,12 +53,12 @@ async def load_experiences(
 
     def load(s: ReadSession, asked: Sequence[ExperienceRow]) -> list[Experience]:
         try:
-            stored = read_segments(s, (row.segment for row in asked), families)
+            stored = reading.read_segments(s, (row.segment for row in asked), families)
             events = cache.events(s, {position_of(row.address) for row in asked})
             return _decoded(asked, events, stored, families)
-        except CodecVersionError:
+        except errors.CodecVersionError:
             raise
-        except (CodecError, DamagedSegmentError) as error:
+        except (errors.CodecError, errors.DamagedSegmentError) as error:
             if len(asked) == 1:
                 return [_damaged_experience(asked[0], error)]
         middle = len(asked) // 2  # bisect: damaged rows are few
@@ -105,11 +92,11 @@ def _damaged_experience(row: ExperienceRow, error: Exception) -> Experience:
 def _decoded(
     rows: Sequence[ExperienceRow],
     events: Mapping[int, WithSegment],
-    stored: StoredSegments,
+    stored: reading.StoredSegments,
     families: Sequence[str],
 ) -> list[Experience]:
     """Decode ``rows`` from their events and segments."""
-    blobs = blobs_of(stored.parts)
+    blobs = reading.blobs_of(stored.parts)
     by_event: dict[int, list[ExperienceRow]] = {}
     for row in rows:
         by_event.setdefault(position_of(row.address), []).append(row)
@@ -121,7 +108,7 @@ def _decoded(
         assert isinstance(event, ExperiencesRecorded)  # rows are recorded by no other kind
         absence = stored.absent.get(rows_of_event[0].segment)
         if absence is None and any(f in event.families and f not in buffers for f in families):
-            raise DamagedSegmentError(
+            raise errors.DamagedSegmentError(
                 f"segment {rows_of_event[0].segment.hex()} is missing: run `verify`"
             )
         held = [f for f in families if absence is None or f not in event.families]
@@ -199,7 +186,7 @@ class Field:
         parts = []
         for block in self.blocks:
             left = np.flatnonzero(~dropped[block.rows])
-            for a, z in contiguous_ranges(left):
+            for a, z in reading.contiguous_ranges(left):
                 first, last = int(left[a]), int(left[z - 1]) + 1
                 ends = block.ends[first : last + 1]
                 data, rows = block.data[ends[0] : ends[-1]], block.rows[first:last]
@@ -235,7 +222,7 @@ def block_of(column: Column, rows: Array, slots: range) -> Block | None:
     return Block(rows, data, ends - begin if begin else ends, scaled)
 
 
-UNREADABLE = (ArchivedSegmentError, CodecError, DamagedSegmentError)
+UNREADABLE = (errors.ArchivedSegmentError, errors.CodecError, errors.DamagedSegmentError)
 """Errors of rows that cannot be read."""
 
 NAMED_ROWS = 3
@@ -370,9 +357,9 @@ class RowLoader:
         events: event cache of the experiment of the manifests.
     """
 
-    def __init__(self, events: EventCache) -> None:
+    def __init__(self, events: reading.EventCache) -> None:
         self.events = events
-        self._others: dict[str, EventCache] = {}
+        self._others: dict[str, reading.EventCache] = {}
         # From the least to the most recently used.
         self._segments: OrderedDict[bytes, _Segment] = OrderedDict()
 
@@ -392,7 +379,7 @@ class RowLoader:
         wanted = _families_of((*own, *computed), (*FAMILIES, *ANNOTATION))
         # Consecutive steps share segments, since a write or an annotation spans several groups.
         missing = {key: of for key, of in wanted.items() if key not in self._segments}
-        parts = read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
+        parts = reading.read_segments(s, missing, (*FAMILIES, *ANNOTATION)).all_parts()
         expert = np.array(lease.source or [0] * number) > 0
         fields, modal = self._gathered(own, computed, missing, parts, number)
         rows = LoadedRows(Facts.of(number, own), expert, fields, modal)
@@ -428,8 +415,8 @@ class RowLoader:
             raise self.refusal(s, lease, error, remedy) from error
 
     def refusal(
-        self, s: ReadSession, lease: BatchLeased, error: TrinityBufferError, remedy: str
-    ) -> TrinityBufferError:
+        self, s: ReadSession, lease: BatchLeased, error: errors.TrinityBufferError, remedy: str
+    ) -> errors.TrinityBufferError:
         """Return the error for a step with unreadable rows, which names some of them.
 
         Args:
@@ -458,7 +445,7 @@ class RowLoader:
         reasons: dict[int, str] = {}
         for ranges, families in zip(self.ranges(s, lease), (FAMILIES, ANNOTATION), strict=True):
             # The segment must have every family that its event names; a missing one is damage.
-            bad = unreadable_among(s, _families_of(ranges, families), families)
+            bad = reading.unreadable_among(s, _families_of(ranges, families), families)
             for rows, event, _ in ranges:
                 if event.segment in bad:
                     reasons |= dict.fromkeys(rows.tolist(), bad[event.segment])
@@ -474,7 +461,7 @@ class RowLoader:
             uids.append(row.eid.uid)
         return uids
 
-    def cache_of(self, s: ReadSession, lease: BatchLeased, source: int) -> EventCache:
+    def cache_of(self, s: ReadSession, lease: BatchLeased, source: int) -> reading.EventCache:
         """Return the event cache of the experiment that rows of a manifest come from, by number."""
         if not source:
             return self.events
@@ -482,10 +469,10 @@ class RowLoader:
         if name not in self._others:
             key = s.read(log.find_experiment, name)
             if key is None:
-                raise UnknownExperimentError(
+                raise errors.UnknownExperimentError(
                     f"a step trains on rows of experiment {name!r}, which is not in this store"
                 )
-            self._others[name] = EventCache(key, name)
+            self._others[name] = reading.EventCache(key, name)
         return self._others[name]
 
     def ranges(self, s: ReadSession, lease: BatchLeased) -> tuple[list[SlotRange], list[SlotRange]]:
@@ -501,7 +488,7 @@ class RowLoader:
             parts = [
                 (row_ranges, order[a:z], int(column[order[a]]))
                 for row_ranges, order, column in zip(ranges, orders, columns, strict=True)
-                for a, z in contiguous_ranges(column[order])
+                for a, z in reading.contiguous_ranges(column[order])
             ]
             positions = {position_of(address) for _, _, address in parts}
             events = self.cache_of(s, lease, number).events(s, positions)
@@ -525,10 +512,10 @@ class RowLoader:
             missing: key -> families, of the segments to decode from ``parts``.
             number: number of rows.
         """
-        blobs = blobs_of(parts)
+        blobs = reading.blobs_of(parts)
         for key, families in missing.items():
             if key not in blobs or not families <= blobs[key].keys():
-                raise DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
+                raise errors.DamagedSegmentError(f"segment {key.hex()} is missing: run `verify`")
             decoded = [decode_segment(blob) for blob in blobs[key].values()]
             columns = {name: of for segment in decoded for name, of in segment.columns.items()}
             num_bytes = sum(map(len, blobs[key].values()))
@@ -550,7 +537,9 @@ class RowLoader:
                 del self._segments[key]
         # Validation lets no row without tokens in, so this is damage rather than a user's mistake.
         if "tokens" not in fields or not fields["tokens"].present().all():
-            raise DamagedSegmentError("an experience of the step has no tokens: run `verify`")
+            raise errors.DamagedSegmentError(
+                "an experience of the step has no tokens: run `verify`"
+            )
         return fields, modal
 
     def _fields(
@@ -606,11 +595,14 @@ async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) ->
         DamagedSegmentError: an annotation cannot be read.
     """
     if any(manifest.source):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"step {manifest.step} mixes in rows of {', '.join(manifest.sources)}: read its "
             "micro-batches"
         )
-    database, loader = experiment.database, RowLoader(EventCache(experiment.key, experiment.name))
+    database, loader = (
+        experiment.database,
+        RowLoader(reading.EventCache(experiment.key, experiment.name)),
+    )
     rows = await database.read(
         writer_queries.experience_rows, experiment.key, sorted(set(manifest.experiences))
     )
@@ -623,10 +615,12 @@ async def experiences_of(experiment: ExperimentHandle, manifest: BatchLeased) ->
     def annotate(s: ReadSession) -> None:
         _, ranges = loader.ranges(s, manifest)
         wanted = _families_of(ranges, ANNOTATION)  # rows without a segment keep their own
-        blobs = blobs_of(read_segments(s, wanted, ANNOTATION).all_parts())
+        blobs = reading.blobs_of(reading.read_segments(s, wanted, ANNOTATION).all_parts())
         for places, event, slots in ranges:
             if event.segment and event.segment not in blobs:
-                raise DamagedSegmentError(f"segment {event.segment.hex()} is missing: run `verify`")
+                raise errors.DamagedSegmentError(
+                    f"segment {event.segment.hex()} is missing: run `verify`"
+                )
             if event.segment:
                 own = [ordered[place] for place in places.tolist()]
                 masks = [experience.action_mask for experience in own]

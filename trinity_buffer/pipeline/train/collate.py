@@ -38,13 +38,7 @@ from trinity_buffer.pipeline.load.columns import (
     field_of_values,
 )
 from trinity_buffer.pipeline.manifest import MicroBatchPlan, plans_of
-from trinity_buffer.pipeline.train.microbatch import (
-    Column,
-    LazyTensors,
-    MicroBatch,
-    Mover,
-    StepMemory,
-)
+from trinity_buffer.pipeline.train import microbatch
 from trinity_buffer.pipeline.train.step import TrainStep
 
 REWARDS = "token_level_rewards"
@@ -69,8 +63,8 @@ LazyColumn: TypeAlias = "Callable[[Part], Array]"
 def collate_step(
     lease: BatchLeased,
     rows: LoadedRows,
-    mover: Mover,
-    memory: StepMemory,
+    mover: microbatch.Mover,
+    memory: microbatch.StepMemory,
     *,
     rank: int = 0,
     world: int = 1,
@@ -126,8 +120,8 @@ def collate_step(
     for part in places.parts:
         tensors = _tensors(flat, per_row, places, part, mover)
         step.microbatches.append(
-            MicroBatch(
-                LazyTensors(tensors),
+            microbatch.MicroBatch(
+                microbatch.LazyTensors(tensors),
                 replace(layout, cu_seqlens=tensors.get("cu_seqlens")),
                 [mover.inputs(modal) if modal else {} for modal in rows.multi_modal[part.rows]],
                 [*rows.facts.policy_version[part.rows]],
@@ -143,10 +137,10 @@ def _tensors(
     per_row: Mapping[str, Array],
     places: Places,
     part: Part,
-    mover: Mover,
+    mover: microbatch.Mover,
 ) -> dict[str, Any]:
     """Return the tensors of a micro-batch by name, made or lazy."""
-    columns: dict[str, Column] = {}
+    columns: dict[str, microbatch.Column] = {}
     for name, column in flat.items():
         if isinstance(column, np.ndarray):
             columns[name] = column[part.elements].reshape(part.shape)
@@ -563,7 +557,7 @@ def _columns_of_step(
     responses: Mapping[str, Field],
     rewards: Array,
     places: Places,
-    memory: StepMemory,
+    memory: microbatch.StepMemory,
 ) -> dict[str, Array | LazyColumn]:
     """Return the flat columns of all micro-batches by name, made or lazy."""
     tokens, masks = rows.field("tokens").blocks, rows.field("action_mask").blocks

@@ -16,14 +16,9 @@ import anyio.to_thread
 from msgspec import Meta
 from typing_extensions import override
 
+from trinity_buffer import errors
 from trinity_buffer.algorithm.arguments import did_you_mean
 from trinity_buffer.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
-from trinity_buffer.errors import (
-    CheckpointError,
-    ConflictingStrategyError,
-    InvalidArgumentError,
-    UnknownNameError,
-)
 from trinity_buffer.events import ConsumerRegistered, StepsCommitted
 from trinity_buffer.identity import parse_uid
 from trinity_buffer.options import Count, Natural, StepOptions, option_types
@@ -108,20 +103,22 @@ class StreamOptions(StepOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rank >= self.world_size:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
             )
         # Options that another one makes meaningless are errors, lest they be ignored silently.
         mixes = self.sample_strategy == "mix"
         if mixes != (self.expert_experiment is not None):
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 "sample_strategy='mix' and expert_experiment= go together: name the experiment of "
                 "this store that holds the expert's rows"
             )
         if self.expert_data_ratio is not None and not mixes:
-            raise InvalidArgumentError("expert_data_ratio= needs sample_strategy='mix'")
+            raise errors.InvalidArgumentError("expert_data_ratio= needs sample_strategy='mix'")
         if self.max_staleness is not None and self.sample_strategy != "staleness_control":
-            raise InvalidArgumentError("max_staleness= needs sample_strategy='staleness_control'")
+            raise errors.InvalidArgumentError(
+                "max_staleness= needs sample_strategy='staleness_control'"
+            )
         self.sampling()
 
     @property
@@ -250,7 +247,7 @@ async def require_checkpoint_of(
                 return
             lacks = f"committed {wanted.checkpoint}, whose content is another now (restore it)"
     there = [str(at) for at, row in saved.items() if _path_of(row, database.folder).exists()]
-    raise CheckpointError(
+    raise errors.CheckpointError(
         f"resume_from={step}: trainer {trainer!r} {lacks}; the last committed step is "
         f"{committed}, there are checkpoints of {', '.join(there[-10:]) or 'none'}"
     )
@@ -272,7 +269,7 @@ async def register(experiment: ExperimentHandle, consumer: str, annotation_set: 
         writer_queries.registered, experiment.key, consumer, event, clock=now_us
     )
     if row.kind != "trainer" or row.config != config:
-        raise ConflictingStrategyError(
+        raise errors.ConflictingStrategyError(
             f"consumer {consumer!r} is a {row.kind} on {row.config.get('strategy')!r}, not a "
             f"trainer on {annotation_set!r}: give this one a name of its own, consumer="
         )
@@ -300,7 +297,7 @@ async def rows_to_drop(
             stored = next(((source, row) for source, row in rows if row is not None), None)
             if stored is None:
                 where = " and ".join(repr(of.name) for of in sources.values())
-                raise UnknownNameError(f"drop: no row {uid} is stored in experiment {where}")
+                raise errors.UnknownNameError(f"drop: no row {uid} is stored in experiment {where}")
             source, row = stored
             annotated = inspection.annotation_rows(tx, sources[source].key, [row.address])
             notes = [note for _, _, note in annotated]
@@ -308,7 +305,7 @@ async def rows_to_drop(
                 tx, experiment.key, [trainer.name], notes, source
             ):
                 if step <= trainer.committed_step:
-                    raise InvalidArgumentError(
+                    raise errors.InvalidArgumentError(
                         f"drop: row {uid} was trained in step {step} of trainer {trainer.name!r}, "
                         f"which is committed: go back before it too, resume_from={step - 1}"
                     )
@@ -326,7 +323,7 @@ async def has_set(experiment: ExperimentHandle, options: StreamOptions) -> bool:
     """
     lacking = await _lacking_set(experiment, options.strategy)
     if lacking and not (options.follow and options.wait_for_set):
-        raise UnknownNameError(lacking)
+        raise errors.UnknownNameError(lacking)
     return not lacking
 
 
@@ -352,7 +349,7 @@ async def wait_for_set(
             wait.over()
             return
         if finished:
-            raise UnknownNameError(f"the experiment was finished: {lacking}")
+            raise errors.UnknownNameError(f"the experiment was finished: {lacking}")
         await wait.changed(state)
 
 

@@ -19,13 +19,8 @@ import torch.distributed
 from trinity_buffer.errors import InvalidArgumentError, LeaseLostError
 from trinity_buffer.events import RankJoined, RanksAssembled, StepPartDone, StreamEnded, kinds_of
 from trinity_buffer.limits import sizes
+from trinity_buffer.pipeline.coordination import waiting
 from trinity_buffer.pipeline.coordination.lease import LeaseWatch, TrainerLease, is_dead
-from trinity_buffer.pipeline.coordination.waiting import (
-    Presence,
-    ReportedWait,
-    describe_process,
-    has_ended,
-)
 from trinity_buffer.pipeline.handle import ExperimentHandle, decoded, new_event, now_us
 from trinity_buffer.pipeline.train.options import StreamOptions
 from trinity_buffer.store import leases, log
@@ -68,7 +63,7 @@ class RankSession:
     """
 
     def __init__(
-        self, experiment: ExperimentHandle, options: StreamOptions, presence: Presence
+        self, experiment: ExperimentHandle, options: StreamOptions, presence: waiting.Presence
     ) -> None:
         self.committed = 0
         self.ended: int | None = None
@@ -88,7 +83,7 @@ class RankSession:
         # Rank 0 is present as the trainer, and waits for processes alone, whose end it detects.
         self._presence = presence if self._rank else None
         key = experiment.key if self._rank else None
-        self.wait = ReportedWait(self._database, key, self._waiting_for, self._presence)
+        self.wait = waiting.ReportedWait(self._database, key, self._waiting_for, self._presence)
 
     async def _waiting_for(self) -> str:
         return f"rank {self._rank} of trainer {self._name!r} waits for {self._lacking}"
@@ -174,8 +169,8 @@ class RankSession:
         for rank in ranks:
             who = (f"rank {rank}", self._name)
             lives = [row for row in processes if (row.role, row.name) == who]
-            place = describe_process(lives[0]) if lives else "which is not there"
-            if lives and all(map(has_ended, lives)):
+            place = waiting.describe_process(lives[0]) if lives else "which is not there"
+            if lives and all(map(waiting.has_ended, lives)):
                 await self._read()  # it may have finished its part before it ended
                 if (rank, step) not in self._rows:
                     raise LeaseLostError(

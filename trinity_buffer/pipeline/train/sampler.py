@@ -36,13 +36,8 @@ from trinity_buffer.events import (
 )
 from trinity_buffer.limits import sizes
 from trinity_buffer.pipeline.annotate.consumer import RECORDED
-from trinity_buffer.pipeline.coordination import diagnosis
+from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.lease import TrainerLease
-from trinity_buffer.pipeline.coordination.waiting import (
-    MAX_REJECTED_STEPS,
-    RejectionWatch,
-    one_line,
-)
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import UNREADABLE, LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache, contiguous_ranges
@@ -231,10 +226,10 @@ class StepSampler:
         self._lease = lease
         self._loader = loader
         self._pairs = experiment.config.get("schema") == "dpo"
-        self._watch = RejectionWatch(
+        self._watch = waiting.RejectionWatch(
             f"trainer {options.consumer!r}",
             options.groups_per_step,
-            experiment.config.get("max_rejected_steps", MAX_REJECTED_STEPS),
+            experiment.config.get("max_rejected_steps", waiting.MAX_REJECTED_STEPS),
         )
         self._sampling = options.sampling()
         # Each step takes as many groups as the first.
@@ -497,7 +492,7 @@ class StepSampler:
                 diagnosis.counted(len(lost), "row"),
                 first.step,
                 ", ".join(sorted(set(lost.values()))),
-                one_line(self._loader.named(s, first, lost)),
+                waiting.one_line(self._loader.named(s, first, lost)),
             )
 
     # -- rows that cannot be trained

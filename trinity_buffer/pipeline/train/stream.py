@@ -23,14 +23,8 @@ from trinity_buffer.faultpoints import reached
 from trinity_buffer.options import option_types
 from trinity_buffer.pipeline.annotate.consumer import RECORDED, StrategyConsumer, recorder
 from trinity_buffer.pipeline.background import settle_imports, task_group
-from trinity_buffer.pipeline.coordination import diagnosis
+from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.coordination.lease import TrainerLease, hold_lease
-from trinity_buffer.pipeline.coordination.waiting import (
-    Presence,
-    ReportedWait,
-    one_line,
-    wait_report_s,
-)
 from trinity_buffer.pipeline.handle import ExperimentHandle, new_event
 from trinity_buffer.pipeline.load.columns import LoadedRows, RowLoader
 from trinity_buffer.pipeline.load.reading import EventCache
@@ -103,7 +97,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
         self,
         experiment: ExperimentHandle,
         options: StreamOptions,
-        presence: Presence,
+        presence: waiting.Presence,
     ) -> None:
         self.experiment = experiment
         self.options = options
@@ -205,7 +199,7 @@ class TrainStream(CommitDoor[Coroutine[Any, Any, None]]):
     ) -> AsyncIterator[None]:
         """Run ``tasks`` in the context, and tell other processes while no step is waited for."""
         keep = self.presence.keep_at_work
-        works = partial(keep, lambda: not self.queue.is_waited_for(), wait_report_s())
+        works = partial(keep, lambda: not self.queue.is_waited_for(), waiting.wait_report_s())
         async with task_group(works, *tasks):
             yield
 
@@ -402,7 +396,7 @@ class LeadingStream(TrainStream):
             if goes_on and expert not in recorders:  # there is one, and it is finished
                 self._sampler.require_expert()
             if wait is None:
-                wait = ReportedWait(self._database, key, self._waiting_for, self.presence)
+                wait = waiting.ReportedWait(self._database, key, self._waiting_for, self.presence)
                 wait.is_waited_for = self.queue.is_waited_for
             # A killed strategy commits nothing that would wake this wait.
             await wait.changed(state, LOOK_AGAIN_S if finished else math.inf)
@@ -479,7 +473,9 @@ class LeadingStream(TrainStream):
             left = await read(diagnosis.outcome_of, key, options.consumer)
         if left:
             steps = f"after {diagnosis.counted(served, 'step')}" if served else "without a step"
-            _logger.warning("trainer %r ended %s: %s", self.options.consumer, steps, one_line(left))
+            _logger.warning(
+                "trainer %r ended %s: %s", self.options.consumer, steps, waiting.one_line(left)
+            )
 
     # -- committing
 
@@ -653,7 +649,7 @@ async def open_async_train_stream(
         # Only rank 0 holds the lease; the others find its steps in the log.
         if chosen.rank:
             role, name = f"rank {chosen.rank}", chosen.consumer
-            presence = Presence(experiment.database, experiment.key, role, name)
+            presence = waiting.Presence(experiment.database, experiment.key, role, name)
             stream = FollowingStream(experiment, chosen, presence)
             await stack.enter_async_context(presence.heartbeats())
         else:

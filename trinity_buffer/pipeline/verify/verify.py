@@ -35,6 +35,7 @@ from trinity_buffer.pipeline.background import made_ahead, task_group
 from trinity_buffer.pipeline.store import Experiment
 from trinity_buffer.pipeline.train import checkpoint as checkpoints
 from trinity_buffer.pipeline.train.checkpoint import version_of
+from trinity_buffer.pipeline.verify import projections
 from trinity_buffer.pipeline.verify.addresses import Names, together, unpacked
 from trinity_buffer.pipeline.verify.log_audit import (
     Commit,
@@ -42,14 +43,6 @@ from trinity_buffer.pipeline.verify.log_audit import (
     LogAudit,
     Problem,
     TrainerAudit,
-)
-from trinity_buffer.pipeline.verify.projections import (
-    Progress,
-    compare,
-    no_progress,
-    pages,
-    readable_events,
-    scratch_for,
 )
 from trinity_buffer.pipeline.verify.segments import (
     check_archives,
@@ -270,7 +263,7 @@ async def verify(
     quick: bool = False,
     consumer: str | None = None,
     head: str | None = None,
-    progress: Progress | None = None,
+    progress: projections.Progress | None = None,
 ) -> VerifyReport:
     """Check everything that the log, its segments and its projections say of each other.
 
@@ -300,11 +293,11 @@ async def verify(
     compares = noted is not None and bool(noted.compared.number)
     audit = LogAudit(EventChain(experiment.name, heads), contents=compares)
     database, key = experiment.database, experiment.key
-    with nullcontext() if quick else scratch_for(database, key) as scratch:
+    with nullcontext() if quick else projections.scratch_for(database, key) as scratch:
         # Before the log is read, and up to the head of then: what comes later is neither audited
         # nor counted.
         live = await database.read(_snapshot, key)
-        progress = progress or no_progress
+        progress = progress or projections.no_progress
         read = _read_log(experiment, audit, live.head, scratch, progress)
         segments, in_segments = await read
         problems = audit.problems
@@ -479,7 +472,11 @@ def _compare_outside(
 
 
 async def _read_log(
-    experiment: Experiment, audit: LogAudit, head: int, scratch: Scratch | None, progress: Progress
+    experiment: Experiment,
+    audit: LogAudit,
+    head: int,
+    scratch: Scratch | None,
+    progress: projections.Progress,
 ) -> tuple[int, list[tuple[bytes, Problem]]]:
     """Audit the log up to ``head``; with a scratch also fold it, and check its segments.
 
@@ -487,7 +484,7 @@ async def _read_log(
         How many segments were opened, and what is wrong with which of them.
     """
     database, key = experiment.database, experiment.key
-    log_pages = pages(database, key, up_to=head)
+    log_pages = projections.pages(database, key, up_to=head)
     number, problems = 0, list[tuple[bytes, Problem]]()
 
     async def next_page() -> list[StoredEvent] | None:
@@ -501,11 +498,13 @@ async def _read_log(
     async with aclosing(log_pages), made_ahead(next_page) as ahead:
         async for page in ahead:
             # The leases of the steps that this page deals anew are read once more: they are few.
-            dealt = readable_events([event for event in page if event.kind == StepDealt.__name__])
+            dealt = projections.readable_events(
+                [event for event in page if event.kind == StepDealt.__name__]
+            )
             places = {at.fact.leased_at for at in dealt if isinstance(at.fact, StepDealt)}
             before = sorted(place for place in places if 0 < place < page[-1].position)
             stored = await database.read(log.read_at, key, before) if before else []
-            placed = readable_events(stored)
+            placed = projections.readable_events(stored)
             leases = {at.position: at.fact for at in placed if isinstance(at.fact, BatchLeased)}
             facts = await anyio.to_thread.run_sync(audit.add, page, leases)
             if scratch is not None:
@@ -524,7 +523,7 @@ async def _compare_projections(
     audit: LogAudit,
     live: _Snapshot,
     scratch: Scratch | None,
-    progress: Progress,
+    progress: projections.Progress,
 ) -> list[Problem]:
     """Compare the projections with those of another fold, and with what the audit counted."""
     miscounted = [
@@ -546,7 +545,9 @@ async def _compare_projections(
     differences: list[Difference] | None = None
     try:
         if scratch is not None:
-            differences = await compare(experiment.database, scratch, progress, readable_events)
+            differences = await projections.compare(
+                experiment.database, scratch, progress, projections.readable_events
+            )
     except UnfoldableError as error:
         what = f"{error.kind} contradicts the events before it: {error.cause}"
         problems, remedy = [Problem("fold", f"position {error.position}", what)], ""
@@ -586,8 +587,10 @@ async def _damaged_segments(
     archived = set(audit.archived)
     if not archived.issuperset(key for key, _ in problems):
         kinds = kinds_of(SegmentsArchived)
-        async for page in pages(experiment.database, experiment.key, after=head, kinds=kinds):
-            for event in readable_events(page):
+        async for page in projections.pages(
+            experiment.database, experiment.key, after=head, kinds=kinds
+        ):
+            for event in projections.readable_events(page):
                 assert isinstance(event.fact, SegmentsArchived)  # the kind that was read
                 archived.update(event.fact.segments)
     return [problem for key, problem in problems if key not in archived]
@@ -599,7 +602,7 @@ async def _recorded_twice(experiment: Experiment, audit: LogAudit) -> list[str]:
     places = defaultdict[str, list[str]](list)
 
     def look(page: Sequence[StoredEvent]) -> None:
-        facts = ((event.position, event.fact) for event in readable_events(page))
+        facts = ((event.position, event.fact) for event in projections.readable_events(page))
         recorded = ((at, fact) for at, fact in facts if isinstance(fact, ExperiencesRecorded))
         uids = ((at, *place) for at, fact in recorded for place in enumerate(fact.columns.uids()))
         for position, slot, uid in uids:
@@ -608,7 +611,9 @@ async def _recorded_twice(experiment: Experiment, audit: LogAudit) -> list[str]:
 
     database, kinds = experiment.database, kinds_of(ExperiencesRecorded)
     if suspected:
-        async for page in pages(database, experiment.key, up_to=audit.position, kinds=kinds):
+        async for page in projections.pages(
+            database, experiment.key, up_to=audit.position, kinds=kinds
+        ):
             await anyio.to_thread.run_sync(look, page)
     twice = {uid: written for uid, written in places.items() if len(written) > 1}
     return [f"experience {uid} ({', '.join(written)})" for uid, written in twice.items()]

@@ -21,13 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trinity_buffer import errors
 from trinity_buffer.codec.arrays import DTYPES
 from trinity_buffer.codec.segments import Column, is_scorable
-from trinity_buffer.errors import (
-    ConflictingExperienceError,
-    InvalidArgumentError,
-    InvalidExperienceError,
-)
 from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience
 from trinity_buffer.identity import EID, SCHEMAS, problem_of_key, problem_of_name, problem_of_text
@@ -131,7 +127,7 @@ def _forms(batch: RecordBatch, _schema: str) -> Problem | None:
                 return field, f"{field} must be a tensor under a text"
     try:
         batch.columns, batch.objects  # noqa: B018 - they are made when they are first asked for
-    except InvalidArgumentError as error:
+    except errors.InvalidArgumentError as error:
         return next(filter(str(error).startswith, (*_TENSORS, *OBJECTS))), str(error)
     return None
 
@@ -323,7 +319,7 @@ def validate(experience: Experience, schema: str = "experience") -> None:
         InvalidArgumentError: unknown schema.
     """
     if schema not in SCHEMAS:
-        raise InvalidArgumentError(f"schema={schema!r}: accepted are {', '.join(SCHEMAS)}")
+        raise errors.InvalidArgumentError(f"schema={schema!r}: accepted are {', '.join(SCHEMAS)}")
     require(experience, (*ADDRESS, *STORABLE, *TRAINABLE), schema)
 
 
@@ -338,7 +334,7 @@ def require(experience: Experience, rules: Sequence[Rule], schema: str = "") -> 
     if problem is not None:
         field, sentence = problem
         eid: Any = experience.eid
-        error = InvalidExperienceError(f"experience {getattr(eid, 'uid', eid)}: {sentence}")
+        error = errors.InvalidExperienceError(f"experience {getattr(eid, 'uid', eid)}: {sentence}")
         error.field = field
         raise error
 
@@ -493,12 +489,12 @@ class WriteCall:
         for row, experience in enumerate(self.experiences):
             try:
                 validate(experience, self.schema)
-            except InvalidExperienceError as error:
+            except errors.InvalidExperienceError as error:
                 if self.on_invalid == "raise":
                     raise
                 require(experience, ADDRESS)
                 self._invalid[experience.eid] = invalid(error.field)
-                with suppress(InvalidExperienceError):
+                with suppress(errors.InvalidExperienceError):
                     require(experience, STORABLE)
                     continue
                 # The row must still be recorded under its address, though its content cannot be.
@@ -583,7 +579,7 @@ def without_known(
                 digests[uid] = digest
                 new.append(experience)
             elif digests[uid] != digest:
-                error = ConflictingExperienceError(f"experience {uid} {conflict}")
+                error = errors.ConflictingExperienceError(f"experience {uid} {conflict}")
                 error.uid = uid
                 raise error
     return new

@@ -8,23 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from trinity_buffer.errors import (
-    BatchTakenError,
-    ConflictingPlanError,
-    ConflictingSealError,
-    InvalidArgumentError,
-    UnknownNameError,
-)
+from trinity_buffer import errors
 from trinity_buffer.events import BatchPlanned, BatchSealed
 from trinity_buffer.identity import Key, problem_of_key
 from trinity_buffer.options import AdmissionOptions
-from trinity_buffer.pipeline.coordination import diagnosis
-from trinity_buffer.pipeline.coordination.waiting import (
-    FAULTS,
-    MAX_REJECTED_STEPS,
-    WARN_AFTER_STEPS,
-    Presence,
-)
+from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.handle import decoded, new_event, now_us
 from trinity_buffer.store import counts, leases, log, trainer_queries, writer_queries
 from trinity_buffer.store import rows as store_rows
@@ -73,7 +61,7 @@ class Admission(AdmissionOptions):
         }
         for name, most in bounds.items():
             if most is not None and groups_per_step > most:
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"groups_per_step={groups_per_step}: with {name}={getattr(self, name)} and a "
                     f"configured groups_per_step={self.groups_per_step} explorers may plan no more "
                     f"than {most} before they wait for trainer {self.trainer!r}, which would wait "
@@ -98,7 +86,7 @@ class Admission(AdmissionOptions):
         """
         most = self.most_uncommitted_steps
         if most is not None and every_steps > most:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"{what}={every_steps} with max_staleness={self.max_staleness}: explorers would "
                 f"wait for a commit that waits for them; commit at least every "
                 f"{diagnosis.counted(most, 'step')}"
@@ -189,7 +177,7 @@ def require_fresh(
     most, newest = check.rules.max_staleness, check.backlog.published
     if most is None or version is None or callable(version) or newest - version <= most:
         return
-    raise InvalidArgumentError(
+    raise errors.InvalidArgumentError(
         f"batch {batch!r}: policy_version={version} is {newest - version} behind the published "
         f"{newest}, and max_staleness={most}, so that it can never be planned: load the weights of "
         f"version {newest} (`await experiment.newest_policy()` says where they are), or pass a "
@@ -209,14 +197,14 @@ def check_admission(
     if existing is not None:
         _require_same_plan(tx, experiment, existing, wanted)
         if existing.actor != actor:
-            raise BatchTakenError(
+            raise errors.BatchTakenError(
                 f"batch {existing.batch!r} is planned by {existing.actor!r}; a batch has one "
                 f"actor, so {actor!r} needs an id of its own"
             )
         return AdmissionCheck(Answer.PLANNED)
     # Rows without a plan may already be in decided groups, which a plan would contradict.
     if writer_queries.count_in_batch(tx, experiment, wanted.batch):
-        raise ConflictingPlanError(
+        raise errors.ConflictingPlanError(
             f"batch {wanted.batch!r} holds experiences without a plan; "
             "plan a batch before writing to it"
         )
@@ -250,9 +238,13 @@ def _all_rejected(
     rules = Admission.of(config)
     if backlog.undelivered < rules.groups_per_step:
         return False
-    steps = min(WARN_AFTER_STEPS, config.get("max_rejected_steps", MAX_REJECTED_STEPS))
+    steps = min(
+        waiting.WARN_AFTER_STEPS, config.get("max_rejected_steps", waiting.MAX_REJECTED_STEPS)
+    )
     rows = steps * rules.groups_per_step * config.get("rollouts_per_group", 1)
-    return trainer_queries.rejects_all(tx, experiment, rules.trainer, faults=FAULTS, rows=rows)
+    return trainer_queries.rejects_all(
+        tx, experiment, rules.trainer, faults=waiting.FAULTS, rows=rows
+    )
 
 
 def _require_same_plan(
@@ -260,13 +252,13 @@ def _require_same_plan(
 ) -> None:
     key = wanted.batch
     if existing.planned_at is None:
-        raise ConflictingPlanError(
+        raise errors.ConflictingPlanError(
             f"batch {key!r} was sealed without a plan; choose another batch id"
         )
     # As text, since the store treats 7 and "7" as one task.
     same_tasks = [str(task) for task in existing.tasks] == [str(task) for task in wanted.tasks]
     if not same_tasks or existing.rollouts_per_group != wanted.rollouts_per_group:
-        raise ConflictingPlanError(
+        raise errors.ConflictingPlanError(
             f"batch {key!r} is planned with {len(existing.tasks)} tasks × "
             f"{existing.rollouts_per_group} rollouts, which is "
             "not what this plan says; a plan cannot be changed, choose another batch id"
@@ -293,7 +285,7 @@ def require_same_contents(batch: Key, known: Mapping[str, bytes], wanted: bytes 
         ConflictingPlanError: the contents of the tasks differ.
     """
     if wanted is not None and known.get(str(batch), wanted) != wanted:
-        raise ConflictingPlanError(
+        raise errors.ConflictingPlanError(
             f"batch {batch!r} was planned for other tasks at the same positions of the list: give "
             "the list that this experiment began with, or explore the other one in another "
             "experiment; if they only look different, give a mapping, dict(enumerate(tasks)), of "
@@ -312,7 +304,7 @@ def check_plan(wanted: BatchPlanned) -> None:
     for task in tasks:
         problem = problem_of_key(task)
         if problem is not None:
-            raise InvalidArgumentError(f"batch {batch!r}: task {task!r} {problem}")
+            raise errors.InvalidArgumentError(f"batch {batch!r}: task {task!r} {problem}")
     problem = None
     if not tasks or len({str(task) for task in tasks}) != len(tasks):
         problem = "a plan needs at least one task, and each only once"
@@ -322,7 +314,7 @@ def check_plan(wanted: BatchPlanned) -> None:
     elif not isinstance(wanted.contents, bytes | None):
         problem = f"contents={wanted.contents!r:.40}, it must be bytes, or None"
     if problem is not None:
-        raise InvalidArgumentError(f"batch {batch!r}: {problem}")
+        raise errors.InvalidArgumentError(f"batch {batch!r}: {problem}")
 
 
 def check_batch(batch: object) -> None:
@@ -336,7 +328,7 @@ def check_batch(batch: object) -> None:
     if problem is None and ("/" in str(batch) or batch == ""):
         problem = "must be a number, or a text without '/'"
     if problem is not None:
-        raise InvalidArgumentError(f"batch {batch!r}: a batch id {problem}")
+        raise errors.InvalidArgumentError(f"batch {batch!r}: a batch id {problem}")
 
 
 def planned(tx: Transaction, experiment: int, batch: Key) -> tuple[tuple[Key, ...], int]:
@@ -347,7 +339,7 @@ def planned(tx: Transaction, experiment: int, batch: Key) -> tuple[tuple[Key, ..
     """
     row = writer_queries.batch_row(tx, experiment, batch)
     if row is None or row.rollouts_per_group is None:
-        raise InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
+        raise errors.InvalidArgumentError(f"batch {batch!r} was never planned; call plan() first")
     return row.tasks, row.rollouts_per_group
 
 
@@ -366,7 +358,7 @@ def missing(tx: Transaction, experiment: int, batch: Key) -> list[tuple[Key, int
 def take_over(
     tx: Transaction,
     experiment: int,
-    presence_of: Callable[[str], Presence],
+    presence_of: Callable[[str], waiting.Presence],
     mine: Collection[str],
     batches: Collection[str] | None,
 ) -> list[counts.OpenBatch]:
@@ -397,7 +389,7 @@ def take_over(
     return gone
 
 
-def heirs_of(presence: Presence, here: Sequence[PresenceRow]) -> list[PresenceRow]:
+def heirs_of(presence: waiting.Presence, here: Sequence[PresenceRow]) -> list[PresenceRow]:
     """Return processes that took over an explorer's name and also have a name of their own."""
     names: dict[tuple[str, int], set[str]] = {}
     for row in here:
@@ -423,7 +415,7 @@ def seal(
     row = writer_queries.batch_row(tx, experiment, batch)
     if row is not None and row.sealed_at is not None:
         if expected not in (None, row.expected):
-            raise ConflictingSealError(
+            raise errors.ConflictingSealError(
                 f"batch {batch!r} was sealed with {row.expected} experiences, "
                 f"this seal says {expected}"
             )
@@ -435,12 +427,12 @@ def seal(
         elif held:
             batch = writer_queries.key_of_batch(tx, experiment, str(batch))
         else:
-            raise UnknownNameError(
+            raise errors.UnknownNameError(
                 f"experiment {log.experiment_name(tx, experiment)!r} has no batch {batch!r}: "
                 "`trinity-buffer doctor` names those that lack runs"
             )
     elif held != expected:
-        raise ConflictingSealError(
+        raise errors.ConflictingSealError(
             f"batch {batch!r} holds {held} experiences, this seal says {expected}; "
             "nothing was sealed. "
             "missing(batch) names the planned runs that are not stored"

@@ -17,26 +17,13 @@ from typing import Any
 import anyio
 from typing_extensions import override
 
-from trinity_buffer.errors import (
-    InvalidArgumentError,
-    StoreBusyError,
-    StoreError,
-    StoreUnavailableError,
-)
+from trinity_buffer import errors
 from trinity_buffer.events import BatchPlanned
 from trinity_buffer.experience import Experience
 from trinity_buffer.faultpoints import reached
 from trinity_buffer.identity import Key, freeze
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.coordination import diagnosis
-from trinity_buffer.pipeline.coordination.waiting import (
-    SEEN_EVERY_S,
-    Presence,
-    ReportedWait,
-    describe_process,
-    one_line,
-    wait_report_s,
-)
+from trinity_buffer.pipeline.coordination import diagnosis, waiting
 from trinity_buffer.pipeline.handle import new_event, now_us
 from trinity_buffer.pipeline.write import planning
 from trinity_buffer.pipeline.write.batch import (
@@ -44,12 +31,6 @@ from trinity_buffer.pipeline.write.batch import (
     PreparedWrite,
     WriteCall,
     suspicious_values,
-)
-from trinity_buffer.pipeline.write.planning import (
-    PUBLISHING,
-    Answer,
-    is_unpublished,
-    unpublished,
 )
 from trinity_buffer.store import leases, log, writer_queries
 from trinity_buffer.store.connection import Database
@@ -59,7 +40,7 @@ from trinity_buffer.store.rows import BatchRow
 from trinity_buffer.store.transaction import Session, TakenKeyError, Transaction
 from trinity_buffer.writer import BufferWriter, WriteReceipt
 
-_OF_THE_STORE = (StoreBusyError, StoreUnavailableError)
+_OF_THE_STORE = (errors.StoreBusyError, errors.StoreUnavailableError)
 """Errors of the store, not of a single call."""
 
 
@@ -92,17 +73,17 @@ class GroupCommit:
     def __init__(self, database: Database) -> None:
         self.database = database
         self._waiting: list[WriteCall] = []
-        self._presences: dict[tuple[int, str], Presence] = {}
+        self._presences: dict[tuple[int, str], waiting.Presence] = {}
         self._committer: asyncio.Task[None] | None = None
         self._commits = False  # whether a transaction is under way
         self._ahead: list[WriteCall] = []  # the next group, prepared during a commit
         self._preparing: asyncio.Task[list[PreparedWrite]] | None = None  # it does that
 
-    def presence_of(self, experiment: int, actor: str) -> Presence:
+    def presence_of(self, experiment: int, actor: str) -> waiting.Presence:
         """Return the presence of an explorer, shared by all its writers; writes renew it."""
         presence = self._presences.get((experiment, actor))
         if presence is None:
-            presence = Presence(self.database, experiment, "explorer", actor)
+            presence = waiting.Presence(self.database, experiment, "explorer", actor)
             self._presences[experiment, actor] = presence
         return presence
 
@@ -143,7 +124,7 @@ class GroupCommit:
         finally:
             self._committer = None
             # None is left, unless the event loop is ending.
-            closed = StoreError(f"{self.database.name} was closed during a write")
+            closed = errors.StoreError(f"{self.database.name} was closed during a write")
             _refuse([*calls, *self._ahead, *self._waiting], closed)
 
     def _group(self) -> list[WriteCall]:
@@ -259,7 +240,7 @@ class GroupCommit:
                 continue
             # Taken, yet neither stored nor sealed: a damaged index, which another try cannot mend.
             if taken is not None:
-                raise StoreError(f"a key is taken: {taken}") from taken
+                raise errors.StoreError(f"a key is taken: {taken}") from taken
             try:
                 await self.database.session(partial(self._write, [call], writes))
             except TakenKeyError as error:  # another process wrote it meanwhile: check again
@@ -268,7 +249,7 @@ class GroupCommit:
                 return
 
 
-def _refuse(calls: Sequence[WriteCall], error: StoreError) -> None:
+def _refuse(calls: Sequence[WriteCall], error: errors.StoreError) -> None:
     """Answer the unanswered of ``calls``; each without an error gets its own copy of ``error``."""
     for call in calls:
         if call.error is None and not call.answered.is_set():
@@ -313,7 +294,7 @@ class SQLWriter(BufferWriter):
         on_invalid: OnInvalid = "raise",
     ) -> None:
         if on_invalid not in ("raise", "quarantine"):
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"on_invalid={on_invalid!r}: accepted are 'raise' and 'quarantine'"
             )
         self._database = database
@@ -326,7 +307,7 @@ class SQLWriter(BufferWriter):
         self.actor = actor
         self._presence = group_commit.presence_of(experiment, actor)
         self._warns_of_unpublished = True
-        self._taken_over: dict[str, Presence] = {}
+        self._taken_over: dict[str, waiting.Presence] = {}
 
     @override
     async def write(self, experiences: Sequence[Experience]) -> WriteReceipt:
@@ -343,11 +324,13 @@ class SQLWriter(BufferWriter):
         """
         items: Any = experiences  # of a caller who may not check types
         if isinstance(items, Experience) or not isinstance(items, Iterable):
-            raise InvalidArgumentError(f"write() takes a list of experiences, not {items!r:.60}")
+            raise errors.InvalidArgumentError(
+                f"write() takes a list of experiences, not {items!r:.60}"
+            )
         rows = list(items)
         for row, experience in enumerate(rows if set(map(type, rows)) - {Experience} else ()):
             if not isinstance(experience, Experience):
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"write() takes experiences, item {row} is {experience!r:.60}"
                 )
         call = WriteCall(
@@ -370,7 +353,7 @@ class SQLWriter(BufferWriter):
             if warning is not None:
                 # One warning is enough: the other calls most likely repeat the mistake.
                 self._calls_to_check = 0
-                _logger.warning("%s", one_line(warning))
+                _logger.warning("%s", waiting.one_line(warning))
         # A changed EID would no longer name the stored row.
         freeze(experience.eid for experience in rows)
         return call.receipt()
@@ -405,7 +388,7 @@ class SQLWriter(BufferWriter):
         """
         database, experiment, actor = self._database, self._experiment, self.actor
         if isinstance(tasks, str):  # a list of its letters
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"batch {batch!r}: tasks={tasks!r:.60} is a text: give a list of task ids"
             )
         wanted = BatchPlanned(
@@ -419,7 +402,7 @@ class SQLWriter(BufferWriter):
             # Check again under the lock: two explorers must not both take the last place.
             tx.lock(experiment)
             check = planning.check_admission(tx, experiment, actor, wanted, own)
-            if check.answer is Answer.PLAN:
+            if check.answer is planning.Answer.PLAN:
                 log.append(tx, experiment, [(actor, event)], now_us=now_us())
                 # In the plan's transaction: bounds ignore batches of explorers without a heartbeat.
                 leases.record_presence(tx, experiment, self._presence.first())
@@ -429,21 +412,21 @@ class SQLWriter(BufferWriter):
             who = await database.read(diagnosis.of_admission, experiment, check.rules.trainer)
             return f"explorer {actor!r} waits to plan batch {batch!r}: {check.describe(own)}; {who}"
 
-        wait = ReportedWait(database, experiment, tell, self._presence)
+        wait = waiting.ReportedWait(database, experiment, tell, self._presence)
         while True:
             state = await database.changes.state()
             own = policy_version() if callable(policy_version) else policy_version
             check = await database.read(planning.check_admission, experiment, actor, wanted, own)
             self._warn_if_unpublished(check, own)
-            if check.answer is Answer.PLAN:
+            if check.answer is planning.Answer.PLAN:
                 reached("before-plan")
                 check = await database.write(append, own)
-                if check.answer is Answer.PLAN:
+                if check.answer is planning.Answer.PLAN:
                     reached("after-plan")
-            if check.answer is not Answer.WAIT:
+            if check.answer is not planning.Answer.WAIT:
                 wait.over()
                 await self._presence.seen(at_once=True)
-                return check.answer is not Answer.FINISHED
+                return check.answer is not planning.Answer.FINISHED
             planning.require_fresh(batch, policy_version, check)
             await wait.changed(state)
 
@@ -453,10 +436,11 @@ class SQLWriter(BufferWriter):
         """Warn once if the trainer commits steps but publishes no weights."""
         rules, backlog = check.rules, check.backlog
         concerned = policy_version is not None or rules.max_staleness is not None
-        if concerned and self._warns_of_unpublished and is_unpublished(rules, backlog):
+        if concerned and self._warns_of_unpublished and planning.is_unpublished(rules, backlog):
             self._warns_of_unpublished = False
-            what = f"explorer {self.actor!r}: {unpublished(rules, backlog)}: {PUBLISHING}"
-            _logger.warning("%s", one_line(what))
+            what = f"{planning.unpublished(rules, backlog)}: {planning.PUBLISHING}"
+            what = f"explorer {self.actor!r}: {what}"
+            _logger.warning("%s", waiting.one_line(what))
 
     @override
     async def missing(self, batch: Key) -> list[tuple[Key, int]]:
@@ -532,7 +516,9 @@ class SQLWriter(BufferWriter):
         """
         planning.check_batch(batch)
         if not hasattr(expected, "__index__"):
-            raise InvalidArgumentError(f"batch {batch!r}: expected={expected!r}, it must be an int")
+            raise errors.InvalidArgumentError(
+                f"batch {batch!r}: expected={expected!r}, it must be an int"
+            )
         await self._database.write(
             planning.seal, self._experiment, batch, expected, actor=self.actor
         )
@@ -557,10 +543,10 @@ class SQLWriter(BufferWriter):
         async def tell() -> str:
             return (
                 f"explorer {self.actor!r} waits for batch {unsealed[0]!r}, which another process "
-                f"took over ({describe_process(heirs[0])})"
+                f"took over ({waiting.describe_process(heirs[0])})"
             )
 
-        wait = ReportedWait(database, self._experiment, tell, presence)
+        wait = waiting.ReportedWait(database, self._experiment, tell, presence)
         while True:
             state = await database.changes.state()
             namesakes, heirs, unsealed = await database.read(load)
@@ -568,9 +554,10 @@ class SQLWriter(BufferWriter):
                 if row not in heirs:
                     what = (
                         f"another process explores as {self.actor!r} too "
-                        f"({describe_process(row)}): give each process an actor name of its own"
+                        f"({waiting.describe_process(row)}): give each process an actor name of "
+                        "its own"
                     )
-                    _logger.warning("%s", one_line(what))
+                    _logger.warning("%s", waiting.one_line(what))
             left = unsealed if left is None else [batch for batch in left if batch in unsealed]
             if not (heirs and left):
                 wait.over()
@@ -582,9 +569,11 @@ class SQLWriter(BufferWriter):
         try:
             async with self._presence.heartbeats():
                 while True:
-                    await anyio.sleep(SEEN_EVERY_S)
+                    await anyio.sleep(waiting.SEEN_EVERY_S)
                     for presence in self._taken_over.values():
-                        with suppress(StoreError):  # writes report errors of the store themselves
+                        with suppress(
+                            errors.StoreError
+                        ):  # writes report errors of the store themselves
                             await presence.seen()
         finally:
             for presence in self._taken_over.values():
@@ -593,12 +582,12 @@ class SQLWriter(BufferWriter):
     async def waits_for(self, reason: str) -> None:
         """Show other processes what this explorer waits for, until `waits_no_more`."""
         self._presence.waiting_for = reason
-        with suppress(StoreError):  # writes report errors of the store themselves
+        with suppress(errors.StoreError):  # writes report errors of the store themselves
             await self._presence.seen()
 
     async def stay_at_work(self, is_under_way: Callable[[], bool] = lambda: True) -> None:
         """Record until cancelled whether rollouts are under way, which counts as progress."""
-        await self._presence.keep_at_work(is_under_way, wait_report_s())
+        await self._presence.keep_at_work(is_under_way, waiting.wait_report_s())
 
     def waits_no_more(self) -> None:
         """End the reported wait."""
