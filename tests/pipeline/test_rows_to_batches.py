@@ -18,7 +18,7 @@ from trinity_buffer import open_store, open_train_stream, run_strategy
 from trinity_buffer.algorithm.layout import Totals
 from trinity_buffer.experience import EID, Experience
 from trinity_buffer.options import Layout
-from trinity_buffer.pipeline.load import columns, reading
+from trinity_buffer.pipeline.load import reading
 from trinity_buffer.pipeline.load.columns import Array
 from trinity_buffer.pipeline.train.collate import LazyColumns, Part
 from trinity_buffer.pipeline.train.microbatch import StepMemory
@@ -213,13 +213,14 @@ async def test_a_segment_is_read_once_for_all_the_steps_that_its_rows_go_to(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, resize: Resize, bytes_kept: int, times: int
 ) -> None:
     read: Counter[bytes] = Counter()
+    read_segments = reading.read_segments
 
     def counted(s: Any, keys: Sequence[bytes], families: Sequence[str]) -> Any:
         read.update([*keys])
-        return reading.read_segments(s, keys, families)
+        return read_segments(s, keys, families)
 
     await written(sqlite_url)  # whose strategy reads segments too
-    monkeypatch.setattr(columns, "read_segments", counted)
+    monkeypatch.setattr(reading, "read_segments", counted)
     resize(bytes_kept=bytes_kept)
     with open_train_stream(
         sqlite_url, experiment="e", strategy="grpo", groups_per_step=1

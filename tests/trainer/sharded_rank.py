@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import trinity_buffer as tb
 from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
-from trinity_buffer.trainer import checkpoint
+from trinity_buffer.trainer import parallel
 
 
 def model_of(*, lora: bool = False) -> Any:
@@ -55,7 +55,7 @@ def main(url: str, folder: str, rank: str, world: str, steps: str, name: str, *h
         def broken(*_: Any) -> list[Path]:
             raise OSError(28, "No space left on device", "model-00002")
 
-        vars(checkpoint)["write_share"] = broken
+        vars(parallel)["write_share"] = broken
     lora = "lora" in how
     model, reference = in_parts(model_of(lora=lora)), None if lora else in_parts(model_of())
     with tb.open_train_stream(

@@ -25,7 +25,7 @@ from trinity_buffer import open_store, verify
 from trinity_buffer.algorithm import build
 from trinity_buffer.errors import CheckpointError
 from trinity_buffer.events import StepsCommitted
-from trinity_buffer.trainer import checkpoint
+from trinity_buffer.trainer import checkpoint, parallel
 from trinity_buffer.trainer.checkpoint import PendingCheckpoint
 from trinity_buffer.trainer.parallel import write_share
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_written_ends_the_training_and_is_not_committed(
             raise OSError(28, "No space left on device")
         return write_share(folder, *rest)
 
-    monkeypatch.setattr(checkpoint, "write_share", full)
+    monkeypatch.setattr(parallel, "write_share", full)
     settings: dict[str, Any] = {"consumer": "t", "async_checkpoints": True}
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left on device"):
         train(sqlite_url, algorithm, tmp_path / "c", max_steps=3, **settings)
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_fails_ends_a_wait_for_more_rows(
     def full(*_: Any) -> list[Path]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_share", full)
+    monkeypatch.setattr(parallel, "write_share", full)
     with tb.open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", groups_per_step=6, follow=True
     ) as stream:
@@ -204,7 +204,7 @@ def test_ctrl_c_in_the_wait_for_a_checkpoint_leaves_nobody_writing(
             raise press
         return wait(futures)
 
-    monkeypatch.setattr(checkpoint, "write_share", slow)
+    monkeypatch.setattr(parallel, "write_share", slow)
     monkeypatch.setattr(checkpoint, "wait", pressed)
     with tb.open_train_stream(
         sqlite_url, experiment="run", strategy="grpo", consumer="t", groups_per_step=2
@@ -238,7 +238,7 @@ def test_a_folder_that_goes_while_a_thread_writes_is_named(
         shutil.rmtree(folder)  # as `remove_old` of who took over does
         return write_share(folder, *rest)
 
-    monkeypatch.setattr(checkpoint, "write_share", removed_before)
+    monkeypatch.setattr(parallel, "write_share", removed_before)
     with pytest.raises(CheckpointError, match="step-00000001 was removed while it was written"):
         train(sqlite_url, algorithm, tmp_path / "c", max_steps=1, async_checkpoints=True)
 

@@ -19,7 +19,7 @@ import trinity_buffer as tb
 from tests.trainer.data import prepared
 from tests.trainer.qwen import qwen3
 from trinity_buffer.algorithm import build
-from trinity_buffer.trainer import checkpoint, parallel
+from trinity_buffer.trainer import parallel
 from trinity_buffer.trainer.checkpoint import PendingCheckpoint
 from trinity_buffer.trainer.parallel import Gpus, HostCopies
 from trinity_buffer.trainer.trainer import is_beside
@@ -271,7 +271,7 @@ def test_what_is_computed_after_a_commit_waits_for_the_copies(
             may.set()
         return {}
 
-    monkeypatch.setattr(checkpoint, "HostCopies", LateCopies)
+    monkeypatch.setattr(parallel, "HostCopies", LateCopies)
     monkeypatch.setattr(PendingCheckpoint, "finish", late)
     for name in ("beside", "at once"):
         with tb.open_train_stream(
