@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import pytest
 
@@ -20,7 +22,8 @@ from tests.pipeline.watching import (
 from tests.raw_store import rows
 from trinity_buffer import StrategyConsumer, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
-from trinity_buffer.store import counts
+from trinity_buffer.errors import StoreUnavailableError
+from trinity_buffer.store import counts, writer_queries
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +124,28 @@ async def test_late_members_are_rejected_after_a_restart_too(store_url: str) -> 
         assert (report.rejected, report.waiting) == (1, 1)
         assert await reasons(again, "all") == {"b/0/7": "late"}
         await assert_conserved(again)
+
+
+async def test_what_was_decided_is_known_where_the_server_was_away_while_it_was_read(
+    postgres_store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(postgres_store_url) as experiment:
+        writer = experiment.writer("e0")
+        await writer.plan("b", [0, 1], 1)
+        await writer.write([rollout(task=0)])
+        await run_strategy(experiment, Watcher, name="all")
+        await writer.write([rollout(task=0, run=7), rollout(task=1)])
+        read, away = writer_queries.decided_groups, [StoreUnavailableError("it is away")]
+
+        def decided_groups(*args: Any, **kwargs: Any) -> set[tuple[str, str]]:
+            if away:
+                raise away.pop()
+            return read(*args, **kwargs)
+
+        monkeypatch.setattr(writer_queries, "decided_groups", decided_groups)
+        report = await run_strategy(experiment, Watcher, name="all")
+        assert (report.annotated, report.rejected, report.waiting, away) == (1, 1, 0, [])
+        assert await reasons(experiment, "all") == {"b/0/7": "late"}
 
 
 async def test_quarantined_runs_complete_a_group_and_are_never_seen(store_url: str) -> None:

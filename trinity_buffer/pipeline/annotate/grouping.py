@@ -466,7 +466,7 @@ class UnitReader:
         batches |= {str(f.batch) for f in facts.values() if isinstance(f, events.BatchSealed)}
         # Plans and past decisions first: whether a row is late depends on them.
         if groups or not batches <= self.grouping.batches.keys():
-            new = s.read(self._learn, groups, batches)
+            new = self._learn(s, groups, batches)
             if waiting is None:
                 self.grouping.mark_empty_groups(new)
         for event in page:
@@ -494,7 +494,7 @@ class UnitReader:
             _logger.warning("its experiences are rejected as damaged: %s", text)
             return None
 
-    def _learn(self, tx: Transaction, groups: set[GroupKey], batches: set[str]) -> set[str]:
+    def _learn(self, s: ReadSession, groups: set[GroupKey], batches: set[str]) -> set[str]:
         """Look up groups and batches that the grouping does not have in memory.
 
         Returns:
@@ -502,17 +502,25 @@ class UnitReader:
         """
         grouping, key = self.grouping, self.experiment.key
         new = batches - grouping.batches.keys()
-        known = writer_queries.batches(tx, key, sorted({batch for batch, _ in groups} | new))
-        planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
-        # Groups in memory were read beyond the cursor, so they are newer than the projection.
-        asked = sorted((groups | planned) - grouping.groups.keys())
+        names = sorted({batch for batch, _ in groups} | new)
+
+        # It changes nothing here: where the connection is lost, it is run once more.
+        def load(
+            tx: Transaction,
+        ) -> tuple[dict[str, BatchRow], set[GroupKey], set[tuple[GroupKey, int]]]:
+            known = writer_queries.batches(tx, key, names)
+            planned = {(name, str(task)) for name, batch in known.items() for task in batch.tasks}
+            # Groups in memory were read beyond the cursor, so they are newer than the projection.
+            asked = sorted((groups | planned) - grouping.groups.keys())
+            decided = writer_queries.decided_groups(tx, key, self.name, asked, cursor=self.cursor)
+            return known, decided, writer_queries.refused_runs(tx, key, asked, cursor=self.seen)
+
+        known, decided, refused = s.read(load)
         for batch in known.values():
             is_sealed = batch.sealed_at is not None and batch.sealed_at <= self.seen
             grouping.apply_plan(batch, sealed=is_sealed)
-        grouping.mark_decided(
-            writer_queries.decided_groups(tx, key, self.name, asked, cursor=self.cursor)
-        )
+        grouping.mark_decided(decided)
         # Refused runs are stored although their rows do not wait.
-        for group, run in writer_queries.refused_runs(tx, key, asked, cursor=self.seen):
+        for group, run in refused:
             grouping.group(group).runs.add(run)
         return new & grouping.batches.keys()
