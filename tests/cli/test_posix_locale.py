@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,34 @@ def test_json_is_json_where_the_output_is_ascii(tmp_path: Path) -> None:
         check=False,
     )
     assert json.loads(done.stdout.decode("ascii"))["uid"] == "b-ü/0/0/0/"
+
+
+def test_lines_are_ascii_where_the_output_is(tmp_path: Path) -> None:
+    record(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_buffer", "events"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "TRINITY_BUFFER_STORE": "store.db"},
+        capture_output=True,
+        check=False,
+    )
+    assert "of batch b-\\xfc" in done.stdout.decode("ascii")
+
+
+def test_what_is_piped_is_not_shown_beside_the_progress(tmp_path: Path) -> None:
+    record(tmp_path)
+    words = ("search", "0 and 0", "--json", "--store", "store.db")
+    terminal, of_command = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_buffer", *words],
+        cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm"},
+        stdout=subprocess.PIPE,
+        stderr=of_command,
+        check=False,
+    )
+    shown = os.read(terminal, 1 << 16)
+    os.close(terminal)
+    os.close(of_command)
+    assert b"search" in shown
+    assert json.loads(done.stdout)["uid"] == "b-ü/0/0/0/"

@@ -48,7 +48,8 @@ def say(*lines: str) -> None:
     """Print each of ``lines`` for people, line feeds escaped."""
     # Not by rich, which takes a millisecond a line.
     for line in lines:
-        typer.echo(one_line(line))
+        sys.stdout.write(f"{one_line(line)}\n")
+    sys.stdout.flush()
 
 
 def as_json(value: Any) -> str:
@@ -197,7 +198,9 @@ def progress() -> Iterator[Report]:
         yield lambda _what, _done, _total: None
         return
     columns = (TextColumn("{task.description:<8}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, transient=True) as bars:
+    # What is piped must not follow the progress to standard error.
+    redirect = sys.stdout.isatty()
+    with Progress(*columns, console=screen, transient=True, redirect_stdout=redirect) as bars:
         tasks: dict[str, TaskID] = {}
 
         def report(what: str, done: int, total: int) -> None:
