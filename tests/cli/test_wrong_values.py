@@ -51,6 +51,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("demo", "--config", "a.toml", "task = 'sort'"),
         "a.toml: task='sort': must be a table of digits, name, ",
     ),
+    "a rate in a file that is no number": (
+        ("explore", "--config", "a.toml", "optimizer.learning_rate = nan"),
+        "a.toml: optimizer.learning_rate=nan: it must be a number above 0, at most 1e+20",
+    ),
     "a list of algorithms": (
         ("demo", "--config", "a.toml", "algorithm = ['grpo']"),
         "a.toml: algorithm=['grpo']: it must be a text",

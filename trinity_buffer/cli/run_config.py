@@ -102,8 +102,8 @@ def read_file(path: Path) -> RunFile:
     if store is not None and "://" not in store:
         store = str(path.parent / Path(store).expanduser())
     try:
-        _require_recordable(values)
         _read(RunConfig, values)
+        _require_recordable(values)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{where}{error}") from error
     if isinstance(values.get("model"), str) or OWN & values.keys():
