@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import override
 
 from tests.pipeline.test_reward_table import SlowGRPO
@@ -13,6 +14,7 @@ from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
     ASYMREAddStrategy,
     CorrectBiasAddStrategy,
+    GRPOAddStrategy,
     RECAddStrategy,
     RewardStrategy,
     compose,
@@ -102,6 +104,24 @@ class Quiet(Centred):
 
     def __init__(self, writer: Any, **kwargs: Any) -> None:
         super().__init__(writer, **kwargs)
+
+
+class ByRange(GRPOAddStrategy):
+    """GRPO with another measure of how far rewards lie apart."""
+
+    @override
+    def moments(
+        self, rewards: Sequence[float] | Rewards, weights: Rewards | None = None
+    ) -> tuple[Rewards, Rewards]:
+        """Return the mean and the range."""
+        mean, _ = super().moments(rewards, weights)
+        return mean, np.ptp(np.asarray(rewards), axis=-1)
+
+
+def test_a_subclass_scores_by_the_deviation_of_its_own() -> None:
+    scored = ByRange(StagedWriter(), epsilon=0.0).score_groups(np.array([[0.0, 4.0, 2.0]]))
+    assert scored.scores is not None
+    assert scored.scores.tolist() == [[-0.5, 0.5, 0.0]]
 
 
 def test_a_class_is_scored_by_rewards_only_as_long_as_its_declaration_tells_all() -> None:

@@ -253,7 +253,7 @@ class NormalizedScores(DeviationOptions):
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the normalized scores of groups ``[k, G]``."""
-        mean, std = moments(rewards, weights, ddof=self.ddof, std_floor=self.std_floor)
+        mean, std = self.moments(rewards, weights)
         scores = self.normalized(rewards, mean, std, weights)
         return ScoredGroups(scores=scores, metrics={"reward_mean": mean, "reward_std": std})
 
