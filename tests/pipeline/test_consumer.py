@@ -14,11 +14,13 @@ from tests.handles import ConsumerReport
 from tests.pipeline.planting import unguarded
 from tests.pipeline.watching import BatchWatcher, Watcher, reasons, rejected_groups
 from tests.raw_store import contents, rows, sql
+from tests.whole_stores import rebuild
 from trinity_buffer import StrategyConsumer, run_strategy
 from trinity_buffer.algorithm.add_strategy import AddStrategy
 from trinity_buffer.errors import (
     ConflictingStrategyError,
     InvalidArgumentError,
+    StoreError,
     TrinityBufferError,
     UnknownNameError,
 )
@@ -315,6 +317,16 @@ async def test_a_strategy_that_goes_wrong_leaves_the_store_as_it_was(
         monkeypatch.setattr(Bad, "fault", "")
         assert (await consumer.run()).annotated == 4
         await assert_conserved(experiment)
+
+
+async def test_a_row_that_the_table_lacks_is_made_again_by_a_rebuild(store_url: str) -> None:
+    async with opened(store_url, rollouts_per_group=2) as experiment:
+        await experiment.writer("e0").write(group(runs=2))
+        await experiment.database.write(sql("DELETE FROM experience WHERE run = 1"))
+        with pytest.raises(StoreError, match=r"'run': the table experience lacks 2:1.*rebuild"):
+            await run_strategy(experiment, Watcher, name="all")
+        await rebuild(experiment.database, experiment.key)
+        assert (await run_strategy(experiment, Watcher, name="all")).annotated == 2
 
 
 @pytest.mark.parametrize(

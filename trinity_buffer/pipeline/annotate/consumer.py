@@ -39,7 +39,7 @@ from trinity_buffer.pipeline.handle import ExperimentHandle, as_json, new_event,
 from trinity_buffer.pipeline.load.columns import load_experiences
 from trinity_buffer.pipeline.load.reading import EventCache
 from trinity_buffer.store import log, segments, writer_queries
-from trinity_buffer.store.rows import SLOT_BITS, ConsumerRow, ExperienceRow
+from trinity_buffer.store.rows import SLOT_BITS, ConsumerRow, ExperienceRow, written_as
 from trinity_buffer.store.transaction import Session, Transaction
 from trinity_buffer.writer import StagedWriter
 
@@ -463,13 +463,25 @@ class StrategyConsumer:
         return True
 
     def _rows(self, tx: Transaction, addresses: Collection[int]) -> dict[int, ExperienceRow]:
-        """Return address -> row of the experience there."""
+        """Return address -> row of the experience there.
+
+        Raises:
+            StoreError: the table lacks one.
+        """
         listed, size = sorted(addresses), sizes.rows_per_page
         pages = (
             writer_queries.experience_rows(tx, self.experiment.key, listed[at : at + size])
             for at in range(0, len(listed), size)
         )
-        return {row.address: row for page in pages for row in page}
+        rows = {row.address: row for page in pages for row in page}
+        for address in listed:
+            if address not in rows:
+                raise errors.StoreError(
+                    f"experiment {self.experiment.name!r}: the table experience lacks "
+                    f"{written_as(address)}, which is recorded: run `trinity-buffer rebuild`, "
+                    "which makes it from the log again"
+                )
+        return rows
 
     def _uid(self, tx: Transaction, address: int) -> str:
         return self._rows(tx, [address])[address].eid.uid
