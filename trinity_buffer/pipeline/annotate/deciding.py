@@ -416,7 +416,7 @@ def classes_of(strategies: StrategyLike) -> Classes:
 
 def _by_name(args: Mapping[str, Any], classes: Classes) -> Mapping[str, Any]:
     """Return the arguments of each strategy of a set; those of an only one have no name around."""
-    return args if len(classes) > 1 else {classes[0][0]: args}
+    return args if len(classes) > 1 else {name: args for name, _ in classes}
 
 
 def with_over(
