@@ -455,7 +455,7 @@ def _outside(
 def _compare_outside(
     audit: LogAudit, noted: Acknowledged | None, chain: Chain | None, consumer: str | None
 ) -> tuple[tuple[str, ...], list[str], list[Problem]]:
-    """Return what is lost, what was trained twice, and what else is wrong with the checkpoint."""
+    """Return the lost rows, the rows trained twice, and other problems of the checkpoint."""
     if consumer not in (None, *audit.trainers):
         known = ", ".join(audit.trainers) or "none"
         raise InvalidArgumentError(f"consumer={consumer!r} is no trainer here (there: {known})")
