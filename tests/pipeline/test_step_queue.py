@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
@@ -13,8 +14,9 @@ from tests.contract.making import group, opened
 from tests.handles import Experiment, TrainStep
 from tests.raw_store import rows
 from trinity_buffer import open_train_stream, run_strategy
+from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.pipeline.train import stream as streams
-from trinity_buffer.pipeline.train.step import StepQueue
+from trinity_buffer.pipeline.train.step import Commit, LastCommits, StepQueue
 
 GROUPS = 8
 
@@ -126,3 +128,13 @@ async def test_a_stream_that_is_closed_has_ended(store_url: str) -> None:
         assert next(stream).step == 1
     with pytest.raises(StopIteration):
         next(stream)
+
+
+def test_a_commit_of_many_steps_is_remembered_with_all_of_them() -> None:
+    commits = LastCommits("trainer")
+    request = Commit(Path("/last"), None, {}, {}, {}, {})
+    commits.add(1, 5_000, request)
+    commits.require_same(5_000, request)
+    for step in (1, 2_500, 4_999):
+        with pytest.raises(InvalidArgumentError, match="committed already, without a checkpoint"):
+            commits.require_same(step, request)

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -500,8 +501,8 @@ def require_rows(delivered: Sequence[Delivered], by_rank: Sequence[Sequence[int]
             )
 
 
-STEPS_KEPT = 1024
-"""Number of steps whose commits are remembered, to tell a repeated one from a contradiction."""
+COMMITS_KEPT = 64
+"""Number of commits that are remembered, to tell a repeated one from a contradiction."""
 
 
 class LastCommits:
@@ -513,7 +514,7 @@ class LastCommits:
 
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
-        self._commits: dict[int, Commit] = {}
+        self._commits = deque[tuple[range, Commit]](maxlen=COMMITS_KEPT)
         self._warned = self._warned_of_path = False
 
     def require_same(self, step: int, request: Commit) -> None:
@@ -523,8 +524,11 @@ class LastCommits:
             InvalidArgumentError: its checkpoint or policy would be silently ignored.
         """
         # Of an earlier stream, or too long ago, it is not remembered.
-        recorded = self._commits.get(step, request)
-        for what, path, known in zip(("checkpoint", "policy"), request, recorded, strict=False):
+        steps, recorded = next(
+            (c for c in self._commits if step in c[0]), (range(step + 1), request)
+        )
+        paths = (recorded.checkpoint, recorded.policy) if step == steps[-1] else (None, None)
+        for what, path, known in zip(("checkpoint", "policy"), request, paths, strict=False):
             if path not in (None, known):
                 how = f"with {known}" if known is not None else f"without a {what}"
                 raise InvalidArgumentError(
@@ -539,7 +543,9 @@ class LastCommits:
         Warns once if checkpoints stop, and once if one reuses an earlier path.
         """
         checkpoint = request.checkpoint
-        saved = {at: of.checkpoint for at, of in self._commits.items() if of.checkpoint is not None}
+        saved = {
+            of[-1]: made.checkpoint for of, made in self._commits if made.checkpoint is not None
+        }
         if checkpoint is None and saved and not self._warned:
             self._warned = True
             _logger.warning(
@@ -562,10 +568,7 @@ class LastCommits:
                 earlier[-1],
                 checkpoint,
             )
-        covered = request._replace(checkpoint=None, policy=None)
-        self._commits |= dict.fromkeys(range(first, step), covered) | {step: request}
-        for oldest in [*self._commits][:-STEPS_KEPT]:
-            del self._commits[oldest]
+        self._commits.append((range(first, step + 1), request))
 
 
 NON_FINITE = "non_finite"
