@@ -57,6 +57,8 @@ def nested(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 UNREADABLE: dict[str, Callable[[], Experience]] = {
+    "experience_type is 'chat', it must be": lambda: changed(experience_type="chat"),
+    "experience_type is 'None'": lambda: changed(experience_type=None),
     "messages is a tuple": lambda: changed(messages=({"role": "user"},)),
     "tools is a str": lambda: changed(tools="x"),
     "chosen_messages is a int": lambda: changed(chosen_messages=5),

@@ -381,7 +381,7 @@ def _modal_columns(values: Sequence[dict[str, Tensor] | None]) -> list[Column]:
     ]
 
 
-_KINDS = frozenset(get_args(ExperienceType))
+EXPERIENCE_TYPES = frozenset(get_args(ExperienceType))
 
 
 def decode_experiences(
@@ -410,7 +410,7 @@ def decode_experiences(
     wanted = range(rows) if slots is None else slots
     if any(not 0 <= slot < rows for slot in wanted):
         raise CodecError(f"slots {list(wanted)} of a write with {rows} experiences")
-    if not _KINDS.issuperset(meta.kind):
+    if not EXPERIENCE_TYPES.issuperset(meta.kind):
         raise CodecError("metadata column 'kind' holds an unknown kind of experience")
     asked = dict.fromkeys((*families, *loaded))
     if unknown := [family for family in asked if family not in FAMILIES]:

@@ -28,7 +28,13 @@ from trinity_buffer.events import ExperiencesRecorded
 from trinity_buffer.experience import ZERO_OR_ONE, CustomField, Experience
 from trinity_buffer.identity import EID, SCHEMAS, problem_of_key, problem_of_name, problem_of_text
 from trinity_buffer.limits import sizes
-from trinity_buffer.pipeline.encoding import DTYPE_NAMES, OBJECTS, RecordBatch, encode_experiences
+from trinity_buffer.pipeline.encoding import (
+    DTYPE_NAMES,
+    EXPERIENCE_TYPES,
+    OBJECTS,
+    RecordBatch,
+    encode_experiences,
+)
 from trinity_buffer.pipeline.handle import new_event
 from trinity_buffer.sampling import SEGMENTS, problem_of_segments
 from trinity_buffer.store.log import NewEvent, Place
@@ -133,6 +139,9 @@ def _forms(batch: RecordBatch, _schema: str) -> Problem | None:
 
 
 def _scalars(batch: RecordBatch, _schema: str) -> Problem | None:
+    for kind in set(map(str, batch.values["experience_type"])) - EXPERIENCE_TYPES:
+        what = f"is {kind!r:.40}, it must be single_turn, multi_turn or dpo"
+        return "experience_type", f"experience_type {what}"
     prompts = batch.values["prompt_length"]
     if batch.kinds["prompt_length"] != _INT:
         return "prompt_length", f"prompt_length is {prompts[0]!r}, it must be an int"
