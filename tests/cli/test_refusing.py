@@ -79,6 +79,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "--resume-from", "99", "--set", "max_steps=7"),
         "resume_from=99",
     ),
+    "no experiment to go back in": (
+        ("train", "--experiment", "other", "--resume-from", "1", "--set", "algorithm=grpo"),
+        "--resume-from 1: there is no experiment 'other' to go back in",
+    ),
     "no checkpoint": (("replay", "--from-checkpoint", "/nowhere"), "/nowhere holds no state.json"),
     "no archive": (
         ("compact", "--keep-steps", "0", "--archive", "/proc/nowhere"),
@@ -266,6 +270,7 @@ def test_a_run_that_is_refused_leaves_no_store_behind(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("train", "--resume-from", "3", "--set", "seed=7"), "runs: no such directory"),
         (("train", "--experiment", "a\nb", "--set", "seed=7"), "an experiment's name is 'a\\nb'"),
         (("explore", "--actor", "a\nb", "--set", "seed=7"), "--actor is 'a\\nb'"),
         (("explore", "--actor", "e0", "--set", "model=m"), "the run names no rollout"),

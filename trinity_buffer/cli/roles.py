@@ -197,6 +197,11 @@ async def prepare(
         names = await store.experiments()
         chosen = name or only_one(names) or DEFAULT_NAME
         opened = await store.experiment(chosen) if chosen in names else None
+        if opened is None and resume_from is not None:
+            raise errors.CheckpointError(
+                f"--resume-from {resume_from}: there is no experiment {chosen!r} to go back in: "
+                "name another with --experiment, or leave the option out to begin it"
+            )
         before = {} if opened is None else opened.config
         changed = settings(names, before, None if opened is None else await opened.columns())
         config = run_config.of_experiment(changed)
@@ -226,7 +231,7 @@ async def prepare(
         return chosen
 
     # Two steps: a run that is refused must not leave an empty store behind.
-    with suppress(errors.UnknownStoreError):
+    with suppress(*(() if resume_from is not None else (errors.UnknownStoreError,))):
         async with open_store(url, create=False) as store:
             return await record(store)
     require_name("an experiment's name", name or DEFAULT_NAME)
