@@ -24,8 +24,11 @@ from trinity_buffer import inspector, open_store, run_strategy
 from trinity_buffer.algorithm import ADD_STRATEGY, ADVANTAGE_FN
 from trinity_buffer.algorithm.add_strategy import (
     AddStrategy,
+    ASYMREAddStrategy,
     BestOfGroupAddStrategy,
+    GRPOAddStrategy,
     OPMDAddStrategy,
+    RECAddStrategy,
     RewardStrategy,
     compose,
 )
@@ -250,10 +253,10 @@ GROUPS = st.lists(
     max_size=4,
 )
 MADE: dict[str, Callable[[StagedWriter], AddStrategy]] = {
-    "grpo": lambda w: ADD_STRATEGY.get("grpo")(w, over="runs"),
+    "grpo": lambda w: GRPOAddStrategy(w, over="runs"),
     "opmd": lambda w: OPMDAddStrategy(w, "logavgexp", 0.5, over="runs"),
-    "rec": lambda w: ADD_STRATEGY.get("rec")(w, std_normalize=True, over="runs"),
-    "asymre": lambda w: ADD_STRATEGY.get("asymre")(w, over="runs"),
+    "rec": lambda w: RECAddStrategy(w, std_normalize=True, over="runs"),
+    "asymre": lambda w: ASYMREAddStrategy(w, over="runs"),
     "best": lambda w: BestOfGroupAddStrategy(w, 2, over="runs"),
     "of one's own": lambda w: Halving(w, over="runs"),
     "in turn": lambda w: compose(

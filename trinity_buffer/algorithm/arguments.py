@@ -11,10 +11,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from numbers import Integral, Real
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from trinity_buffer.errors import InvalidArgumentError, UnknownNameError
 from trinity_buffer.identity import closest
@@ -137,6 +149,31 @@ def made(cls: Callable[..., Made], *parts: Any, **arguments: Any) -> Made:
     except (TypeError, ValueError) as error:
         listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise InvalidArgumentError(f"{name}({listed}): {error}") from error
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+def configured(cls: type[T]) -> type[T]:
+    """Make a dataclass of a part, whose constructor names an argument that it does not take.
+
+    With an option ``on_unknown="ignore"`` it swallows such an argument, as the reference does. What
+    a ``Literal`` lists is what the option accepts.
+    """
+    dataclass(eq=False)(cls)
+    init, taken = cls.__init__, declared_arguments(cls)
+    choices = {n: get_args(t) for n, t in get_type_hints(cls).items() if get_origin(t) is Literal}
+
+    @wraps(init)
+    def init_checked(self: T, *parts: Any, **given: Any) -> None:
+        # By the class that is made: a subclass with a constructor of its own hands on the rest.
+        accepted = declared_arguments(type(self)).keys() - {"writer"}
+        if "on_unknown" not in taken or given.get("on_unknown") != "ignore":
+            refuse_unknown(type(self).__name__, given, accepted)
+        init(self, *parts, **{name: value for name, value in given.items() if name in taken})
+        for name in choices.keys() & taken.keys():
+            one_of(name, getattr(self, name), choices[name])
+
+    cls.__init__ = init_checked  # type: ignore[method-assign, assignment]  # with the same keywords
+    return cls
 
 
 def one_of(name: str, value: Any, accepted: Iterable[Any]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, ClassVar, Literal, Protocol
@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_buffer.algorithm.arguments import one_of, require
+from trinity_buffer.algorithm.arguments import configured, one_of, require
 from trinity_buffer.errors import InvalidArgumentError
 
 Rewards = NDArray[np.float64]
@@ -195,18 +195,17 @@ def check_baseline(kind: str, tau: float) -> None:
     require(tau > 0, "tau", tau, "be positive")
 
 
-def check_scale(epsilon: float, ddof: int, std_floor: float, single_member: str) -> None:
-    """Raise unless the four options of a deviation are valid.
+def check_scale(epsilon: float, std_floor: float) -> None:
+    """Raise unless what is added to a deviation, and its floor, are valid.
 
     Raises:
         InvalidArgumentError: names the one that is not.
     """
     require(epsilon >= 0, "epsilon", epsilon, "not be negative")
     require(std_floor >= 0, "std_floor", std_floor, "not be negative")
-    one_of("ddof", ddof, (0, 1))
-    one_of("single_member", single_member, ("raw", "zero"))
 
 
+@configured
 class DeviationOptions:
     """The options of a deviation, for a class that takes them beside arguments of its own.
 
@@ -217,21 +216,14 @@ class DeviationOptions:
         single_member: ``"raw"`` scores the reward of a group of one, ``"zero"`` scores nothing.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        epsilon: float = 1e-6,
-        ddof: int = 1,
-        std_floor: float = RELATIVE_FLOOR,
-        single_member: SingleMember = "raw",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        check_scale(epsilon, ddof, std_floor, single_member)
-        self.epsilon = epsilon
-        self.ddof = ddof
-        self.std_floor = std_floor
-        self.single_member: SingleMember = single_member
+    _: KW_ONLY
+    epsilon: float = 1e-6
+    ddof: Literal[0, 1] = 1
+    std_floor: float = RELATIVE_FLOOR
+    single_member: SingleMember = "raw"
+
+    def __post_init__(self) -> None:
+        check_scale(self.epsilon, self.std_floor)
 
     def moments(
         self, rewards: Sequence[float] | Rewards, weights: Rewards | None = None
@@ -258,6 +250,7 @@ class NormalizedScores(DeviationOptions):
         return ScoredGroups(scores=scores, metrics={"reward_mean": mean, "reward_std": std})
 
 
+@configured
 class CountsOver:
     """The choice of what counts, for a class that takes it beside arguments of its own.
 
@@ -266,10 +259,7 @@ class CountsOver:
             their ``"runs"``, which is the default of a run.
     """
 
-    def __init__(self, *args: Any, over: Over = "rows", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        one_of("over", over, ("runs", "rows"))
-        self.over: Over = over
+    over: Over = field(default="rows", kw_only=True)
 
 
 def likelihood_ranks(likelihoods: Sequence[float] | Rewards) -> Rewards:

@@ -194,9 +194,9 @@ def test_an_experience_that_cannot_be_scored_is_named(name: str) -> None:
 
 def test_misspelt_arguments_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="did you mean 'std_threshold'"):
-        GRPOGroupedAdvantage(std_treshold=0.0)
+        GRPOGroupedAdvantage(std_treshold=0.0)  # type: ignore[call-arg]
     with pytest.raises(InvalidArgumentError, match="did you mean 'omega'"):
-        GiGPOAdvantageFn(omga=0.0)
+        GiGPOAdvantageFn(omga=0.0)  # type: ignore[call-arg]
 
 
 class Rewarded(PipelineAdvantage):

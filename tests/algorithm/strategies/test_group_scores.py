@@ -116,4 +116,6 @@ def test_a_choice_that_cannot_be_right_is_named(
     epsilon: Any, ddof: Any, std_floor: Any, single: Any, named: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
-        group_scores.check_scale(epsilon, ddof, std_floor, single)
+        group_scores.DeviationOptions(
+            epsilon=epsilon, ddof=ddof, std_floor=std_floor, single_member=single
+        )

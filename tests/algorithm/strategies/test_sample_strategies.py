@@ -109,7 +109,7 @@ def test_values_and_names_that_cannot_be_right_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="max_staleness"):
         StalenessControlSampleStrategy(max_staleness=-1)
     with pytest.raises(InvalidArgumentError, match="did you mean 'max_staleness'"):
-        SAMPLE_STRATEGY.get("staleness_control")(max_stalenes=1)
+        StalenessControlSampleStrategy(max_stalenes=1)  # type: ignore[call-arg]
     assert SAMPLE_STRATEGY.get("mix").default_args() == {
         "expert_data_ratio": 0.5,
         "sft_dataset_name": "sft_dataset",

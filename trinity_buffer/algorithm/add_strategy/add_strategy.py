@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -33,9 +33,8 @@ __all__ = [
     "group_by",
 ]
 
-OnUnknown = Literal["error", "ignore"]
 
-
+@arguments.configured
 class AddStrategy(WholeUnits, arguments.Configured, ABC):
     """Takes experiences from an explorer, gives them to a writer: annotated, filtered, or both.
 
@@ -51,8 +50,8 @@ class AddStrategy(WholeUnits, arguments.Configured, ABC):
 
     Args:
         writer: where the kept experiences go.
-        on_unknown: ``"ignore"`` swallows misspelt arguments, as the reference does.
-        kwargs: refused; here so that subclasses can hand on what they do not know.
+        on_unknown: ``"ignore"`` swallows misspelt arguments, as the reference does. Others are
+            refused: subclasses can hand on what they do not know.
 
     Raises:
         InvalidArgumentError: an argument that no class in the line of inheritance declares.
@@ -63,14 +62,8 @@ class AddStrategy(WholeUnits, arguments.Configured, ABC):
     # In a run ``over`` is ``"runs"``, unless it is said otherwise.
     runtime_args: ClassVar[tuple[str, ...]] = ("writer", "on_unknown", "rng", "over")
 
-    def __init__(
-        self, writer: BufferWriter, *, on_unknown: OnUnknown = "error", **kwargs: Any
-    ) -> None:
-        arguments.one_of("on_unknown", on_unknown, ("error", "ignore"))
-        if on_unknown == "error":
-            accepted = set(arguments.declared_arguments(type(self))) - {"writer"}
-            arguments.refuse_unknown(type(self).__name__, kwargs, accepted)
-        self.writer = writer
+    writer: BufferWriter
+    on_unknown: Literal["error", "ignore"] = field(default="error", kw_only=True)
 
     @abstractmethod
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:
@@ -197,6 +190,7 @@ _DECIDING = (
 """What a `RewardStrategy` may override to decide otherwise than by `score_groups`."""
 
 
+@arguments.configured
 class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
     """Scores the runs of each task by their rewards alone: write `score_groups`, and it is done.
 
@@ -239,6 +233,7 @@ class RewardStrategy(group_scores.CountsOver, GroupAdvantageStrategy):
         return annotating.annotate_group(exps, self.rewards_of(exps), self.score_groups, self.over)
 
 
+@arguments.configured
 class RewardFilter(group_scores.CountsOver, AddStrategy):
     """Keeps rows of each task by their rewards alone, unchanged: write `score_groups`.
 
@@ -288,6 +283,7 @@ class RewardFilter(group_scores.CountsOver, AddStrategy):
 
 
 @ADD_STRATEGY.register_module("grpo")
+@arguments.configured
 class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
     """Group-relative advantages: ``(reward - mean) / (std + epsilon)`` (arXiv:2402.03300).
 
@@ -306,16 +302,9 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
         "over": "rows",
     }
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        epsilon: float = 1e-6,
-        *,
-        std_threshold: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(writer, epsilon=epsilon, **kwargs)
-        self.std_threshold = std_threshold
+    epsilon: float = 1e-6
+    _: KW_ONLY
+    std_threshold: float | None = None
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
@@ -331,6 +320,7 @@ class GRPOAddStrategy(group_scores.NormalizedScores, RewardStrategy):
 
 
 @ADD_STRATEGY.register_module("opmd")
+@arguments.configured
 class OPMDAddStrategy(RewardStrategy):
     """Online policy mirror descent: the reward less a baseline of its group (arXiv:2501.12599).
 
@@ -343,13 +333,11 @@ class OPMDAddStrategy(RewardStrategy):
 
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "over": "rows"}
 
-    def __init__(
-        self, writer: BufferWriter, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any
-    ) -> None:
-        super().__init__(writer, **kwargs)
-        group_scores.check_baseline(opmd_baseline, tau)
-        self.opmd_baseline = opmd_baseline
-        self.tau = tau
+    opmd_baseline: str = "mean"
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        group_scores.check_baseline(self.opmd_baseline, self.tau)
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
@@ -360,6 +348,7 @@ class OPMDAddStrategy(RewardStrategy):
 
 
 @ADD_STRATEGY.register_module("reward_variance")
+@arguments.configured
 class RewardVarianceAddStrategy(RewardFilter):
     """Keeps the groups whose rewards differ; the others have nothing to teach. Sets no advantages.
 
@@ -376,17 +365,9 @@ class RewardVarianceAddStrategy(RewardFilter):
         "over": "rows",
     }
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        variance_threshold: float = 0.0,
-        *,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(writer, **kwargs)
-        self.variance_threshold = variance_threshold
-        self.std_floor = std_floor
+    variance_threshold: float = 0.0
+    _: KW_ONLY
+    std_floor: float = group_scores.RELATIVE_FLOOR
 
     @override
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:

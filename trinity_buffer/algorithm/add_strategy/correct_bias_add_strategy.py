@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from typing_extensions import override
 
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, GRPOAddStrategy
 from trinity_buffer.algorithm.annotating import num_runs, rank_penalized
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.experience import Experience
-from trinity_buffer.writer import BufferWriter
 
 
 @ADD_STRATEGY.register_module("correct_bias")
+@configured
 class CorrectBiasAddStrategy(GRPOAddStrategy):
     """GRPO on rewards that shrink with the rank of the answer's likelihood (arXiv:2506.02355).
 
@@ -30,11 +31,7 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
 
     families: ClassVar[tuple[str, ...]] = ("light", "tokens")
 
-    def __init__(
-        self, writer: BufferWriter, epsilon: float = 1e-6, rank_penalty: float = 0.25, **kwargs: Any
-    ) -> None:
-        super().__init__(writer, epsilon, **kwargs)
-        self.rank_penalty = rank_penalty
+    rank_penalty: float = 0.25
 
     @override
     def needs_of(self, exps: Sequence[Experience]) -> Sequence[str]:

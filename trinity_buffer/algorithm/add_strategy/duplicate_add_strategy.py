@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
 from trinity_buffer.algorithm.add_strategy import add_strategy
-from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.copies import copy_experience, copy_group
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience
-from trinity_buffer.writer import BufferWriter
 
 Group = list[Experience]
 
 
 @add_strategy.ADD_STRATEGY.register_module("duplicate_informative")
+@configured
 class DuplicateInformativeAddStrategy(add_strategy.RewardVarianceAddStrategy):
     """Replaces uninformative groups by copies of informative ones (POLARIS, https://hkunlp.github.io/blog/2025/Polaris).
 
@@ -49,23 +50,11 @@ class DuplicateInformativeAddStrategy(add_strategy.RewardVarianceAddStrategy):
         "seed": None,
     }
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        variance_threshold: float = 0.0,
-        *,
-        exact_size: bool = False,
-        copy_ids: Literal["fresh", "offset"] = "fresh",
-        seed: int | None = 0,
-        rng: random.Random | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(writer, variance_threshold, **kwargs)
-        one_of("copy_ids", copy_ids, ("fresh", "offset"))
-        self.exact_size = exact_size
-        self.copy_ids = copy_ids
-        self.seed = seed
-        self.rng = rng
+    _: KW_ONLY
+    exact_size: bool = False
+    copy_ids: Literal["fresh", "offset"] = "fresh"
+    seed: int | None = 0
+    rng: random.Random | None = None
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, Any]]:

@@ -7,6 +7,7 @@ None of them sets advantages; put them first in a list: ``["overlong_penalty",
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,15 +16,15 @@ from typing_extensions import override
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.add_strategy import add_strategy
 from trinity_buffer.algorithm.annotating import reward_of, runs_of, share_rewards
+from trinity_buffer.algorithm.arguments import configured, require
 from trinity_buffer.algorithm.group_scores import CountsOver, Rewards, ScoredGroups
-from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import Experience, group_by
-from trinity_buffer.writer import BufferWriter
 
 Metrics = dict[str, Any]
 
 
 @add_strategy.ADD_STRATEGY.register_module("outcome_gate")
+@configured
 class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
     """Keeps the groups in which enough runs succeed, judged by a named metric, not the reward.
 
@@ -45,21 +46,11 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
     annotates: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        metric_key: str = "accuracy",
-        correct_threshold: float = 0.0,
-        *,
-        min_correct: int = 1,
-        min_wrong: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(writer, **kwargs)
-        self.metric_key = metric_key
-        self.correct_threshold = correct_threshold
-        self.min_correct = min_correct
-        self.min_wrong = min_wrong
+    metric_key: str = "accuracy"
+    correct_threshold: float = 0.0
+    _: KW_ONLY
+    min_correct: int = 1
+    min_wrong: int = 0
 
     @override
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
@@ -102,20 +93,21 @@ class OutcomeGateAddStrategy(CountsOver, add_strategy.AddStrategy):
 
 
 @add_strategy.ADD_STRATEGY.register_module("dapo_dynamic_sampling")
+@configured
 class DynamicSamplingAddStrategy(OutcomeGateAddStrategy):
     """Keeps the groups in which some runs succeed and some fail (DAPO, arXiv:2503.14476).
 
     Args:
         writer: where the kept groups go.
-        args, kwargs: of `OutcomeGateAddStrategy`.
         min_wrong: groups with fewer failures are rejected as ``all_correct``.
+        kwargs: the options of `OutcomeGateAddStrategy`.
     """
 
-    def __init__(self, writer: BufferWriter, *args: Any, min_wrong: int = 1, **kwargs: Any) -> None:
-        super().__init__(writer, *args, min_wrong=min_wrong, **kwargs)
+    min_wrong: int = field(default=1, kw_only=True)
 
 
 @add_strategy.ADD_STRATEGY.register_module("best_of_group")
+@configured
 class BestOfGroupAddStrategy(add_strategy.RewardFilter):
     """Keeps the runs with the largest reward of each group (RAFT, arXiv:2304.06767).
 
@@ -126,19 +118,12 @@ class BestOfGroupAddStrategy(add_strategy.RewardFilter):
         kwargs: of `RewardFilter`. Over runs, a run is kept by the mean reward of its rows.
     """
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        num_kept: int = 1,
-        *,
-        min_reward: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(writer, **kwargs)
-        if num_kept < 1:
-            raise InvalidArgumentError(f"num_kept must be at least 1, it is {num_kept!r}")
-        self.num_kept = num_kept
-        self.min_reward = min_reward
+    num_kept: int = 1
+    _: KW_ONLY
+    min_reward: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.num_kept >= 1, "num_kept", self.num_kept, "be at least 1")
 
     @override
     def score_groups(self, rewards: Rewards) -> ScoredGroups:
@@ -153,6 +138,7 @@ class BestOfGroupAddStrategy(add_strategy.RewardFilter):
 
 
 @add_strategy.ADD_STRATEGY.register_module("overlong_penalty")
+@configured
 class OverlongPenaltyAddStrategy(add_strategy.AddStrategy):
     """Lowers the reward of answers near the length limit (DAPO, arXiv:2503.14476).
 
@@ -170,23 +156,15 @@ class OverlongPenaltyAddStrategy(add_strategy.AddStrategy):
     families: ClassVar[tuple[str, ...]] = ("light",)
     annotates: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        max_length: int,
-        cache_length: int,
-        *,
-        penalty: float = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(writer, **kwargs)
-        if not 0 < cache_length <= max_length:
-            raise InvalidArgumentError(
-                f"cache_length must lie between 1 and max_length={max_length}: {cache_length!r}"
-            )
-        self.max_length = max_length
-        self.cache_length = cache_length
-        self.penalty = penalty
+    max_length: int
+    cache_length: int
+    _: KW_ONLY
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        rule = f"lie between 1 and max_length={self.max_length}"
+        is_part = 0 < self.cache_length <= self.max_length
+        require(is_part, "cache_length", self.cache_length, rule)
 
     def penalty_of(self, length: int) -> float:
         """Return what an answer of ``length`` action tokens is charged, 0 or negative."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.add_strategy.add_strategy import ADD_STRATEGY, AddStrategy
-from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.experience import Experience
-from trinity_buffer.writer import BufferWriter
 
 
 @ADD_STRATEGY.register_module("step_wise_grpo")
+@configured
 class StepWiseGRPOStrategy(annotating.LastStepScores, AddStrategy):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
@@ -33,19 +34,10 @@ class StepWiseGRPOStrategy(annotating.LastStepScores, AddStrategy):
     families: ClassVar[tuple[str, ...]] = ("light",)
     reference_args: ClassVar[Mapping[str, Any]] = {"on_unknown": "ignore", "std_floor": 0.0}
 
-    def __init__(
-        self,
-        writer: BufferWriter,
-        epsilon: float = 1e-6,
-        enable_step_norm: bool = False,
-        *,
-        last_step: Literal["list", "step"] = "list",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(writer, epsilon=epsilon, **kwargs)
-        one_of("last_step", last_step, ("list", "step"))
-        self.enable_step_norm = enable_step_norm
-        self.last_step = last_step
+    epsilon: float = 1e-6
+    enable_step_norm: bool = False
+    _: KW_ONLY
+    last_step: Literal["list", "step"] = "list"
 
     def calculate_group_advantage(
         self, exps: dict[str, Experience]

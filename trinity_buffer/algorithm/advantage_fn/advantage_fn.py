@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -36,6 +37,7 @@ from trinity_buffer.experience import Experience, group_by
 __all__ = ["ADVANTAGE_FN", "AdvantageFn", "GroupAdvantage", "PipelineAdvantage", "TrainerAdvantage"]
 
 
+@arguments.configured
 class AdvantageFn(arguments.Configured, ABC):
     """Computes advantages and returns.
 
@@ -45,8 +47,8 @@ class AdvantageFn(arguments.Configured, ABC):
         reads_rewards: the same of rewards, where the advantages are computed in the trainer.
 
     Args:
-        on_unknown: ``"ignore"`` swallows misspelt arguments.
-        kwargs: refused; here so that subclasses can hand on what they do not know.
+        on_unknown: ``"ignore"`` swallows misspelt arguments. Others are refused: subclasses can
+            hand on what they do not know.
 
     Raises:
         InvalidArgumentError: an argument that no class in the line of inheritance declares.
@@ -56,12 +58,7 @@ class AdvantageFn(arguments.Configured, ABC):
     reads_rewards: ClassVar[bool] = True
     runtime_args: ClassVar[tuple[str, ...]] = ("on_unknown", "rng")
 
-    def __init__(self, *, on_unknown: Literal["error", "ignore"] = "error", **kwargs: Any) -> None:
-        arguments.one_of("on_unknown", on_unknown, ("error", "ignore"))
-        if on_unknown == "error":
-            arguments.refuse_unknown(
-                type(self).__name__, kwargs, arguments.declared_arguments(type(self))
-            )
+    on_unknown: Literal["error", "ignore"] = field(default="error", kw_only=True)
 
     @abstractmethod
     def __call__(self, exps: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -113,6 +110,7 @@ class PipelineAdvantage(WholeUnits, AdvantageFn):
         return self.process(exps)
 
 
+@arguments.configured
 class GroupAdvantage(CountsOver, PipelineAdvantage):
     """Scores one group at a time: write `group_experiences` and `calculate_group_advantage`.
 
@@ -236,6 +234,7 @@ class TrainerAdvantage(AdvantageFn):
         return exps, result.metrics
 
 
+@arguments.configured
 class GroupScoredAdvantage(CountsOver, TrainerAdvantage):
     """Scores each row of a group by the rewards of the group: write `score_groups`.
 
@@ -247,8 +246,7 @@ class GroupScoredAdvantage(CountsOver, TrainerAdvantage):
 
     reference_args: ClassVar[Mapping[str, Any]] = {"over": "rows"}
 
-    def __init__(self, *, over: Over = "runs", **kwargs: Any) -> None:
-        super().__init__(over=over, **kwargs)
+    over: Over = field(default="runs", kw_only=True)
 
     @abstractmethod
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:

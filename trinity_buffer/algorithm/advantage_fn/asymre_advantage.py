@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from trinity_buffer.algorithm.advantage_fn import advantage_fn
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, means, size_of
 
 
+@configured
 class _ShiftedMean(advantage_fn.AdvantageFn):
     """The distance from the mean of a group plus a constant.
 
@@ -17,9 +17,7 @@ class _ShiftedMean(advantage_fn.AdvantageFn):
         baseline_shift: added to the mean; negative values keep average answers attractive.
     """
 
-    def __init__(self, baseline_shift: float = -0.1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.baseline_shift = baseline_shift
+    baseline_shift: float = -0.1
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the shifted mean; from 0 for a group of one (the reference)."""
@@ -30,6 +28,7 @@ class _ShiftedMean(advantage_fn.AdvantageFn):
 
 
 @advantage_fn.ADVANTAGE_FN.register_module("asymre")
+@configured
 class ASYMREGroupAdvantage(_ShiftedMean, advantage_fn.RewardAdvantage):
     """``reward - (mean + baseline_shift)`` on every action token of a group."""
 
@@ -37,5 +36,6 @@ class ASYMREGroupAdvantage(_ShiftedMean, advantage_fn.RewardAdvantage):
 
 
 @advantage_fn.ADVANTAGE_FN.register_module("asymre_verl")
+@configured
 class ASYMREAdvantageFn(_ShiftedMean, advantage_fn.GroupScoredAdvantage):
     """``reward - (mean + baseline_shift)`` of the rows' summed token-level rewards."""

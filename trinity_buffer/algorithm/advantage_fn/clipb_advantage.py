@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn import token_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.arguments import configured
 
 
 @ADVANTAGE_FN.register_module("clipb")
+@configured
 class ClipBAdvantageFn(GRPOAdvantageFn):
     """Drops tokens with A < 0 and ``S - mean(S) < -mu std(S)`` from the action mask.
 
@@ -28,9 +28,7 @@ class ClipBAdvantageFn(GRPOAdvantageFn):
     tensors = ("entropy",)
     reads_old_logprob = True
 
-    def __init__(self, epsilon: float = 1e-6, mu: float = 2.5, **kwargs: Any) -> None:
-        super().__init__(epsilon, **kwargs)
-        self.mu = mu
+    mu: float = 2.5
 
     @override
     def compute(self, rows: Rows) -> Result:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -12,9 +10,11 @@ from trinity_buffer.algorithm.advantage_fn import token_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN
 from trinity_buffer.algorithm.advantage_fn.grpo_advantage import GRPOAdvantageFn
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
+from trinity_buffer.algorithm.arguments import configured
 
 
 @ADVANTAGE_FN.register_module("clipv")
+@configured
 class ClipVAdvantageFn(GRPOAdvantageFn):
     """Drops tokens with A <= 0 and ``D > mu std(D)`` from the action mask.
 
@@ -34,12 +34,8 @@ class ClipVAdvantageFn(GRPOAdvantageFn):
     reads_old_logprob = True
     tuned = {"mu": 8.5}
 
-    def __init__(
-        self, epsilon: float = 1e-6, mu: float = 2.0, max_frac: float = 1e-4, **kwargs: Any
-    ) -> None:
-        super().__init__(epsilon, **kwargs)
-        self.mu = mu
-        self.max_frac = max_frac
+    mu: float = 2.0
+    max_frac: float = 1e-4
 
     @override
     def compute(self, rows: Rows) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm import annotating, group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
 from trinity_buffer.algorithm.annotating import Problem, StepsByRun
-from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.experience import Experience
 from trinity_buffer.metrics import gather_metrics
@@ -22,6 +23,7 @@ Scores = dict[int, float]
 
 
 @ADVANTAGE_FN.register_module("gigpo")
+@configured
 class GiGPOAdvantageFn(PipelineAdvantage):
     """``A = A_episode + omega A_step`` on every action token of a step.
 
@@ -51,36 +53,20 @@ class GiGPOAdvantageFn(PipelineAdvantage):
         "anchor_scope": "batch",
     }
 
-    def __init__(
-        self,
-        omega: float = 1.0,
-        gamma: float = 1.0,
-        fnorm: str = "none",
-        epsilon: float = 1e-6,
-        step_reward_key: str = "step_reward",
-        env_state_hash_key: str = "env_state_hash",
-        *,
-        missing_reward: Literal["refuse", "zero"] = "refuse",
-        anchor_scope: Literal["task", "batch"] = "task",
-        ddof: int = 1,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        group_scores.check_scale(epsilon, ddof, std_floor, "raw")
-        one_of("fnorm", fnorm, ("none", "std"))
-        one_of("missing_reward", missing_reward, ("refuse", "zero"))
-        one_of("anchor_scope", anchor_scope, ("task", "batch"))
-        self.omega = omega
-        self.gamma = gamma
-        self.fnorm = fnorm
-        self.epsilon = epsilon
-        self.step_reward_key = step_reward_key
-        self.env_state_hash_key = env_state_hash_key
-        self.missing_reward = missing_reward
-        self.anchor_scope = anchor_scope
-        self.ddof = ddof
-        self.std_floor = std_floor
+    omega: float = 1.0
+    gamma: float = 1.0
+    fnorm: Literal["none", "std"] = "none"
+    epsilon: float = 1e-6
+    step_reward_key: str = "step_reward"
+    env_state_hash_key: str = "env_state_hash"
+    _: KW_ONLY
+    missing_reward: Literal["refuse", "zero"] = "refuse"
+    anchor_scope: Literal["task", "batch"] = "task"
+    ddof: Literal[0, 1] = 1
+    std_floor: float = group_scores.RELATIVE_FLOOR
+
+    def __post_init__(self) -> None:
+        group_scores.check_scale(self.epsilon, self.std_floor)
 
     @classmethod
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from trinity_buffer.algorithm import annotating, group_scores
 from trinity_buffer.algorithm.advantage_fn import advantage_fn
-from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.copies import copy_group
 from trinity_buffer.algorithm.group_scores import Rewards, Unit
 from trinity_buffer.experience import Experience
@@ -21,6 +22,7 @@ Group = list[Experience]
 
 
 @advantage_fn.ADVANTAGE_FN.register_module("grpo")
+@configured
 class GRPOGroupedAdvantage(group_scores.DeviationOptions, advantage_fn.GroupAdvantage):
     """``(reward - mean) / (std + epsilon)`` on every action token of a group.
 
@@ -43,27 +45,14 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, advantage_fn.GroupAdva
 
     reference_args = {"rank_scores": "raw", "std_floor": 0.0, "over": "rows"}
 
-    def __init__(
-        self,
-        epsilon: float = 1e-6,
-        std_threshold: float | None = None,
-        duplicate_experiences: bool = False,
-        rank_penalty: float | None = None,
-        std_cal_level: str = "group",
-        *,
-        rank_scores: Literal["penalized", "raw"] = "penalized",
-        seed: int | None = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(epsilon=epsilon, **kwargs)
-        one_of("std_cal_level", std_cal_level, ("group", "batch"))
-        one_of("rank_scores", rank_scores, ("penalized", "raw"))
-        self.std_threshold = std_threshold
-        self.duplicate_experiences = duplicate_experiences
-        self.rank_penalty = rank_penalty
-        self.std_cal_level = std_cal_level
-        self.rank_scores = rank_scores
-        self.seed = seed
+    epsilon: float = 1e-6
+    std_threshold: float | None = None
+    duplicate_experiences: bool = False
+    rank_penalty: float | None = None
+    std_cal_level: Unit = "group"
+    _: KW_ONLY
+    rank_scores: Literal["penalized", "raw"] = "penalized"
+    seed: int | None = 0
 
     @classmethod
     @override
@@ -150,6 +139,7 @@ class GRPOGroupedAdvantage(group_scores.DeviationOptions, advantage_fn.GroupAdva
 
 
 @advantage_fn.ADVANTAGE_FN.register_module("grpo_verl")
+@configured
 class GRPOAdvantageFn(group_scores.NormalizedScores, advantage_fn.GroupScoredAdvantage):
     """Group-relative advantages of the rows' summed token-level rewards.
 
@@ -160,5 +150,4 @@ class GRPOAdvantageFn(group_scores.NormalizedScores, advantage_fn.GroupScoredAdv
 
     reference_args = {"std_floor": 0.0, "over": "rows"}
 
-    def __init__(self, epsilon: float = 1e-6, **kwargs: Any) -> None:
-        super().__init__(epsilon=epsilon, **kwargs)
+    epsilon: float = 1e-6

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from dataclasses import KW_ONLY
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from typing_extensions import override
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
-from trinity_buffer.algorithm.arguments import one_of, require
+from trinity_buffer.algorithm.arguments import configured, require
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are cut here before ``exp``: e^20 is far beyond any useful weight, and finite."""
@@ -61,6 +62,7 @@ def sampled_log_ratios(student: Tensor, teacher: Tensor, weight: float) -> tuple
 
 
 @ADVANTAGE_FN.register_module("jsd")
+@configured
 class JSDAdvantage(TrainerAdvantage):
     """Advantages with which a policy gradient descends a divergence between student and teacher.
 
@@ -83,25 +85,17 @@ class JSDAdvantage(TrainerAdvantage):
     reads_rewards = False
     reference_args = {"estimator": "log_ratio"}
 
-    def __init__(
-        self,
-        lambda_coef: float = 0.5,
-        kl_coef: float = 1.0,
-        temperature: float = 1.0,
-        chunk_size: int | None = None,
-        *,
-        estimator: Literal["gradient", "log_ratio"] = "gradient",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        one_of("estimator", estimator, ("gradient", "log_ratio"))
-        require(0 <= lambda_coef <= 1, "lambda_coef", lambda_coef, "lie between 0 and 1")
-        require(temperature > 0, "temperature", temperature, "be positive")
-        self.lambda_coef = lambda_coef
-        self.kl_coef = kl_coef
-        self.temperature = temperature
-        self.chunk_size = chunk_size
-        self.estimator = estimator
+    lambda_coef: float = 0.5
+    kl_coef: float = 1.0
+    temperature: float = 1.0
+    chunk_size: int | None = None
+    _: KW_ONLY
+    estimator: Literal["gradient", "log_ratio"] = "gradient"
+
+    def __post_init__(self) -> None:
+        weight = self.lambda_coef
+        require(0 <= weight <= 1, "lambda_coef", weight, "lie between 0 and 1")
+        require(self.temperature > 0, "temperature", self.temperature, "be positive")
 
     @override
     def compute(self, rows: Rows) -> Result:

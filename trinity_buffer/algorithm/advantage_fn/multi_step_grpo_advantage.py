@@ -10,12 +10,13 @@ from typing_extensions import override
 from trinity_buffer.algorithm import annotating
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, PipelineAdvantage
 from trinity_buffer.algorithm.annotating import LastStepScores, Problem
-from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.group_scores import Unit
 from trinity_buffer.experience import Experience
 
 
 @ADVANTAGE_FN.register_module("step_wise_grpo")
+@configured
 class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
     """Scores each run by its last step, as GRPO does, and gives the score to all its steps.
 
@@ -31,19 +32,10 @@ class StepWiseGRPOAdvantageFn(LastStepScores, PipelineAdvantage):
 
     reference_args = {"on_unknown": "ignore", "std_floor": 0.0}
 
-    def __init__(
-        self,
-        epsilon: float = 1e-6,
-        enable_step_norm: bool = False,
-        std_cal_level: str = "group",
-        std_threshold: float | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(epsilon=epsilon, **kwargs)
-        one_of("std_cal_level", std_cal_level, ("group", "batch"))
-        self.enable_step_norm = enable_step_norm
-        self.std_cal_level = std_cal_level
-        self.std_threshold = std_threshold
+    epsilon: float = 1e-6
+    enable_step_norm: bool = False
+    std_cal_level: Unit = "group"
+    std_threshold: float | None = None
 
     @classmethod
     @override

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import row_statistics, row_sums
+from trinity_buffer.algorithm.arguments import configured
 
 
 @ADVANTAGE_FN.register_module("on_policy_distill")
+@configured
 class OnPolicyDistillAdvantage(TrainerAdvantage):
     """``kl_coef (teacher - student)``, in log-probabilities: descends the reverse divergence.
 
@@ -25,9 +25,7 @@ class OnPolicyDistillAdvantage(TrainerAdvantage):
     reads_old_logprob = True
     reads_rewards = False
 
-    def __init__(self, kl_coef: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.kl_coef = kl_coef
+    kl_coef: float = 1.0
 
     @override
     def compute(self, rows: Rows) -> Result:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import field
 
 from trinity_buffer.algorithm.advantage_fn import advantage_fn
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.group_scores import Rewards, ScoredGroups, baseline, check_baseline
 
 
+@configured
 class _LessBaseline(advantage_fn.AdvantageFn):
     """The distance from a baseline of the group.
 
@@ -17,10 +19,8 @@ class _LessBaseline(advantage_fn.AdvantageFn):
         kwargs: of `AdvantageFn`.
     """
 
-    def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.opmd_baseline = opmd_baseline
-        self.tau = tau
+    opmd_baseline: str = "mean"
+    tau: float = 1.0
 
     def score_groups(self, rewards: Rewards, weights: Rewards | None = None) -> ScoredGroups:
         """Return the distance from the baseline."""
@@ -29,17 +29,18 @@ class _LessBaseline(advantage_fn.AdvantageFn):
 
 
 @advantage_fn.ADVANTAGE_FN.register_module("opmd")
+@configured
 class OPMDGroupAdvantage(_LessBaseline, advantage_fn.RewardAdvantage):
     """``reward - baseline`` on every action token of a group."""
 
     reference_args = {"over": "rows"}
 
-    def __init__(self, opmd_baseline: str = "mean", tau: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(opmd_baseline, tau, **kwargs)
-        check_baseline(opmd_baseline, tau)
+    def __post_init__(self) -> None:
+        check_baseline(self.opmd_baseline, self.tau)
 
 
 @advantage_fn.ADVANTAGE_FN.register_module("opmd_verl")
+@configured
 class OPMDAdvantageFn(_LessBaseline, advantage_fn.GroupScoredAdvantage):
     """``reward - baseline`` of the rows' summed token-level rewards.
 
@@ -53,15 +54,9 @@ class OPMDAdvantageFn(_LessBaseline, advantage_fn.GroupScoredAdvantage):
 
     reference_args = {"check_early": False, "over": "rows"}
 
-    def __init__(
-        self,
-        opmd_baseline: str = "mean",
-        tau: float = 1.0,
-        *,
-        check_early: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(opmd_baseline, tau, **kwargs)
+    check_early: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
         # The reference finds a wrong baseline only in a group that needs one.
-        if check_early:
-            check_baseline(opmd_baseline, tau)
+        if self.check_early:
+            check_baseline(self.opmd_baseline, self.tau)

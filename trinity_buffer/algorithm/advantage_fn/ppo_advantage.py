@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import KW_ONLY
 
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import generalized_advantages, whitened
-from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.arguments import configured, require
 from trinity_buffer.algorithm.functional import masked_whiten
 from trinity_buffer.algorithm.group_scores import CountsOver, Over
 
 
+@configured
 class WhitenedAdvantage(CountsOver, TrainerAdvantage):
     """Advantages that are whitened over the whole step: what PPO and REINFORCE++ share.
 
@@ -27,16 +28,17 @@ class WhitenedAdvantage(CountsOver, TrainerAdvantage):
 
     reference_args = {"mask_aware": False, "over": "rows"}
 
-    def __init__(
-        self, gamma: float = 1.0, *, mask_aware: bool = True, over: Over = "runs", **kwargs: Any
-    ) -> None:
-        super().__init__(over=over, **kwargs)
-        require(0 <= gamma <= 1, "gamma", gamma, "lie between 0 and 1")
-        self.gamma = gamma
-        self.mask_aware = mask_aware
+    gamma: float = 1.0
+    _: KW_ONLY
+    mask_aware: bool = True
+    over: Over = "runs"
+
+    def __post_init__(self) -> None:
+        require(0 <= self.gamma <= 1, "gamma", self.gamma, "lie between 0 and 1")
 
 
 @ADVANTAGE_FN.register_module("ppo")
+@configured
 class PPOAdvantageFn(WhitenedAdvantage):
     """Whitened generalized advantages of ``values`` and ``token_level_rewards``.
 
@@ -51,10 +53,12 @@ class PPOAdvantageFn(WhitenedAdvantage):
 
     tensors = ("values",)
 
-    def __init__(self, gamma: float = 1.0, lam: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(gamma, **kwargs)
-        require(0 <= lam <= 1, "lam", lam, "lie between 0 and 1")
-        self.lam = lam
+    lam: float = 1.0
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.lam <= 1, "lam", self.lam, "lie between 0 and 1")
 
     @override
     def compute(self, rows: Rows) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import numpy as np
@@ -12,12 +13,13 @@ from typing_extensions import override
 from trinity_buffer.algorithm import group_scores
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, GroupAdvantage
 from trinity_buffer.algorithm.annotating import annotate, annotate_group, reward_of, runs_of
-from trinity_buffer.algorithm.arguments import one_of
+from trinity_buffer.algorithm.arguments import configured
 from trinity_buffer.algorithm.group_scores import Rewards, RewardScorer, ScoredGroups
 from trinity_buffer.experience import Experience
 
 
 @ADVANTAGE_FN.register_module("rec")
+@configured
 class RECGroupedAdvantage(GroupAdvantage):
     """``reward - mean``; on request divided by the deviation, or balanced.
 
@@ -34,24 +36,15 @@ class RECGroupedAdvantage(GroupAdvantage):
 
     reference_args = {"std_floor": 0.0, "over": "rows"}
 
-    def __init__(
-        self,
-        epsilon: float = 1e-6,
-        std_normalize: bool = False,
-        drop: Literal["balance"] | None = None,
-        *,
-        std_floor: float = group_scores.RELATIVE_FLOOR,
-        seed: int | None = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        group_scores.check_scale(epsilon, 0, std_floor, "raw")
-        one_of("drop", drop, (None, "balance"))
-        self.epsilon = epsilon
-        self.std_normalize = std_normalize
-        self.drop = drop
-        self.std_floor = std_floor
-        self.seed = seed
+    epsilon: float = 1e-6
+    std_normalize: bool = False
+    drop: Literal["balance", None] = None
+    _: KW_ONLY
+    std_floor: float = group_scores.RELATIVE_FLOOR
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        group_scores.check_scale(self.epsilon, self.std_floor)
 
     @override
     def from_rewards(self) -> RewardScorer | None:

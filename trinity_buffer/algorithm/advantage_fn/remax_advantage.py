@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import field
 
 from typing_extensions import override
 
 from trinity_buffer.algorithm.advantage_fn.advantage_fn import ADVANTAGE_FN, TrainerAdvantage
 from trinity_buffer.algorithm.advantage_fn.rows import Result, Rows
 from trinity_buffer.algorithm.advantage_fn.token_scores import discounted_returns
+from trinity_buffer.algorithm.arguments import configured
 
 
 @ADVANTAGE_FN.register_module("remax")
+@configured
 class REMAXAdvantageFn(TrainerAdvantage):
     """``returns - reward_baselines`` on action tokens; needs ``reward_baselines``, one per row.
 
@@ -24,9 +26,7 @@ class REMAXAdvantageFn(TrainerAdvantage):
     tensors = ("reward_baselines",)
     reference_args = {"mask_aware": False}
 
-    def __init__(self, *, mask_aware: bool = True, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.mask_aware = mask_aware
+    mask_aware: bool = field(default=True, kw_only=True)
 
     @override
     def compute(self, rows: Rows) -> Result:

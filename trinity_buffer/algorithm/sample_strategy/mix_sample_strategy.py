@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from trinity_buffer.algorithm.arguments import require
+from trinity_buffer.algorithm.arguments import configured, require
 from trinity_buffer.algorithm.sample_strategy import sample_strategy
 from trinity_buffer.errors import InvalidArgumentError
 from trinity_buffer.experience import CustomField, Experience
@@ -22,6 +23,7 @@ CUSTOM_FIELDS = (
 
 
 @sample_strategy.SAMPLE_STRATEGY.register_module("mix")
+@configured
 class MixSampleStrategy(sample_strategy.SampleStrategy):
     """Takes ``ceil(expert_data_ratio x size)`` units of an expert, the rest of the policy's own.
 
@@ -37,22 +39,14 @@ class MixSampleStrategy(sample_strategy.SampleStrategy):
         kwargs: the arguments of `SampleStrategy`.
     """
 
-    def __init__(
-        self,
-        reader: sample_strategy.SampleReader | None = None,
-        *,
-        batch_size: int = 1,
-        expert_reader: sample_strategy.SampleReader | None = None,
-        expert_data_ratio: float = 0.5,
-        sft_dataset_name: str = "sft_dataset",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(reader, batch_size=batch_size, **kwargs)
-        is_share = 0 <= expert_data_ratio <= 1
-        require(is_share, "expert_data_ratio", expert_data_ratio, "lie between 0 and 1")
-        self.expert_reader = expert_reader
-        self.expert_data_ratio = expert_data_ratio
-        self.sft_dataset_name = sft_dataset_name
+    _: KW_ONLY
+    expert_reader: sample_strategy.SampleReader | None = None
+    expert_data_ratio: float = 0.5
+    sft_dataset_name: str = "sft_dataset"
+
+    def __post_init__(self) -> None:
+        share = self.expert_data_ratio
+        require(0 <= share <= 1, "expert_data_ratio", share, "lie between 0 and 1")
 
     @override
     def plan(self, step: int, size: int) -> sample_strategy.SamplePlan:

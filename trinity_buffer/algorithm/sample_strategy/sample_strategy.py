@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
@@ -58,13 +58,13 @@ class SampleReader(Protocol):
         """Go on from ``state``."""
 
 
+@arguments.configured
 class SampleStrategy(arguments.Configured, ABC):
     """Plans what a step takes (`plan`), and takes it (`sample`).
 
     Args:
         reader: of the policy's own data; None if only `plan` is of use.
         batch_size: what one `sample` takes, in the reader's units.
-        kwargs: refused; here so that subclasses can hand on what they do not know.
 
     Raises:
         InvalidArgumentError: an argument that no class in the line of inheritance declares.
@@ -72,14 +72,9 @@ class SampleStrategy(arguments.Configured, ABC):
 
     runtime_args: ClassVar[tuple[str, ...]] = ("reader", "batch_size", "expert_reader")
 
-    def __init__(
-        self, reader: SampleReader | None = None, *, batch_size: int = 1, **kwargs: Any
-    ) -> None:
-        arguments.refuse_unknown(
-            type(self).__name__, kwargs, arguments.declared_arguments(type(self))
-        )
-        self.reader = reader
-        self.batch_size = batch_size
+    reader: SampleReader | None = None
+    _: KW_ONLY
+    batch_size: int = 1
 
     @abstractmethod
     def plan(self, step: int, size: int) -> SamplePlan:
@@ -125,6 +120,7 @@ class WarmupSampleStrategy(DefaultSampleStrategy):
 
 
 @SAMPLE_STRATEGY.register_module("staleness_control")
+@arguments.configured
 class StalenessControlSampleStrategy(DefaultSampleStrategy):
     """Takes what comes next, if it is not too old.
 
@@ -134,19 +130,11 @@ class StalenessControlSampleStrategy(DefaultSampleStrategy):
         kwargs: the arguments of `SampleStrategy`.
     """
 
-    def __init__(
-        self,
-        reader: SampleReader | None = None,
-        *,
-        batch_size: int = 1,
-        max_staleness: float = math.inf,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(reader, batch_size=batch_size, **kwargs)
-        self.max_staleness = float(max_staleness)
-        arguments.require(
-            self.max_staleness >= 0, "max_staleness", max_staleness, "not be negative"
-        )
+    max_staleness: float = field(default=math.inf, kw_only=True)
+
+    def __post_init__(self) -> None:
+        staleness = self.max_staleness = float(self.max_staleness)
+        arguments.require(staleness >= 0, "max_staleness", staleness, "not be negative")
 
     @override
     def plan(self, step: int, size: int) -> SamplePlan:
